@@ -1,0 +1,171 @@
+"""A model with its KV cache: realign sequences, run their new tokens in one ragged forward pass, choose tokens."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.exactness import choose_tiles, self_test
+from engine.kv_cache import KVArena
+from engine.linear import can_prepack, prepack_linears
+from engine.loading import LoadedModel, UnsupportedModelError, load_model
+from engine.numerics import Tiles, round_up
+from engine.options import EngineOptions
+from engine.packing import Span, pack
+from engine.slots import SlotTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine runs and holds, as plain data."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    tokenizer_fingerprint: str
+    bitwise: bool
+    parameters: int
+    slots_total: int
+    slots_in_use: int
+    kv_bytes_per_token: int
+    kv_bytes_total: int
+
+
+class Engine:
+    """Everything here runs on one thread, the one that built it."""
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions, exact: bool) -> None:
+        """`exact`: make every token's logits independent of its batch, and prove it on this device."""
+        self.loaded = loaded
+        self.vocab_size, self.max_model_len = loaded.vocab_size, loaded.max_model_len
+        self._parameters = sum(weight.numel() for weight in loaded.model.parameters())
+        self._max_forward_tokens = options.max_forward_tokens
+        config = loaded.config
+        heads = config.num_attention_heads
+        self._kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._query_groups = heads // self._kv_heads
+        self._device, self._dtype = loaded.model.device, loaded.model.dtype
+        if can_prepack(self._dtype, self._device):
+            prepack_linears(loaded.model)
+        self.tiles = Tiles()
+        if exact:
+            self.tiles = choose_tiles(loaded.model, self._kv_heads, self._query_groups, self._head_dim)
+        self.slots, self.arena = self._reserve(options)
+        self._refuse_foreign_attention()
+        self.bitwise = exact and self_test(self)
+
+    @classmethod
+    def load(cls, options: EngineOptions, exact: bool) -> "Engine":
+        """Loads the model and makes it ready. UnsupportedModelError says why it cannot be."""
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        engine = cls(load_model(options), options, exact)
+        log.info("ready: %s", engine.info())
+        return engine
+
+    @torch.inference_mode()
+    def forward(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Caches the new tokens of all spans and returns the logits that they ask for, [R, vocab_size], in span order.
+
+        More than `max_forward_tokens` are worked off in several passes, which changes no bit of the result.
+        """
+        logits = [self._pass(chunk) for chunk in _chunks(spans, self._max_forward_tokens)]
+        wanted = [rows for rows in logits if len(rows)]
+        return torch.cat(wanted) if wanted else torch.empty(0, self.vocab_size)
+
+    def choose(self, spans: Sequence[Span]) -> list[list[int]]:
+        """The model's greedy choice after each of the last `num_logits` tokens of every span."""
+        choices = iter(self.forward(spans).argmax(-1).tolist())
+        return [[next(choices) for _ in range(span.num_logits)] for span in spans]
+
+    def info(self) -> EngineInfo:
+        """What runs here, and how full it is."""
+        per_token = self._kv_bytes_per_token()
+        name = f" ({torch.cuda.get_device_name(self._device)})" if self._device.type == "cuda" else ""
+        return EngineInfo(
+            model=self.loaded.name,
+            architecture=self.loaded.config.model_type,
+            dtype=str(self._dtype).removeprefix("torch."),
+            device=f"{self._device}{name}",
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            tokenizer_fingerprint=self.loaded.tokenizer.fingerprint,
+            bitwise=self.bitwise,
+            parameters=self._parameters,
+            slots_total=self.slots.total,
+            slots_in_use=self.slots.in_use,
+            kv_bytes_per_token=per_token,
+            kv_bytes_total=per_token * self.arena.keys[0].shape[2] * self.slots.total,
+        )
+
+    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
+        batch = pack(spans, self.arena, self.tiles, self._query_groups, gather=self._device.type != "cpu")
+        output = self.loaded.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            packed_batch=batch,
+        )
+        logits: torch.Tensor = output.logits[0, : batch.num_logits]
+        return logits
+
+    def _kv_bytes_per_token(self) -> int:
+        return 2 * int(self.loaded.config.num_hidden_layers) * self._kv_heads * self._head_dim * self._dtype.itemsize
+
+    def _reserve(self, options: EngineOptions) -> tuple[SlotTable, KVArena]:
+        length = round_up(self.max_model_len, self.tiles.kv)
+        per_slot = self._kv_bytes_per_token() * length
+        budget = options.kv_memory
+        if budget is None and self._device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(self._device)[0] * 0.8)
+        slots = options.max_sequences if budget is None else min(options.max_sequences, budget // per_slot)
+        if slots < 1:
+            raise UnsupportedModelError(
+                f"kv_memory of {budget:,} bytes holds no sequence of {length} positions ({per_slot:,} bytes): "
+                "lower max_model_len or raise kv_memory"
+            )
+        if slots < options.max_sequences:
+            log.warning("kv_memory holds %d sequences of %d positions, not %d", slots, length, options.max_sequences)
+        layers = self.loaded.config.num_hidden_layers
+        arena = KVArena(layers, slots, self._kv_heads, length, self._head_dim, self._dtype, self._device)
+        return SlotTable(slots), arena
+
+    def _refuse_foreign_attention(self) -> None:
+        """A layer that does not attend through our function leaves its keys untouched: it must not be served."""
+        kind = self.loaded.config.model_type
+        try:
+            self.forward([Span(slot=0, start=0, token_ids=[0], num_logits=1)])
+        except (NotImplementedError, AssertionError, RuntimeError, TypeError) as error:
+            raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {error}") from error
+        foreign = [layer for layer, keys in enumerate(self.arena.keys) if not keys[0, :, 0].any()]
+        if foreign:
+            raise UnsupportedModelError(f"layers {foreign} of this {kind} model have another kind of attention or none")
+
+
+def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
+    """Cuts spans so that every chunk has at most `limit` tokens; only a span's last piece keeps its logits.
+
+    A span whose logits do not fit one piece is cut where its logits begin.
+    """
+    chunks: list[list[Span]] = [[]]
+    room = limit
+    for span in spans:
+        start, tokens, logits = span.start, span.token_ids, span.num_logits
+        while tokens:
+            if room == 0:
+                chunks.append([])
+                room = limit
+            take = min(room, len(tokens))
+            piece_logits = max(0, logits - (len(tokens) - take))
+            chunks[-1].append(Span(span.slot, start, tokens[:take], piece_logits))
+            logits -= piece_logits
+            start, tokens, room = start + take, tokens[take:], room - take
+    return chunks

@@ -1,0 +1,147 @@
+"""Loads a model through transformers, and refuses with a reason what the engine cannot run exactly."""
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from engine.attention import PACKED_ATTENTION
+from engine.options import EngineOptions
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+class UnsupportedModelError(Exception):
+    """The model cannot be served; the message says why."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A tokenizer as plain data: what another process needs to encode and decode as this model does."""
+
+    tokenizer_json: bytes
+    chat_template: str
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the token-to-id table: two models with equal fingerprints mean the same by the same ids."""
+        tokenizer = json.loads(self.tokenizer_json)
+        table = {"vocab": tokenizer["model"]["vocab"], "added": [[t["id"], t["content"]] for t in tokenizer["added_tokens"]]}
+        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, with what its configuration says about it."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: TokenizerFiles
+    max_model_len: int
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's own configuration."""
+        return self.model.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        return int(self.model.get_output_embeddings().out_features)
+
+
+def load_model(options: EngineOptions) -> LoadedModel:
+    """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for what is no model."""
+    source = _source(options.model)
+    try:
+        config = AutoConfig.from_pretrained(**source)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{options.model} is not a model folder, GGUF file or hub id: {_first_line(error)}") from error
+    max_model_len = _max_model_len(config, options)
+    refuse_unsupported(config, max_model_len)
+    device = pick_device(options.device)
+    dtype: Any = options.dtype
+    if options.dtype == "auto":
+        dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        tokenizer = tokenizer_files(AutoTokenizer.from_pretrained(**source), config)
+        model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{options.model} cannot be loaded: {_first_line(error)}") from error
+    return LoadedModel(options.model, model.to(device).eval(), tokenizer, max_model_len)
+
+
+def pick_device(wanted: str) -> torch.device:
+    """The device that `wanted` names; "auto" takes a GPU if there is one. UnsupportedModelError if it is not there."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedModelError(f"device {wanted} cannot be used: {_first_line(error)}") from error
+    return device
+
+
+def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
+    """Raises UnsupportedModelError for all that a configuration alone tells."""
+    kind = f"{config.model_type} model"
+    architectures = getattr(config, "architectures", None) or []
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"a {kind} is an encoder-decoder; only decoder-only models generate by this method")
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        found = ", ".join(architectures) or "none"
+        raise UnsupportedModelError(f"a {kind} has no causal language-model head (architectures: {found})")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if others:
+        raise UnsupportedModelError(f"this {kind} has {', '.join(others)} layers; only full attention can be rolled back")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < max_model_len:
+        raise UnsupportedModelError(
+            f"this {kind} has a sliding window of {window} positions; serve it with max_model_len <= {window}"
+        )
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> TokenizerFiles:
+    """Takes a tokenizer apart. UnsupportedModelError if it has no fast form."""
+    if not tokenizer.is_fast:
+        raise UnsupportedModelError("the tokenizer has no fast (tokenizer.json) form")
+    eos = getattr(config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    return TokenizerFiles(
+        tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
+        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else "",
+        special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)},
+        eos_token_ids=tuple(sorted(ids)),
+    )
+
+
+def _source(model: str) -> dict[str, str]:
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UnsupportedModelError(f"{model}: no such file")
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.exists() and not (path / "config.json").is_file():
+        raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json")
+    return {"pretrained_model_name_or_path": model}
+
+
+def _max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
+    limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_MODEL_LEN
+    if options.max_model_len is not None and options.max_model_len > limit:
+        raise UnsupportedModelError(f"max_model_len {options.max_model_len} is beyond the model's {limit} positions")
+    return options.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

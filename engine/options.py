@@ -1,0 +1,26 @@
+"""How to run a model: what both workers can be told."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
+
+
+class EngineOptions(BaseModel):
+    """Settings of an engine; every worker takes them as flags."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
+    device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description='weights and KV cache; "auto": as stored on a GPU, float32 on a CPU'
+    )
+    max_model_len: int | None = Field(
+        None, ge=16, description="positions a sequence can have; default: the model's own limit, at most 4096"
+    )
+    max_sequences: int = Field(16, ge=1, le=4096, description="slots wanted in the KV cache")
+    kv_memory: ByteSize | None = Field(
+        None, description="memory for the KV cache, such as 8GiB; default: what max_sequences need, or 80% of a free GPU"
+    )
+    max_forward_tokens: int = Field(512, ge=1, description="tokens in one forward pass; longer prompts are cut in chunks")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")

@@ -1,0 +1,30 @@
+"""Regenerates the Python stubs beside the .proto files: `python protos/generate.py [OUTPUT_FOLDER]`."""
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from grpc_tools import protoc
+
+PROTOS = Path(__file__).parent
+
+
+def generate(output: Path) -> None:
+    """Writes `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` below `output`."""
+    sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
+    arguments = [
+        "protoc",
+        f"--proto_path={PROTOS}",
+        f"--proto_path={files('grpc_tools') / '_proto'}",
+        f"--python_out={output}",
+        f"--pyi_out={output}",
+        f"--grpc_python_out={output}",
+        f"--mypy_grpc_out=quiet:{output}",
+        *sources,
+    ]
+    if protoc.main(arguments) != 0:
+        raise SystemExit("protoc failed")
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else PROTOS)

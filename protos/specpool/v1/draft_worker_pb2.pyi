@@ -1,0 +1,52 @@
+from specpool.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ProposeRequest(_message.Message):
+    __slots__ = ("coordinator_id", "round_id", "items")
+    COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    coordinator_id: str
+    round_id: int
+    items: _containers.RepeatedCompositeFieldContainer[ProposeItem]
+    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ...) -> None: ...
+
+class ProposeItem(_message.Message):
+    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    base_length: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_draft_tokens: int
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+
+class ProposeResponse(_message.Message):
+    __slots__ = ("round_id", "results", "forward_ns")
+    ROUND_ID_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    round_id: int
+    results: _containers.RepeatedCompositeFieldContainer[ProposeResult]
+    forward_ns: int
+    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[ProposeResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ...) -> None: ...
+
+class ProposeResult(_message.Message):
+    __slots__ = ("sequence_id", "status", "draft_token_ids", "cached_length")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    status: _common_pb2.ItemStatus
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cached_length: int
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,25 @@
+"""How Specpool's processes reach each other: the options of every channel and server, in one place."""
+
+import grpc
+
+# A tokenizer (tens of MB for large vocabularies) is the largest message between processes.
+MAX_WORKER_MESSAGE_BYTES = 128 * 2**20
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_WORKER_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_WORKER_MESSAGE_BYTES),
+    # A peer that vanished without a word is noticed within half a minute.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Reconnect to a restarted peer soon.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Every server has its own connection, also within one process.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to `address` ("host:port"). Opening never fails; calls do while nobody answers."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -1,0 +1,93 @@
+"""A gRPC server as every Specpool process runs it: health, reflection, error mapping, and a drain on SIGTERM."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rpc.interceptor import ErrorInterceptor
+from rpc.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a surprise
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+]
+
+
+class Server:
+    """Starts NOT_SERVING; its owner says when it serves."""
+
+    def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
+        """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read."""
+        self._settings = settings
+        self._health = health.aio.HealthServicer()
+        self._services: list[str] = []
+        self._stopping = asyncio.Event()
+        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+
+    def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
+        """Adds the service of full `name` by the `add_..._to_server` function of its stubs."""
+        register(servicer, self._server)
+        self._services.append(name)
+
+    async def start(self) -> int:
+        """Listens, and returns the port. OSError says why if it cannot."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        await self.set_serving(False)
+        wanted = f"{self._settings.host}:{self._settings.port}"
+        try:
+            port = self._server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {wanted}: {error}") from None
+        await self._server.start()
+        log.info("listening on %s:%d", self._settings.host, port)
+        return port
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks hear, for the process ("") and for each of its services."""
+        if serving and self._stopping.is_set():
+            return
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._services):
+            await self._health.set(name, status)
+
+    def stop_on_signals(self) -> None:
+        """SIGTERM and SIGINT begin the drain."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+
+    def stop(self) -> None:
+        """Begins the drain; `wait_stopped` sees it through."""
+        self._stopping.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the drain has begun: new work is refused."""
+        return self._stopping.is_set()
+
+    async def wait_stopped(self) -> None:
+        """Serves until `stop`, then gives running calls `drain_seconds` to end, and cancels the rest."""
+        await self._stopping.wait()
+        log.info("draining for at most %g s", self._settings.drain_seconds)
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(self._settings.drain_seconds)
+        log.info("stopped")
+
+
+def configure_logging(level: str) -> None:
+    """One line an event on stderr."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
+    )
