@@ -36,8 +36,11 @@ def packed_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     arena, tokens = packed_batch.arena, packed_batch.tokens
     arena.write(
-        layer, packed_batch.slots, packed_batch.positions[:tokens],
-        key[0, :, :tokens].transpose(0, 1), value[0, :, :tokens].transpose(0, 1),
+        layer,
+        packed_batch.slots,
+        packed_batch.positions[:tokens],
+        key[0, :, :tokens].transpose(0, 1),
+        value[0, :, :tokens].transpose(0, 1),
     )
     output = torch.zeros(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
     for call in packed_batch.calls:

@@ -1,4 +1,4 @@
-"""Finds the shapes under which this device gives a row the same bits in every batch, and proves it on the model itself."""
+"""Finds the shapes under which this device gives a row the same bits in every batch, and proves it on the model."""
 
 import logging
 import random
@@ -29,16 +29,15 @@ MANY_FEATURES, FEW_ROWS = 8192, 64
 @torch.inference_mode()
 def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: int) -> Tiles:
     """The cheapest grid under which every linear layer's shape and attention give the same bits whatever the batch."""
-    linears = {(m.in_features, m.out_features): m for m in model.modules() if isinstance(m, nn.Linear | PrepackedLinear)}
+    every = [module for module in model.modules() if isinstance(module, nn.Linear | PrepackedLinear)]
+    linears = {(module.in_features, module.out_features): module for module in every}
     sample = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
 
     def random_like(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(sample.device, sample.dtype)
 
-    rows = _first(
-        ROW_GRIDS, lambda grid: all(_rows_agree(m, Tiles(*grid), random_like) for m in linears.values())
-    )
+    rows = _first(ROW_GRIDS, lambda grid: all(_rows_agree(m, Tiles(*grid), random_like) for m in linears.values()))
     query, kv = _first(
         ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, query_groups, head_dim, random_like)
     )
@@ -47,9 +46,7 @@ def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: i
     return tiles
 
 
-def _first(
-    grids: tuple[tuple[int, int], ...], agrees: Callable[[tuple[int, int]], bool]
-) -> tuple[int, int]:
+def _first(grids: tuple[tuple[int, int], ...], agrees: Callable[[tuple[int, int]], bool]) -> tuple[int, int]:
     return next((grid for grid in grids[:-1] if agrees(grid)), grids[-1])
 
 
@@ -104,7 +101,8 @@ def self_test(engine: "Engine") -> bool:
 
     alone = []
     for length, tokens in zip(lengths, truth, strict=True):
-        spans = [Span(0, 0, tokens[:length], 1)] + [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
+        spans = [Span(0, 0, tokens[:length], 1)]
+        spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
         alone.append(torch.cat([engine.forward([span]) for span in spans]))
 
     slots = list(range(len(lengths)))
@@ -112,9 +110,7 @@ def self_test(engine: "Engine") -> bool:
     # All prompts but their last tokens in one pass of chunks, then everything that is left as one round of drafts.
     engine.forward([Span(s, 0, t[: n - 1], 0) for s, n, t in zip(slots, lengths, truth, strict=True)])
     drafts = [chance.randint(1, steps) for _ in lengths]
-    spans = [
-        Span(s, n - 1, t[n - 1 : n + d], d + 1) for s, n, t, d in zip(slots, lengths, truth, drafts, strict=True)
-    ]
+    spans = [Span(s, n - 1, t[n - 1 : n + d], d + 1) for s, n, t, d in zip(slots, lengths, truth, drafts, strict=True)]
     together = engine.forward(spans).split([span.num_logits for span in spans])
     same = all(torch.equal(rows, one[: len(rows)]) for rows, one in zip(together, alone, strict=True))
     (log.info if same else log.warning)("self-test: equivalence is %s", "bitwise" if same else "numeric")

@@ -12,13 +12,22 @@ class KVArena:
     """
 
     def __init__(
-        self, layers: int, slots: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         shape = (slots, kv_heads, length, head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
-    def write(self, layer: int, slots: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write(
+        self, layer: int, slots: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
         """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens at (slots[t], positions[t])."""
         self.keys[layer][slots, :, positions] = key
         self.values[layer][slots, :, positions] = value

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,12 @@ class TokenizerFiles:
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the token-to-id table: two models with equal fingerprints mean the same by the same ids."""
         tokenizer = json.loads(self.tokenizer_json)
-        table = {"vocab": tokenizer["model"]["vocab"], "added": [[t["id"], t["content"]] for t in tokenizer["added_tokens"]]}
-        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+        added = [[token["id"], token["content"]] for token in tokenizer["added_tokens"]]
+        return hashlib.sha256(json.dumps([tokenizer["model"]["vocab"], added], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def load_model(options: EngineOptions) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(**source)
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"{options.model} is not a model folder, GGUF file or hub id: {_first_line(error)}") from error
+        reason = f"{options.model} is not a model folder, GGUF file or hub id: {_first_line(error)}"
+        raise UnsupportedModelError(reason) from error
     max_model_len = _max_model_len(config, options)
     refuse_unsupported(config, max_model_len)
     device = pick_device(options.device)
@@ -103,7 +105,7 @@ def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
         raise UnsupportedModelError(f"a {kind} has no causal language-model head (architectures: {found})")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
-        raise UnsupportedModelError(f"this {kind} has {', '.join(others)} layers; only full attention can be rolled back")
+        raise UnsupportedModelError(f"this {kind} has {', '.join(others)} layers; only full attention is served")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < max_model_len:
         raise UnsupportedModelError(
@@ -120,7 +122,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
     return TokenizerFiles(
         tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
         chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else "",
-        special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)},
+        special_tokens={name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
         eos_token_ids=tuple(sorted(ids)),
     )
 

@@ -20,7 +20,7 @@ class EngineOptions(BaseModel):
     )
     max_sequences: int = Field(16, ge=1, le=4096, description="slots wanted in the KV cache")
     kv_memory: ByteSize | None = Field(
-        None, description="memory for the KV cache, such as 8GiB; default: what max_sequences need, or 80% of a free GPU"
+        None, description="KV cache, such as 8GiB; default: what max_sequences need, at most 80% of a GPU"
     )
-    max_forward_tokens: int = Field(512, ge=1, description="tokens in one forward pass; longer prompts are cut in chunks")
+    max_forward_tokens: int = Field(512, ge=1, description="tokens in one forward pass; more take several")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")

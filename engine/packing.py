@@ -69,7 +69,7 @@ def pack(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_groups: int,
     padding = tiles.rows(tokens) - tokens
     logit_padding = tiles.rows(num_logits) - num_logits if num_logits else 0
     calls = [
-        _attention_call([(spans[i], starts[i]) for i in run], tiles, query_groups, arena, gather)
+        _attention_call([(spans[i], starts[i]) for i in run], tiles, query_groups, arena)
         for run in _runs(spans, tiles.query, gather)
     ]
     return PackedBatch(
@@ -85,7 +85,7 @@ def pack(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_groups: int,
 
 
 def _runs(spans: Sequence[Span], query_tile: int, gather: bool) -> list[list[int]]:
-    """Indices of spans to attend together: few-token spans in neighbouring slots; a long one alone, over its own slot."""
+    """Indices of spans to attend together: few-token spans of neighbouring slots; a long one alone."""
     runs: list[list[int]] = []
     short = max(query_tile, 16)
     for i in sorted(range(len(spans)), key=lambda i: spans[i].slot):
@@ -102,9 +102,7 @@ def _runs(spans: Sequence[Span], query_tile: int, gather: bool) -> list[list[int
     return runs
 
 
-def _attention_call(
-    members: list[tuple[Span, int]], tiles: Tiles, query_groups: int, arena: KVArena, gather: bool
-) -> AttentionCall:
+def _attention_call(members: list[tuple[Span, int]], tiles: Tiles, query_groups: int, arena: KVArena) -> AttentionCall:
     device = arena.keys[0].device
     longest = round_up(max(len(span.token_ids) for span, _ in members), tiles.query)
     kv_length = min(round_up(max(span.end for span, _ in members), tiles.kv), arena.keys[0].shape[2])

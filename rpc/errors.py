@@ -1,13 +1,13 @@
 """What can go wrong for a client, and the one table that turns it into gRPC status codes.
 
-    ServiceError
-    ├── InvalidArgumentError    a field is wrong; names it
-    ├── NotHonouredError        a field asks for what this server does not do; names it
-    ├── NotFoundError           no such request
-    ├── AlreadyExistsError      a request of that id is in flight
-    ├── QueueFullError          too many requests wait; says when to try again
-    ├── UnavailableError        a worker or the server cannot serve now
-    └── WorkerFailedError       a worker failed in a way that trying again did not mend
+ServiceError
+├── InvalidArgumentError    a field is wrong; names it
+├── NotHonouredError        a field asks for what this server does not do; names it
+├── NotFoundError           no such request
+├── AlreadyExistsError      a request of that id is in flight
+├── QueueFullError          too many requests wait; says when to try again
+├── UnavailableError        a worker or the server cannot serve now
+└── WorkerFailedError       a worker failed in a way that trying again did not mend
 """
 
 from google.protobuf import any_pb2, duration_pb2, message

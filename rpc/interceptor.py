@@ -16,7 +16,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Wraps unary and server-streaming handlers. Requests are parsed inside the wrapper: a malformed one is an error too."""
+    """Wraps unary and server-streaming handlers. Requests are parsed inside: a malformed one is an error too."""
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails

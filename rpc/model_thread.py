@@ -1,4 +1,4 @@
-"""The one thread that runs a worker's model: its work is serial by construction, and the event loop never waits for it."""
+"""The one thread that runs a worker's model: serial by construction, and the event loop never waits for it."""
 
 import asyncio
 from collections.abc import Callable

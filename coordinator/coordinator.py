@@ -1,0 +1,206 @@
+"""The coordinator: takes requests, lets the round loop generate them, and hands every caller its own tokens."""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+
+from coordinator.grouping import POLICIES
+from coordinator.pool import DuplicateRequestError, Pool, PoolFullError
+from coordinator.round import Commit
+from coordinator.rounds import RoundLoop
+from coordinator.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.settings import CoordinatorSettings
+from coordinator.tokenizer import TargetTokenizer
+from coordinator.workers import DraftLink, TargetLink
+from rpc.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError, WorkerFailedError
+
+# Asking again sooner would meet the same queue.
+RETRY_AFTER_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the arrival of a request; None for what did not happen."""
+
+    queue: float | None
+    first_token: float | None
+    total: float
+
+
+class Generation:
+    """One request as its caller sees it: iterate over pieces of token ids until `finish` is set."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self._pieces: asyncio.Queue[tuple[int, ...] | WorkerFailedError | None] = asyncio.Queue()
+        self._arrived = time.monotonic()
+        self._admitted: float | None = None
+        self._first_token: float | None = None
+
+    @property
+    def finish(self) -> Finish | None:
+        """How it ended, once it has."""
+        return self.sequence.finish
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time went until now."""
+        queue = self._admitted - self._arrived if self._admitted is not None else None
+        first = self._first_token - self._arrived if self._first_token is not None else None
+        return Timings(queue, first, time.monotonic() - self._arrived)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, ...]]:
+        """Committed token ids as they come, to the end. WorkerFailedError if the request had to be given up."""
+        while (piece := await self._pieces.get()) is not None:
+            if isinstance(piece, WorkerFailedError):
+                raise piece
+            yield piece
+
+    def admitted(self) -> None:
+        """Notes that the sequence entered the window."""
+        self._admitted = time.monotonic()
+
+    def publish(self, token_ids: tuple[int, ...]) -> None:
+        """Hands over committed tokens."""
+        if self._first_token is None:
+            self._first_token = time.monotonic()
+        self._pieces.put_nowait(token_ids)
+
+    def end(self, error: WorkerFailedError | None = None) -> None:
+        """No more pieces will come."""
+        self._pieces.put_nowait(error)
+
+
+class Coordinator:
+    """Joins the pool, the round loop and the links to the workers."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self.settings = settings
+        # Unique to this process, so that no worker takes its sequences for those of an earlier one.
+        coordinator_id = uuid.uuid4().hex
+        self.target = TargetLink(settings.target_address, coordinator_id, settings.target_timeout_seconds)
+        self.draft: DraftLink | None = None
+        if settings.draft_address is not None:
+            self.draft = DraftLink(settings.draft_address, coordinator_id, settings.draft_timeout_seconds, self.target)
+        self.pool = Pool(settings.window_size, settings.queue_size)
+        self.finished: Counter[str] = Counter()
+        self.requests = 0
+        self.started = time.monotonic()
+        self._sequence_ids = count(1)
+        self._generations: dict[int, Generation] = {}
+        self._tokenizer: TargetTokenizer | None = None
+        self._loop = RoundLoop(
+            self.pool,
+            POLICIES[settings.policy],
+            self.target,
+            self.draft,
+            settings.max_batch_size,
+            settings.prefill_tokens,
+            self._publish,
+            self._admitted,
+            self._fail,
+        )
+        self.counters = self._loop.counters
+
+    @property
+    def tokenizer(self) -> TargetTokenizer:
+        """The target's tokenizer. UnavailableError until the target worker was reached for the first time."""
+        if self._tokenizer is None:
+            if self.target.tokenizer is None:
+                raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
+            self._tokenizer = TargetTokenizer(self.target.tokenizer)
+        return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that a request can have. UnavailableError until the target worker was reached."""
+        _ = self.tokenizer
+        return self.target.max_model_len
+
+    async def run(self) -> None:
+        """Serves for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            for link in self._links():
+                tasks.create_task(link.keep_connected())
+            tasks.create_task(self._loop.release_leavers())
+            await self.target.wait_ready()
+            await self._fit_window()
+            await self._loop.run()
+
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+        """A generation under way; leaving the context early ends it and frees its slots.
+
+        AlreadyExistsError for a request id in flight, QueueFullError.
+        """
+        sequence = Sequence(next(self._sequence_ids), request)
+        try:
+            self.pool.submit(sequence)
+        except DuplicateRequestError:
+            raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
+        except PoolFullError:
+            waiting = f"the queue is full ({self.pool.queued} requests wait)"
+            raise QueueFullError(waiting, RETRY_AFTER_SECONDS) from None
+        self.requests += 1
+        generation = self._generations[sequence.sequence_id] = Generation(sequence)
+        self._loop.wake()
+        try:
+            yield generation
+        finally:
+            self._abort(sequence)
+            del self._generations[sequence.sequence_id]
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in flight: its caller gets what there is. NotFoundError."""
+        sequence = self.pool.find(request_id)
+        if sequence is None:
+            raise NotFoundError(f"request_id: no request {request_id!r} is in flight")
+        self._abort(sequence)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        for link in self._links():
+            await link.close()
+
+    def _links(self) -> list[TargetLink | DraftLink]:
+        return [self.target, *([self.draft] if self.draft is not None else [])]
+
+    async def _fit_window(self) -> None:
+        """A window larger than the target's slots would only make its sequences take turns in rebuilding caches."""
+        load = await self.target.load()
+        if load is not None:
+            self.pool.window_size = min(self.settings.window_size, load.slots_total)
+
+    def _abort(self, sequence: Sequence) -> None:
+        if sequence.finish is not None:
+            return
+        self.pool.abort(sequence)
+        self._end(sequence, FinishReason.ABORT)
+        self._loop.wake()
+
+    def _admitted(self, sequence: Sequence) -> None:
+        self._generations[sequence.sequence_id].admitted()
+
+    def _publish(self, commit: Commit) -> None:
+        generation = self._generations.get(commit.sequence.sequence_id)
+        if generation is None:
+            return
+        generation.publish(commit.token_ids)
+        if commit.sequence.finish is not None:
+            self._end(commit.sequence, commit.sequence.finish.reason)
+
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        if sequence.finish is not None:
+            return
+        self.pool.abort(sequence)
+        self._end(sequence, "error", WorkerFailedError(reason))
+
+    def _end(self, sequence: Sequence, how: str, error: WorkerFailedError | None = None) -> None:
+        self.finished[how] += 1
+        if (generation := self._generations.get(sequence.sequence_id)) is not None:
+            generation.end(error)

@@ -1,0 +1,184 @@
+"""One round of one group: propose -> verify -> commit. Pure: says what to ask the workers, takes in what they answer.
+
+The protocol is the same in every state: a worker is told how many cached positions to keep and which committed tokens
+follow. A newcomer's prompt, a draft that missed rounds, and a worker that lost its cache differ only in how many tokens
+that is. Long ones are cut in chunks, so that those who decode beside them never wait long.
+"""
+
+import enum
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from coordinator.sequence import Sequence
+
+# A draft may lack its own last token and the bonus token; up to so many are never worth a chunk of their own.
+FEW_TOKENS = 8
+# Rounds for which a draft worker without a free slot is not asked for a sequence again.
+DRAFT_REST_ROUNDS = 16
+
+
+class ItemStatus(enum.Enum):
+    """How one sequence fared at a worker."""
+
+    OK = "ok"
+    CACHE_MISS = "cache miss"
+    NO_SLOT = "no slot"
+    STALE_ROUND = "stale round"
+
+
+@dataclass(frozen=True)
+class ProposeItem:
+    """What the draft worker is asked for one sequence."""
+
+    sequence_id: int
+    base_length: int
+    token_ids: tuple[int, ...]
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What it answers."""
+
+    sequence_id: int
+    status: ItemStatus
+    draft_token_ids: tuple[int, ...]
+    cached_length: int
+
+
+@dataclass(frozen=True)
+class VerifyItem:
+    """What the target worker is asked for one sequence."""
+
+    sequence_id: int
+    base_length: int
+    token_ids: tuple[int, ...]
+    draft_token_ids: tuple[int, ...]
+    prefill_only: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What it answers: the accepted draft tokens and one of the target's own."""
+
+    sequence_id: int
+    status: ItemStatus
+    token_ids: tuple[int, ...]
+    cached_length: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a round gained for one sequence."""
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    drafted: int
+    accepted: int
+
+
+class Round:
+    """`prefill_tokens`: tokens of long catch-ups that each worker gets in one round, all sequences together."""
+
+    def __init__(self, round_id: int, group: Items[Sequence], prefill_tokens: int) -> None:
+        self.round_id = round_id
+        self.group = group
+        self.cache_misses = 0
+        self._prefill_tokens = prefill_tokens
+        self._sequences = {sequence.sequence_id: sequence for sequence in group}
+        self._proposals: dict[int, Proposal] = {}
+        self._drafts: dict[int, tuple[int, ...]] = {}
+
+    def propose_items(self, draft_max_len: int) -> list[ProposeItem]:
+        """What to ask the draft worker, whose sequences can have `draft_max_len` positions. May be nothing."""
+        items = []
+        room = self._prefill_tokens
+        for sequence in self._unfinished():
+            length = len(sequence.token_ids)
+            wanted = min(sequence.draft_limit, draft_max_len - length) if sequence.is_decoding else 0
+            useful = sequence.draft_limit > 0 and length < draft_max_len and self.round_id >= sequence.draft_rests_until
+            if not useful or (wanted <= 0 and sequence.draft_length == length):
+                continue
+            taken, room = _take(sequence.token_ids, sequence.draft_length, room)
+            if taken:
+                complete = sequence.draft_length + len(taken) == length
+                items.append(ProposeItem(sequence.sequence_id, sequence.draft_length, taken, wanted if complete else 0))
+        return items
+
+    def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
+        """Notes drafts and what the draft worker has cached. The target is never sent tokens that it does not know."""
+        for proposal in proposals:
+            sequence = self._sequences[proposal.sequence_id]
+            if proposal.status is ItemStatus.OK:
+                self._proposals[proposal.sequence_id] = proposal
+                self._drafts[proposal.sequence_id] = _known(proposal.draft_token_ids, target_vocab_size)
+                # Nothing that was drafted is committed yet.
+                sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids))
+            else:
+                self._draft_lost(sequence, proposal.status)
+
+    def verify_items(self) -> list[VerifyItem]:
+        """What to ask the target worker; sequences that were aborted meanwhile are left out."""
+        items = []
+        room = self._prefill_tokens
+        for sequence in self._unfinished():
+            base = sequence.target_length
+            if sequence.is_decoding:
+                tokens, drafts = (sequence.token_ids[-1],), self._drafts.get(sequence.sequence_id, ())
+            else:
+                (tokens, room), drafts = _take(sequence.token_ids, base, room), ()
+            if tokens:
+                partial = base + len(tokens) < len(sequence.token_ids)
+                items.append(VerifyItem(sequence.sequence_id, base, tokens, drafts, partial))
+        return items
+
+    def commit(self, verdicts: Items[Verdict]) -> list[Commit]:
+        """Takes in the verdicts; returns what each sequence gained, nothing for those that only prefilled."""
+        commits = []
+        for verdict in verdicts:
+            sequence = self._sequences[verdict.sequence_id]
+            if sequence.finish is not None:
+                continue
+            if verdict.status is not ItemStatus.OK:
+                self.cache_misses += verdict.status is ItemStatus.CACHE_MISS
+                sequence.target_length = 0
+            elif verdict.token_ids:
+                commits.append(self._commit_one(sequence, verdict))
+            else:
+                sequence.target_length = verdict.cached_length
+        return commits
+
+    def _commit_one(self, sequence: Sequence, verdict: Verdict) -> Commit:
+        drafted = len(self._drafts.get(sequence.sequence_id, ()))
+        accepted = len(verdict.token_ids) - 1
+        if (proposal := self._proposals.get(sequence.sequence_id)) is not None:
+            # The draft's cache is right as far as its tokens were accepted.
+            sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids) + accepted)
+        sequence.target_length = verdict.cached_length
+        kept = sequence.commit(verdict.token_ids)
+        accepted = min(accepted, len(kept))  # what lies behind a stop is not counted
+        sequence.speculation.add(drafted, accepted)
+        return Commit(sequence, tuple(kept), drafted, accepted)
+
+    def _draft_lost(self, sequence: Sequence, status: ItemStatus) -> None:
+        self.cache_misses += status is ItemStatus.CACHE_MISS
+        sequence.draft_length = 0
+        if status is ItemStatus.NO_SLOT:
+            sequence.draft_rests_until = self.round_id + DRAFT_REST_ROUNDS
+
+    def _unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.group if sequence.finish is None]
+
+
+def _take(token_ids: list[int], cached: int, room: int) -> tuple[tuple[int, ...], int]:
+    """The next committed tokens that a worker lacks, as many as there is room for, and the room left."""
+    missing = len(token_ids) - cached
+    if missing <= FEW_TOKENS:
+        return tuple(token_ids[cached:]), room
+    count = min(missing, room)
+    return tuple(token_ids[cached : cached + count]), room - count
+
+
+def _known(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    unknown = next((i for i, token in enumerate(token_ids) if token >= vocab_size), len(token_ids))
+    return token_ids[:unknown]

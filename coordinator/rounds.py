@@ -1,0 +1,189 @@
+"""The round loop: choose a group, play its round with the workers, publish what was committed; again, for ever.
+
+A draft worker that fails costs its drafts; the round goes on without. A target worker that is gone makes the loop wait.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from coordinator.grouping import GroupingPolicy
+from coordinator.pool import Pool
+from coordinator.round import Commit, ItemStatus, Proposal, ProposeItem, Round, Verdict, VerifyItem
+from coordinator.sequence import Sequence
+from coordinator.workers import Timed, WorkerRefusedError, WorkerUnreachableError
+
+log = logging.getLogger(__name__)
+
+# Pause before a round that gained nothing is tried again, and before a failed release is.
+RETRY_SECONDS = 0.05
+
+
+class Target(Protocol):
+    """What the loop needs of the target worker; `coordinator.workers.TargetLink` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    async def wait_ready(self) -> None: ...
+    async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]: ...
+    async def release(self, sequence_ids: set[int]) -> bool: ...
+
+
+class Draft(Protocol):
+    """What the loop needs of the draft worker; `coordinator.workers.DraftLink` is one."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def max_model_len(self) -> int: ...
+    async def propose(self, round_id: int, items: list[ProposeItem]) -> tuple[list[Proposal], Timed]: ...
+    async def release(self, sequence_ids: set[int]) -> bool: ...
+
+
+@dataclass
+class Counters:
+    """Sums since the start."""
+
+    rounds: int = 0
+    completion_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    cache_misses: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+
+STAGES = ("draft", "verify", "wire", "schedule")
+
+
+class RoundLoop:
+    """One group at a time: while it is in flight, newcomers queue and leavers are marked."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        policy: GroupingPolicy,
+        target: Target,
+        draft: Draft | None,
+        max_batch_size: int,
+        prefill_tokens: int,
+        publish: Callable[[Commit], None],
+        admitted: Callable[[Sequence], None],
+        fail: Callable[[Sequence, str], None],
+    ) -> None:
+        """`publish` gets every commit, `admitted` every newcomer of the window, `fail` every sequence given up on."""
+        self.counters = Counters()
+        self._pool, self._policy, self._target, self._draft = pool, policy, target, draft
+        self._max_batch_size, self._prefill_tokens = max_batch_size, prefill_tokens
+        self._publish, self._admitted, self._fail = publish, admitted, fail
+        self._round_ids = count(1)
+        self._work = asyncio.Event()
+        self._leavers = asyncio.Event()
+
+    def wake(self) -> None:
+        """Call when something was submitted to the pool or aborted in it."""
+        self._work.set()
+        self._leavers.set()
+
+    async def run(self) -> None:
+        """Plays rounds for ever."""
+        while True:
+            await self._target.wait_ready()
+            for sequence in self._pool.admit():
+                self._admitted(sequence)
+            group = self._policy(self._pool.ready, self._max_batch_size)
+            if group:
+                await self._play_safely(group)
+            else:
+                self._work.clear()
+                await self._work.wait()
+
+    async def release_leavers(self) -> None:
+        """Frees, for ever, the slots of sequences that left; the window has room again when the target confirmed."""
+        while True:
+            await self._leavers.wait()
+            self._leavers.clear()
+            if not (leaving := self._pool.leaving):
+                continue
+            if self._draft is not None:
+                await self._draft.release(leaving)
+            if await self._target.release(leaving):
+                self._pool.released(leaving)
+                self._work.set()
+            else:
+                await asyncio.sleep(RETRY_SECONDS)
+                self._leavers.set()
+
+    async def _play_safely(self, group: list[Sequence]) -> None:
+        """Plays a round of the group. If the target refuses it, of each alone, to find the one it cannot serve."""
+        self._pool.begin_round(group)
+        try:
+            gained = await self._play_or_split(group)
+        except WorkerUnreachableError:
+            gained = True  # nothing is lost; the loop waits until the target is back
+        except Exception:  # a fault of ours must end these requests, not the service
+            log.exception("a round failed")
+            gained = True
+            for sequence in group:
+                self._fail(sequence, "internal error in a round")
+        finally:
+            self._pool.end_round(group)
+            self._leavers.set()
+        if not gained:
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _play_or_split(self, group: list[Sequence]) -> bool:
+        try:
+            return await self._play(group)
+        except WorkerRefusedError as error:
+            if len(group) == 1:
+                self._fail(group[0], f"the target worker refused the sequence: {error}")
+            else:
+                for sequence in group:
+                    await self._play_or_split([sequence])
+            return True
+
+    async def _play(self, group: list[Sequence]) -> bool:
+        """One round. False if no sequence of the group got anywhere."""
+        began = time.perf_counter()
+        round_ = Round(next(self._round_ids), group, self._prefill_tokens)
+        proposed = await self._propose(round_)
+        items = round_.verify_items()
+        if not items:
+            return False
+        verdicts, verified = await self._target.verify(round_.round_id, items)
+        for commit in round_.commit(verdicts):
+            self._count(commit)
+            self._publish(commit)
+        self.counters.rounds += 1
+        self.counters.cache_misses += round_.cache_misses
+        self._count_times(proposed, verified, time.perf_counter() - began)
+        return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
+
+    async def _propose(self, round_: Round) -> Timed:
+        if self._draft is None or not self._draft.is_ready:
+            return Timed(0.0, 0.0)
+        items = round_.propose_items(self._draft.max_model_len)
+        if not items:
+            return Timed(0.0, 0.0)
+        try:
+            proposals, timed = await self._draft.propose(round_.round_id, items)
+        except (WorkerUnreachableError, WorkerRefusedError):
+            return Timed(0.0, 0.0)  # the link has logged it; this round decodes plainly
+        round_.take_proposals(proposals, self._target.vocab_size)
+        return timed
+
+    def _count(self, commit: Commit) -> None:
+        self.counters.completion_tokens += len(commit.token_ids)
+        self.counters.draft_tokens += commit.drafted
+        self.counters.accepted_draft_tokens += commit.accepted
+
+    def _count_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
+        seconds = self.counters.stage_seconds
+        seconds["draft"] += proposed.forward
+        seconds["verify"] += verified.forward
+        seconds["wire"] += proposed.elapsed - proposed.forward + verified.elapsed - verified.forward
+        seconds["schedule"] += elapsed - proposed.elapsed - verified.elapsed

@@ -1,0 +1,65 @@
+"""The coordinator's process: settings, coordinator, server."""
+
+import asyncio
+import sys
+
+from specpool.v1 import generation_pb2_grpc as pb_grpc
+
+from coordinator.coordinator import Coordinator
+from coordinator.service import GenerationServicer
+from coordinator.settings import CoordinatorSettings
+from rpc.server import Server, configure_logging
+
+
+class CoordinatorServer:
+    """A coordinator with its server; `start`, then `wait_stopped`."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self.coordinator = Coordinator(settings)
+        self.server = Server(settings, settings.max_request_bytes)
+        servicer = GenerationServicer(self.coordinator, self.server)
+        self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
+        self.coordinator.target.on_change = self._report_health
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listens and begins to look for the workers; returns the port."""
+        port = await self.server.start()
+        self._running = asyncio.create_task(self.coordinator.run())
+        self._running.add_done_callback(lambda _: self.server.stop())
+        return port
+
+    async def wait_stopped(self) -> None:
+        """Serves until the server is told to stop, and drains. Raises what made the coordinator fail."""
+        assert self._running is not None
+        await self.server.wait_stopped()
+        failed = self._running.done() and not self._running.cancelled()
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=not failed)
+        await self.coordinator.close()
+
+    async def _report_health(self) -> None:
+        await self.server.set_serving(self.coordinator.target.is_ready)
+
+
+async def serve(settings: CoordinatorSettings) -> None:
+    """Serves until SIGTERM."""
+    process = CoordinatorServer(settings)
+    await process.start()
+    process.server.stop_on_signals()
+    await process.wait_stopped()
+
+
+def main() -> None:
+    """Entry point of `specpool-coordinator`."""
+    settings = CoordinatorSettings.load("specpool-coordinator")
+    configure_logging(settings.log_level)
+    settings.log_resolved()
+    try:
+        asyncio.run(serve(settings))
+    except OSError as error:
+        sys.exit(f"specpool-coordinator: {error}")
+
+
+if __name__ == "__main__":
+    main()

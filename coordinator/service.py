@@ -1,0 +1,154 @@
+"""The public RPCs: protobuf in, protobuf out, and the coordinator in between."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from importlib.metadata import version
+from typing import Any
+
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import generation_pb2_grpc
+
+from coordinator.coordinator import Coordinator, Generation
+from coordinator.sequence import GenerationRequest
+from coordinator.tokenizer import Detokenizer
+from coordinator.validation import Limits, parse_request
+from coordinator.workers import WorkerLink
+from rpc.errors import InvalidArgumentError, UnavailableError
+from rpc.server import Server
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """`specpool.v1.GenerationService`."""
+
+    def __init__(self, coordinator: Coordinator, server: Server) -> None:
+        self._coordinator, self._server = coordinator, server
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        """Generates to the end and answers once."""
+        async with await self._begin(request) as generation:
+            text = self._coordinator.tokenizer.detokenizer()
+            pieces = [text.feed(_without_stop(generation, ids)) async for ids in generation.pieces()]
+            return _response(generation, "".join(pieces) + text.flush())
+
+    async def GenerateStream(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """Generates and sends every piece as it is committed."""
+        async with await self._begin(request) as generation:
+            request_id = generation.sequence.request.request_id
+            detokenizer = self._coordinator.tokenizer.detokenizer()
+            texts = []
+            async for ids in generation.pieces():
+                texts.append(_piece(generation, detokenizer, ids))
+                yield pb.GenerateStreamResponse(
+                    request_id=request_id, chunk=pb.GenerateChunk(text=texts[-1], token_ids=ids)
+                )
+            if rest := detokenizer.flush():  # an abort may leave a character incomplete
+                texts.append(rest)
+                yield pb.GenerateStreamResponse(request_id=request_id, chunk=pb.GenerateChunk(text=rest))
+            yield pb.GenerateStreamResponse(request_id=request_id, complete=_response(generation, "".join(texts)))
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        """Ends a request in flight."""
+        if not request.request_id:
+            raise InvalidArgumentError("request_id", "must not be empty")
+        self._coordinator.abort(request.request_id)
+        return pb.AbortResponse()
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        """Models and limits."""
+        coordinator, settings = self._coordinator, self._coordinator.settings
+        draft = coordinator.draft.info if coordinator.draft is not None else None
+        return pb.GetModelInfoResponse(
+            max_model_len=coordinator.max_model_len,
+            target=coordinator.target.info,
+            draft=draft,
+            default_max_tokens=settings.default_max_tokens,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            max_num_speculative_tokens=settings.max_num_speculative_tokens,
+            has_chat_template=coordinator.tokenizer.has_chat_template,
+            eos_token_ids=coordinator.tokenizer.eos_token_ids,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        """Load, workers and counters."""
+        coordinator, counters = self._coordinator, self._coordinator.counters
+        target, draft = await asyncio.gather(_worker_state(coordinator.target), _worker_state(coordinator.draft))
+        return pb.GetServerInfoResponse(
+            version=version("specpool"),
+            uptime_s=time.monotonic() - coordinator.started,
+            policy=coordinator.settings.policy,
+            window_size=coordinator.pool.window_size,
+            queue_size=coordinator.settings.queue_size,
+            running=coordinator.pool.running,
+            queued=coordinator.pool.queued,
+            target=target,
+            draft=draft,
+            counters=pb.ServerCounters(
+                requests=coordinator.requests,
+                finished=coordinator.finished,
+                rounds=counters.rounds,
+                completion_tokens=counters.completion_tokens,
+                draft_tokens=counters.draft_tokens,
+                accepted_draft_tokens=counters.accepted_draft_tokens,
+                cache_misses=counters.cache_misses,
+                stage_seconds=counters.stage_seconds,
+            ),
+        )
+
+    async def _begin(self, request: pb.GenerateRequest) -> AbstractAsyncContextManager[Generation]:
+        if self._server.stopping:
+            raise UnavailableError("the server is shutting down")
+        coordinator = self._coordinator
+        limits = Limits(coordinator.settings, coordinator.max_model_len, coordinator.target.vocab_size)
+        # Tokenizing a long prompt takes a while, and others are generating meanwhile.
+        parsed: GenerationRequest = await asyncio.to_thread(parse_request, request, coordinator.tokenizer, limits)
+        return coordinator.generate(parsed)
+
+
+def _piece(generation: Generation, detokenizer: Detokenizer, token_ids: tuple[int, ...]) -> str:
+    """The text of committed tokens; to the end of the text, if these are the last."""
+    text = detokenizer.feed(_without_stop(generation, token_ids))
+    is_last = generation.finish is not None and generation.sequence.generated_ids[-1:] == list(token_ids[-1:])
+    return text + detokenizer.flush() if is_last else text
+
+
+def _without_stop(generation: Generation, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """A stop token ends the text and is no part of it."""
+    stops = generation.sequence.request.stop_token_ids
+    return token_ids[:-1] if token_ids[-1] in stops else token_ids
+
+
+def _response(generation: Generation, text: str) -> pb.GenerateResponse:
+    sequence, finish, timings = generation.sequence, generation.finish, generation.timings
+    assert finish is not None
+    speculation = sequence.speculation
+    return pb.GenerateResponse(
+        request_id=sequence.request.request_id,
+        text=text,
+        token_ids=sequence.generated_ids,
+        finish_reason=finish.reason,
+        matched_token_id=finish.matched_token_id,
+        seed=sequence.request.seed,
+        usage=pb.Usage(prompt_tokens=len(sequence.request.prompt_ids), completion_tokens=sequence.num_generated),
+        speculative_decoding=pb.SpeculativeDecodingStats(
+            mean_acceptance_length=speculation.mean_acceptance_length,
+            draft_acceptance_rate=speculation.draft_acceptance_rate,
+            acceptance_histogram=speculation.histogram,
+            num_spec_steps=speculation.rounds,
+            num_draft_tokens=speculation.draft_tokens,
+            num_accepted_draft_tokens=speculation.accepted_tokens,
+        ),
+        timings=pb.Timings(
+            queue_s=timings.queue or 0.0, time_to_first_token_s=timings.first_token or 0.0, total_s=timings.total
+        ),
+    )
+
+
+async def _worker_state(link: WorkerLink | None) -> pb.WorkerState | None:
+    if link is None:
+        return None
+    load = await link.load() if link.is_ready else None
+    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=link.info, load=load)

@@ -1,0 +1,36 @@
+"""What a coordinator can be told."""
+
+from typing import Literal, Self
+
+from pydantic import ByteSize, Field, model_validator
+
+from rpc.settings import ServerSettings
+
+
+class CoordinatorSettings(ServerSettings):
+    """Serves generation: keeps the pool, and plays its rounds with a draft and a target worker."""
+
+    port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    target_address: str = Field("127.0.0.1:50051", min_length=1, description="host:port of the target worker")
+    draft_address: str | None = Field(
+        None, min_length=1, description="host:port of the draft worker; without one, decoding is plain"
+    )
+    policy: Literal["ragged"] = Field("ragged", description="who is batched with whom")
+    window_size: int = Field(16, ge=1, description="sequences generated at a time, as far as the target has slots")
+    max_batch_size: int = Field(16, ge=1, description="sequences in one round")
+    queue_size: int = Field(256, ge=0, description="requests that may wait; more are refused")
+    num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")
+    max_num_speculative_tokens: int = Field(16, ge=0, description="the most that a request may ask for")
+    default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that set none")
+    prefill_tokens: int = Field(
+        128, ge=1, description="prompt tokens worked off per round beside those who decode; fewer stall them less"
+    )
+    draft_timeout_seconds: float = Field(5.0, gt=0, description="a slower draft worker is left out for a while")
+    target_timeout_seconds: float = Field(120.0, gt=0, description="a slower target worker counts as unreachable")
+    max_request_bytes: ByteSize = Field(ByteSize(4 * 2**20), ge=1024, description="largest request accepted")
+
+    @model_validator(mode="after")
+    def _speculation_within_limit(self) -> Self:
+        if self.num_speculative_tokens > self.max_num_speculative_tokens:
+            raise ValueError("num_speculative_tokens must not exceed max_num_speculative_tokens")
+        return self

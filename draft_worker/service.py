@@ -1,0 +1,46 @@
+"""The draft worker's RPCs: protobuf in, protobuf out, and the proposer in between."""
+
+import time
+from typing import Any
+
+from specpool.v1 import draft_worker_pb2 as pb
+from specpool.v1 import draft_worker_pb2_grpc
+
+from draft_worker.proposer import Proposal, ProposeItem, Proposer
+from rpc.worker_service import WorkerServicer, check_item, require_coordinator, wire_status
+
+
+class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServiceServicer):
+    """`specpool.v1.DraftWorkerService`."""
+
+    async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
+        """Realigns, extends and drafts one round."""
+        require_coordinator(request.coordinator_id)
+
+        def propose(proposer: Proposer) -> tuple[list[Proposal], int]:
+            began = time.perf_counter_ns()
+            items = _items(request, proposer.engine.vocab_size, proposer.engine.max_model_len)
+            proposals = proposer.propose(request.coordinator_id, request.round_id, items)
+            return proposals, time.perf_counter_ns() - began
+
+        proposals, forward_ns = await self._host.run(propose, request.coordinator_id)
+        results = [
+            pb.ProposeResult(
+                sequence_id=item.sequence_id,
+                status=wire_status(proposal.realignment),
+                draft_token_ids=proposal.token_ids,
+                cached_length=proposal.cached_length,
+            )
+            for item, proposal in zip(request.items, proposals, strict=True)
+        ]
+        return pb.ProposeResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+
+
+def _items(request: pb.ProposeRequest, vocab_size: int, max_model_len: int) -> list[ProposeItem]:
+    seen: set[int] = set()
+    for index, item in enumerate(request.items):
+        check_item(index, item, vocab_size, max_model_len, max(0, item.num_draft_tokens - 1), seen)
+    return [
+        ProposeItem(item.sequence_id, item.base_length, tuple(item.token_ids), item.num_draft_tokens)
+        for item in request.items
+    ]

@@ -1,0 +1,193 @@
+"""What both workers' servers share: load in the background, describe, release, and free what a silent coordinator left.
+
+Knows no model: a backend does the work on the one model thread.
+"""
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from specpool.v1 import common_pb2 as pb
+
+from rpc.channel import MAX_WORKER_MESSAGE_BYTES
+from rpc.errors import InvalidArgumentError, UnavailableError
+from rpc.model_thread import ModelThread
+from rpc.server import Server
+from rpc.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+LEASE_CHECKS_PER_LEASE = 4
+
+
+class Info(Protocol):
+    """A worker's description; `engine.engine.EngineInfo` is one."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    tokenizer_fingerprint: str
+    bitwise: bool
+    parameters: int
+    slots_total: int
+    slots_in_use: int
+    kv_bytes_per_token: int
+    kv_bytes_total: int
+
+
+class Backend(Protocol):
+    """What a worker does, on the model thread."""
+
+    def info(self) -> Info:
+        """The model and its load now."""
+
+    def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
+        """Frees sequences; returns how many held a slot."""
+
+    def renew_lease(self, coordinator_id: str, now: float) -> None:
+        """Notes that a coordinator is alive."""
+
+    def expire(self, now: float, lease_seconds: float) -> int:
+        """Frees the sequences of silent coordinators; returns how many."""
+
+
+B = TypeVar("B", bound=Backend)
+T = TypeVar("T")
+
+
+class WorkerHost:
+    """Owns the model thread and the backend on it."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._thread = ModelThread()
+        self._backend: Any = None
+
+    async def load(self) -> None:
+        """Builds the backend on the model thread."""
+        self._backend = await self._thread.run(self._load)
+
+    async def run(self, work: Callable[[Any], T], coordinator_id: str | None = None) -> T:
+        """`work(backend)` on the model thread. UnavailableError while the model is still loading."""
+        if self._backend is None:
+            raise UnavailableError("the model is still loading")
+        backend = self._backend
+
+        def serve() -> T:
+            if coordinator_id is not None:
+                backend.renew_lease(coordinator_id, time.monotonic())
+            return work(backend)
+
+        return await self._thread.run(serve)
+
+    async def expire_leases(self, lease_seconds: float) -> None:
+        """Frees, for ever, what silent coordinators hold."""
+        while True:
+            await asyncio.sleep(lease_seconds / LEASE_CHECKS_PER_LEASE)
+            freed = await self.run(lambda backend: backend.expire(time.monotonic(), lease_seconds))
+            if freed:
+                log.warning("freed %d sequences of coordinators silent for %g s", freed, lease_seconds)
+
+    def close(self) -> None:
+        """Ends the model thread."""
+        self._thread.close()
+
+
+class WorkerServicer:
+    """The RPCs that both worker services have. Their servicers extend it."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        """Frees sequences."""
+        require_coordinator(request.coordinator_id)
+        ids = list(request.sequence_ids)
+        released = await self._host.run(
+            lambda backend: backend.release(request.coordinator_id, ids), request.coordinator_id
+        )
+        return pb.ReleaseResponse(released=released)
+
+    async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
+        """Describes the worker."""
+        info: Info = await self._host.run(lambda backend: backend.info())
+        equivalence = pb.EQUIVALENCE_BITWISE if info.bitwise else pb.EQUIVALENCE_NUMERIC
+        model = pb.ModelInfo(
+            model=info.model,
+            architecture=info.architecture,
+            dtype=info.dtype,
+            device=info.device,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            equivalence=equivalence,
+            parameters=info.parameters,
+        )
+        load = pb.WorkerLoad(
+            slots_total=info.slots_total,
+            slots_in_use=info.slots_in_use,
+            kv_bytes_per_token=info.kv_bytes_per_token,
+            kv_bytes_total=info.kv_bytes_total,
+        )
+        return pb.GetWorkerInfoResponse(model=model, load=load)
+
+
+def require_coordinator(coordinator_id: str) -> None:
+    """InvalidArgumentError for an empty id: sequences without an owner could never expire."""
+    if not coordinator_id:
+        raise InvalidArgumentError("coordinator_id", "must not be empty")
+
+
+def check_item(index: int, item: Any, vocab_size: int, max_model_len: int, drafts: int, seen: set[int]) -> None:
+    """InvalidArgumentError if an item of a round could not be served whatever is cached.
+
+    `drafts`: positions that it takes beyond its tokens. `seen`: sequences of the round so far; this one joins them.
+    """
+    field = f"items[{index}]"
+    if item.sequence_id in seen:
+        raise InvalidArgumentError(f"{field}.sequence_id", f"{item.sequence_id} occurs twice in the round")
+    seen.add(item.sequence_id)
+    if not item.token_ids:
+        raise InvalidArgumentError(f"{field}.token_ids", "must not be empty")
+    if max(item.token_ids) >= vocab_size:
+        raise InvalidArgumentError(f"{field}.token_ids", f"{max(item.token_ids)} is not below {vocab_size}")
+    end = item.base_length + len(item.token_ids) + drafts
+    if end > max_model_len:
+        raise InvalidArgumentError(field, f"would reach {end} positions of at most {max_model_len}")
+
+
+def wire_status(realignment: enum.Enum) -> pb.ItemStatus:
+    """`engine.slots.Realignment` as the wire names it: the names are the same."""
+    return pb.ItemStatus.Value(f"ITEM_STATUS_{realignment.name}")
+
+
+async def serve_worker(
+    settings: ServerSettings, lease_seconds: float, host: WorkerHost, add_services: Callable[[Server], None]
+) -> None:
+    """Listens at once, serves when the model is loaded, drains on SIGTERM. Raises what loading raises."""
+    server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
+    add_services(server)
+    await server.start()
+    server.stop_on_signals()
+    background: set[asyncio.Task[None]] = set()
+
+    async def load_and_serve() -> None:
+        await host.load()
+        await server.set_serving(True)
+        log.info("serving")
+        background.add(asyncio.create_task(host.expire_leases(lease_seconds)))
+
+    loading = asyncio.create_task(load_and_serve())
+    loading.add_done_callback(lambda task: server.stop() if not task.cancelled() and task.exception() else None)
+    await server.wait_stopped()
+    for task in (loading, *background):
+        task.cancel()
+    host.close()
+    if loading.done() and not loading.cancelled():
+        loading.result()

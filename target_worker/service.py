@@ -1,0 +1,64 @@
+"""The target worker's RPCs: protobuf in, protobuf out, and the verifier in between."""
+
+import time
+from typing import Any
+
+from specpool.v1 import target_worker_pb2 as pb
+from specpool.v1 import target_worker_pb2_grpc
+
+from rpc.errors import InvalidArgumentError
+from rpc.worker_service import WorkerServicer, check_item, require_coordinator, wire_status
+from target_worker.verifier import Verdict, Verifier, VerifyItem
+
+
+class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerServiceServicer):
+    """`specpool.v1.TargetWorkerService`."""
+
+    async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
+        """Realigns, extends and verifies one round."""
+        require_coordinator(request.coordinator_id)
+
+        def verify(verifier: Verifier) -> tuple[list[Verdict], int]:
+            began = time.perf_counter_ns()
+            items = _items(request, verifier.engine.vocab_size, verifier.engine.max_model_len)
+            verdicts = verifier.verify(request.coordinator_id, request.round_id, items)
+            return verdicts, time.perf_counter_ns() - began
+
+        verdicts, forward_ns = await self._host.run(verify, request.coordinator_id)
+        results = [
+            pb.VerifyResult(
+                sequence_id=item.sequence_id,
+                status=wire_status(verdict.realignment),
+                token_ids=verdict.token_ids,
+                cached_length=verdict.cached_length,
+            )
+            for item, verdict in zip(request.items, verdicts, strict=True)
+        ]
+        return pb.VerifyResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
+        """The target's tokenizer."""
+        files = await self._host.run(lambda verifier: verifier.tokenizer())
+        return pb.GetTokenizerResponse(
+            tokenizer_json=files.tokenizer_json,
+            chat_template=files.chat_template,
+            special_tokens=files.special_tokens,
+            eos_token_ids=files.eos_token_ids,
+        )
+
+
+def _items(request: pb.VerifyRequest, vocab_size: int, max_model_len: int) -> list[VerifyItem]:
+    seen: set[int] = set()
+    for index, item in enumerate(request.items):
+        check_item(index, item, vocab_size, max_model_len, len(item.draft_token_ids), seen)
+        if item.draft_token_ids and item.prefill_only:
+            raise InvalidArgumentError(f"items[{index}].draft_token_ids", "must be empty with prefill_only")
+        if item.draft_token_ids and max(item.draft_token_ids) >= vocab_size:
+            largest = max(item.draft_token_ids)
+            raise InvalidArgumentError(f"items[{index}].draft_token_ids", f"{largest} is not below {vocab_size}")
+    return [
+        VerifyItem(
+            item.sequence_id, item.base_length, tuple(item.token_ids), tuple(item.draft_token_ids), item.prefill_only
+        )
+        for item in request.items
+    ]
