@@ -1,0 +1,12 @@
+"""Fixtures that several files share."""
+
+from pathlib import Path
+
+import pytest
+from tiny_pair import make_tiny_pair
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a tiny random target and its draft."""
+    return make_tiny_pair(tmp_path_factory.mktemp("pair"))

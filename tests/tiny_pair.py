@@ -1,0 +1,56 @@
+"""A random pair of models small enough to decode hundreds of tokens a second, saved as real model folders."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+
+MAX_MODEL_LEN = 512
+
+
+def tiny_config(**changes: object) -> LlamaConfig:
+    """Three query heads per KV head and two KV heads, as odd as real models get."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "eos_token_id": EOS_TOKEN_ID,
+        "bos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None) -> None:
+    """Saves the byte tokenizer, or another, in the form that transformers loads."""
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer or byte_tokenizer(), eos_token="<eos>", chat_template=CHAT_TEMPLATE
+    )
+    fast.save_pretrained(folder)
+
+
+def make_tiny_pair(folder: Path) -> tuple[Path, Path]:
+    """Saves a target, and a draft that agrees with it often but not always; returns their folders."""
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(tiny_config())
+    with torch.no_grad():
+        for weight in target.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.12)
+    target.save_pretrained(folder / "target")
+    with torch.no_grad():
+        for weight in target.parameters():
+            if weight.dim() > 1:
+                weight.add_(torch.randn_like(weight), alpha=0.005)
+    target.save_pretrained(folder / "draft")
+    for name in ("target", "draft"):
+        save_tokenizer(folder / name)
+    return folder / "target", folder / "draft"
