@@ -1,6 +1,7 @@
 """Configuration of a process from flags, `SPECPOOL_*` variables and a TOML file, in this order of precedence.
 
-Every key can be given in each of the three ways, and an unknown key is refused in each of them.
+Every key can be given in each of the three ways. Unknown flags and file keys are refused; so are unknown
+variables, where the environment belongs to the process alone.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import (
@@ -24,11 +25,11 @@ ENV_PREFIX = "SPECPOOL_"
 
 log = logging.getLogger(__name__)
 
-S = TypeVar("S", bound="ServerSettings")
+S = TypeVar("S", bound="Settings")
 
 
-class ServerSettings(BaseSettings):
-    """What every Specpool server has."""
+class Settings(BaseSettings):
+    """Base of all."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -41,10 +42,10 @@ class ServerSettings(BaseSettings):
         protected_namespaces=(),
     )
 
+    owns_environment: ClassVar[bool] = False
+    """Whether every `SPECPOOL_*` variable must be meant for this process, as in a container of its own."""
+
     config: Path | None = Field(None, description="TOML file with any of these settings")
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
-    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
-    drain_seconds: float = Field(30.0, ge=0, description="time that running calls get after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe messages logged")
 
     @classmethod
@@ -63,7 +64,8 @@ class ServerSettings(BaseSettings):
         """Reads the settings of this process; on bad ones says which and why, and exits with status 2."""
         arguments = sys.argv[1:] if arguments is None else arguments
         try:
-            refuse_unknown_variables(cls)
+            if cls.owns_environment:
+                refuse_unknown_variables(cls)
             return CliApp.run(_with_file(cls, program, _config_file(arguments)), arguments)
         except ValidationError as error:
             for problem in error.errors():
@@ -76,6 +78,16 @@ class ServerSettings(BaseSettings):
     def log_resolved(self) -> None:
         """Logs what the process runs with, wherever each value came from."""
         log.info("settings: %s", self.model_dump_json(exclude={"config"}))
+
+
+class ServerSettings(Settings):
+    """What every Specpool server has."""
+
+    owns_environment = True
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
+    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    drain_seconds: float = Field(30.0, ge=0, description="time that running calls get after SIGTERM")
 
 
 def refuse_unknown_variables(settings: type[BaseSettings], environment: dict[str, str] | None = None) -> None:

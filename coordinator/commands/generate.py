@@ -1,0 +1,149 @@
+"""`specpool generate`: one prompt, streamed as it comes, or a file of them, several at a time."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from pydantic import Field, model_validator
+from pydantic_settings import CliPositionalArg
+from rich.console import Console
+from rich.progress import track
+from specpool.v1 import generation_pb2 as pb
+
+from coordinator.client import Client
+from coordinator.commands.prompts import PromptFileError, PromptLine, read_prompts
+from rpc.settings import Settings
+
+
+class GenerateSettings(Settings):
+    """Generates text: for a PROMPT, for every line of a JSONL file, or for what comes on standard input."""
+
+    prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
+    address: str = Field("127.0.0.1:50050", description="host:port of the coordinator")
+    prompts: Path | None = Field(
+        None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
+    )
+    chat: bool = Field(False, description="send the prompt as a user's chat message")
+    max_tokens: int | None = Field(None, ge=1, description="tokens to generate at most; default: the server's")
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, description="draft tokens per round; 0: plain decoding; default: the server's"
+    )
+    concurrency: int = Field(8, ge=1, description="requests at a time")
+    timeout_seconds: float | None = Field(None, gt=0, description="deadline of each request")
+    json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in their order")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "GenerateSettings":
+        if self.prompt is not None and self.prompts is not None:
+            raise ValueError("give a prompt or a file of prompts, not both")
+        return self
+
+
+def generate(settings: GenerateSettings) -> int:
+    """Runs the command; returns its exit status."""
+    try:
+        lines = _lines(settings)
+    except (OSError, UnicodeDecodeError, PromptFileError) as error:
+        print(f"specpool generate: {settings.prompts or 'standard input'}: {error}", file=sys.stderr)
+        return 2
+    try:
+        if settings.prompts is None and not settings.json_lines:
+            return asyncio.run(_stream_one(settings, lines[0]))
+        return asyncio.run(_print_all(settings, lines))
+    except KeyboardInterrupt:
+        return 130
+
+
+async def answers(
+    client: Client, lines: list[PromptLine], concurrency: int, **options: Any
+) -> AsyncIterator[pb.GenerateResponse | grpc.aio.AioRpcError]:
+    """The response to each line, or the error it met, in their order, with so many requests in flight."""
+    free = asyncio.Semaphore(concurrency)
+
+    async def answer(line: PromptLine) -> pb.GenerateResponse | grpc.aio.AioRpcError:
+        async with free:
+            try:
+                return await client.generate(line.prompt, **options)
+            except grpc.aio.AioRpcError as error:
+                return error
+
+    tasks = [asyncio.create_task(answer(line)) for line in lines]
+    try:
+        for task in tasks:
+            yield await task
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, object]:
+    """What `--json` prints for a prompt."""
+    statistics = MessageToDict(
+        response.speculative_decoding, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return {
+        "id": line.id,
+        "token_ids": list(response.token_ids),
+        "text": response.text,
+        "finish_reason": response.finish_reason,
+        "speculative_decoding": statistics,
+    }
+
+
+def _lines(settings: GenerateSettings) -> list[PromptLine]:
+    if settings.prompts is None:
+        text = settings.prompt if settings.prompt is not None else sys.stdin.read()
+        return [PromptLine(0, [{"role": "user", "content": text}] if settings.chat else text)]
+    if str(settings.prompts) == "-":
+        return read_prompts(sys.stdin)
+    with settings.prompts.open(encoding="utf-8") as file:
+        return read_prompts(file)
+
+
+def _options(settings: GenerateSettings) -> dict[str, Any]:
+    return {
+        "max_tokens": settings.max_tokens,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "timeout_seconds": settings.timeout_seconds,
+    }
+
+
+async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:
+    async with Client(settings.address) as client:
+        try:
+            async for message in client.stream(line.prompt, **_options(settings)):
+                print(message.chunk.text, end="", flush=True)
+        except grpc.aio.AioRpcError as error:
+            print(f"specpool generate: {_explain(error)}", file=sys.stderr)
+            return 1
+    print()
+    return 0
+
+
+async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: TextIO = sys.stdout) -> int:
+    failed = 0
+    # A bar only for many prompts, and never among the results.
+    bar = track(lines, "generating", console=Console(stderr=True), disable=len(lines) < 2, transient=True)
+    async with Client(settings.address) as client:
+        responses = answers(client, lines, settings.concurrency, **_options(settings))
+        for line in bar:
+            response = await anext(responses)
+            if isinstance(response, grpc.aio.AioRpcError):
+                failed += 1
+                print(f"specpool generate: {json.dumps(line.id)}: {_explain(response)}", file=sys.stderr)
+                if settings.json_lines:
+                    print(json.dumps({"id": line.id, "error": _explain(response)}), file=out, flush=True)
+            elif settings.json_lines:
+                print(json.dumps(as_record(line, response), ensure_ascii=False), file=out, flush=True)
+            else:
+                print(f"{json.dumps(line.id)}: {response.text}", file=out, flush=True)
+    return 1 if failed else 0
+
+
+def _explain(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"
