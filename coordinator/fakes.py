@@ -6,6 +6,7 @@ protocol. `FakeTarget.continuation` says what plain decoding gives.
 """
 
 import random
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -134,9 +135,11 @@ class FakeTarget(FakeWorker):
 
     async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
         """Verifies by the hash."""
+        began = time.perf_counter_ns()
         await self._begin_round(context)
         results = [self._verify((request.coordinator_id, item.sequence_id), item) for item in request.items]
-        return target_worker_pb2.VerifyResponse(round_id=request.round_id, results=results)
+        forward_ns = time.perf_counter_ns() - began
+        return target_worker_pb2.VerifyResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
 
     def _verify(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> target_worker_pb2.VerifyResult:
         status, tokens = self._realign(key, item)
@@ -169,9 +172,11 @@ class FakeDraft(FakeWorker):
 
     async def Propose(self, request: draft_worker_pb2.ProposeRequest, context: Any) -> draft_worker_pb2.ProposeResponse:
         """Drafts every item."""
+        began = time.perf_counter_ns()
         await self._begin_round(context)
         results = [self._propose((request.coordinator_id, item.sequence_id), item) for item in request.items]
-        return draft_worker_pb2.ProposeResponse(round_id=request.round_id, results=results)
+        forward_ns = time.perf_counter_ns() - began
+        return draft_worker_pb2.ProposeResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
 
     def _propose(self, key: tuple[str, int], item: draft_worker_pb2.ProposeItem) -> draft_worker_pb2.ProposeResult:
         status, tokens = self._realign(key, item)

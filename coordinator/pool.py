@@ -19,7 +19,7 @@ class DuplicateRequestError(Exception):
 
 
 class Pool:
-    """At most `window_size` sequences are generated at a time, at most `queue_size` wait."""
+    """At most `window_size` sequences are generated at a time, at most `queue_size` wait for room."""
 
     def __init__(self, window_size: int, queue_size: int) -> None:
         self.window_size, self.queue_size = window_size, queue_size
@@ -40,6 +40,11 @@ class Pool:
         return len(self._by_request) - len(self._queue)
 
     @property
+    def _room(self) -> int:
+        """Sequences that `admit` could let in."""
+        return max(0, self.window_size - len(self._ready) - len(self._in_round) - len(self._leaving))
+
+    @property
     def ready(self) -> Iterable[Sequence]:
         """Sequences that could play a round now, the one that waited longest first."""
         return self._ready.values()
@@ -48,7 +53,7 @@ class Pool:
         """Queues a sequence; `admit` lets it in. PoolFullError, DuplicateRequestError."""
         if sequence.request.request_id in self._by_request:
             raise DuplicateRequestError(sequence.request.request_id)
-        if len(self._queue) >= self.queue_size:
+        if len(self._queue) >= self.queue_size + self._room:  # who finds room in the window will not wait
             raise PoolFullError
         self._queue[sequence.sequence_id] = sequence
         self._by_request[sequence.request.request_id] = sequence
@@ -56,7 +61,7 @@ class Pool:
     def admit(self) -> list[Sequence]:
         """Moves the longest-waiting sequences into the window while it has room, and returns them."""
         admitted = []
-        while self._queue and len(self._ready) + len(self._in_round) + len(self._leaving) < self.window_size:
+        while self._queue and self._room:
             sequence_id, sequence = self._queue.popitem(last=False)
             self._ready[sequence_id] = sequence
             admitted.append(sequence)
@@ -76,7 +81,9 @@ class Pool:
                 self._ready[sequence.sequence_id] = sequence
             else:
                 self._leaving.add(sequence.sequence_id)
-                self._by_request.pop(sequence.request.request_id, None)
+                # The id of one that was aborted may be another's by now.
+                if self.find(sequence.request.request_id) is sequence:
+                    del self._by_request[sequence.request.request_id]
 
     def find(self, request_id: str) -> Sequence | None:
         """The sequence in flight for a request."""
@@ -106,4 +113,4 @@ class Pool:
         places = [set(self._queue), set(self._ready), set(self._in_round), self._leaving]
         assert len(set().union(*places)) == sum(map(len, places)), "a sequence is in two places"
         assert sum(map(len, places[1:])) <= self.window_size, "the window is exceeded"
-        assert len(self._queue) <= self.queue_size, "the queue is exceeded"
+        assert len(self._queue) <= self.queue_size + self._room, "the queue is exceeded"

@@ -87,11 +87,20 @@ class Detokenizer:
         pieces = []
         for token_id in token_ids:
             self._pending.append(token_id)
-            piece = self._stream.step(self._tokenizer, token_id)
+            piece = self._step(token_id)
             if piece is not None:
                 pieces.append(piece)
                 self._pending.clear()
         return "".join(pieces)
+
+    def _step(self, token_id: int) -> str | None:
+        try:
+            piece: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # the library has no narrower one
+            # With byte fallback, bytes that make no character spoil those before them, whose text is out already.
+            self._stream = DecodeStream(ids=self._pending, skip_special_tokens=True)
+            piece = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        return piece
 
     def flush(self) -> str:
         """The text of what is left when no token will follow: replacement characters for incomplete ones."""

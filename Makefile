@@ -1,0 +1,33 @@
+# Every target sets up .venv first, once, and again when the dependencies change.
+PYTHON ?= python3
+BIN := .venv/bin
+.PHONY: demo test lint protos bench clean
+.DEFAULT_GOAL := demo
+
+demo: .venv/ready
+	$(BIN)/specpool demo
+
+test: .venv/ready
+	$(BIN)/pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+
+protos: .venv/ready
+	$(BIN)/python protos/generate.py
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/coordinator_cost.py
+
+# torch comes first and pinned: a range would bring gigabytes of CUDA libraries to machines without a GPU.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[worker,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,152 @@
+"""What the coordinator itself costs, with fake workers that cost nothing: per round, and per choice of a group.
+
+    python benchmarks/coordinator_cost.py [--sequences 8] [--tokens 200] [--k 4] [--repeats 5]
+
+Coordinator, fakes and client are processes of their own that meet on loopback sockets. The last line printed is JSON.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import grpc
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from specpool.v1 import generation_pb2 as pb
+
+from coordinator.client import Client
+from coordinator.fakes import FakeDraft, FakeTarget
+from coordinator.grouping import POLICIES
+from coordinator.pool import Pool
+from coordinator.sequence import GenerationRequest, Sequence
+
+GOAL_ROUND_MS, GOAL_CHOICE_MS = 2.0, 1.0
+POOL_SIZE, CHOICES = 10_000, 1_000
+
+
+def main() -> None:
+    """Parses the command line, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--serve-fakes", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve_fakes:
+        asyncio.run(serve_fakes())
+        return
+    runs = measure_rounds(options)
+    result: dict[str, object] = {
+        "sequences": options.sequences,
+        "num_speculative_tokens": options.k,
+        "rounds": sum(run["rounds"] for run in runs),
+        **{name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0] if name.endswith("_ms")},
+        "goal_round_ms": GOAL_ROUND_MS,
+        "choose_group_of_10000_ms": round(measure_choice(), 5),
+        "goal_choice_ms": GOAL_CHOICE_MS,
+    }
+    table = Table("measure", "value", title="cost of the coordinator")
+    for name, value in result.items():
+        table.add_row(name, str(value))
+    Console(stderr=True).print(table)
+    print(json.dumps(result))
+
+
+async def serve_fakes() -> None:
+    """Serves both fake workers until killed; prints their addresses."""
+    target = FakeTarget(slots=64)
+    draft = FakeDraft(target, slots=64)
+    print(json.dumps([await target.start(), await draft.start()]), flush=True)
+    await asyncio.Event().wait()
+
+
+def measure_rounds(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Medians over repeats are the caller's; each run generates `sequences` answers of `tokens` tokens at once."""
+    with ExitStack() as stack:
+        fakes = _start(stack, __file__, "--serve-fakes")
+        assert fakes.stdout is not None
+        target, draft = json.loads(fakes.stdout.readline())
+        address = "127.0.0.1:50058"
+        flags = ["--target-address", target, "--draft-address", draft, "--port", address.split(":")[1]]
+        _start(stack, "-m", "coordinator.server", *flags, "--log-level", "error")
+        return asyncio.run(_run_all(address, options))
+
+
+async def _run_all(address: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    async with Client(address) as client:
+        await _wait_ready(client)
+        await _run(client, options)  # warms up
+        bar = track(range(options.repeats), "rounds with fake workers", console=Console(stderr=True), transient=True)
+        return [await _run(client, options) for _ in bar]
+
+
+async def _run(client: Client, options: argparse.Namespace) -> dict[str, float]:
+    before = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+    requests = [
+        pb.GenerateRequest(
+            text=f"prompt {i}",
+            sampling_params=pb.SamplingParams(max_tokens=options.tokens, ignore_eos=True),
+            speculative=pb.SpeculativeParams(num_speculative_tokens=options.k),
+        )
+        for i in range(options.sequences)
+    ]
+    await asyncio.gather(*(client.stub.Generate(request) for request in requests))
+    after = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+    rounds = after.counters.rounds - before.counters.rounds
+    stage = {
+        name: (seconds - before.counters.stage_seconds[name]) * 1000 / rounds
+        for name, seconds in after.counters.stage_seconds.items()
+    }
+    own = {f"{name}_ms": stage[name] for name in ("wire", "schedule")}
+    return {"rounds": rounds, "round_ms": sum(own.values()), **own}
+
+
+async def _wait_ready(client: Client) -> None:
+    for _ in range(100):
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it is still starting
+            info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+            if info.target.state == info.draft.state == "ready":
+                return
+        await asyncio.sleep(0.1)
+    raise SystemExit("the coordinator did not get ready")
+
+
+def measure_choice() -> float:
+    """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
+    pool = Pool(window_size=POOL_SIZE, queue_size=POOL_SIZE)
+    for i in range(POOL_SIZE):
+        pool.submit(Sequence(i, GenerationRequest(str(i), (1,), 1000, frozenset(), 4)))
+    pool.admit()
+    return statistics.median(_timed(lambda: _choose(pool)) for _ in range(CHOICES)) * 1000
+
+
+def _choose(pool: Pool) -> None:
+    group = POLICIES["ragged"](pool.ready, 8)
+    pool.begin_round(group)
+    pool.end_round(group)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _start(stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+if __name__ == "__main__":
+    main()
