@@ -175,7 +175,7 @@ def _services(settings: UpSettings, target: str, draft: str | None) -> list[Serv
     workers = [_worker("target", target, settings.target_device, shared)]
     if draft is not None:
         workers.append(_worker("draft", draft, settings.draft_device, shared))
-    port = settings.port or _free_port()
+    port = settings.port or free_port()
     arguments = ["--host", settings.host, "--port", str(port), "--window-size", str(settings.window_size)]
     arguments += ["--max-batch-size", str(settings.window_size), *_server_flags(settings)]
     arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
@@ -185,7 +185,7 @@ def _services(settings: UpSettings, target: str, draft: str | None) -> list[Serv
 
 
 def _worker(kind: str, model: str, device: str, shared: list[str]) -> Service:
-    port = _free_port()
+    port = free_port()
     arguments = ["--model", model, "--device", device, "--port", str(port), *shared]
     return Service(f"{kind} worker", f"{kind}_worker.server", arguments, f"127.0.0.1:{port}")
 
@@ -198,7 +198,8 @@ def _reachable(host: str) -> str:
     return "127.0.0.1" if host == "0.0.0.0" else host
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

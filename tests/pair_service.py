@@ -1,0 +1,123 @@
+"""A whole service in one process: real engines, real servers, real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
+
+from coordinator.client import Client
+from coordinator.server import CoordinatorServer
+from coordinator.settings import CoordinatorSettings
+from draft_worker.server import DraftWorkerSettings, load_proposer
+from draft_worker.service import DraftWorkerServicer
+from engine.engine import Engine
+from engine.packing import Span
+from rpc.channel import MAX_WORKER_MESSAGE_BYTES
+from rpc.server import Server
+from rpc.worker_service import WorkerHost
+from target_worker.server import TargetWorkerSettings, load_verifier
+from target_worker.service import TargetWorkerServicer
+
+
+class LogitsTap:
+    """Watches an engine: the logits after the same context must be the same bits, whenever and however they come."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cached: dict[int, list[int]] = {}
+        self._seen: dict[tuple[int, ...], bytes] = {}
+        self.compared = 0
+        self.different: list[tuple[int, ...]] = []
+        engine.choose = self._choose  # type: ignore[method-assign]
+
+    def _choose(self, spans: list[Span]) -> list[list[int]]:
+        logits = self._engine.forward(spans)
+        rows = iter(logits)
+        for span in spans:
+            tokens = self._cached.get(span.slot, [])[: span.start] + list(span.token_ids)
+            assert len(tokens) == span.end, "a span does not begin where the cache ends"
+            self._cached[span.slot] = tokens
+            for i in range(span.num_logits):
+                self._compare(tuple(tokens[: span.end - span.num_logits + 1 + i]), next(rows))
+        choices = iter(logits.argmax(-1).tolist())
+        return [[next(choices) for _ in range(span.num_logits)] for span in spans]
+
+    def _compare(self, context: tuple[int, ...], row: torch.Tensor) -> None:
+        bits = row.numpy().tobytes()
+        if context in self._seen:
+            self.compared += 1
+            if self._seen[context] != bits:
+                self.different.append(context)
+        self._seen[context] = bits
+
+
+@dataclass
+class PairService:
+    """What a test may touch."""
+
+    client: Client
+    process: CoordinatorServer
+    target: WorkerHost
+    draft: WorkerHost | None
+
+    async def forget(self, host: WorkerHost) -> None:
+        """Makes a worker lose every cache, as a restart would."""
+        await host.run(lambda backend: backend.engine.slots.release(list(backend.engine.slots._slots)))
+
+    async def wait_idle(self) -> None:
+        """Returns when both workers hold no slot and the pool is empty."""
+        while True:
+            holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
+            if not any(holds) and not self.process.coordinator.pool.running:
+                return
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving_pair(
+    target: Path, draft: Path | None, worker: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[PairService]:
+    """Starts workers (with `worker` settings) and a coordinator, all on ports of the system's choice."""
+    async with AsyncExitStack() as stack:
+        options = {"threads": 2, "port": 0, **(worker or {})}
+        target_settings = TargetWorkerSettings(model=str(target), **options)
+        target_host = WorkerHost(partial(load_verifier, target_settings))
+        register = target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server
+        address = await _serve(stack, target_settings, target_host, register, TargetWorkerServicer(target_host))
+        draft_host = draft_address = None
+        if draft is not None:
+            draft_settings = DraftWorkerSettings(model=str(draft), **options)
+            draft_host = WorkerHost(partial(load_proposer, draft_settings))
+            register = draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
+            draft_address = await _serve(stack, draft_settings, draft_host, register, DraftWorkerServicer(draft_host))
+        process = CoordinatorServer(
+            CoordinatorSettings(
+                port=0, drain_seconds=0, target_address=address, draft_address=draft_address, **settings
+            )
+        )
+        port = await process.start()
+        stack.push_async_callback(process.wait_stopped)
+        stack.callback(process.server.stop)
+        await process.coordinator.target.wait_ready()
+        if process.coordinator.draft is not None:
+            await process.coordinator.draft.wait_ready()
+        client = await stack.enter_async_context(Client(f"127.0.0.1:{port}"))
+        yield PairService(client, process, target_host, draft_host)
+
+
+async def _serve(stack: AsyncExitStack, settings: Any, host: WorkerHost, register: Any, servicer: Any) -> str:
+    server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
+    server.add(servicer.__class__.__name__, register, servicer)
+    port = await server.start()
+    await host.load()
+    await server.set_serving(True)
+    stack.callback(host.close)
+    stack.push_async_callback(server.wait_stopped)
+    stack.callback(server.stop)
+    return f"127.0.0.1:{port}"
