@@ -1,9 +1,9 @@
-"""Token ids of the service in batches, against the same service alone with k = 0, and against `transformers` `generate`.
+"""Token ids of the service in batches, against the service alone with k = 0, and against `generate` of transformers.
 
-    python benchmarks/equality.py [--target MODEL --draft MODEL] [--prompts FILE] [--max-tokens 64] [--concurrency 8] [--k 3]
+    python benchmarks/equality.py [--prompts FILE] [--max-tokens 64] [--concurrency 8] [--k 3]
 
-Against `generate` near-ties may be decided differently, since its kernels sum in another order: every difference is shown
-with the margin between the two best logits where it begins. The last line printed is JSON.
+`generate` sums in another order, so it may decide near-ties differently: every difference is shown with the margin
+between the two best logits where it begins. The last line printed is JSON.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from coordinator.client import Client
 from coordinator.commands.generate import answers
 from coordinator.commands.prompts import PromptLine, own_prompts, read_prompts
 from coordinator.commands.up import UpSettings, running
-from coordinator.tokenizer import TargetTokenizer
+from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
 from engine.embedded_pair import embedded_pair
 from engine.loading import tokenizer_files
 
@@ -97,7 +97,8 @@ def _generate(
 ) -> tuple[list[list[int]], list[tuple[object, int, float]]]:
     """Token ids by `generate`, one prompt at a time, and (id, position, margin) where they differ from `served`."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    tokenizer = TargetTokenizer(tokenizer_files(AutoTokenizer.from_pretrained(target), model.config))
+    files = tokenizer_files(AutoTokenizer.from_pretrained(target), model.config)
+    tokenizer = TargetTokenizer(TokenizerFiles(**vars(files)))
     generated, margins = [], []
     for line, tokens in track(list(zip(lines, served, strict=True)), "generate", console=console, transient=True):
         prompt = _encode(tokenizer, line)

@@ -1,13 +1,19 @@
 """`specpool`: one command, a few subcommands, each with settings of its own."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from coordinator.commands.demo import DemoSettings, demo
 from coordinator.commands.generate import GenerateSettings, generate
 from coordinator.commands.up import UpSettings, up
 from rpc.settings import Settings
 
-COMMANDS = {"up": (UpSettings, up), "generate": (GenerateSettings, generate), "demo": (DemoSettings, demo)}
+COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
+    "up": (UpSettings, up),
+    "generate": (GenerateSettings, generate),
+    "demo": (DemoSettings, demo),
+}
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def generate(
         self,

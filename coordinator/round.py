@@ -123,6 +123,8 @@ class Round:
         room = self._prefill_tokens
         for sequence in self._unfinished():
             base = sequence.target_length
+            tokens: tuple[int, ...]
+            drafts: tuple[int, ...]
             if sequence.is_decoding:
                 tokens, drafts = (sequence.token_ids[-1],), self._drafts.get(sequence.sequence_id, ())
             else:

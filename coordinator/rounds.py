@@ -44,6 +44,9 @@ class Draft(Protocol):
     async def release(self, sequence_ids: set[int]) -> bool: ...
 
 
+STAGES = ("draft", "verify", "wire", "schedule")
+
+
 @dataclass
 class Counters:
     """Sums since the start."""
@@ -54,9 +57,6 @@ class Counters:
     accepted_draft_tokens: int = 0
     cache_misses: int = 0
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-
-
-STAGES = ("draft", "verify", "wire", "schedule")
 
 
 class RoundLoop:
@@ -118,7 +118,7 @@ class RoundLoop:
                 self._leavers.set()
 
     async def _play_safely(self, group: list[Sequence]) -> None:
-        """Plays a round of the group. If the target refuses it, of each alone, to find the one it cannot serve."""
+        """Plays a round of the group, whatever happens in it."""
         self._pool.begin_round(group)
         try:
             gained = await self._play_or_split(group)
@@ -136,14 +136,15 @@ class RoundLoop:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _play_or_split(self, group: list[Sequence]) -> bool:
+        """Plays a round of the group. If the target refuses it, of each alone, to find those that it cannot serve."""
         try:
             return await self._play(group)
-        except WorkerRefusedError as error:
-            if len(group) == 1:
-                self._fail(group[0], f"the target worker refused the sequence: {error}")
-            else:
-                for sequence in group:
-                    await self._play_or_split([sequence])
+        except WorkerRefusedError:
+            for sequence in group:
+                try:
+                    await self._play([sequence])
+                except WorkerRefusedError as error:
+                    self._fail(sequence, f"the target worker refused the sequence twice: {error}")
             return True
 
     async def _play(self, group: list[Sequence]) -> bool:

@@ -12,7 +12,6 @@ from specpool.v1 import generation_pb2_grpc
 
 from coordinator.coordinator import Coordinator, Generation
 from coordinator.sequence import GenerationRequest
-from coordinator.tokenizer import Detokenizer
 from coordinator.validation import Limits, parse_request
 from coordinator.workers import WorkerLink
 from rpc.errors import InvalidArgumentError, UnavailableError
@@ -39,9 +38,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with await self._begin(request) as generation:
             request_id = generation.sequence.request.request_id
             detokenizer = self._coordinator.tokenizer.detokenizer()
-            texts = []
+            texts: list[str] = []
+            sent = 0
             async for ids in generation.pieces():
-                texts.append(_piece(generation, detokenizer, ids))
+                sent += len(ids)
+                text = detokenizer.feed(_without_stop(generation, ids))
+                is_last = generation.finish is not None and sent == generation.sequence.num_generated
+                texts.append(text + detokenizer.flush() if is_last else text)
                 yield pb.GenerateStreamResponse(
                     request_id=request_id, chunk=pb.GenerateChunk(text=texts[-1], token_ids=ids)
                 )
@@ -106,13 +109,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         # Tokenizing a long prompt takes a while, and others are generating meanwhile.
         parsed: GenerationRequest = await asyncio.to_thread(parse_request, request, coordinator.tokenizer, limits)
         return coordinator.generate(parsed)
-
-
-def _piece(generation: Generation, detokenizer: Detokenizer, token_ids: tuple[int, ...]) -> str:
-    """The text of committed tokens; to the end of the text, if these are the last."""
-    text = detokenizer.feed(_without_stop(generation, token_ids))
-    is_last = generation.finish is not None and generation.sequence.generated_ids[-1:] == list(token_ids[-1:])
-    return text + detokenizer.flush() if is_last else text
 
 
 def _without_stop(generation: Generation, token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
@@ -57,7 +58,8 @@ class TargetTokenizer:
             raise ChatTemplateError("the target model has no chat template; send text or tokenized input")
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
-            rendered, _ = render_jinja_template(
+            render: Any = render_jinja_template  # its annotations do not know the template's own variables
+            rendered, _ = render(
                 conversations=[conversation],
                 chat_template=self._files.chat_template,
                 add_generation_prompt=True,

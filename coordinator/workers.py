@@ -137,8 +137,11 @@ class WorkerLink:
         return load
 
     async def release(self, sequence_ids: Iterable[int]) -> bool:
-        """Frees sequences, with those of earlier calls that failed. False if the worker did not answer; try again."""
+        """Frees sequences, with those of earlier calls that failed. False if the worker cannot do it now; try again, or
+        leave it to the link, which does as soon as the worker is ready."""
         self._to_release.update(sequence_ids)
+        if not self.is_ready:  # a worker that hangs would make every caller wait
+            return False
         released = sorted(self._to_release)
         request = common_pb2.ReleaseRequest(coordinator_id=self._coordinator_id, sequence_ids=released)
         try:
@@ -150,7 +153,7 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Closes the connection."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _call(self, method: Any, request: Any) -> tuple[Any, float]:
         """The response and the seconds it took. WorkerUnreachableError, WorkerRefusedError."""
@@ -181,6 +184,8 @@ class WorkerLink:
                 await self._check(response.model)
                 self.info = response.model
                 await self._set_state(LinkState.READY, "")
+            if self._to_release and self.is_ready:
+                await self.release(())
         except MismatchError as error:
             await self._set_state(LinkState.REFUSED, str(error))
         except grpc.aio.AioRpcError as error:

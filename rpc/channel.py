@@ -11,6 +11,10 @@ CHANNEL_OPTIONS = [
     # A peer that vanished without a word is noticed within half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # A proxy that is set for downloads is none for workers.
+    ("grpc.enable_http_proxy", 0),
+    # A name that now stands for another pod is looked up again soon.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     # Reconnect to a restarted peer soon.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),

@@ -12,10 +12,10 @@ from rpc.errors import STATUS_CODES, InvalidArgumentError, ServiceError, status_
 
 log = logging.getLogger(__name__)
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps unary and server-streaming handlers. Requests are parsed inside: a malformed one is an error too."""
 
     async def intercept_service(

@@ -15,6 +15,9 @@ from rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
+LIVE = "live"
+"""A name for health checks that serves as long as the process answers at all, whatever it waits for."""
+
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a surprise
     ("grpc.keepalive_permit_without_calls", 1),
@@ -28,7 +31,7 @@ class Server:
     def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
         """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read."""
         self._settings = settings
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services: list[str] = []
         self._stopping = asyncio.Event()
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
@@ -44,6 +47,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
         wanted = f"{self._settings.host}:{self._settings.port}"
         try:
@@ -81,7 +85,7 @@ class Server:
         """Serves until `stop`, then gives running calls `drain_seconds` to end, and cancels the rest."""
         await self._stopping.wait()
         log.info("draining for at most %g s", self._settings.drain_seconds)
-        await self._health.enter_graceful_shutdown()
+        await self.set_serving(False)
         await self._server.stop(self._settings.drain_seconds)
         log.info("stopped")
 

@@ -25,6 +25,8 @@ ENV_PREFIX = "SPECPOOL_"
 
 log = logging.getLogger(__name__)
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
 S = TypeVar("S", bound="Settings")
 
 
@@ -46,7 +48,7 @@ class Settings(BaseSettings):
     """Whether every `SPECPOOL_*` variable must be meant for this process, as in a container of its own."""
 
     config: Path | None = Field(None, description="TOML file with any of these settings")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe messages logged")
+    log_level: LogLevel = Field("info", description="least severe messages logged")
 
     @classmethod
     def settings_customise_sources(
@@ -69,8 +71,8 @@ class Settings(BaseSettings):
             return CliApp.run(_with_file(cls, program, _config_file(arguments)), arguments)
         except ValidationError as error:
             for problem in error.errors():
-                key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")
-                print(f"{program}: {key}: {problem['msg']}", file=sys.stderr)
+                key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")  # none if several disagree
+                print(": ".join(filter(None, (program, key, problem["msg"]))), file=sys.stderr)
         except (SettingsError, OSError, ValueError) as error:
             print(f"{program}: {error}", file=sys.stderr)
         raise SystemExit(2)
@@ -102,7 +104,7 @@ def refuse_unknown_variables(settings: type[BaseSettings], environment: dict[str
 def _config_file(arguments: list[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=os.environ.get(ENV_PREFIX + "CONFIG"))
-    path = parser.parse_known_args(arguments)[0].config
+    path: str | None = parser.parse_known_args(arguments)[0].config
     if path is not None and not Path(path).is_file():
         raise ValueError(f"config: no such file: {path}")
     return path

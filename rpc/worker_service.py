@@ -162,9 +162,9 @@ def check_item(index: int, item: Any, vocab_size: int, max_model_len: int, draft
         raise InvalidArgumentError(field, f"would reach {end} positions of at most {max_model_len}")
 
 
-def wire_status(realignment: enum.Enum) -> pb.ItemStatus:
+def wire_status(realignment: enum.Enum) -> str:
     """`engine.slots.Realignment` as the wire names it: the names are the same."""
-    return pb.ItemStatus.Value(f"ITEM_STATUS_{realignment.name}")
+    return f"ITEM_STATUS_{realignment.name}"
 
 
 async def serve_worker(

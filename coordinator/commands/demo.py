@@ -20,15 +20,14 @@ from coordinator.client import Client
 from coordinator.commands.generate import answers
 from coordinator.commands.prompts import PromptLine, own_prompts, read_prompts
 from coordinator.commands.up import ProcessFailedError, UpSettings, running
+from rpc.settings import LogLevel
 
 
 class DemoSettings(UpSettings):
     """Runs the embedded pair, or another, on a few prompts: plainly and speculatively, in turns."""
 
     port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
-    log_level: str = Field(
-        "warning", pattern="^(debug|info|warning|error)$", description="least severe messages logged"
-    )
+    log_level: LogLevel = Field("error", description="least severe messages logged")
     drain_seconds: float = Field(5.0, ge=0, description="time that running calls get at the end")
     prompts: Path | None = Field(None, description="JSONL file of prompts; default: a small set of our own")
     num_prompts: int = Field(16, ge=1, description="prompts used, from the first on")
