@@ -43,7 +43,7 @@ class FakeWorker:
         self.fail_next: list[grpc.StatusCode] = []
         """Status codes that the next rounds end in, instead of being served."""
         self._server: grpc.aio.Server | None = None
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = health.aio.HealthServicer()
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
         """Serves; returns the address."""

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps unary and server-streaming handlers. Requests are parsed inside: a malformed one is an error too."""
 
     async def intercept_service(

@@ -31,7 +31,7 @@ class Server:
     def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
         """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read."""
         self._settings = settings
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = health.aio.HealthServicer()
         self._services: list[str] = []
         self._stopping = asyncio.Event()
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]

@@ -4,18 +4,21 @@ Knows no model: a backend does the work on the one model thread.
 """
 
 import asyncio
+import contextlib
 import enum
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from pydantic import Field
 from specpool.v1 import common_pb2 as pb
 
 from rpc.channel import MAX_WORKER_MESSAGE_BYTES
 from rpc.errors import InvalidArgumentError, UnavailableError
 from rpc.model_thread import ModelThread
-from rpc.server import Server
+from rpc.server import Server, configure_logging
 from rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -57,8 +60,15 @@ class Backend(Protocol):
         """Frees the sequences of silent coordinators; returns how many."""
 
 
-B = TypeVar("B", bound=Backend)
 T = TypeVar("T")
+
+
+class WorkerSettings(ServerSettings):
+    """What every worker has, whatever it runs."""
+
+    lease_seconds: float = Field(
+        60.0, gt=0, description="sequences of a coordinator that was silent for so long are freed"
+    )
 
 
 class WorkerHost:
@@ -167,27 +177,46 @@ def wire_status(realignment: enum.Enum) -> str:
     return f"ITEM_STATUS_{realignment.name}"
 
 
-async def serve_worker(
-    settings: ServerSettings, lease_seconds: float, host: WorkerHost, add_services: Callable[[Server], None]
+def run_worker(
+    program: str,
+    settings: WorkerSettings,
+    load: Callable[[], Any],
+    service: str,
+    register: Callable[[Any, Any], None],
+    servicer: type[WorkerServicer],
+    refusals: tuple[type[Exception], ...],
 ) -> None:
+    """The life of a worker process: `load` builds its backend, `servicer` serves it as `service` until SIGTERM.
+
+    An error of `refusals` ends it with one line instead of a stack trace.
+    """
+    configure_logging(settings.log_level)
+    settings.log_resolved()
+    host = WorkerHost(load)
+    expected: tuple[type[BaseException], ...] = (*refusals, OSError)
+    try:
+        asyncio.run(_serve(settings, host, lambda server: server.add(service, register, servicer(host))))
+    except expected as error:
+        sys.exit(f"{program}: {error}")
+
+
+async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None]) -> None:
     """Listens at once, serves when the model is loaded, drains on SIGTERM. Raises what loading raises."""
     server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
-    add_services(server)
+    add_service(server)
     await server.start()
     server.stop_on_signals()
-    background: set[asyncio.Task[None]] = set()
 
     async def load_and_serve() -> None:
         await host.load()
         await server.set_serving(True)
         log.info("serving")
-        background.add(asyncio.create_task(host.expire_leases(lease_seconds)))
+        await host.expire_leases(settings.lease_seconds)
 
-    loading = asyncio.create_task(load_and_serve())
-    loading.add_done_callback(lambda task: server.stop() if not task.cancelled() and task.exception() else None)
+    serving = asyncio.create_task(load_and_serve())
+    serving.add_done_callback(lambda task: server.stop())
     await server.wait_stopped()
-    for task in (loading, *background):
-        task.cancel()
+    serving.cancel()
     host.close()
-    if loading.done() and not loading.cancelled():
-        loading.result()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving

@@ -1,7 +1,5 @@
 """The target worker's process: settings, model, server."""
 
-import asyncio
-import sys
 from functools import partial
 
 from pydantic import Field
@@ -10,20 +8,18 @@ from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from engine.engine import Engine
 from engine.loading import UnsupportedModelError
 from engine.options import EngineOptions
-from rpc.server import Server, configure_logging
-from rpc.settings import ServerSettings
-from rpc.worker_service import WorkerHost, serve_worker
+from rpc.worker_service import WorkerSettings, run_worker
 from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
 
+PROGRAM = "specpool-target-worker"
+SERVICE = "specpool.v1.TargetWorkerService"
 
-class TargetWorkerSettings(ServerSettings, EngineOptions):
+
+class TargetWorkerSettings(WorkerSettings, EngineOptions):
     """Verifies draft tokens with the target model."""
 
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
-    lease_seconds: float = Field(
-        60.0, gt=0, description="sequences of a coordinator that was silent for so long are freed"
-    )
 
 
 def load_verifier(settings: TargetWorkerSettings) -> Verifier:
@@ -32,26 +28,12 @@ def load_verifier(settings: TargetWorkerSettings) -> Verifier:
     return Verifier(Engine.load(options, exact=True))
 
 
-async def serve(settings: TargetWorkerSettings) -> None:
-    """Serves until SIGTERM."""
-    host = WorkerHost(partial(load_verifier, settings))
-    servicer = TargetWorkerServicer(host)
-
-    def add_services(server: Server) -> None:
-        server.add("specpool.v1.TargetWorkerService", pb_grpc.add_TargetWorkerServiceServicer_to_server, servicer)
-
-    await serve_worker(settings, settings.lease_seconds, host, add_services)
-
-
 def main() -> None:
     """Entry point of `specpool-target-worker`."""
-    settings = TargetWorkerSettings.load("specpool-target-worker")
-    configure_logging(settings.log_level)
-    settings.log_resolved()
-    try:
-        asyncio.run(serve(settings))
-    except (UnsupportedModelError, OSError) as error:
-        sys.exit(f"specpool-target-worker: {error}")
+    settings = TargetWorkerSettings.load(PROGRAM)
+    register = pb_grpc.add_TargetWorkerServiceServicer_to_server
+    load = partial(load_verifier, settings)
+    run_worker(PROGRAM, settings, load, SERVICE, register, TargetWorkerServicer, (UnsupportedModelError,))
 
 
 if __name__ == "__main__":
