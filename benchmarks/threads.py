@@ -1,0 +1,63 @@
+"""How many CPU threads each worker should have, and whether they should spin while they wait: a demo for each choice.
+
+    python benchmarks/threads.py [--repeats 3] [--num-prompts 8] [--max-tokens 32]
+
+Runs of all choices are interleaved; medians are shown. The last line printed is JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+MEASURES = ("plain_tokens_per_s", "speculative_tokens_per_s")
+
+
+def main() -> None:
+    """Parses the command line, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    options = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    choices = [(threads, policy) for threads in sorted({max(1, cores // 2), cores}) for policy in ("PASSIVE", "ACTIVE")]
+    runs: dict[tuple[int, str], list[dict[str, Any]]] = {choice: [] for choice in choices}
+    plan = [choice for _ in range(options.repeats) for choice in choices]
+    for choice in track(plan, "demos", console=Console(stderr=True), transient=True):
+        runs[choice].append(_demo(*choice, options))
+    rows = [
+        {
+            "threads": threads,
+            "waiting": policy,
+            **{name: statistics.median(run[name] for run in found) for name in MEASURES},
+        }
+        for (threads, policy), found in runs.items()
+    ]
+    table = Table(*rows[0], title=f"two workers on {cores} cores, tokens/s")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(stderr=True).print(table)
+    print(json.dumps({"cores": cores, "choices": rows}))
+
+
+def _demo(threads: int, policy: str, options: argparse.Namespace) -> dict[str, Any]:
+    flags = ["--threads", str(threads), "--repeats", "1", "--num-prompts", str(options.num_prompts)]
+    flags += ["--max-tokens", str(options.max_tokens)]
+    command = [sys.executable, "-m", "coordinator.cli", "demo", *flags]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_WAIT_POLICY": policy}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+if __name__ == "__main__":
+    main()

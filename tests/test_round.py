@@ -1,0 +1,454 @@
+"""Rounds against plain decoding: both workers are dictionaries of tokens here, and fail in every way they may."""
+
+import random
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.round import (
+    DRAFT_REST_ROUNDS,
+    FEW_TOKENS,
+    ItemStatus,
+    Proposal,
+    ProposeItem,
+    Round,
+    Verdict,
+    VerifyItem,
+)
+from coordinator.sequence import Finish, FinishReason, GenerationRequest, Sequence
+
+VOCAB_SIZE = 11
+DRAFT_VOCAB_SIZE = 13
+NO_LIMIT = 10_000
+# After so many rounds workers behave: with a budget of one token, a cache that is lost all the time is never rebuilt.
+TROUBLED_ROUNDS = 150
+
+
+def choose(context: Iterable[int]) -> int:
+    """The target's next token."""
+    return zlib.crc32(bytes(context)) % VOCAB_SIZE
+
+
+def decode_plainly(request: GenerationRequest) -> list[int]:
+    tokens = list(request.prompt_ids)
+    while len(tokens) < len(request.prompt_ids) + request.max_tokens:
+        tokens.append(choose(tokens))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.prompt_ids) :]
+
+
+@dataclass
+class Worker:
+    """Slots and caches as the protocol describes them."""
+
+    slots: int = NO_LIMIT
+    caches: dict[int, list[int]] = field(default_factory=dict)
+
+    def realign(self, sequence_id: int, base_length: int, token_ids: tuple[int, ...]) -> ItemStatus:
+        cached = self.caches.get(sequence_id)
+        if cached is None and base_length == 0 and len(self.caches) >= self.slots:
+            return ItemStatus.NO_SLOT
+        if base_length > len(cached or []):
+            return ItemStatus.CACHE_MISS
+        self.caches[sequence_id] = [*(cached or [])[:base_length], *token_ids]
+        return ItemStatus.OK
+
+    def verify(self, item: VerifyItem) -> Verdict:
+        status = self.realign(item.sequence_id, item.base_length, item.token_ids)
+        if status is not ItemStatus.OK:
+            return Verdict(item.sequence_id, status, (), 0)
+        tokens, gained = self.caches[item.sequence_id], []
+        for draft in item.draft_token_ids:
+            if item.prefill_only or draft != choose(tokens):
+                break
+            tokens.append(draft)
+            gained.append(draft)
+        if not item.prefill_only:
+            gained.append(choose(tokens))
+        return Verdict(item.sequence_id, status, tuple(gained), len(tokens))
+
+    def propose(self, item: ProposeItem, is_right: list[bool]) -> Proposal:
+        status = self.realign(item.sequence_id, item.base_length, item.token_ids)
+        if status is not ItemStatus.OK:
+            return Proposal(item.sequence_id, status, (), 0)
+        tokens = self.caches[item.sequence_id]
+        start = len(tokens)
+        for right in is_right[: item.num_draft_tokens]:
+            tokens.append(choose(tokens) if right else DRAFT_VOCAB_SIZE - 1 - choose(tokens))
+        drafts = tuple(tokens[start:])
+        del tokens[max(start, len(tokens) - 1) :]  # a last draft token is not fed
+        return Proposal(item.sequence_id, status, drafts, len(tokens))
+
+
+def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget: int, draft_max_len: int) -> None:
+    by_id = {sequence.sequence_id: sequence for sequence in group}
+    long = 0
+    for item in items:
+        sequence = by_id.pop(item.sequence_id)
+        length = len(sequence.token_ids)
+        end = item.base_length + len(item.token_ids)
+        assert item.token_ids
+        assert item.base_length == sequence.draft_length
+        assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
+        assert 0 <= item.num_draft_tokens <= sequence.request.num_speculative_tokens
+        assert item.num_draft_tokens <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
+        assert item.num_draft_tokens == 0 or end == length
+        assert end + max(0, item.num_draft_tokens - 1) <= draft_max_len
+        long += len(item.token_ids) if length - item.base_length > FEW_TOKENS else 0
+    assert long <= budget
+
+
+def check_verify_items(group: list[Sequence], items: list[VerifyItem], budget: int) -> None:
+    by_id = {sequence.sequence_id: sequence for sequence in group if sequence.finish is None}
+    long = 0
+    for item in items:
+        sequence = by_id.pop(item.sequence_id)
+        end = item.base_length + len(item.token_ids)
+        assert item.token_ids
+        assert item.base_length == sequence.target_length
+        assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
+        assert item.prefill_only == (end < len(sequence.token_ids))
+        assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
+        assert len(item.draft_token_ids) <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
+        assert not item.draft_token_ids or len(item.token_ids) == 1
+        long += len(item.token_ids) if len(sequence.token_ids) - item.base_length > FEW_TOKENS else 0
+    assert long <= budget
+    assert not any(sequence.is_decoding for sequence in by_id.values()), "one that decodes was left out"
+
+
+@dataclass
+class Table:
+    """Plays rounds of changing groups until all have finished; `chance` decides about troubles and drafts."""
+
+    sequences: list[Sequence]
+    budget: int
+    chance: random.Random
+    draft_max_len: int = NO_LIMIT
+    acceptance: float = 0.7
+    trouble: float = 0.0
+    cancel: float = 0.0
+    target: Worker = field(default_factory=Worker)
+    draft: Worker = field(default_factory=Worker)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def happens(self) -> bool:
+        return self.rounds <= TROUBLED_ROUNDS and self.chance.random() < self.trouble
+
+    def lose_caches(self) -> None:
+        for worker in (self.target, self.draft):
+            if self.happens():
+                worker.caches.clear()
+            if worker.caches and self.happens():
+                worker.caches.pop(self.chance.choice(list(worker.caches)))
+
+    def play(self) -> None:
+        unfinished = [sequence for sequence in self.sequences if sequence.finish is None]
+        group = self.chance.sample(unfinished, self.chance.randint(1, len(unfinished)))
+        self.rounds += 1
+        self.lose_caches()
+        round_ = Round(self.rounds, group, self.budget)
+        self.propose(round_, group)
+        self.verify(round_, group)
+        for sequence in group:
+            if sequence.finish is not None:
+                self.target.caches.pop(sequence.sequence_id, None)
+                self.draft.caches.pop(sequence.sequence_id, None)
+            else:
+                self.check_caches(sequence)
+
+    def check_caches(self, sequence: Sequence) -> None:
+        """What the sequence believes to be cached is cached, unless all of it was lost."""
+        for worker, length in ((self.target, sequence.target_length), (self.draft, sequence.draft_length)):
+            assert 0 <= length <= len(sequence.token_ids)
+            cached = worker.caches.get(sequence.sequence_id)
+            assert cached is None or cached[:length] == sequence.token_ids[:length]
+
+    def propose(self, round_: Round, group: list[Sequence]) -> None:
+        if self.happens():  # the draft worker is not there
+            return
+        items = round_.propose_items(self.draft_max_len)
+        check_propose_items(group, items, self.budget, self.draft_max_len)
+        is_right = [self.chance.random() < self.acceptance for _ in range(20)]
+        proposals = [self.draft.propose(item, is_right) for item in items]
+        if self.happens():  # it did the work, but its answer is lost
+            return
+        round_.take_proposals([self.spoiled_proposal(proposal) for proposal in proposals], VOCAB_SIZE)
+
+    def spoiled_proposal(self, proposal: Proposal) -> Proposal:
+        if self.happens():
+            return Proposal(proposal.sequence_id, ItemStatus.STALE_ROUND, (), 0)
+        return proposal
+
+    def verify(self, round_: Round, group: list[Sequence]) -> None:
+        if self.chance.random() < self.cancel:
+            self.cancel_one(group)
+        items = round_.verify_items()
+        check_verify_items(group, items, self.budget)
+        verdicts = [self.target.verify(item) for item in items]
+        if self.happens():  # the target's answer is lost
+            return
+        if self.chance.random() < self.cancel:
+            self.cancel_one(group)
+        decoding = {sequence.sequence_id for sequence in group if sequence.is_decoding}
+        before = {sequence.sequence_id: sequence.token_ids.copy() for sequence in group}
+        commits = round_.commit(verdicts)
+        gained = {commit.sequence.sequence_id: list(commit.token_ids) for commit in commits}
+        for sequence in group:
+            assert sequence.token_ids == before[sequence.sequence_id] + gained.get(sequence.sequence_id, [])
+        answered = {verdict.sequence_id for verdict in verdicts if verdict.status is ItemStatus.OK}
+        finished = {sequence.sequence_id for sequence in group if sequence.finish is not None}
+        assert decoding & answered <= set(gained) | finished
+        self.drafted += sum(commit.drafted for commit in commits)
+        self.accepted += sum(commit.accepted for commit in commits)
+
+    def cancel_one(self, group: list[Sequence]) -> None:
+        sequence = self.chance.choice(group)
+        sequence.finish = sequence.finish or Finish(FinishReason.ABORT)
+
+    def play_to_the_end(self) -> None:
+        while any(sequence.finish is None for sequence in self.sequences):
+            self.play()
+            assert self.rounds < 20_000, "it never ends"
+
+
+REQUESTS = st.builds(
+    GenerationRequest,
+    request_id=st.just("r"),
+    prompt_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40).map(tuple),
+    max_tokens=st.integers(1, 24),
+    stop_token_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
+    num_speculative_tokens=st.integers(0, 8),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.lists(REQUESTS, min_size=1, max_size=6),
+    budget=st.integers(1, 60),
+    seed=st.integers(0, 2**32),
+    draft_max_len=st.sampled_from([1, 8, 20, 45, NO_LIMIT]),
+    acceptance=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
+    trouble=st.sampled_from([0.0, 0.02, 0.2]),
+    cancel=st.sampled_from([0.0, 0.02]),
+    draft_slots=st.sampled_from([0, 1, 3, NO_LIMIT]),
+    target_slots=st.sampled_from([1, 2, NO_LIMIT]),
+)
+def test_rounds_give_the_tokens_of_plain_decoding(
+    requests: list[GenerationRequest],
+    budget: int,
+    seed: int,
+    draft_max_len: int,
+    acceptance: float,
+    trouble: float,
+    cancel: float,
+    draft_slots: int,
+    target_slots: int,
+) -> None:
+    table = Table(
+        [Sequence(i, request) for i, request in enumerate(requests)],
+        budget,
+        random.Random(seed),
+        draft_max_len,
+        acceptance,
+        trouble,
+        cancel,
+        Worker(target_slots),
+        Worker(draft_slots),
+    )
+    table.play_to_the_end()
+    for sequence in table.sequences:
+        expected = decode_plainly(sequence.request)
+        assert sequence.finish is not None
+        if sequence.finish.reason is FinishReason.ABORT:
+            assert cancel
+            assert sequence.generated_ids == expected[: sequence.num_generated]
+        else:
+            assert sequence.generated_ids == expected
+    assert sum(sequence.speculation.draft_tokens for sequence in table.sequences) == table.drafted
+    assert sum(sequence.speculation.accepted_tokens for sequence in table.sequences) == table.accepted
+
+
+def make_sequence(
+    prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 40, k: int = 4, sequence_id: int = 0
+) -> Sequence:
+    return Sequence(sequence_id, GenerationRequest("r", tuple(prompt), max_tokens, frozenset(), k))
+
+
+def play_once(
+    sequences: list[Sequence], target: Worker, draft: Worker, is_right: list[bool], budget: int = 100, round_id: int = 1
+) -> tuple[list[ProposeItem], list[VerifyItem]]:
+    round_ = Round(round_id, sequences, budget)
+    asked = round_.propose_items(NO_LIMIT)
+    round_.take_proposals([draft.propose(item, is_right) for item in asked], VOCAB_SIZE)
+    items = round_.verify_items()
+    round_.commit([target.verify(item) for item in items])
+    return asked, items
+
+
+def test_full_acceptance_gains_k_plus_one_and_the_draft_catches_up_on_its_last_token_and_the_bonus() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)  # the prompt
+    play_once([sequence], target, draft, [True] * 4)
+    assert sequence.num_generated == 1 + 5
+    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    expected = decode_plainly(sequence.request)
+    assert item.token_ids == (expected[4], expected[5])
+    assert item.base_length == len(sequence.request.prompt_ids) + 4
+
+
+@pytest.mark.parametrize("accepted", range(4))
+def test_after_a_rejection_the_draft_is_sent_the_recovered_token_only(accepted: int) -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    play_once([sequence], target, draft, [i != accepted for i in range(4)])
+    assert sequence.num_generated == 1 + accepted + 1
+    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    assert item.token_ids == (decode_plainly(sequence.request)[accepted + 1],)
+
+
+def test_a_draft_that_missed_rounds_catches_up_in_one_item() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    for round_id in range(2, 5):  # the draft is away
+        round_ = Round(round_id, [sequence], 100)
+        round_.commit([target.verify(item) for item in round_.verify_items()])
+    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    assert item.token_ids == tuple(decode_plainly(sequence.request)[:4])
+    assert item.num_draft_tokens == 4
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
+    sequence, target, draft = make_sequence([3] * 50), Worker(), Worker()
+    asked, items = play_once([sequence], target, draft, [], budget=16)
+    assert [len(item.token_ids) for item in asked] == [len(item.token_ids) for item in items] == [16]
+    assert items[0].prefill_only
+    assert not items[0].draft_token_ids
+    assert asked[0].num_draft_tokens == 0
+
+
+def test_the_budget_is_one_for_all_who_prefill() -> None:
+    sequences = [make_sequence([i] * 30, sequence_id=i) for i in range(4)]
+    _, items = play_once(sequences, Worker(), Worker(), [], budget=40)
+    assert [(item.sequence_id, len(item.token_ids)) for item in items] == [(0, 30), (1, 10)]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 30])
+def test_those_who_decode_gain_in_every_round_while_others_prefill(budget: int) -> None:
+    newcomers = [make_sequence([i] * 200, sequence_id=i) for i in range(3)]
+    decoding, target, draft = make_sequence(sequence_id=9, max_tokens=100), Worker(), Worker()
+    play_once([decoding], target, draft, [False] * 4)
+    for round_id in range(2, 12):
+        before = decoding.num_generated
+        play_once([*newcomers, decoding], target, draft, [False] * 4, budget, round_id)
+        assert decoding.num_generated == before + 1
+    assert any(sequence.num_generated == 0 for sequence in newcomers)
+
+
+def test_no_draft_is_asked_for_where_only_one_token_remains() -> None:
+    sequence, target, draft = make_sequence(max_tokens=2), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    asked, items = play_once([sequence], target, draft, [True] * 4)
+    assert asked == []
+    assert items[0].draft_token_ids == ()
+    assert sequence.finish == Finish(FinishReason.LENGTH)
+
+
+def test_without_speculation_the_draft_is_never_asked() -> None:
+    sequence, target, draft = make_sequence(k=0, max_tokens=6), Worker(), Worker()
+    while sequence.finish is None:
+        asked, _ = play_once([sequence], target, draft, [True] * 4)
+        assert asked == []
+    assert sequence.generated_ids == decode_plainly(sequence.request)
+    assert sequence.speculation.rounds == 0
+
+
+def test_drafts_that_the_target_does_not_know_end_the_proposal_before_them() -> None:
+    sequence, target = make_sequence(), Worker()
+    play_once([sequence], target, Worker(), [True])
+    round_ = Round(2, [sequence], 100)
+    (asked,) = round_.propose_items(NO_LIMIT)
+    cached_length = len(sequence.token_ids) + 3
+    proposal = Proposal(asked.sequence_id, ItemStatus.OK, (5, VOCAB_SIZE - 1, VOCAB_SIZE, 6), cached_length)
+    round_.take_proposals([proposal], VOCAB_SIZE)
+    assert round_.verify_items()[0].draft_token_ids == (5, VOCAB_SIZE - 1)
+
+
+def test_a_target_that_lost_a_cache_is_sent_everything() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    for _ in range(3):
+        play_once([sequence], target, draft, [True] * 4)
+    target.caches.clear()
+    before = sequence.token_ids.copy()
+    round_ = Round(4, [sequence], 100)
+    commits = round_.commit([target.verify(item) for item in round_.verify_items()])
+    assert (commits, round_.cache_misses) == ([], 1)
+    assert sequence.token_ids == before
+    (item,) = Round(5, [sequence], 100).verify_items()
+    assert (item.base_length, list(item.token_ids), item.prefill_only) == (0, before, False)
+
+
+def test_a_draft_that_lost_a_cache_is_sent_everything_and_the_round_goes_on() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    draft.caches.clear()
+    play_once([sequence], target, draft, [True] * 4)
+    assert sequence.num_generated == 2
+    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    assert (item.base_length, len(item.token_ids), item.num_draft_tokens) == (0, 5, 4)
+
+
+def test_a_draft_without_a_slot_is_left_alone_for_a_while() -> None:
+    sequence, target, draft = make_sequence(max_tokens=100), Worker(), Worker(slots=0)
+    asked = [bool(play_once([sequence], target, draft, [], round_id=i)[0]) for i in range(1, DRAFT_REST_ROUNDS + 3)]
+    assert asked == [True] + [False] * (DRAFT_REST_ROUNDS - 1) + [True, False]
+
+
+def test_a_target_without_a_slot_keeps_the_sequence_waiting() -> None:
+    sequences = [make_sequence(sequence_id=i) for i in range(2)]
+    target = Worker(slots=1)
+    play_once(sequences, target, Worker(), [True])
+    assert [sequence.num_generated for sequence in sequences] == [1, 0]
+    target.caches.clear()
+    target.slots = 2
+    play_once(sequences[1:], target, Worker(), [True])
+    assert sequences[1].num_generated == 1
+
+
+def test_a_stale_answer_gains_nothing_and_loses_nothing() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    before = sequence.token_ids.copy()
+    round_ = Round(2, [sequence], 100)
+    round_.verify_items()
+    assert round_.commit([Verdict(0, ItemStatus.STALE_ROUND, (), 0)]) == []
+    assert sequence.token_ids == before
+    play_once([sequence], target, draft, [True] * 4)
+    assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
+
+
+def test_a_verdict_for_a_sequence_that_ended_meanwhile_is_dropped() -> None:
+    sequence, target = make_sequence(), Worker()
+    round_ = Round(1, [sequence], 100)
+    verdicts = [target.verify(item) for item in round_.verify_items()]
+    sequence.finish = Finish(FinishReason.ABORT)
+    assert round_.commit(verdicts) == []
+    assert sequence.num_generated == 0
+
+
+def test_what_lies_behind_a_stop_is_not_counted_as_accepted() -> None:
+    expected = decode_plainly(make_sequence().request)
+    stop = expected[2]
+    assert stop not in expected[:2]
+    sequence = Sequence(0, GenerationRequest("r", (1, 2, 3), 40, frozenset({stop}), 4))
+    target, draft = Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    play_once([sequence], target, draft, [True] * 4)
+    assert sequence.generated_ids == expected[:3]
+    assert sequence.speculation.histogram == [0, 0, 1]
