@@ -254,7 +254,7 @@ class TargetLink(WorkerLink):
 
 
 class DraftLink(WorkerLink):
-    """The draft worker. It is left alone for a while after it was too slow, since every try costs a timeout."""
+    """The draft worker. It is left alone for a while after it was too slow or refused a round, longer each time."""
 
     def __init__(self, address: str, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
         super().__init__(address, coordinator_id, timeout_seconds)
@@ -271,9 +271,14 @@ class DraftLink(WorkerLink):
             raise MismatchError(f"the draft {info.model} has another tokenizer than the target {target.model}")
 
     async def _lost(self, code: grpc.StatusCode, reason: str) -> None:
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            await self._rest(reason)
+        else:
+            await super()._lost(code, reason)
+
+    async def _rest(self, reason: str) -> None:
         self._rest_seconds = min(LONGEST_REST_SECONDS, max(PROBE_SECONDS, 2 * self._rest_seconds))
-        too_slow = code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await self._set_state(LinkState.RESTING if too_slow else LinkState.CONNECTING, reason)
+        await self._set_state(LinkState.RESTING, reason)
         self._probe_now.set()
 
     async def propose(self, round_id: int, items: list[ProposeItem]) -> tuple[list[Proposal], Timed]:
@@ -291,7 +296,11 @@ class DraftLink(WorkerLink):
                 for item in items
             ],
         )
-        response, elapsed = await self._call(self._stub.Propose, request)
+        try:
+            response, elapsed = await self._call(self._stub.Propose, request)
+        except WorkerRefusedError as error:
+            await self._rest(str(error))
+            raise
         self._rest_seconds = 0.0
         proposals = [
             Proposal(result.sequence_id, _STATUS[result.status], tuple(result.draft_token_ids), result.cached_length)

@@ -128,11 +128,13 @@ async def test_a_draft_that_fails_costs_no_token_and_joins_again(code: StatusCod
         assert response.speculative_decoding.num_draft_tokens > 0
 
 
-async def test_a_draft_that_always_fails_is_plain_decoding() -> None:
-    async with serving() as served:
+async def test_a_draft_that_always_fails_is_plain_decoding_and_not_asked_in_every_round() -> None:
+    async with serving(probe_seconds=1.0) as served:
         served.draft.fail_next = [StatusCode.INTERNAL] * 10_000
         responses = await expect_all(served, some_requests())
         assert all(response.speculative_decoding.num_draft_tokens == 0 for response in responses)
+        info = await served.info()
+        assert served.draft.calls < info.counters.rounds / 2
 
 
 async def test_a_draft_that_is_too_slow_rests() -> None:
