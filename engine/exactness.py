@@ -2,7 +2,8 @@
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,55 +23,95 @@ log = logging.getLogger(__name__)
 ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
 ATTENTION_GRIDS = ((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512))
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
-# Results this wide cost too much to probe at many rows, and an output head never sees many.
 MANY_FEATURES, FEW_ROWS = 8192, 64
 
 
 @torch.inference_mode()
 def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: int) -> Tiles:
     """The cheapest grid under which every linear layer's shape and attention give the same bits whatever the batch."""
-    every = [module for module in model.modules() if isinstance(module, nn.Linear | PrepackedLinear)]
-    linears = {(module.in_features, module.out_features): module for module in every}
-    sample = next(model.parameters())
-    generator = torch.Generator().manual_seed(0)
-
-    def random_like(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(sample.device, sample.dtype)
-
-    rows = _first(ROW_GRIDS, lambda grid: all(_rows_agree(m, Tiles(*grid), random_like) for m in linears.values()))
-    query, kv = _first(
-        ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, query_groups, head_dim, random_like)
-    )
-    tiles = Tiles(*rows, query, kv)
+    linears = {
+        (type(module), module.in_features, module.out_features, module.bias is not None)
+        for module in model.modules()
+        if type(module) in (nn.Linear, PrepackedLinear)
+    }
+    noise = _Noise(next(model.parameters()))
+    rows = ROW_GRIDS[0]
+    for kind, inputs, outputs, biased in sorted(linears, key=str):
+        probe = _linear_probe(kind, inputs, outputs, biased, noise)
+        # What one layer needs is enough for all before it: each grid's row counts are among those of the one before.
+        rows = _first(ROW_GRIDS[ROW_GRIDS.index(rows) :], partial(_rows_agree, *probe))
+    attention = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, query_groups, head_dim, noise))
+    tiles = Tiles(*rows, *attention)
     log.info("exact numerics with %s", tiles)
     return tiles
 
 
-def _first(grids: tuple[tuple[int, int], ...], agrees: Callable[[tuple[int, int]], bool]) -> tuple[int, int]:
+class _Noise:
+    """Random tensors of the sample's device and dtype.
+
+    Probes are sums whose terms cancel: what is left is rounding alone, and a different order of summation changes it
+    in nearly every element. Of an ordinary sum in half precision it changes one element in thousands.
+    """
+
+    def __init__(self, sample: torch.Tensor) -> None:
+        self._sample = sample
+        self._generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Numbers of about one size."""
+        return torch.randn(*shape, generator=self._generator).to(self._sample)
+
+    def cancelling(self, count: int, *shape: int) -> torch.Tensor:
+        """[count, *shape]: numbers of many sizes, with sum zero over the first axis but for an odd last one."""
+        size = torch.exp2(torch.randint(-7, 8, (count // 2, *shape), generator=self._generator)).to(self._sample)
+        half = self.normal(count // 2, *shape) * size
+        return torch.cat([half, -half, torch.zeros(count % 2, *shape).to(half)])
+
+    def order(self, count: int) -> torch.Tensor:
+        """A random order of so many things."""
+        return torch.randperm(count, generator=self._generator).to(self._sample.device)
+
+
+def _first(grids: Sequence[tuple[int, int]], agrees: Callable[[tuple[int, int]], bool]) -> tuple[int, int]:
     return next((grid for grid in grids[:-1] if agrees(grid)), grids[-1])
 
 
-def _rows_agree(linear: nn.Module, tiles: Tiles, random_like: Callable[..., torch.Tensor]) -> bool:
-    limit = FEW_ROWS if linear.out_features > MANY_FEATURES else ROW_COUNTS[-1]
-    counts = sorted({tiles.rows(count) for count in ROW_COUNTS if count <= limit})
-    x = random_like(counts[-1], linear.in_features)
+def _linear_probe(
+    kind: type[nn.Module], inputs: int, outputs: int, biased: bool, noise: _Noise
+) -> tuple[nn.Module, torch.Tensor]:
+    """A layer of this kind and shape, and as many rows as are ever probed, whose products with it cancel."""
+    order = noise.order(inputs)
+    half = noise.normal(outputs, inputs // 2)
+    weight = torch.cat([half, half, torch.zeros(outputs, inputs % 2).to(half)], dim=1)[:, order]
+    linear = nn.Linear(inputs, outputs, biased, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if biased:
+        linear.bias = nn.Parameter(torch.zeros(outputs).to(half), requires_grad=False)
+    # Results this wide cost too much to probe at many rows, and an output head never sees many.
+    rows = FEW_ROWS if outputs > MANY_FEATURES else ROW_COUNTS[-1]
+    return linear if kind is nn.Linear else PrepackedLinear(linear), noise.cancelling(inputs, rows)[
+        order
+    ].T.contiguous()
+
+
+def _rows_agree(linear: nn.Module, x: torch.Tensor, grid: tuple[int, int]) -> bool:
+    """Whether rows come out the same among fewer others and in another place."""
+    counts = sorted({Tiles(*grid).rows(count) for count in ROW_COUNTS if count <= len(x)})
     reference = linear(x)
-    return all(torch.equal(linear(x[:count]), reference[:count]) for count in counts[:-1])
+    return all(torch.equal(linear(x[-count:]), reference[-count:]) for count in counts if count < len(x))
 
 
-def _attention_agrees(
-    query: int, kv: int, kv_heads: int, groups: int, dim: int, random_like: Callable[..., torch.Tensor]
-) -> bool:
+def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int, noise: _Noise) -> bool:
     """Whether one query row's result survives more rows, other sequences beside it, and a longer cache behind it."""
     most = 4 * kv if kv >= 256 else 1024
-    keys, values = random_like(5, kv_heads, most, dim), random_like(5, kv_heads, most, dim)
-    row = random_like(1, kv_heads, groups, 1, dim)
+    keys, values = noise.normal(5, kv_heads, most, dim), noise.normal(5, kv_heads, most, dim)
+    row = torch.zeros(kv_heads, groups, dim).to(keys)  # weighs all visible positions alike
 
-    def attend(batch: int, rows: int, at: int, length: int, position: int) -> torch.Tensor:
-        q = random_like(batch, kv_heads, groups, rows, dim)
-        q[-1, :, :, at] = row[0, :, :, 0]
+    def attend(batch: int, rows: int, at: int, length: int, visible: int) -> torch.Tensor:
+        q = noise.normal(batch, kv_heads, groups, rows, dim)
+        q[-1, :, :, at] = row
         positions = torch.randint(0, length, (batch, rows), device=q.device)
-        positions[-1, at] = position
+        positions[-1, at] = visible - 1
         mask = (torch.arange(length, device=q.device) <= positions[..., None])[:, None, None]
         mask = mask.expand(batch, 1, groups, rows, length).reshape(batch, 1, groups * rows, length)
         members = slice(5 - batch, 5)  # the probed row always attends to the last sequence's cache
@@ -78,13 +119,14 @@ def _attention_agrees(
         out = scaled_dot_product_attention(q, keys[members, :, :length], values[members, :, :length], attn_mask=mask)
         return out.reshape(batch, kv_heads, groups, rows, dim)[-1, :, :, at]
 
-    for position in (0, 30, 63, 100, 250, 300, 511, 700, 1000):
-        length = round_up(position + 1, kv)
-        reference = attend(1, query, 0, length, position)
+    for visible in (2, 30, 64, 102, 250, 302, 512, 702, 1002):
+        values[-1, :, :visible] = noise.cancelling(visible, kv_heads, dim)[noise.order(visible)].transpose(0, 1)
+        length = round_up(visible, kv)
+        reference = attend(1, query, 0, length, visible)
         variants = [(1, query, query - 1, length), (2, query, 1 % query, length), (5, query, 0, length)]
         variants += [(1, query * many, query * many - 1, length) for many in (2, 3, 5, 8, 16, 64)]
         variants += [(2, query, 0, longer) for longer in range(length, most + 1, kv)]
-        if not all(torch.equal(attend(*variant, position), reference) for variant in variants):
+        if not all(torch.equal(attend(*variant, visible), reference) for variant in variants):
             return False
     return True
 
@@ -96,7 +138,8 @@ def self_test(engine: "Engine") -> bool:
     """
     chance = random.Random(0)
     steps, longest = 5, engine.max_model_len - 8
-    lengths = [n for n in (3, 17, engine.tiles.kv - 2, engine.tiles.kv + 40) if n <= longest][: engine.slots.total]
+    lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
+    lengths = [n for n in lengths if n <= longest][: engine.slots.total]
     truth = [[chance.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
 
     alone = []

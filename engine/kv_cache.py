@@ -29,5 +29,7 @@ class KVArena:
         self, layer: int, slots: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens at (slots[t], positions[t])."""
+        if key.dtype == torch.float16:  # where an overflow is in reach, and would outlive its sequence in the slot
+            key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
         self.keys[layer][slots, :, positions] = key
         self.values[layer][slots, :, positions] = value

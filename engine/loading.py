@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from engine.attention import PACKED_ATTENTION
@@ -66,8 +73,8 @@ def load_model(options: EngineOptions) -> LoadedModel:
     source = _source(options.model)
     try:
         config = AutoConfig.from_pretrained(**source)
-    except (OSError, ValueError, KeyError) as error:
-        reason = f"{options.model} is not a model folder, GGUF file or hub id: {_first_line(error)}"
+    except Exception as error:  # the files may hold anything
+        reason = f"{options.model} is not a model folder, GGUF file or hub id: {first_line(error)}"
         raise UnsupportedModelError(reason) from error
     max_model_len = _max_model_len(config, options)
     refuse_unsupported(config, max_model_len)
@@ -77,9 +84,11 @@ def load_model(options: EngineOptions) -> LoadedModel:
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
     try:
         tokenizer = tokenizer_files(AutoTokenizer.from_pretrained(**source), config)
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation=PACKED_ATTENTION)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"{options.model} cannot be loaded: {_first_line(error)}") from error
+        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    except Exception as error:  # likewise
+        fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
+        reason = f"{config.model_type} has a fixed choice of attentions" if fixed else first_line(error)
+        raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
     return LoadedModel(options.model, model.to(device).eval(), tokenizer, max_model_len)
 
 
@@ -90,7 +99,7 @@ def pick_device(wanted: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UnsupportedModelError(f"device {wanted} cannot be used: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"device {wanted} cannot be used: {first_line(error)}") from error
     return device
 
 
@@ -100,12 +109,22 @@ def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
     architectures = getattr(config, "architectures", None) or []
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"a {kind} is an encoder-decoder; only decoder-only models generate by this method")
-    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+    # A GGUF file names no class: then the one that transformers has for this kind of model is taken.
+    named = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
+    if not (named if architectures else type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
         found = ", ".join(architectures) or "none"
         raise UnsupportedModelError(f"a {kind} has no causal language-model head (architectures: {found})")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
         raise UnsupportedModelError(f"this {kind} has {', '.join(others)} layers; only full attention is served")
+    if not getattr(config, "num_attention_heads", None):
+        raise UnsupportedModelError(f"a {kind} has no attention; only full attention is served")
+    switch = _length_dependent_rope(config)
+    if switch is not None and switch < max_model_len:
+        raise UnsupportedModelError(
+            f"this {kind} encodes all positions of a batch differently once one is beyond {switch}; "
+            f"serve it with max_model_len <= {switch}"
+        )
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < max_model_len:
         raise UnsupportedModelError(
@@ -129,9 +148,9 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
 
 def _source(model: str) -> dict[str, str]:
     path = Path(model)
+    if not path.exists() and (path.is_absolute() or path.suffix == ".gguf"):
+        raise UnsupportedModelError(f"{model}: no such file or folder")
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UnsupportedModelError(f"{model}: no such file")
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.exists() and not (path / "config.json").is_file():
         raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json")
@@ -145,5 +164,16 @@ def _max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
     return options.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
 
 
-def _first_line(error: Exception) -> str:
+def _length_dependent_rope(config: PreTrainedConfig) -> int | None:
+    """From how many positions on the rotary embedding changes for a batch as a whole; None if it never does."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for each type of layer
+    return min(
+        (kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"),
+        default=None,
+    )
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, short enough for a message of ours."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,13 +2,11 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, Field
 
 
-class EngineOptions(BaseModel):
+class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     """Settings of an engine; every worker takes them as flags."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')

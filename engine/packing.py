@@ -43,6 +43,7 @@ class PackedBatch:
 
     arena: KVArena
     tokens: int  # T
+    longest: int  # positions of the longest sequence
     input_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [T]
@@ -58,7 +59,11 @@ def pack(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_groups: int,
     them together (one call), rather than by a call for each run of neighbours (no copy).
     """
     device = arena.keys[0].device
-    starts, token_ids, positions, slots, logit_rows = [], [], [], [], []
+    starts: list[int] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
     for span in spans:
         starts.append(len(token_ids))
         token_ids.extend(span.token_ids)
@@ -75,6 +80,7 @@ def pack(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_groups: int,
     return PackedBatch(
         arena=arena,
         tokens=tokens,
+        longest=max(span.end for span in spans),
         input_ids=torch.tensor(token_ids + token_ids[:1] * padding, device=device),
         positions=torch.tensor(positions + positions[:1] * padding, device=device),
         slots=torch.tensor(slots, device=device),
@@ -106,7 +112,10 @@ def _attention_call(members: list[tuple[Span, int]], tiles: Tiles, query_groups:
     device = arena.keys[0].device
     longest = round_up(max(len(span.token_ids) for span, _ in members), tiles.query)
     kv_length = min(round_up(max(span.end for span, _ in members), tiles.kv), arena.keys[0].shape[2])
-    query_index, query_position, rows, packed = [], [], [], []
+    query_index: list[list[int]] = []
+    query_position: list[list[int]] = []
+    rows: list[int] = []
+    packed: list[int] = []
     for b, (span, first) in enumerate(members):
         count = len(span.token_ids)
         padding = longest - count

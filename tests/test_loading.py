@@ -1,0 +1,397 @@
+"""What is loaded, and what is refused: at start, with a reason, and before any weight is read."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import decode_alone, load_engine, random_tokens, save_model, small_config, transformers_logits
+from tiny_pair import MAX_MODEL_LEN, save_tokenizer, tiny_config
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedConfig
+
+from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
+from engine import attention
+from engine.loading import TokenizerFiles, UnsupportedModelError, load_model
+from engine.options import EngineOptions
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def refusal(model: Path | str, **options: Any) -> str:
+    """Why the model is not loaded; one line for a person."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_engine(Path(model), **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return message
+
+
+def save_config(folder: Path, config: PreTrainedConfig, architecture: str | None) -> Path:
+    """Saves what says which model it is, but no weights."""
+    config.architectures = [architecture] if architecture else None
+    config.save_pretrained(folder)
+    return folder
+
+
+# --- Loaded
+
+
+def test_a_folder_gives_model_tokenizer_and_limits(tiny_pair: tuple[Path, Path]) -> None:
+    loaded = load_model(EngineOptions(model=str(tiny_pair[0])))
+    assert loaded.name == str(tiny_pair[0])
+    assert loaded.model.dtype == torch.float32
+    assert (loaded.vocab_size, loaded.max_model_len) == (257, MAX_MODEL_LEN)
+    tokenizer = Tokenizer.from_buffer(loaded.tokenizer.tokenizer_json)
+    assert tokenizer.encode("Zoë").ids == byte_tokenizer().encode("Zoë").ids
+    assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
+    assert loaded.tokenizer.eos_token_ids == (EOS_TOKEN_ID,)
+    assert loaded.tokenizer.special_tokens == {"eos_token": "<eos>"}
+
+
+def test_every_end_of_sequence_token_counts(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, tiny_config(eos_token_id=[3, EOS_TOKEN_ID, 7]))
+    assert load_model(EngineOptions(model=str(folder))).tokenizer.eos_token_ids == (3, 7, EOS_TOKEN_ID)
+
+
+def test_the_vocabulary_is_what_the_output_head_has(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    """Heads are often padded beyond the tokenizer, and differently for draft and target."""
+    padded = load_engine(save_model(tmp_path, tiny_config(vocab_size=320)))
+    plain = load_engine(tiny_pair[0])
+    assert (padded.vocab_size, plain.vocab_size) == (320, 257)
+    assert padded.info().tokenizer_fingerprint == plain.info().tokenizer_fingerprint
+
+
+def test_max_model_len_is_the_models_own_limit_but_not_without_end(tmp_path: Path) -> None:
+    short = save_model(tmp_path / "short", tiny_config(max_position_embeddings=100))
+    long = save_model(tmp_path / "long", tiny_config(max_position_embeddings=100_000))
+    assert load_model(EngineOptions(model=str(short))).max_model_len == 100
+    assert load_model(EngineOptions(model=str(long))).max_model_len == 4096
+    assert load_model(EngineOptions(model=str(long), max_model_len=5000)).max_model_len == 5000
+
+
+def test_a_pad_token_whose_embedding_is_zero_does_no_harm(tmp_path: Path) -> None:
+    """Its keys are zero too, which is how a foreign kind of attention looks."""
+    folder = save_model(tmp_path, tiny_config(pad_token_id=0))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][0] = 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load_engine(folder).bitwise
+
+
+def test_a_gguf_file_gives_the_logits_of_the_folder_it_was_made_from(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "folder", tiny_config(vocab_size=258))
+    engine = load_engine(save_gguf(folder, tmp_path / "model.gguf"))
+    tokens = random_tokens(30)
+    torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
+    assert engine.bitwise
+    assert engine.info().architecture == "llama"
+    assert engine.loaded.tokenizer.eos_token_ids == (257,)
+
+
+def save_gguf(folder: Path, path: Path) -> Path:
+    """A saved Llama of 258 tokens in the format of llama.cpp, as its own converter writes it."""
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    ids = byte_tokenizer().get_vocab()
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(258)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*sorted(ids, key=ids.__getitem__)[:256], "Ġt", "<eos>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["Ġ t"])
+    writer.add_eos_token_id(257)
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    weights = load_file(folder / "model.safetensors")
+    for key, weight in weights.items():
+        name = key.removesuffix(".weight")
+        prefix = ""
+        if name.startswith("model.layers."):
+            layer, name = name.removeprefix("model.layers.").split(".", 1)
+            prefix = f"blk.{layer}."
+        name = names[name]
+        if name in ("attn_q", "attn_k"):  # llama.cpp rotates neighbouring dimensions, transformers the two halves
+            count = heads if name == "attn_q" else kv_heads
+            rotated = weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2)
+            weights[key] = rotated.reshape(weight.shape)
+        writer.add_tensor(f"{prefix}{name}.weight", weights[key].numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# --- Refused for what its configuration says. These folders have no weights: nobody gets so far as to miss them.
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "changes", "reason"),
+    [
+        ("t5", "T5ForConditionalGeneration", {}, "encoder-decoder"),
+        ("bert", "BertForMaskedLM", {}, "no causal language-model head"),
+        ("roberta", "RobertaForMaskedLM", {}, "no causal language-model head"),
+        ("llama", "LlamaForSequenceClassification", {}, "no causal language-model head"),
+        ("vit", None, {}, "no causal language-model head"),
+        ("mamba", "MambaForCausalLM", {}, "only full attention"),
+        ("rwkv", "RwkvForCausalLM", {}, "only full attention"),
+        ("qwen3_next", "Qwen3NextForCausalLM", {}, "linear_attention layers"),
+        ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention layers"),
+        ("mistral", "MistralForCausalLM", {"sliding_window": 64}, "sliding window of 64 positions"),
+        ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 64}, "sliding window of 64 positions"),
+    ],
+)
+def test_a_kind_of_model_that_cannot_be_served_is_refused_before_its_weights_are_read(
+    tmp_path: Path, model_type: str, architecture: str | None, changes: dict[str, Any], reason: str
+) -> None:
+    save_config(tmp_path, AutoConfig.for_model(model_type, **changes), architecture)
+    message = refusal(tmp_path)
+    assert reason in message
+    assert model_type in message
+
+
+def test_layers_of_linear_attention_are_refused(tmp_path: Path) -> None:
+    config = small_config("qwen3", layer_types=["full_attention", "full_attention"])
+    save_config(tmp_path, config, "Qwen3ForCausalLM")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "layer_types": ["linear_attention", "full_attention"]}))
+    assert "linear_attention layers" in refusal(tmp_path)
+
+
+def test_a_sliding_window_is_served_as_far_as_it_reaches(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("mistral", sliding_window=64))
+    assert "max_model_len <= 64" in refusal(folder)
+    assert "max_model_len <= 64" in refusal(folder, max_model_len=65)
+    engine = load_engine(folder, max_model_len=64)
+    tokens = random_tokens(64)
+    torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_a_sliding_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("qwen2", sliding_window=64, use_sliding_window=False))
+    assert load_engine(folder).max_model_len == MAX_MODEL_LEN
+
+
+def test_a_rotary_embedding_that_changes_with_the_longest_of_a_batch_is_served_as_far_as_it_does_not(
+    tmp_path: Path,
+) -> None:
+    """One long sequence would change the logits of all that share its batch."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 128,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    }
+    folder = save_model(tmp_path, tiny_config(rope_parameters=rope))
+    assert "max_model_len <= 128" in refusal(folder)
+    engine = load_engine(folder, max_model_len=128)
+    tokens = random_tokens(128)
+    torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_more_positions_than_the_model_has_are_refused(tiny_pair: tuple[Path, Path]) -> None:
+    message = refusal(tiny_pair[0], max_model_len=MAX_MODEL_LEN + 1)
+    assert str(MAX_MODEL_LEN + 1) in message
+    assert f"{MAX_MODEL_LEN} positions" in message
+
+
+def test_too_little_memory_is_refused_with_the_numbers(tiny_pair: tuple[Path, Path]) -> None:
+    engine = load_engine(tiny_pair[0], max_sequences=1)
+    needed = engine.info().kv_bytes_total
+    message = refusal(tiny_pair[0], kv_memory=needed - 1)
+    assert f"{needed - 1:,} bytes" in message
+    assert f"{needed:,} bytes" in message
+    assert str(engine.arena.keys[0].shape[2]) in message
+    assert "max_model_len" in message
+
+
+# --- Refused for what its layers do
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("gemma2", {"sliding_window": MAX_MODEL_LEN}, "softcap"),
+        ("gpt_oss", {"sliding_window": MAX_MODEL_LEN, "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "another kind of attention"),
+        ("stablelm", {}, "does not pass keyword arguments on to attention"),
+        ("diffllama", {}, "own logits"),  # attends twice in each layer
+        ("bert", {}, "own logits"),  # an encoder under the name of a decoder: every token sees all others
+        ("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "fixed choice of attentions"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "cannot run packed batches"),
+    ],
+)
+def test_attention_of_another_kind_is_refused(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], reason: str
+) -> None:
+    message = refusal(save_model(tmp_path, small_config(architecture, **changes)), max_model_len=64)
+    assert reason in message
+    assert architecture in message or "Attention" in message
+
+
+def test_logits_that_are_not_the_models_own_are_refused(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = attention.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", lambda q, *rest, **more: real(4 * q, *rest, **more))
+    assert "own logits" in refusal(tiny_pair[0])
+
+
+# --- Refused for what is not there or is no model
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "nowhere") == f"{tmp_path / 'nowhere'}: no such file or folder"
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
+
+
+def test_a_file_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    assert "is not a model folder" in refusal(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a GGUF file at all" * 100])
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.gguf").write_bytes(content)
+    message = refusal(tmp_path / "model.gguf")
+    assert str(tmp_path / "model.gguf") in message
+    assert "GGUF" in message
+
+
+def test_a_missing_gguf_file_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "model.gguf") == f"{tmp_path / 'model.gguf'}: no such file or folder"
+
+
+@pytest.mark.parametrize("model", ["nobody-at-all/no-such-model", "no-such-model", "not a hub id!", "a/b/c/d"])
+def test_a_hub_id_of_nothing_is_refused(model: str) -> None:
+    message = refusal(model)
+    assert model in message
+    assert "not a model folder, GGUF file or hub id" in message
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model_type": "no such thing"}', "{}"])
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert str(tmp_path) in refusal(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    save_config(tmp_path, tiny_config(), "LlamaForCausalLM")
+    save_tokenizer(tmp_path)
+    message = refusal(tmp_path)
+    assert "cannot be loaded" in message
+    assert "model.safetensors" in message
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
+    folder = save_model(tmp_path, tiny_config())
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: len(whole) // 2])
+    assert "cannot be loaded" in refusal(folder)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "no such device"])
+def test_a_device_that_is_not_there_is_refused(tiny_pair: tuple[Path, Path], device: str) -> None:
+    assert f"device {device} cannot be used" in refusal(tiny_pair[0], device=device)
+
+
+# --- Tokenizers
+
+
+def files_of(tokenizer: Tokenizer, **changes: Any) -> TokenizerFiles:
+    return dataclasses.replace(TokenizerFiles(tokenizer.to_str().encode(), "", {}, ()), **changes)
+
+
+def test_equal_vocabularies_have_equal_fingerprints(tiny_pair: tuple[Path, Path]) -> None:
+    target, draft = (load_model(EngineOptions(model=str(folder))).tokenizer for folder in tiny_pair)
+    assert target.fingerprint == draft.fingerprint
+    assert len(target.fingerprint) == 64
+
+
+def test_a_fingerprint_is_about_ids_alone() -> None:
+    plain = files_of(byte_tokenizer())
+    assert files_of(byte_tokenizer(), chat_template="x", eos_token_ids=(1,)).fingerprint == plain.fingerprint
+    truncating = byte_tokenizer()
+    truncating.enable_truncation(8)
+    assert files_of(truncating).fingerprint == plain.fingerprint
+
+
+def test_different_vocabularies_have_different_fingerprints() -> None:
+    more = byte_tokenizer()
+    more.add_special_tokens(["<pad>"])
+    other = byte_tokenizer()
+    other.add_tokens(["<pad>"])
+    words = {"a": 0, "b": 1}
+    tokenizers = [
+        byte_tokenizer(),
+        more,
+        Tokenizer(models.WordLevel(words, unk_token="a")),
+        Tokenizer(models.WordLevel({"a": 1, "b": 0}, unk_token="a")),
+        Tokenizer(models.WordLevel({"a": 0, "c": 1}, unk_token="a")),
+        Tokenizer(models.Unigram([("a", 0.0), ("b", 0.0)])),
+    ]
+    assert len({files_of(tokenizer).fingerprint for tokenizer in tokenizers}) == len(tokenizers)
+    assert files_of(more).fingerprint == files_of(other).fingerprint
+
+
+# --- Options
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_model_len": 15},
+        {"max_sequences": 0},
+        {"max_forward_tokens": 0},
+        {"threads": 0},
+        {"dtype": "int8"},
+        {"kv_memory": "much"},
+        {"no_such_option": 1},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        EngineOptions(model="m", **changes)
+
+
+def test_memory_may_be_given_in_units() -> None:
+    assert EngineOptions(model="m", kv_memory="2MiB").kv_memory == 2 * 2**20

@@ -1,0 +1,94 @@
+"""Random models of any architecture, and what a test of an engine compares with."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_pair import MAX_MODEL_LEN, save_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from coordinator.fakes import EOS_TOKEN_ID, VOCAB_SIZE
+from engine.engine import Engine
+from engine.options import EngineOptions
+from engine.packing import Span
+
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": EOS_TOKEN_ID,
+    "tie_word_embeddings": False,
+}
+
+
+def small_config(architecture: str, **changes: Any) -> PreTrainedConfig:
+    """A configuration of a few thousand weights; an architecture takes of `SMALL` what it knows."""
+    known = AutoConfig.for_model(architecture)
+    sizes = {name: value for name, value in SMALL.items() if hasattr(known, name)}
+    return AutoConfig.for_model(architecture, **{**sizes, **changes})
+
+
+def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> Path:
+    """Saves a random model with weights of this size, and a tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=weight)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def load_engine(folder: Path, exact: bool = True, **options: Any) -> Engine:
+    """An engine on one thread."""
+    return Engine.load(EngineOptions(model=str(folder), **{"threads": 1, "max_sequences": 8, **options}), exact)
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    """So many token ids, always the same."""
+    chance = random.Random(seed)
+    return [chance.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def decode_alone(engine: Engine, token_ids: Sequence[int], slot: int = 0) -> torch.Tensor:
+    """Logits after each token [T, vocab_size], one token a pass and nobody else in the batch."""
+    return torch.cat([engine.forward([Span(slot, i, [token], 1)]) for i, token in enumerate(token_ids)])
+
+
+@torch.inference_mode()
+def transformers_logits(folder: Path, token_ids: Sequence[int], attention: str = "eager") -> torch.Tensor:
+    """Logits after each token [T, vocab_size] as transformers alone computes them in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32).eval()
+    logits: torch.Tensor = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    return logits
+
+
+def rows_that_differ(engine: Engine, lengths: Sequence[int] = (2, 9, 40, 61), drafts: int = 8) -> int:
+    """Rows of logits, of ragged rounds in shuffled slots, that are not those of decoding alone bit for bit."""
+    chance = random.Random(1)
+    sequences = [random_tokens(length + drafts, seed=length) for length in lengths]
+    alone = [decode_alone(engine, tokens) for tokens in sequences]
+    slots = chance.sample(range(engine.slots.total), len(sequences))
+    engine.forward([Span(slot, 0, tokens[:-drafts], 0) for slot, tokens in zip(slots, sequences, strict=True)])
+    different = 0
+    for size in (1, 2, 3, drafts):  # each round takes back what the one before cached
+        counts = [chance.randint(1, size) for _ in sequences]
+        spans = [
+            Span(slot, len(tokens) - drafts, tokens[-drafts:][:count], count)
+            for slot, tokens, count in zip(slots, sequences, counts, strict=True)
+        ]
+        together = engine.forward(spans).split(counts)
+        for rows, truth, count in zip(together, alone, counts, strict=True):
+            different += int((rows != truth[-drafts:][:count]).any(-1).sum())
+    return different
