@@ -46,7 +46,6 @@ class Engine:
         self.loaded = loaded
         self.vocab_size, self.max_model_len = loaded.vocab_size, loaded.max_model_len
         self._parameters = sum(weight.numel() for weight in loaded.model.parameters())
-        self._max_forward_tokens = options.max_forward_tokens
         config = loaded.config
         heads = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
@@ -58,6 +57,7 @@ class Engine:
         self.tiles = Tiles()
         if exact:
             self.tiles = choose_tiles(loaded.model, self._kv_heads, self._query_groups, self._head_dim)
+        self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
         self.slots, self.arena = self._reserve(options)
         self._refuse_foreign_attention()
         self.bitwise = exact and self_test(self)

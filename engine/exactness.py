@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Cheapest first. The first one under which all probed shapes agree is taken; the last is taken untested.
+# Cheapest first. The first one under which all probed shapes agree is taken; the last is taken untested, and of rows
+# then never more at a time, so that every product has one and the same shape.
 ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
 ATTENTION_GRIDS = ((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512))
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
@@ -32,7 +33,7 @@ def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: i
     linears = {
         (type(module), module.in_features, module.out_features, module.bias is not None)
         for module in model.modules()
-        if type(module) in (nn.Linear, PrepackedLinear)
+        if isinstance(module, PrepackedLinear) or type(module) is nn.Linear
     }
     noise = _Noise(next(model.parameters()))
     rows = ROW_GRIDS[0]
@@ -41,7 +42,7 @@ def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: i
         # What one layer needs is enough for all before it: each grid's row counts are among those of the one before.
         rows = _first(ROW_GRIDS[ROW_GRIDS.index(rows) :], partial(_rows_agree, *probe))
     attention = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, query_groups, head_dim, noise))
-    tiles = Tiles(*rows, *attention)
+    tiles = Tiles(*rows, *attention, max_rows=rows[0] if rows == ROW_GRIDS[-1] else None)
     log.info("exact numerics with %s", tiles)
     return tiles
 

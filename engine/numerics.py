@@ -20,6 +20,8 @@ class Tiles:
     """Query rows of each sequence in attention are a multiple of this."""
     kv: int = 1
     """Attended positions are a multiple of this."""
+    max_rows: int | None = None
+    """Packed rows of a forward pass, at most; None: any number."""
 
     def rows(self, count: int) -> int:
         """Packed rows to compute for `count` tokens."""

@@ -88,6 +88,20 @@ def test_a_row_that_depends_on_its_place_is_noticed(monkeypatch: pytest.MonkeyPa
     assert (tiles.min_rows, tiles.row_multiple) == ROW_GRIDS[-1]
 
 
+def test_where_every_row_count_differs_all_passes_have_one_shape(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as on a GPU, whose libraries choose a kernel for every number of rows."""
+    assert load_engine(tiny_pair[0]).tiles.max_rows is None
+    monkeypatch.setattr(exactness, "_rows_agree", lambda *_: False)
+    uniform = load_engine(tiny_pair[0])
+    shapes = set()
+    uniform.loaded.model.get_output_embeddings().register_forward_pre_hook(lambda _, x: shapes.add(x[0].shape[:-1]))
+    assert rows_that_differ(uniform) == 0
+    assert shapes - {(1, 0)} == {(1, 64)}
+    assert uniform.bitwise
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_attention_that_depends_on_the_length_behind_it_is_noticed(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
