@@ -25,6 +25,8 @@ ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64
 ATTENTION_GRIDS = ((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512))
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
 MANY_FEATURES, FEW_ROWS = 8192, 64
+# Random numbers cost time too: probed layers repeat themselves after so many features.
+DISTINCT_FEATURES = 1024
 
 
 @torch.inference_mode()
@@ -42,7 +44,9 @@ def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: i
         # What one layer needs is enough for all before it: each grid's row counts are among those of the one before.
         rows = _first(ROW_GRIDS[ROW_GRIDS.index(rows) :], partial(_rows_agree, *probe))
     attention = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, query_groups, head_dim, noise))
-    tiles = Tiles(*rows, *attention, max_rows=rows[0] if rows == ROW_GRIDS[-1] else None)
+    # More rows than were probed are worked off in several passes.
+    most = rows[0] if rows == ROW_GRIDS[-1] else ROW_COUNTS[-1]
+    tiles = Tiles(*rows, *attention, max_rows=most)
     log.info("exact numerics with %s", tiles)
     return tiles
 
@@ -63,7 +67,7 @@ class _Noise:
         return torch.randn(*shape, generator=self._generator).to(self._sample)
 
     def cancelling(self, count: int, *shape: int) -> torch.Tensor:
-        """[count, *shape]: numbers of many sizes, with sum zero over the first axis but for an odd last one."""
+        """[count, *shape]: numbers of many sizes; over the first axis they sum to zero, in exact arithmetic."""
         size = torch.exp2(torch.randint(-7, 8, (count // 2, *shape), generator=self._generator)).to(self._sample)
         half = self.normal(count // 2, *shape) * size
         return torch.cat([half, -half, torch.zeros(count % 2, *shape).to(half)])
@@ -82,17 +86,17 @@ def _linear_probe(
 ) -> tuple[nn.Module, torch.Tensor]:
     """A layer of this kind and shape, and as many rows as are ever probed, whose products with it cancel."""
     order = noise.order(inputs)
-    half = noise.normal(outputs, inputs // 2)
-    weight = torch.cat([half, half, torch.zeros(outputs, inputs % 2).to(half)], dim=1)[:, order]
+    half = noise.normal(min(outputs, DISTINCT_FEATURES), inputs // 2)
+    weight = torch.cat([half, half, torch.zeros(len(half), inputs % 2).to(half)], dim=1)[:, order]
+    weight = weight.repeat(-(-outputs // len(half)), 1)[:outputs]
     linear = nn.Linear(inputs, outputs, biased, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if biased:
         linear.bias = nn.Parameter(torch.zeros(outputs).to(half), requires_grad=False)
     # Results this wide cost too much to probe at many rows, and an output head never sees many.
     rows = FEW_ROWS if outputs > MANY_FEATURES else ROW_COUNTS[-1]
-    return linear if kind is nn.Linear else PrepackedLinear(linear), noise.cancelling(inputs, rows)[
-        order
-    ].T.contiguous()
+    x = noise.cancelling(inputs, rows)[order].T.contiguous()
+    return linear if kind is nn.Linear else PrepackedLinear(linear), x
 
 
 def _rows_agree(linear: nn.Module, x: torch.Tensor, grid: tuple[int, int]) -> bool:
