@@ -97,7 +97,7 @@ def _generate(
 ) -> tuple[list[list[int]], list[tuple[object, int, float]]]:
     """Token ids by `generate`, one prompt at a time, and (id, position, margin) where they differ from `served`."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    files = tokenizer_files(AutoTokenizer.from_pretrained(target), model.config)
+    files = tokenizer_files(AutoTokenizer.from_pretrained(target), model)
     tokenizer = TargetTokenizer(TokenizerFiles(**vars(files)))
     generated, margins = [], []
     for line, tokens in track(list(zip(lines, served, strict=True)), "generate", console=console, transient=True):

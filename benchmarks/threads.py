@@ -26,6 +26,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument(
+        "--limit-seconds", type=float, default=120, help="a demo that takes longer counts as 0 tokens/s"
+    )
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     choices = [(threads, policy) for threads in sorted({max(1, cores // 2), cores}) for policy in ("PASSIVE", "ACTIVE")]
@@ -52,10 +55,14 @@ def _demo(threads: int, policy: str, options: argparse.Namespace) -> dict[str, A
     flags = ["--threads", str(threads), "--repeats", "1", "--num-prompts", str(options.num_prompts)]
     flags += ["--max-tokens", str(options.max_tokens)]
     command = [sys.executable, "-m", "coordinator.cli", "demo", *flags]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_WAIT_POLICY": policy}, stdout=subprocess.PIPE, text=True, check=True
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    environment = {**os.environ, "OMP_WAIT_POLICY": policy}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as demo:
+        try:
+            out, _ = demo.communicate(timeout=options.limit_seconds)
+        except subprocess.TimeoutExpired:
+            demo.terminate()
+            return dict.fromkeys(MEASURES, 0.0)
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
 
 

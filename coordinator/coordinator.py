@@ -16,11 +16,12 @@ from coordinator.rounds import RoundLoop
 from coordinator.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.tokenizer import TargetTokenizer
-from coordinator.workers import DraftLink, TargetLink
+from coordinator.workers import DraftLink, MismatchError, TargetLink
 from rpc.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError, WorkerFailedError
 
 # Asking again sooner would meet the same queue.
 RETRY_AFTER_SECONDS = 1.0
+POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Timings:
 class Generation:
     """One request as its caller sees it: iterate over pieces of token ids until `finish` is set."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, arrived: float) -> None:
         self.sequence = sequence
         self._pieces: asyncio.Queue[tuple[int, ...] | WorkerFailedError | None] = asyncio.Queue()
-        self._arrived = time.monotonic()
+        self._arrived = arrived
         self._admitted: float | None = None
         self._first_token: float | None = None
 
@@ -123,17 +124,27 @@ class Coordinator:
         return self.target.max_model_len
 
     async def run(self) -> None:
-        """Serves for ever."""
-        async with asyncio.TaskGroup() as tasks:
-            for link in self._links():
-                tasks.create_task(link.keep_connected())
-            tasks.create_task(self._loop.release_leavers())
-            await self.target.wait_ready()
-            await self._fit_window()
-            await self._loop.run()
+        """Serves for ever. MismatchError if the target worker comes back with another model."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for link in self._links():
+                    tasks.create_task(link.keep_connected())
+                tasks.create_task(self._loop.release_leavers())
+                await self._loop.run()
+        except* MismatchError as group:
+            raise group.exceptions[0] from None
+
+    def fit_window(self) -> None:
+        """Call when the target is ready: more sequences than its slots would only take turns in rebuilding caches."""
+        self.pool.window_size = min(self.settings.window_size, self.target.slots_total)
+
+    async def slots_released(self) -> None:
+        """Returns when nothing is generated and the workers were told of all that left."""
+        while not self.pool.is_empty:  # noqa: ASYNC110 - once, at the end; not worth an event
+            await asyncio.sleep(POLL_SECONDS)
 
     @asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Generation]:
+    async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
         """A generation under way; leaving the context early ends it and frees its slots.
 
         AlreadyExistsError for a request id in flight, QueueFullError.
@@ -147,7 +158,7 @@ class Coordinator:
             waiting = f"the queue is full ({self.pool.queued} requests wait)"
             raise QueueFullError(waiting, RETRY_AFTER_SECONDS) from None
         self.requests += 1
-        generation = self._generations[sequence.sequence_id] = Generation(sequence)
+        generation = self._generations[sequence.sequence_id] = Generation(sequence, arrived)
         self._loop.wake()
         try:
             yield generation
@@ -169,12 +180,6 @@ class Coordinator:
 
     def _links(self) -> list[TargetLink | DraftLink]:
         return [self.target, *([self.draft] if self.draft is not None else [])]
-
-    async def _fit_window(self) -> None:
-        """A window larger than the target's slots would only make its sequences take turns in rebuilding caches."""
-        load = await self.target.load()
-        if load is not None:
-            self.pool.window_size = min(self.settings.window_size, load.slots_total)
 
     def _abort(self, sequence: Sequence) -> None:
         if sequence.finish is not None:

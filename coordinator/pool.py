@@ -45,6 +45,11 @@ class Pool:
         return max(0, self.window_size - len(self._ready) - len(self._in_round) - len(self._leaving))
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no sequence waits, is generated, or still holds a slot."""
+        return not (self._queue or self._ready or self._in_round or self._leaving)
+
+    @property
     def ready(self) -> Iterable[Sequence]:
         """Sequences that could play a round now, the one that waited longest first."""
         return self._ready.values()

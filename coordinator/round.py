@@ -89,7 +89,7 @@ class Round:
         self._proposals: dict[int, Proposal] = {}
         self._drafts: dict[int, tuple[int, ...]] = {}
 
-    def propose_items(self, draft_max_len: int) -> list[ProposeItem]:
+    def propose_items(self, draft_max_len: int, draft_vocab_size: int) -> list[ProposeItem]:
         """What to ask the draft worker, whose sequences can have `draft_max_len` positions. May be nothing."""
         items = []
         room = self._prefill_tokens
@@ -100,7 +100,8 @@ class Round:
             if not useful or (wanted <= 0 and sequence.draft_length == length):
                 continue
             taken, room = _take(sequence.token_ids, sequence.draft_length, room)
-            if taken:
+            # A target may have rows of its output head, and so tokens, that the draft has not.
+            if taken and max(taken) < draft_vocab_size:
                 complete = sequence.draft_length + len(taken) == length
                 items.append(ProposeItem(sequence.sequence_id, sequence.draft_length, taken, wanted if complete else 0))
         return items
@@ -121,7 +122,8 @@ class Round:
         """What to ask the target worker; sequences that were aborted meanwhile are left out."""
         items = []
         room = self._prefill_tokens
-        for sequence in self._unfinished():
+        # Newcomers last: one that finds no slot must not take the room of one that has a slot and could finish.
+        for sequence in sorted(self._unfinished(), key=lambda sequence: sequence.target_length == 0):
             base = sequence.target_length
             tokens: tuple[int, ...]
             drafts: tuple[int, ...]

@@ -40,6 +40,8 @@ class Draft(Protocol):
     def is_ready(self) -> bool: ...
     @property
     def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
     async def propose(self, round_id: int, items: list[ProposeItem]) -> tuple[list[Proposal], Timed]: ...
     async def release(self, sequence_ids: set[int]) -> bool: ...
 
@@ -167,7 +169,7 @@ class RoundLoop:
     async def _propose(self, round_: Round) -> Timed:
         if self._draft is None or not self._draft.is_ready:
             return Timed(0.0, 0.0)
-        items = round_.propose_items(self._draft.max_model_len)
+        items = round_.propose_items(self._draft.max_model_len, self._draft.vocab_size)
         if not items:
             return Timed(0.0, 0.0)
         try:

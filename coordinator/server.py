@@ -1,6 +1,7 @@
 """The coordinator's process: settings, coordinator, server."""
 
 import asyncio
+import contextlib
 import sys
 
 from specpool.v1 import generation_pb2_grpc as pb_grpc
@@ -8,7 +9,11 @@ from specpool.v1 import generation_pb2_grpc as pb_grpc
 from coordinator.coordinator import Coordinator
 from coordinator.service import GenerationServicer
 from coordinator.settings import CoordinatorSettings
+from coordinator.workers import MismatchError
 from rpc.server import Server, configure_logging
+
+# How long the workers may take to confirm, at the end, that all slots are free.
+RELEASE_SECONDS = 2.0
 
 
 class CoordinatorServer:
@@ -19,14 +24,14 @@ class CoordinatorServer:
         self.server = Server(settings, settings.max_request_bytes)
         servicer = GenerationServicer(self.coordinator, self.server)
         self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
-        self.coordinator.target.on_change = self._report_health
+        self.coordinator.target.on_change = self._target_changed
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """Listens and begins to look for the workers; returns the port."""
         port = await self.server.start()
         self._running = asyncio.create_task(self.coordinator.run())
-        self._running.add_done_callback(lambda _: self.server.stop())
+        self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # nothing would come of the calls
         return port
 
     async def wait_stopped(self) -> None:
@@ -34,11 +39,19 @@ class CoordinatorServer:
         assert self._running is not None
         await self.server.wait_stopped()
         failed = self._running.done() and not self._running.cancelled()
+        if not failed:
+            # What was cut off holds slots that the next coordinator needs.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.coordinator.slots_released(), RELEASE_SECONDS)
         self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=not failed)
-        await self.coordinator.close()
+        try:
+            await asyncio.gather(self._running, return_exceptions=not failed)
+        finally:
+            await self.coordinator.close()
 
-    async def _report_health(self) -> None:
+    async def _target_changed(self) -> None:
+        if self.coordinator.target.is_ready:
+            self.coordinator.fit_window()
         await self.server.set_serving(self.coordinator.target.is_ready)
 
 
@@ -57,7 +70,7 @@ def main() -> None:
     settings.log_resolved()
     try:
         asyncio.run(serve(settings))
-    except OSError as error:
+    except (OSError, MismatchError) as error:
         sys.exit(f"specpool-coordinator: {error}")
 
 

@@ -12,7 +12,7 @@ from specpool.v1 import generation_pb2_grpc
 
 from coordinator.coordinator import Coordinator, Generation
 from coordinator.sequence import GenerationRequest
-from coordinator.validation import Limits, parse_request
+from coordinator.validation import Limits, check_request_id, parse_request
 from coordinator.workers import WorkerLink
 from rpc.errors import InvalidArgumentError, UnavailableError
 from rpc.server import Server
@@ -57,6 +57,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Ends a request in flight."""
         if not request.request_id:
             raise InvalidArgumentError("request_id", "must not be empty")
+        check_request_id(request.request_id)
         self._coordinator.abort(request.request_id)
         return pb.AbortResponse()
 
@@ -104,11 +105,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _begin(self, request: pb.GenerateRequest) -> AbstractAsyncContextManager[Generation]:
         if self._server.stopping:
             raise UnavailableError("the server is shutting down")
+        arrived = time.monotonic()
         coordinator = self._coordinator
         limits = Limits(coordinator.settings, coordinator.max_model_len, coordinator.target.vocab_size)
         # Tokenizing a long prompt takes a while, and others are generating meanwhile.
         parsed: GenerationRequest = await asyncio.to_thread(parse_request, request, coordinator.tokenizer, limits)
-        return coordinator.generate(parsed)
+        return coordinator.generate(parsed, arrived)
 
 
 def _without_stop(generation: Generation, token_ids: tuple[int, ...]) -> tuple[int, ...]:

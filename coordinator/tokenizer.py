@@ -49,8 +49,7 @@ class TargetTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the model puts around one."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Token ids of a conversation of (role, content), ready for the assistant's turn. ChatTemplateError."""
@@ -68,7 +67,11 @@ class TargetTokenizer:
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from None
         # The template has written the special tokens itself.
-        ids: list[int] = self._tokenizer.encode(rendered[0], add_special_tokens=False).ids
+        return self._encode(rendered[0], add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch of one, because `encode` holds the interpreter's lock while others are being streamed to.
+        ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def detokenizer(self) -> "Detokenizer":

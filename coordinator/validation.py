@@ -42,8 +42,7 @@ def parse_request(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limit
     """Tokenizes and checks. InvalidArgumentError, NotHonouredError. May take a while for a long prompt."""
     params = request.sampling_params
     _refuse_not_honoured(params)
-    if len(request.request_id) > MAX_REQUEST_ID_LENGTH:
-        raise InvalidArgumentError("request_id", f"has more than {MAX_REQUEST_ID_LENGTH} characters")
+    check_request_id(request.request_id)
     prompt_ids = _prompt(request, tokenizer, limits)
     return GenerationRequest(
         request_id=request.request_id or uuid.uuid4().hex,
@@ -53,6 +52,12 @@ def parse_request(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limit
         num_speculative_tokens=_num_speculative_tokens(request, limits),
         seed=params.seed if params.HasField("seed") else None,
     )
+
+
+def check_request_id(request_id: str) -> None:
+    """InvalidArgumentError if it is too long; an empty one is drawn later."""
+    if len(request_id) > MAX_REQUEST_ID_LENGTH:
+        raise InvalidArgumentError("request_id", f"has more than {MAX_REQUEST_ID_LENGTH} characters")
 
 
 def _refuse_not_honoured(params: pb.SamplingParams) -> None:

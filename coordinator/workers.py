@@ -76,6 +76,7 @@ class WorkerLink:
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
         self.info: common_pb2.ModelInfo | None = None
+        self.slots_total = 0
         self.on_change: Callable[[], Awaitable[None]] | None = None
         self._coordinator_id = coordinator_id
         self._timeout = timeout_seconds
@@ -139,6 +140,8 @@ class WorkerLink:
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         """Frees sequences, with those of earlier calls that failed. False if the worker cannot do it now; try again, or
         leave it to the link, which does as soon as the worker is ready."""
+        if self.info is None or self.state is LinkState.REFUSED:  # it was never sent any
+            return False
         self._to_release.update(sequence_ids)
         if not self.is_ready:  # a worker that hangs would make every caller wait
             return False
@@ -182,14 +185,17 @@ class WorkerLink:
                 request = common_pb2.GetWorkerInfoRequest()
                 response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
                 await self._check(response.model)
-                self.info = response.model
+                self.info, self.slots_total = response.model, response.load.slots_total
                 await self._set_state(LinkState.READY, "")
             if self._to_release and self.is_ready:
                 await self.release(())
         except MismatchError as error:
-            await self._set_state(LinkState.REFUSED, str(error))
+            await self._refuse(error)
         except grpc.aio.AioRpcError as error:
             await self._set_state(LinkState.CONNECTING, f"{error.code().name}: {error.details()}")
+
+    async def _refuse(self, error: MismatchError) -> None:
+        await self._set_state(LinkState.REFUSED, str(error))
 
     async def _set_state(self, state: LinkState, reason: str) -> None:
         if (state, reason) != (self.state, self.reason):
@@ -216,7 +222,7 @@ class TargetLink(WorkerLink):
     async def _check(self, info: common_pb2.ModelInfo) -> None:
         if self.info is not None:
             # Sequences in flight were begun with the first model: another one would finish them differently.
-            for field in ("tokenizer_fingerprint", "vocab_size", "parameters", "dtype"):
+            for field in ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype"):
                 before, now = getattr(self.info, field), getattr(info, field)
                 if before != now:
                     raise MismatchError(f"the target worker now runs another model: {field} was {before}, is {now}")
@@ -228,6 +234,11 @@ class TargetLink(WorkerLink):
             special_tokens=dict(files.special_tokens),
             eos_token_ids=tuple(files.eos_token_ids),
         )
+
+    async def _refuse(self, error: MismatchError) -> None:
+        """Nothing can go on: whoever started this process had better start another, for the other model."""
+        await super()._refuse(error)
+        raise error
 
     async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
         """One round. WorkerUnreachableError, WorkerRefusedError."""
@@ -301,9 +312,22 @@ class DraftLink(WorkerLink):
         except WorkerRefusedError as error:
             await self._rest(str(error))
             raise
+        if not _fits(response, items):
+            await self._rest("it answered what it was not asked")
+            raise WorkerRefusedError(self.reason)
         self._rest_seconds = 0.0
         proposals = [
             Proposal(result.sequence_id, _STATUS[result.status], tuple(result.draft_token_ids), result.cached_length)
             for result in response.results
         ]
         return proposals, Timed(elapsed, response.forward_ns / 1e9)
+
+
+def _fits(response: draft_worker_pb2.ProposeResponse, items: list[ProposeItem]) -> bool:
+    """Whether a draft worker answered for each item, and drafted no more than was wanted."""
+    return len(response.results) == len(items) and all(
+        result.sequence_id == item.sequence_id
+        and result.status in _STATUS
+        and len(result.draft_token_ids) <= item.num_draft_tokens
+        for result, item in zip(response.results, items, strict=True)
+    )

@@ -176,10 +176,7 @@ class Engine:
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
-    """Cuts spans so that every chunk has at most `limit` tokens; only a span's last piece keeps its logits.
-
-    A span whose logits do not fit one piece is cut where its logits begin.
-    """
+    """Cuts spans so that every chunk has at most `limit` tokens; each piece keeps the logits of its own tokens."""
     chunks: list[list[Span]] = []
     room = 0
     for span in spans:

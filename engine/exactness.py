@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
 ATTENTION_GRIDS = ((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512))
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
-MANY_FEATURES, FEW_ROWS = 8192, 64
+# Of wide layers, which cost more, fewer counts are probed.
+MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 64, 65, 256)
 # Random numbers cost time too: probed layers repeat themselves after so many features.
 DISTINCT_FEATURES = 1024
 
@@ -45,7 +46,8 @@ def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: i
         rows = _first(ROW_GRIDS[ROW_GRIDS.index(rows) :], partial(_rows_agree, *probe))
     attention = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, query_groups, head_dim, noise))
     # More rows than were probed are worked off in several passes.
-    most = rows[0] if rows == ROW_GRIDS[-1] else ROW_COUNTS[-1]
+    probed = min((_row_counts(outputs)[-1] for _, _, outputs, _ in linears), default=ROW_COUNTS[-1])
+    most = rows[0] if rows == ROW_GRIDS[-1] else probed
     tiles = Tiles(*rows, *attention, max_rows=most)
     log.info("exact numerics with %s", tiles)
     return tiles
@@ -83,7 +85,7 @@ def _first(grids: Sequence[tuple[int, int]], agrees: Callable[[tuple[int, int]],
 
 def _linear_probe(
     kind: type[nn.Module], inputs: int, outputs: int, biased: bool, noise: _Noise
-) -> tuple[nn.Module, torch.Tensor]:
+) -> tuple[nn.Linear | PrepackedLinear, torch.Tensor]:
     """A layer of this kind and shape, and as many rows as are ever probed, whose products with it cancel."""
     order = noise.order(inputs)
     half = noise.normal(min(outputs, DISTINCT_FEATURES), inputs // 2)
@@ -93,15 +95,18 @@ def _linear_probe(
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if biased:
         linear.bias = nn.Parameter(torch.zeros(outputs).to(half), requires_grad=False)
-    # Results this wide cost too much to probe at many rows, and an output head never sees many.
-    rows = FEW_ROWS if outputs > MANY_FEATURES else ROW_COUNTS[-1]
+    rows = _row_counts(outputs)[-1]
     x = noise.cancelling(inputs, rows)[order].T.contiguous()
     return linear if kind is nn.Linear else PrepackedLinear(linear), x
 
 
-def _rows_agree(linear: nn.Module, x: torch.Tensor, grid: tuple[int, int]) -> bool:
+def _row_counts(outputs: int) -> tuple[int, ...]:
+    return FEW_COUNTS if outputs > MANY_FEATURES else ROW_COUNTS
+
+
+def _rows_agree(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, grid: tuple[int, int]) -> bool:
     """Whether rows come out the same among fewer others and in another place."""
-    counts = sorted({Tiles(*grid).rows(count) for count in ROW_COUNTS if count <= len(x)})
+    counts = {Tiles(*grid).rows(count) for count in _row_counts(linear.out_features)}
     reference = linear(x)
     return all(torch.equal(linear(x[-count:]), reference[-count:]) for count in counts if count < len(x))
 

@@ -83,13 +83,14 @@ def load_model(options: EngineOptions) -> LoadedModel:
     if options.dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
     try:
-        tokenizer = tokenizer_files(AutoTokenizer.from_pretrained(**source), config)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
         model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        files = tokenizer_files(tokenizer, model)
     except Exception as error:  # likewise
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
         reason = f"{config.model_type} has a fixed choice of attentions" if fixed else first_line(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
-    return LoadedModel(options.model, model.to(device).eval(), tokenizer, max_model_len)
+    return LoadedModel(options.model, model.to(device).eval(), files, max_model_len)
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -132,17 +133,20 @@ def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
         )
 
 
-def tokenizer_files(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> TokenizerFiles:
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> TokenizerFiles:
     """Takes a tokenizer apart. UnsupportedModelError if it has no fast form."""
     if not tokenizer.is_fast:
         raise UnsupportedModelError("the tokenizer has no fast (tokenizer.json) form")
-    eos = getattr(config, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    # Some models name more tokens that end a generation in one of their files than in another.
+    ids = {tokenizer.eos_token_id}
+    for config in (model.config, model.generation_config):
+        eos = getattr(config, "eos_token_id", None)
+        ids.update(eos if isinstance(eos, list) else [eos])
     return TokenizerFiles(
         tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
         chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else "",
         special_tokens={name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
-        eos_token_ids=tuple(sorted(ids)),
+        eos_token_ids=tuple(sorted(ids - {None})),
     )
 
 

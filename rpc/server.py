@@ -34,6 +34,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
         self._stopping = asyncio.Event()
+        self._grace = settings.drain_seconds
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
 
@@ -72,8 +73,10 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
 
-    def stop(self) -> None:
-        """Begins the drain; `wait_stopped` sees it through."""
+    def stop(self, drain: bool = True) -> None:
+        """Begins the drain, or ends running calls at once; `wait_stopped` sees it through."""
+        if not drain:
+            self._grace = 0.0
         self._stopping.set()
 
     @property
@@ -82,11 +85,11 @@ class Server:
         return self._stopping.is_set()
 
     async def wait_stopped(self) -> None:
-        """Serves until `stop`, then gives running calls `drain_seconds` to end, and cancels the rest."""
+        """Serves until `stop`, then gives running calls their time to end, and cancels the rest."""
         await self._stopping.wait()
-        log.info("draining for at most %g s", self._settings.drain_seconds)
+        log.info("draining for at most %g s", self._grace)
         await self.set_serving(False)
-        await self._server.stop(self._settings.drain_seconds)
+        await self._server.stop(self._grace)
         log.info("stopped")
 
 

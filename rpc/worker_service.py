@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -26,29 +27,11 @@ log = logging.getLogger(__name__)
 LEASE_CHECKS_PER_LEASE = 4
 
 
-class Info(Protocol):
-    """A worker's description; `engine.engine.EngineInfo` is one."""
-
-    model: str
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int
-    tokenizer_fingerprint: str
-    bitwise: bool
-    parameters: int
-    slots_total: int
-    slots_in_use: int
-    kv_bytes_per_token: int
-    kv_bytes_total: int
-
-
 class Backend(Protocol):
     """What a worker does, on the model thread."""
 
-    def info(self) -> Info:
-        """The model and its load now."""
+    def info(self) -> Any:
+        """The fields of `ModelInfo` and `WorkerLoad` as they are now, with `bitwise` for the equivalence."""
 
     def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
         """Frees sequences; returns how many held a slot."""
@@ -74,10 +57,15 @@ class WorkerSettings(ServerSettings):
 class WorkerHost:
     """Owns the model thread and the backend on it."""
 
-    def __init__(self, load: Callable[[], Any]) -> None:
+    def __init__(self, load: Callable[[], Backend]) -> None:
         self._load = load
         self._thread = ModelThread()
-        self._backend: Any = None
+        self._backend: Backend | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the backend is there."""
+        return self._backend is not None
 
     async def load(self) -> None:
         """Builds the backend on the model thread."""
@@ -126,7 +114,7 @@ class WorkerServicer:
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
         """Describes the worker."""
-        info: Info = await self._host.run(lambda backend: backend.info())
+        info = await self._host.run(lambda backend: backend.info())
         equivalence = pb.EQUIVALENCE_BITWISE if info.bitwise else pb.EQUIVALENCE_NUMERIC
         model = pb.ModelInfo(
             model=info.model,
@@ -180,7 +168,7 @@ def wire_status(realignment: enum.Enum) -> str:
 def run_worker(
     program: str,
     settings: WorkerSettings,
-    load: Callable[[], Any],
+    load: Callable[[], Backend],
     service: str,
     register: Callable[[Any, Any], None],
     servicer: type[WorkerServicer],
@@ -216,6 +204,9 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
     serving = asyncio.create_task(load_and_serve())
     serving.add_done_callback(lambda task: server.stop())
     await server.wait_stopped()
+    if not serving.done() and not host.is_loaded:
+        log.warning("stopped while the model was loading")
+        os._exit(0)  # nothing interrupts a thread that loads
     serving.cancel()
     host.close()
     with contextlib.suppress(asyncio.CancelledError):

@@ -150,10 +150,12 @@ async def serving(
                 yield served
             finally:
                 process.server.stop()
-                await process.wait_stopped()
-                for worker in (target, draft):
-                    if worker is not None:
-                        await worker.stop()
+                try:
+                    await process.wait_stopped()
+                finally:
+                    for worker in (target, draft):
+                        if worker is not None:
+                            await worker.stop()
 
 
 def free_address() -> str:

@@ -133,7 +133,7 @@ class EuroTarget(RecordingTarget):
 async def test_a_reader_who_lags_behind_gets_the_same_text(max_tokens: int) -> None:
     async with serving(target=EuroTarget(), with_draft=False) as served:
         generate = served.process.coordinator.generate
-        served.process.coordinator.generate = lambda request: Lagging(generate(request))  # type: ignore[method-assign]
+        served.process.coordinator.generate = lambda *request: Lagging(generate(*request))  # type: ignore[method-assign]
         _, complete = await stream(served, make_request(max_tokens=max_tokens))
         assert complete.text == byte_tokenizer().decode(list(complete.token_ids))
 

@@ -22,6 +22,10 @@ from serving import (
 )
 from specpool.v1 import generation_pb2 as pb
 
+from coordinator.round import Round
+from coordinator.sequence import GenerationRequest, Sequence
+from coordinator.workers import MismatchError
+
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -248,15 +252,69 @@ async def test_a_draft_that_comes_back_with_the_right_tokenizer_is_taken() -> No
         assert (await served.expect(make_request())).speculative_decoding.num_draft_tokens > 0
 
 
-async def test_a_target_that_comes_back_with_another_model_is_refused() -> None:
-    async with serving() as served:
+async def test_a_target_that_comes_back_with_another_model_ends_the_process_and_its_calls() -> None:
+    """No answer may be half of one model and half of another, and none may wait for ever."""
+    with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - it comes at the end of the service
+        async with serving(drain_seconds=3600) as served:
+            running = asyncio.ensure_future(stream(served, make_request(max_tokens=1000)))
+            await served.until(lambda info: info.running)
+            await served.target.stop()
+            await served.until(lambda info: info.target.state == "connecting")
+            served.target.fingerprint = "other"
+            await served.target.start(served.target_address)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await running
+
+
+async def test_a_target_with_fewer_slots_finishes_those_who_have_one_first() -> None:
+    """One without a slot must not use up the room for prefill of one that has a slot."""
+    async with serving(RecordingTarget(slots=2), prefill_tokens=16) as served:
+        prompts = [make_request([letter] * 200, max_tokens=60) for letter in (7, 8)]
+        running = [asyncio.ensure_future(served.expect(prompts[0]))]
+        await served.until(lambda info: info.counters.completion_tokens > 5)
         await served.target.stop()
-        await served.until(lambda info: info.target.state == "connecting")
-        served.target.fingerprint = "other"
+        running.append(asyncio.ensure_future(served.expect(prompts[1])))
+        await served.until(lambda info: info.running + info.queued == 2)
+        served.target.slots = 1
         await served.target.start(served.target_address)
-        info = await served.until(lambda info: info.target.state == "refused")
-        assert "fingerprint" in info.target.reason
-        assert await served.status() == NOT_SERVING
+        await asyncio.gather(*running)
+
+
+async def test_tokens_that_a_draft_does_not_know_are_not_sent_to_it() -> None:
+    """It would refuse the round, and with it everybody's drafts."""
+    round_ = Round(1, [sequence := Sequence(1, GenerationRequest("a", (5, 900), 9, frozenset(), 3))], 64)
+    sequence.target_length = 1
+    assert round_.propose_items(1000, 900) == []
+    assert len(round_.propose_items(1000, 901)) == 1
+
+
+async def test_a_draft_that_answers_nonsense_costs_speed_only() -> None:
+    class Nonsense(RecordingDraft):
+        async def Propose(self, request: Any, context: Any) -> Any:
+            response = await super().Propose(request, context)
+            response.results[0].sequence_id += 999
+            return response
+
+    target = RecordingTarget()
+    async with serving(target, Nonsense(target)) as served:
+        await expect_all(served, some_requests())
+        info = await served.info()
+        assert info.counters.draft_tokens == 0
+
+
+async def test_calls_that_a_drain_cuts_off_leave_no_slot_taken() -> None:
+    class Counting(RecordingTarget):
+        async def stop(self) -> None:
+            left.update(self.caches)
+            await super().stop()
+
+    left: dict[Any, Any] = {}
+    async with serving(Counting(), drain_seconds=0) as served:
+        running = asyncio.ensure_future(stream(served, make_request(max_tokens=3000)))
+        await served.until(lambda info: info.counters.completion_tokens > 5)
+    assert left == {}
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
 
 
 async def test_the_window_is_no_larger_than_the_targets_slots() -> None:

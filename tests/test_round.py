@@ -173,7 +173,7 @@ class Table:
     def propose(self, round_: Round, group: list[Sequence]) -> None:
         if self.happens():  # the draft worker is not there
             return
-        items = round_.propose_items(self.draft_max_len)
+        items = round_.propose_items(self.draft_max_len, NO_LIMIT)
         check_propose_items(group, items, self.budget, self.draft_max_len)
         is_right = [self.chance.random() < self.acceptance for _ in range(20)]
         proposals = [self.draft.propose(item, is_right) for item in items]
@@ -285,7 +285,7 @@ def play_once(
     sequences: list[Sequence], target: Worker, draft: Worker, is_right: list[bool], budget: int = 100, round_id: int = 1
 ) -> tuple[list[ProposeItem], list[VerifyItem]]:
     round_ = Round(round_id, sequences, budget)
-    asked = round_.propose_items(NO_LIMIT)
+    asked = round_.propose_items(NO_LIMIT, NO_LIMIT)
     round_.take_proposals([draft.propose(item, is_right) for item in asked], VOCAB_SIZE)
     items = round_.verify_items()
     round_.commit([target.verify(item) for item in items])
@@ -373,7 +373,7 @@ def test_drafts_that_the_target_does_not_know_end_the_proposal_before_them() -> 
     sequence, target = make_sequence(), Worker()
     play_once([sequence], target, Worker(), [True])
     round_ = Round(2, [sequence], 100)
-    (asked,) = round_.propose_items(NO_LIMIT)
+    (asked,) = round_.propose_items(NO_LIMIT, NO_LIMIT)
     cached_length = len(sequence.token_ids) + 3
     proposal = Proposal(asked.sequence_id, ItemStatus.OK, (5, VOCAB_SIZE - 1, VOCAB_SIZE, 6), cached_length)
     round_.take_proposals([proposal], VOCAB_SIZE)

@@ -63,6 +63,8 @@ def demo(settings: DemoSettings) -> int:
     except (ProcessFailedError, OSError, ValueError) as error:
         print(f"specpool demo: {error}", file=sys.stderr)
         return 1
+    except asyncio.CancelledError:  # a signal asked us to stop
+        return 130
     except grpc.aio.AioRpcError as error:
         print(f"specpool demo: {error.code().name}: {error.details()}", file=sys.stderr)
         return 1

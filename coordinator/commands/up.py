@@ -22,6 +22,7 @@ from rpc.settings import ENV_PREFIX, ServerSettings
 KILL_AFTER_SECONDS = 5.0
 RESTART_SECONDS = 1.0
 PROBE_SECONDS = 0.2
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class UpSettings(ServerSettings):
@@ -114,7 +115,14 @@ def worker_environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def running(settings: UpSettings) -> AsyncIterator[str]:
-    """All processes serving; yields the coordinator's address. ProcessFailedError."""
+    """All processes serving; yields the coordinator's address. ProcessFailedError.
+
+    SIGTERM and Ctrl-C cancel the calling task, so that no process is left behind.
+    """
+    caller = asyncio.current_task()
+    assert caller is not None
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, caller.cancel)
     services = _services(settings, *await _models(settings))
     watchers: list[asyncio.Task[None]] = []
     try:
@@ -129,6 +137,8 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
         # The coordinator first: it drains with the help of the workers.
         for service in reversed(services):
             await service.stop(settings.drain_seconds)
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def up(settings: UpSettings) -> int:
@@ -144,10 +154,6 @@ def up(settings: UpSettings) -> int:
 
 
 async def _serve(settings: UpSettings) -> None:
-    serving = asyncio.current_task()
-    assert serving is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
     async with running(settings) as address:
         print(f"specpool is serving at {address}", flush=True)
         await asyncio.Event().wait()
