@@ -120,8 +120,8 @@ def save_gguf(folder: Path, path: Path) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*sorted(ids, key=ids.__getitem__)[:256], "Ġt", "<eos>"])
     writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
-    writer.add_token_merges(["Ġ t"])
-    writer.add_bos_token_id(257)  # transformers 5.17 reads no file without one
+    writer.add_token_merges(["Ġ t", "Ġ t"])  # twice: transformers 5.17 reads a list of one as no list
+    writer.add_bos_token_id(257)  # transformers 5.17 needs one
     writer.add_eos_token_id(257)
     names = {
         "model.embed_tokens": "token_embd",
