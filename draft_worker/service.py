@@ -1,13 +1,12 @@
 """The draft worker's RPCs: protobuf in, protobuf out, and the proposer in between."""
 
-import time
 from typing import Any
 
 from specpool.v1 import draft_worker_pb2 as pb
 from specpool.v1 import draft_worker_pb2_grpc
 
 from draft_worker.proposer import Proposal, ProposeItem, Proposer
-from rpc.worker_service import WorkerServicer, check_item, require_coordinator, wire_status
+from rpc.worker_service import WorkerServicer, check_item, require_coordinator, timed, wire_status
 
 
 class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServiceServicer):
@@ -17,13 +16,11 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
         """Realigns, extends and drafts one round."""
         require_coordinator(request.coordinator_id)
 
-        def propose(proposer: Proposer) -> tuple[list[Proposal], int]:
-            began = time.perf_counter_ns()
+        def propose(proposer: Proposer) -> tuple[list[Proposal], dict[str, int]]:
             items = _items(request, proposer.engine.vocab_size, proposer.engine.max_model_len)
-            proposals = proposer.propose(request.coordinator_id, request.round_id, items)
-            return proposals, time.perf_counter_ns() - began
+            return timed(proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items))
 
-        proposals, forward_ns = await self._host.run(propose, request.coordinator_id)
+        proposals, spent = await self._host.run(propose, request.coordinator_id)
         results = [
             pb.ProposeResult(
                 sequence_id=item.sequence_id,
@@ -33,7 +30,7 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
             )
             for item, proposal in zip(request.items, proposals, strict=True)
         ]
-        return pb.ProposeResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+        return pb.ProposeResponse(round_id=request.round_id, results=results, **spent)
 
 
 def _items(request: pb.ProposeRequest, vocab_size: int, max_model_len: int) -> list[ProposeItem]:

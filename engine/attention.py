@@ -41,7 +41,7 @@ def packed_attention(
     arena.write(
         layer,
         packed_batch.slots,
-        packed_batch.positions[:tokens],
+        packed_batch.columns,
         key[0, :, :tokens].transpose(0, 1),
         value[0, :, :tokens].transpose(0, 1),
     )
@@ -62,8 +62,8 @@ def _attend(
     # Query heads that share a KV head become query rows of it, so that no key is ever copied for them.
     q = query[:, call.query_index].transpose(0, 1)  # [B, heads, Q, dim]
     q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
-    k = keys[call.slots, :, : call.kv_length]  # [B, kv_heads, kv_length, dim]
-    v = values[call.slots, :, : call.kv_length]
+    k = keys[call.slots, :, call.columns]  # [B, kv_heads, kv_length, dim]
+    v = values[call.slots, :, call.columns]
     attended = scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scaling)
     return attended.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch * length, heads, dim)
 

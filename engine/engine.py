@@ -1,6 +1,7 @@
 """A model with its KV cache: realign sequences, run their new tokens in one ragged forward pass, choose tokens."""
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from engine.attention import PACKED_ATTENTION
 from engine.exactness import choose_tiles, self_test
 from engine.kv_cache import KVArena
+from engine.layout import LAYOUTS, KVLayout
 from engine.linear import can_prepack, prepack_linears
 from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
 from engine.numerics import Tiles, round_up
@@ -36,6 +38,7 @@ class EngineInfo:
     slots_in_use: int
     kv_bytes_per_token: int
     kv_bytes_total: int
+    kv_layout: str
 
 
 class Engine:
@@ -58,7 +61,10 @@ class Engine:
         if exact:
             self.tiles = choose_tiles(loaded.model, self._kv_heads, self._query_groups, self._head_dim)
         self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
-        self.slots, self.arena = self._reserve(options)
+        self.kv_layout = options.kv_layout
+        self.slots, self.layout = self._reserve(options)
+        self.realign_ns = 0
+        """Nanoseconds spent so far on bringing caches to the length and the place where a pass needs them."""
         self._refuse_foreign_attention()
         self.bitwise = exact and self_test(self)
 
@@ -103,11 +109,16 @@ class Engine:
             slots_total=self.slots.total,
             slots_in_use=self.slots.in_use,
             kv_bytes_per_token=per_token,
-            kv_bytes_total=per_token * self.arena.keys[0].shape[2] * self.slots.total,
+            kv_bytes_total=per_token * self.layout.arena.columns * self.slots.total,
+            kv_layout=self.kv_layout,
         )
 
     def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
-        batch = pack(spans, self.arena, self.tiles, self._query_groups, gather=self._device.type != "cpu")
+        began = time.perf_counter_ns()
+        starts = self.layout.align(spans)
+        self.realign_ns += time.perf_counter_ns() - began
+        gather = self._device.type != "cpu"
+        batch = pack(spans, starts, self.layout.arena, self.tiles, self._query_groups, gather)
         output = self.loaded.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
@@ -121,23 +132,25 @@ class Engine:
     def _kv_bytes_per_token(self) -> int:
         return 2 * int(self.loaded.config.num_hidden_layers) * self._kv_heads * self._head_dim * self._dtype.itemsize
 
-    def _reserve(self, options: EngineOptions) -> tuple[SlotTable, KVArena]:
-        length = round_up(self.max_model_len, self.tiles.kv)
-        per_slot = self._kv_bytes_per_token() * length
+    def _reserve(self, options: EngineOptions) -> tuple[SlotTable, KVLayout]:
+        layout = LAYOUTS[options.kv_layout]
+        # Attended columns are a multiple of the tile, counted from the sequence's start.
+        columns = round_up(self.max_model_len, self.tiles.kv) + (self.tiles.kv if layout.spare_columns else 0)
+        per_slot = self._kv_bytes_per_token() * columns
         budget = None if options.kv_memory is None else int(options.kv_memory)
         if budget is None and self._device.type == "cuda":
             budget = int(torch.cuda.mem_get_info(self._device)[0] * 0.8)
         slots = options.max_sequences if budget is None else min(options.max_sequences, budget // per_slot)
         if slots < 1:
             raise UnsupportedModelError(
-                f"kv_memory of {budget:,} bytes holds no sequence of {length} positions ({per_slot:,} bytes): "
+                f"kv_memory of {budget:,} bytes holds no sequence of {columns} positions ({per_slot:,} bytes): "
                 "lower max_model_len or raise kv_memory"
             )
         if slots < options.max_sequences:
-            log.warning("kv_memory holds %d sequences of %d positions, not %d", slots, length, options.max_sequences)
+            log.warning("kv_memory holds %d sequences of %d positions, not %d", slots, columns, options.max_sequences)
         layers = self.loaded.config.num_hidden_layers
-        arena = KVArena(layers, slots, self._kv_heads, length, self._head_dim, self._dtype, self._device)
-        return SlotTable(slots), arena
+        arena = KVArena(layers, slots, self._kv_heads, columns, self._head_dim, self._dtype, self._device)
+        return SlotTable(slots), layout(arena)
 
     @torch.inference_mode()
     def _refuse_foreign_attention(self) -> None:
@@ -152,7 +165,7 @@ class Engine:
         except Exception as error:  # whatever the code of a foreign model raises
             raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {first_line(error)}") from error
         # A layer that attends in its own way leaves its keys untouched.
-        foreign = [layer for layer, keys in enumerate(self.arena.keys) if not keys[0, :, : len(token_ids)].any()]
+        foreign = [layer for layer, keys in enumerate(self.layout.arena.keys) if not keys[0, :, : len(token_ids)].any()]
         if foreign:
             raise UnsupportedModelError(f"layers {foreign} of this {kind} model have another kind of attention or none")
         # Rounding is far below this in every dtype, and another mask, scale or order of heads is far above.

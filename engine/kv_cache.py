@@ -1,11 +1,11 @@
-"""The KV cache: one slot a sequence in one arena a layer. A slot's length is an integer elsewhere (`engine.slots`), so
-dropping rejected positions costs nothing: they are overwritten when their positions come again."""
+"""The KV cache: one slot a sequence in one arena. How many of a slot's positions count is an integer elsewhere
+(`engine.slots`), and in which column a position lies is the layout's choice (`engine.layout`)."""
 
 import torch
 
 
 class KVArena:
-    """Keys and values of all layers, each [slots, kv_heads, length, head_dim].
+    """Keys and values of all layers, each [slots, kv_heads, columns, head_dim].
 
     Zeroed once, because attention multiplies masked values by zero and a NaN would survive that; on Linux the pages of
     positions that were never used are not resident.
@@ -16,20 +16,25 @@ class KVArena:
         layers: int,
         slots: int,
         kv_heads: int,
-        length: int,
+        columns: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (slots, kv_heads, length, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.slots, self.columns, self.device = slots, columns, device
+        self._storage = torch.zeros(layers, 2, slots, kv_heads, columns, head_dim, dtype=dtype, device=device)
+        self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
 
     def write(
-        self, layer: int, slots: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, slots: torch.Tensor, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens at (slots[t], positions[t])."""
+        """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens at (slots[t], columns[t])."""
         if key.dtype == torch.float16:  # where an overflow is in reach, and would outlive its sequence in the slot
             key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
-        self.keys[layer][slots, :, positions] = key
-        self.values[layer][slots, :, positions] = value
+        self.keys[layer][slots, :, columns] = key
+        self.values[layer][slots, :, columns] = value
+
+    def move(self, slot: int, source: int, destination: int, count: int) -> None:
+        """Copies `count` columns of a slot, of all layers, from column `source` on to column `destination` on."""
+        columns = self._storage[:, :, slot, :, source : source + count].clone()  # the two ranges may overlap
+        self._storage[:, :, slot, :, destination : destination + count] = columns

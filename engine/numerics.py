@@ -23,6 +23,11 @@ class Tiles:
     max_rows: int | None = None
     """Packed rows of a forward pass, at most; None: any number."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether shapes are kept to a grid at all."""
+        return self != Tiles()
+
     def rows(self, count: int) -> int:
         """Packed rows to compute for `count` tokens."""
         return max(self.min_rows, round_up(count, self.row_multiple))

@@ -27,12 +27,12 @@ class Span:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Sequences attended in one call: B neighbouring or listed slots, Q query rows each, over `kv_length` positions."""
+    """Sequences attended in one call: B neighbouring or listed slots, Q query rows each, over the same columns."""
 
     slots: slice | torch.Tensor  # a slice is a view of the arena, a tensor [B] a gather
+    columns: slice  # kv_length of them
     query_index: torch.Tensor  # [B, Q] packed index of each query row; padding repeats the sequence's first
-    kv_length: int
-    mask: torch.Tensor  # [B, 1, groups * Q, kv_length] True where visible
+    mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: all is
     rows: torch.Tensor  # [n] which of the B * Q results are real ...
     packed: torch.Tensor  # [n] ... and the packed index each belongs to
 
@@ -47,36 +47,38 @@ class PackedBatch:
     input_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
     slots: torch.Tensor  # [T]
+    columns: torch.Tensor  # [T] where in its slot each token is cached
     logit_rows: torch.Tensor  # [R, padded like rows] packed index of each row of logits
     num_logits: int  # R
     calls: tuple[AttentionCall, ...]
 
 
-def pack(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool) -> PackedBatch:
+def pack(
+    spans: Sequence[Span], starts: Sequence[int], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
+) -> PackedBatch:
     """Lays out the spans one behind the other, in their order.
 
-    `query_groups`: query heads per KV head, folded into the query rows. `gather`: attend to scattered slots by copying
+    `starts`: the column of each span's sequence in which its position 0 lies. `query_groups`: query heads per KV head, folded into the query rows. `gather`: attend to scattered slots by copying
     them together (one call), rather than by a call for each run of neighbours (no copy).
     """
     device = arena.keys[0].device
-    starts: list[int] = []
+    placed: list[_Placed] = []
     token_ids: list[int] = []
     positions: list[int] = []
+    columns: list[int] = []
     slots: list[int] = []
     logit_rows: list[int] = []
-    for span in spans:
-        starts.append(len(token_ids))
+    for span, start in zip(spans, starts, strict=True):
+        placed.append(_Placed(span, len(token_ids), start))
         token_ids.extend(span.token_ids)
         positions.extend(range(span.start, span.end))
+        columns.extend(range(start + span.start, start + span.end))
         slots.extend([span.slot] * len(span.token_ids))
         logit_rows.extend(range(len(token_ids) - span.num_logits, len(token_ids)))
     tokens, num_logits = len(token_ids), len(logit_rows)
     padding = tiles.rows(tokens) - tokens
     logit_padding = tiles.rows(num_logits) - num_logits if num_logits else 0
-    calls = [
-        _attention_call([(spans[i], starts[i]) for i in run], tiles, query_groups, arena)
-        for run in _runs(spans, tiles.query, gather)
-    ]
+    calls = [_attention_call(run, tiles, query_groups, arena) for run in _runs(placed, tiles, gather)]
     return PackedBatch(
         arena=arena,
         tokens=tokens,
@@ -84,54 +86,90 @@ def pack(spans: Sequence[Span], arena: KVArena, tiles: Tiles, query_groups: int,
         input_ids=torch.tensor(token_ids + token_ids[:1] * padding, device=device),
         positions=torch.tensor(positions + positions[:1] * padding, device=device),
         slots=torch.tensor(slots, device=device),
+        columns=torch.tensor(columns, device=device),
         logit_rows=torch.tensor(logit_rows + logit_rows[:1] * logit_padding, device=device, dtype=torch.long),
         num_logits=num_logits,
         calls=tuple(calls),
     )
 
 
-def _runs(spans: Sequence[Span], query_tile: int, gather: bool) -> list[list[int]]:
-    """Indices of spans to attend together: few-token spans of neighbouring slots; a long one alone."""
-    runs: list[list[int]] = []
-    short = max(query_tile, 16)
-    for i in sorted(range(len(spans)), key=lambda i: spans[i].slot):
-        previous = spans[runs[-1][-1]] if runs else None
+@dataclass(frozen=True)
+class _Placed:
+    """A span with the packed index of its first token, and the column of its sequence's position 0."""
+
+    span: Span
+    first: int
+    start: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What decides which columns its tokens see."""
+        return self.start, self.span.start, self.span.end
+
+
+def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool) -> list[list[_Placed]]:
+    """Spans to attend together: few-token spans of neighbouring slots; a long one alone.
+
+    Exact results depend on how far into the attended columns a sequence starts: then only equal starts go together.
+    """
+    runs: list[list[_Placed]] = []
+    short = max(tiles.query, 16)
+    for this in sorted(placed, key=lambda this: (this.start if tiles.exact else 0, this.span.slot)):
+        previous = runs[-1][-1] if runs else None
         joins = (
             previous is not None
-            and (gather or previous.slot + 1 == spans[i].slot)
-            and max(len(previous.token_ids), len(spans[i].token_ids)) <= short
+            and (gather or previous.span.slot + 1 == this.span.slot)
+            and (not tiles.exact or previous.start == this.start)
+            and max(len(previous.span.token_ids), len(this.span.token_ids)) <= short
         )
         if joins:
-            runs[-1].append(i)
+            runs[-1].append(this)
         else:
-            runs.append([i])
+            runs.append([this])
     return runs
 
 
-def _attention_call(members: list[tuple[Span, int]], tiles: Tiles, query_groups: int, arena: KVArena) -> AttentionCall:
-    device = arena.keys[0].device
-    longest = round_up(max(len(span.token_ids) for span, _ in members), tiles.query)
-    kv_length = min(round_up(max(span.end for span, _ in members), tiles.kv), arena.keys[0].shape[2])
+def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: KVArena) -> AttentionCall:
+    device = arena.device
+    longest = round_up(max(len(this.span.token_ids) for this in run), tiles.query)
+    left = min(this.start for this in run)
+    kv_length = min(round_up(max(this.start + this.span.end for this in run) - left, tiles.kv), arena.columns - left)
     query_index: list[list[int]] = []
-    query_position: list[list[int]] = []
     rows: list[int] = []
     packed: list[int] = []
-    for b, (span, first) in enumerate(members):
-        count = len(span.token_ids)
-        padding = longest - count
-        query_index.append([*range(first, first + count), *[first] * padding])
-        query_position.append([*range(span.start, span.end), *[span.start] * padding])
+    for b, this in enumerate(run):
+        count = len(this.span.token_ids)
+        query_index.append([*range(this.first, this.first + count), *[this.first] * (longest - count)])
         rows.extend(range(b * longest, b * longest + count))
-        packed.extend(range(first, first + count))
-    visible = torch.arange(kv_length, device=device) <= torch.tensor(query_position, device=device)[..., None]
-    mask = visible[:, None, None].expand(len(members), 1, query_groups, longest, kv_length)
-    slots = [span.slot for span, _ in members]
+        packed.extend(range(this.first, this.first + count))
+    slots = [this.span.slot for this in run]
     neighbours = slots == list(range(slots[0], slots[0] + len(slots)))
     return AttentionCall(
         slots=slice(slots[0], slots[0] + len(slots)) if neighbours else torch.tensor(slots, device=device),
+        columns=slice(left, left + kv_length),
         query_index=torch.tensor(query_index, device=device),
-        kv_length=kv_length,
-        mask=mask.reshape(len(members), 1, query_groups * longest, kv_length),
+        mask=_mask(run, longest, left, kv_length, query_groups, device),
         rows=torch.tensor(rows, device=device),
         packed=torch.tensor(packed, device=device),
     )
+
+
+def _mask(
+    run: list[_Placed], longest: int, left: int, kv_length: int, query_groups: int, device: torch.device
+) -> torch.Tensor | None:
+    """Which of the columns each query row sees; sequences of equal length share one mask, or need none."""
+    alike = len({this.shape for this in run}) == 1
+    if alike and longest == 1 and kv_length == run[0].span.end:
+        return None
+    starts: list[int] = []
+    last_seen: list[list[int]] = []
+    for this in run[:1] if alike else run:
+        start, begin, end = this.start - left, this.span.start, this.span.end
+        starts.append(start)
+        last_seen.append([*range(start + begin, start + end), *[start + begin] * (longest - end + begin)])
+    column = torch.arange(kv_length, device=device)
+    visible = column <= torch.tensor(last_seen, device=device)[..., None]  # [B or 1, Q, kv_length]
+    if any(starts):
+        visible &= column >= torch.tensor(starts, device=device)[:, None, None]
+    mask = visible[:, None, None].expand(len(starts), 1, query_groups, longest, kv_length)
+    return mask.reshape(len(starts), 1, query_groups * longest, kv_length)

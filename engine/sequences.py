@@ -1,5 +1,6 @@
 """Sequences of many coordinators in one engine: the part of a round that drafting and verifying share."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,11 @@ class SequenceEngine:
         """The model and its load now."""
         return self.engine.info()
 
+    @property
+    def realign_ns(self) -> int:
+        """Nanoseconds spent so far on bringing caches to the length and the place where a pass needs them."""
+        return self.engine.realign_ns
+
     def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
         """Frees sequences; returns how many held a slot."""
         return self.engine.slots.release([(coordinator_id, sequence_id) for sequence_id in sequence_ids])
@@ -41,8 +47,10 @@ class SequenceEngine:
 
     def realign(self, coordinator_id: str, round_id: int, items: Sequence[Extension]) -> list[Realignment]:
         """Brings every sequence's cache to its base length, or says why not."""
-        slots = self.engine.slots
-        return [slots.realign((coordinator_id, item.sequence_id), round_id, item.base_length) for item in items]
+        began, slots = time.perf_counter_ns(), self.engine.slots
+        realigned = [slots.realign((coordinator_id, item.sequence_id), round_id, item.base_length) for item in items]
+        self.engine.realign_ns += time.perf_counter_ns() - began
+        return realigned
 
     def span(self, coordinator_id: str, sequence_id: int, token_ids: Sequence[int], num_logits: int) -> Span:
         """New tokens behind all that is cached of the sequence."""

@@ -30,6 +30,10 @@ LEASE_CHECKS_PER_LEASE = 4
 class Backend(Protocol):
     """What a worker does, on the model thread."""
 
+    @property
+    def realign_ns(self) -> int:
+        """Nanoseconds spent on realignment so far."""
+
     def info(self) -> Any:
         """The fields of `ModelInfo` and `WorkerLoad` as they are now, with `bitwise` for the equivalence."""
 
@@ -132,6 +136,7 @@ class WorkerServicer:
             slots_in_use=info.slots_in_use,
             kv_bytes_per_token=info.kv_bytes_per_token,
             kv_bytes_total=info.kv_bytes_total,
+            kv_layout=info.kv_layout,
         )
         return pb.GetWorkerInfoResponse(model=model, load=load)
 
@@ -158,6 +163,14 @@ def check_item(index: int, item: Any, vocab_size: int, max_model_len: int, draft
     end = item.base_length + len(item.token_ids) + drafts
     if end > max_model_len:
         raise InvalidArgumentError(field, f"would reach {end} positions of at most {max_model_len}")
+
+
+def timed(backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:
+    """`work()` of the backend, and how long it took under the names that responses have for it."""
+    began, realigned = time.perf_counter_ns(), backend.realign_ns
+    result = work()
+    realign_ns = backend.realign_ns - realigned
+    return result, {"forward_ns": time.perf_counter_ns() - began - realign_ns, "realign_ns": realign_ns}
 
 
 def wire_status(realignment: enum.Enum) -> str:

@@ -1,13 +1,12 @@
 """The target worker's RPCs: protobuf in, protobuf out, and the verifier in between."""
 
-import time
 from typing import Any
 
 from specpool.v1 import target_worker_pb2 as pb
 from specpool.v1 import target_worker_pb2_grpc
 
 from rpc.errors import InvalidArgumentError
-from rpc.worker_service import WorkerServicer, check_item, require_coordinator, wire_status
+from rpc.worker_service import WorkerServicer, check_item, require_coordinator, timed, wire_status
 from target_worker.verifier import Verdict, Verifier, VerifyItem
 
 
@@ -18,13 +17,11 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
         """Realigns, extends and verifies one round."""
         require_coordinator(request.coordinator_id)
 
-        def verify(verifier: Verifier) -> tuple[list[Verdict], int]:
-            began = time.perf_counter_ns()
+        def verify(verifier: Verifier) -> tuple[list[Verdict], dict[str, int]]:
             items = _items(request, verifier.engine.vocab_size, verifier.engine.max_model_len)
-            verdicts = verifier.verify(request.coordinator_id, request.round_id, items)
-            return verdicts, time.perf_counter_ns() - began
+            return timed(verifier, lambda: verifier.verify(request.coordinator_id, request.round_id, items))
 
-        verdicts, forward_ns = await self._host.run(verify, request.coordinator_id)
+        verdicts, spent = await self._host.run(verify, request.coordinator_id)
         results = [
             pb.VerifyResult(
                 sequence_id=item.sequence_id,
@@ -34,7 +31,7 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
             )
             for item, verdict in zip(request.items, verdicts, strict=True)
         ]
-        return pb.VerifyResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+        return pb.VerifyResponse(round_id=request.round_id, results=results, **spent)
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
         """The target's tokenizer."""

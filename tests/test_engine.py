@@ -49,15 +49,15 @@ def truth(engine: Engine) -> Truth:
     logits, keys, values = [], [], []
     for tokens in token_ids:
         logits.append(decode_alone(engine, tokens))
-        keys.append([layer[0, :, :LONGEST].clone() for layer in engine.arena.keys])
-        values.append([layer[0, :, :LONGEST].clone() for layer in engine.arena.values])
+        keys.append([layer[0, :, :LONGEST].clone() for layer in engine.layout.arena.keys])
+        values.append([layer[0, :, :LONGEST].clone() for layer in engine.layout.arena.values])
     return Truth(token_ids, logits, keys, values)
 
 
 def assert_same_cache(engine: Engine, truth: Truth, sequence: int, slot: int, length: int) -> None:
     for layer, (keys, values) in enumerate(zip(truth.keys[sequence], truth.values[sequence], strict=True)):
-        assert torch.equal(engine.arena.keys[layer][slot, :, :length], keys[:, :length])
-        assert torch.equal(engine.arena.values[layer][slot, :, :length], values[:, :length])
+        assert torch.equal(engine.layout.arena.keys[layer][slot, :, :length], keys[:, :length])
+        assert torch.equal(engine.layout.arena.values[layer][slot, :, :length], values[:, :length])
 
 
 # --- The model's own logits
@@ -181,18 +181,18 @@ def test_the_last_position_can_be_used(engine: Engine) -> None:
 
 @pytest.mark.parametrize("dirt", [0.0, 1e4, -1e30])
 def test_what_a_slot_held_before_leaves_no_trace(engine: Engine, truth: Truth, dirt: float) -> None:
-    for tensor in (*engine.arena.keys, *engine.arena.values):
+    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
         tensor[3] = dirt
     for length in (1, 30, 256):
         assert torch.equal(engine.forward([Span(3, 0, truth.token_ids[0][:length], 1)])[0], truth.logits[0][length - 1])
-    for tensor in (*engine.arena.keys, *engine.arena.values):
+    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
         tensor[3] = 0.0
 
 
 def test_no_slot_but_its_own_is_written(engine: Engine, truth: Truth) -> None:
-    before = [tensor.clone() for tensor in (*engine.arena.keys, *engine.arena.values)]
+    before = [tensor.clone() for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values)]
     engine.forward([Span(1, 4, truth.token_ids[0][:13], 2), Span(6, 0, truth.token_ids[1][:3], 1)])
-    for old, new in zip(before, (*engine.arena.keys, *engine.arena.values), strict=True):
+    for old, new in zip(before, (*engine.layout.arena.keys, *engine.layout.arena.values), strict=True):
         changed = (old != new).any(1).any(-1).nonzero().tolist()
         assert {(slot, position) for slot, position in changed} <= {
             *((1, position) for position in range(4, 17)),
@@ -202,7 +202,7 @@ def test_no_slot_but_its_own_is_written(engine: Engine, truth: Truth) -> None:
 
 def test_the_cache_stays_free_of_nan(engine: Engine) -> None:
     engine.forward([Span(slot, 0, random_tokens(20 + slot, slot), 1) for slot in range(8)])
-    assert all(torch.isfinite(tensor).all() for tensor in (*engine.arena.keys, *engine.arena.values))
+    assert all(torch.isfinite(tensor).all() for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values))
 
 
 # --- Shapes, architectures and dtypes
@@ -255,7 +255,7 @@ def test_other_architectures_give_the_logits_of_transformers(
 def test_half_precision_decodes_and_keeps_its_word(tiny_pair: tuple[Path, Path], dtype: str) -> None:
     engine = load_engine(tiny_pair[0], dtype=dtype)
     assert engine.info().dtype == dtype
-    assert engine.arena.keys[0].dtype == getattr(torch, dtype)
+    assert engine.layout.arena.keys[0].dtype == getattr(torch, dtype)
     tokens = random_tokens(60)
     alone = decode_alone(engine, tokens)
     torch.testing.assert_close(alone.float(), transformers_logits(tiny_pair[0], tokens), atol=0.3, rtol=0.1)
@@ -270,7 +270,7 @@ def test_an_overflow_does_not_outlive_its_sequence(tiny_pair: tuple[Path, Path])
     cache = torch.full((20, 2, 16), torch.inf, dtype=torch.float16)
     cache[::2] = torch.nan
     for layer in range(3):
-        engine.arena.write(layer, torch.zeros(20, dtype=torch.long), torch.arange(5, 25), cache, cache)
+        engine.layout.arena.write(layer, torch.zeros(20, dtype=torch.long), torch.arange(5, 25), cache, cache)
     assert torch.equal(engine.forward([Span(0, 0, tokens, 12)]), clean)
 
 
@@ -284,7 +284,7 @@ def test_info_describes_model_and_memory(engine: Engine, tiny_pair: tuple[Path, 
     assert info.parameters == sum(p.numel() for p in _parameters(tiny_pair[0]))
     assert info.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
     assert (info.slots_total, info.slots_in_use) == (8, 0)
-    assert info.kv_bytes_total == sum(t.numel() * 4 for t in (*engine.arena.keys, *engine.arena.values))
+    assert info.kv_bytes_total == sum(t.numel() * 4 for t in (*engine.layout.arena.keys, *engine.layout.arena.values))
     assert info.kv_bytes_total >= 8 * MAX_MODEL_LEN * info.kv_bytes_per_token
 
 
@@ -334,12 +334,19 @@ def test_chunks_hold_every_token_and_every_logit_once_and_in_order(spans: list[S
 
 @pytest.mark.parametrize("gather", [False, True])
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(spans=spans_of_any_kind, slots=st.permutations(range(8)), tiles=st.sampled_from([Tiles(), Tiles(2, 8, 8, 64)]))
+@given(
+    spans=spans_of_any_kind,
+    slots=st.permutations(range(8)),
+    tiles=st.sampled_from([Tiles(), Tiles(2, 8, 8, 64)]),
+    padded=st.booleans(),
+)
 def test_a_packed_token_sees_its_own_sequence_up_to_itself(
-    engine: Engine, gather: bool, spans: list[Span], slots: list[int], tiles: Tiles
+    engine: Engine, gather: bool, spans: list[Span], slots: list[int], tiles: Tiles, padded: bool
 ) -> None:
     spans = [Span(slots[i], s.start, s.token_ids, s.num_logits) for i, s in enumerate(spans)]
-    batch = pack(spans, engine.arena, tiles, query_groups=3, gather=gather)
+    starts = [max(span.end for span in spans) - span.end if padded else 0 for span in spans]
+    start_of = dict(zip([span.slot for span in spans], starts, strict=True))
+    batch = pack(spans, starts, engine.layout.arena, tiles, query_groups=3, gather=gather)
     places = [(span.slot, position) for span in spans for position in range(span.start, span.end)]
     assert batch.tokens == len(places)
     assert len(batch.input_ids) == len(batch.positions) == tiles.rows(len(places))
@@ -348,23 +355,42 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
     wanted = [(s.slot, position) for s in spans for position in range(s.end - s.num_logits, s.end)]
     assert [places[row] for row in batch.logit_rows[: batch.num_logits].tolist()] == wanted
 
+    assert batch.columns.tolist() == [start_of[slot] + position for slot, position in places]
+
     if gather and all(len(span.token_ids) <= 8 for span in spans):
-        assert len(batch.calls) == 1
+        assert len(batch.calls) == (len(set(starts)) if tiles.exact else 1)
     attended = []
     for call in batch.calls:
         assert gather or isinstance(call.slots, slice), "keys were copied"
-        assert call.kv_length % tiles.kv == 0
+        kv_length = call.columns.stop - call.columns.start
+        assert kv_length % tiles.kv == 0
         assert call.query_index.shape[1] % tiles.query == 0
         members = range(8)[call.slots] if isinstance(call.slots, slice) else call.slots.tolist()
         length = call.query_index.shape[1]
+        masks = torch.ones(1, 1, 3 * length, kv_length, dtype=torch.bool) if call.mask is None else call.mask
+        masks = masks.expand(len(members), -1, -1, -1)
         for row, packed in zip(call.rows.tolist(), call.packed.tolist(), strict=True):
             slot, position = places[packed]
             member, query = divmod(row, length)
             assert call.query_index[member, query] == packed
             assert members[member] == slot
-            mask = call.mask[member, 0].reshape(3, length, -1)[:, query]
+            first = start_of[slot] - call.columns.start
+            assert first == 0 or not tiles.exact
+            mask = masks[member, 0].reshape(3, length, -1)[:, query]
             assert mask.sum(-1).tolist() == [position + 1] * 3
-            assert mask[:, : position + 1].all()
-        assert call.mask.any(-1).all(), "a query row that sees nothing would be NaN"
+            assert mask[:, first : first + position + 1].all()
+        assert masks.any(-1).all(), "a query row that sees nothing would be NaN"
         attended += call.packed.tolist()
     assert sorted(attended) == list(range(batch.tokens))
+
+
+def test_sequences_of_equal_length_share_one_mask_or_need_none(engine: Engine) -> None:
+    spans = [Span(slot, 40, [1] * 5, 5) for slot in (2, 3, 4)]
+    (call,) = pack(spans, [0] * 3, engine.layout.arena, Tiles(2, 1, 8, 64), query_groups=3, gather=False).calls
+    assert call.slots == slice(2, 5), "keys were copied"
+    assert call.mask is not None
+    assert call.mask.shape == (1, 1, 3 * 8, 64)
+    steps = [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
+    (call,) = pack(steps, [7] * 3, engine.layout.arena, Tiles(), query_groups=3, gather=False).calls
+    assert call.mask is None
+    assert call.columns == slice(7, 48)

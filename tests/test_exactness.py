@@ -169,12 +169,12 @@ def test_the_self_test_notices_results_that_depend_on_the_slot(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine_under_test = load_engine(tiny_pair[0])
-    real = engine_under_test.arena.write
+    real = engine_under_test.layout.arena.write
 
     def write(layer: int, slots: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         real(layer, slots, positions, key, value * (1 + 1e-6 * (slots > 0))[:, None, None])
 
-    monkeypatch.setattr(engine_under_test.arena, "write", write)
+    monkeypatch.setattr(engine_under_test.layout.arena, "write", write)
     assert not self_test(engine_under_test)
 
 

@@ -237,7 +237,7 @@ def test_too_little_memory_is_refused_with_the_numbers(tiny_pair: tuple[Path, Pa
     message = refusal(tiny_pair[0], kv_memory=needed - 1)
     assert f"{needed - 1:,} bytes" in message
     assert f"{needed:,} bytes" in message
-    assert str(engine.arena.keys[0].shape[2]) in message
+    assert str(engine.layout.arena.keys[0].shape[2]) in message
     assert "max_model_len" in message
 
 

@@ -24,27 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specpool/v1/common.proto\x12\x0bspecpool.v1\"\xdc\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12-\n\x0b\x65quivalence\x18\x08 \x01(\x0e\x32\x18.specpool.v1.Equivalence\x12\x12\n\nparameters\x18\t \x01(\x04\"k\n\nWorkerLoad\x12\x13\n\x0bslots_total\x18\x01 \x01(\r\x12\x14\n\x0cslots_in_use\x18\x02 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x16\n\x0ekv_bytes_total\x18\x04 \x01(\x04\"\x16\n\x14GetWorkerInfoRequest\"e\n\x15GetWorkerInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specpool.v1.ModelInfo\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.specpool.v1.WorkerLoad\">\n\x0eReleaseRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x04\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r*\x8f\x01\n\nItemStatus\x12\x1b\n\x17ITEM_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eITEM_STATUS_OK\x10\x01\x12\x1a\n\x16ITEM_STATUS_CACHE_MISS\x10\x02\x12\x17\n\x13ITEM_STATUS_NO_SLOT\x10\x03\x12\x1b\n\x17ITEM_STATUS_STALE_ROUND\x10\x04*\\\n\x0b\x45quivalence\x12\x1b\n\x17\x45QUIVALENCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45QUIVALENCE_BITWISE\x10\x01\x12\x17\n\x13\x45QUIVALENCE_NUMERIC\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18specpool/v1/common.proto\x12\x0bspecpool.v1\"\xdc\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12-\n\x0b\x65quivalence\x18\x08 \x01(\x0e\x32\x18.specpool.v1.Equivalence\x12\x12\n\nparameters\x18\t \x01(\x04\"~\n\nWorkerLoad\x12\x13\n\x0bslots_total\x18\x01 \x01(\r\x12\x14\n\x0cslots_in_use\x18\x02 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x03 \x01(\x04\x12\x16\n\x0ekv_bytes_total\x18\x04 \x01(\x04\x12\x11\n\tkv_layout\x18\x05 \x01(\t\"\x16\n\x14GetWorkerInfoRequest\"e\n\x15GetWorkerInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.specpool.v1.ModelInfo\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.specpool.v1.WorkerLoad\">\n\x0eReleaseRequest\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x14\n\x0csequence_ids\x18\x02 \x03(\x04\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r*\x8f\x01\n\nItemStatus\x12\x1b\n\x17ITEM_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eITEM_STATUS_OK\x10\x01\x12\x1a\n\x16ITEM_STATUS_CACHE_MISS\x10\x02\x12\x17\n\x13ITEM_STATUS_NO_SLOT\x10\x03\x12\x1b\n\x17ITEM_STATUS_STALE_ROUND\x10\x04*\\\n\x0b\x45quivalence\x12\x1b\n\x17\x45QUIVALENCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45QUIVALENCE_BITWISE\x10\x01\x12\x17\n\x13\x45QUIVALENCE_NUMERIC\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specpool.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ITEMSTATUS']._serialized_start=602
-  _globals['_ITEMSTATUS']._serialized_end=745
-  _globals['_EQUIVALENCE']._serialized_start=747
-  _globals['_EQUIVALENCE']._serialized_end=839
+  _globals['_ITEMSTATUS']._serialized_start=621
+  _globals['_ITEMSTATUS']._serialized_end=764
+  _globals['_EQUIVALENCE']._serialized_start=766
+  _globals['_EQUIVALENCE']._serialized_end=858
   _globals['_MODELINFO']._serialized_start=42
   _globals['_MODELINFO']._serialized_end=262
   _globals['_WORKERLOAD']._serialized_start=264
-  _globals['_WORKERLOAD']._serialized_end=371
-  _globals['_GETWORKERINFOREQUEST']._serialized_start=373
-  _globals['_GETWORKERINFOREQUEST']._serialized_end=395
-  _globals['_GETWORKERINFORESPONSE']._serialized_start=397
-  _globals['_GETWORKERINFORESPONSE']._serialized_end=498
-  _globals['_RELEASEREQUEST']._serialized_start=500
-  _globals['_RELEASEREQUEST']._serialized_end=562
-  _globals['_RELEASERESPONSE']._serialized_start=564
-  _globals['_RELEASERESPONSE']._serialized_end=599
+  _globals['_WORKERLOAD']._serialized_end=390
+  _globals['_GETWORKERINFOREQUEST']._serialized_start=392
+  _globals['_GETWORKERINFOREQUEST']._serialized_end=414
+  _globals['_GETWORKERINFORESPONSE']._serialized_start=416
+  _globals['_GETWORKERINFORESPONSE']._serialized_end=517
+  _globals['_RELEASEREQUEST']._serialized_start=519
+  _globals['_RELEASEREQUEST']._serialized_end=581
+  _globals['_RELEASERESPONSE']._serialized_start=583
+  _globals['_RELEASERESPONSE']._serialized_end=618
 # @@protoc_insertion_point(module_scope)

@@ -30,14 +30,16 @@ class ProposeItem(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
-    __slots__ = ("round_id", "results", "forward_ns")
+    __slots__ = ("round_id", "results", "forward_ns", "realign_ns")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    REALIGN_NS_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     results: _containers.RepeatedCompositeFieldContainer[ProposeResult]
     forward_ns: int
-    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[ProposeResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ...) -> None: ...
+    realign_ns: int
+    def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[ProposeResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ...) -> None: ...
 
 class ProposeResult(_message.Message):
     __slots__ = ("sequence_id", "status", "draft_token_ids", "cached_length")

@@ -242,8 +242,20 @@ class WorkerState(_message.Message):
     load: _common_pb2.WorkerLoad
     def __init__(self, address: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
 
+class GroupingCounters(_message.Message):
+    __slots__ = ("same_length_rounds", "mixed_rounds", "fallback_rounds", "group_sizes")
+    SAME_LENGTH_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    MIXED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZES_FIELD_NUMBER: _ClassVar[int]
+    same_length_rounds: int
+    mixed_rounds: int
+    fallback_rounds: int
+    group_sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, same_length_rounds: _Optional[int] = ..., mixed_rounds: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., group_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ServerCounters(_message.Message):
-    __slots__ = ("requests", "finished", "rounds", "completion_tokens", "draft_tokens", "accepted_draft_tokens", "cache_misses", "stage_seconds")
+    __slots__ = ("requests", "finished", "rounds", "completion_tokens", "draft_tokens", "accepted_draft_tokens", "cache_misses", "stage_seconds", "grouping")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +278,7 @@ class ServerCounters(_message.Message):
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_MISSES_FIELD_NUMBER: _ClassVar[int]
     STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GROUPING_FIELD_NUMBER: _ClassVar[int]
     requests: int
     finished: _containers.ScalarMap[str, int]
     rounds: int
@@ -274,4 +287,5 @@ class ServerCounters(_message.Message):
     accepted_draft_tokens: int
     cache_misses: int
     stage_seconds: _containers.ScalarMap[str, float]
-    def __init__(self, requests: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., rounds: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., cache_misses: _Optional[int] = ..., stage_seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    grouping: GroupingCounters
+    def __init__(self, requests: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., rounds: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., cache_misses: _Optional[int] = ..., stage_seconds: _Optional[_Mapping[str, float]] = ..., grouping: _Optional[_Union[GroupingCounters, _Mapping]] = ...) -> None: ...
