@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -24,12 +25,13 @@ from specpool.v1 import generation_pb2 as pb
 
 from coordinator.client import Client
 from coordinator.fakes import FakeDraft, FakeTarget
-from coordinator.grouping import POLICIES
+from coordinator.grouping import POLICIES, GroupingLimits, Policy
 from coordinator.pool import Pool
 from coordinator.sequence import GenerationRequest, Sequence
 
 GOAL_ROUND_MS, GOAL_CHOICE_MS = 2.0, 1.0
 POOL_SIZE, CHOICES = 10_000, 1_000
+PROMPT_LENGTHS = 20, 2_000
 
 
 def main() -> None:
@@ -51,7 +53,7 @@ def main() -> None:
         "rounds": sum(run["rounds"] for run in runs),
         **{name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0] if name.endswith("_ms")},
         "goal_round_ms": GOAL_ROUND_MS,
-        "choose_group_of_10000_ms": round(measure_choice(), 5),
+        "choose_group_of_10000_ms": {name: round(measure_choice(name), 5) for name in POLICIES},
         "goal_choice_ms": GOAL_CHOICE_MS,
     }
     table = Table("measure", "value", title="cost of the coordinator")
@@ -120,17 +122,20 @@ async def _wait_ready(client: Client) -> None:
     raise SystemExit("the coordinator did not get ready")
 
 
-def measure_choice() -> float:
+def measure_choice(name: str) -> float:
     """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
     pool = Pool(window_size=POOL_SIZE, queue_size=POOL_SIZE)
+    chance = random.Random(0)
     for i in range(POOL_SIZE):
-        pool.submit(Sequence(i, GenerationRequest(str(i), (1,), 1000, frozenset(), 4)))
+        prompt = (1,) * chance.randint(*PROMPT_LENGTHS)
+        pool.submit(Sequence(i, GenerationRequest(str(i), prompt, 1000, frozenset(), 4)))
     pool.admit()
-    return statistics.median(_timed(lambda: _choose(pool)) for _ in range(CHOICES)) * 1000
+    policy = POLICIES[name](GroupingLimits(max_batch_size=8, min_group_size=4))
+    return statistics.median(_timed(lambda: _choose(pool, policy)) for _ in range(CHOICES)) * 1000
 
 
-def _choose(pool: Pool) -> None:
-    group = POLICIES["ragged"](pool.ready, 8)
+def _choose(pool: Pool, policy: Policy) -> None:
+    group = policy.choose(pool.ready, pool.rounds).sequences
     pool.begin_round(group)
     pool.end_round(group)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 
-from coordinator.grouping import POLICIES
+from coordinator.grouping import POLICIES, GroupingLimits
 from coordinator.pool import DuplicateRequestError, Pool, PoolFullError
 from coordinator.round import Commit
 from coordinator.rounds import RoundLoop
@@ -88,19 +88,21 @@ class Coordinator:
         self.draft: DraftLink | None = None
         if settings.draft_address is not None:
             self.draft = DraftLink(settings.draft_address, coordinator_id, settings.draft_timeout_seconds, self.target)
-        self.pool = Pool(settings.window_size, settings.queue_size)
+        self.pool = Pool(settings.window_size, settings.queue_size, by_length=settings.admission == "length")
         self.finished: Counter[str] = Counter()
         self.requests = 0
         self.started = time.monotonic()
         self._sequence_ids = count(1)
         self._generations: dict[int, Generation] = {}
         self._tokenizer: TargetTokenizer | None = None
+        limits = GroupingLimits(
+            settings.max_batch_size, settings.least_group_size, settings.max_wait_rounds, settings.prefer_group
+        )
         self._loop = RoundLoop(
             self.pool,
-            POLICIES[settings.policy],
+            POLICIES[settings.policy](limits),
             self.target,
             self.draft,
-            settings.max_batch_size,
             settings.prefill_tokens,
             self._publish,
             self._admitted,

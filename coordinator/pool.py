@@ -6,7 +6,10 @@ window, because the target worker still holds its slot.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from heapq import nsmallest
+from itertools import islice
 
+from coordinator.ready import ReadySet
 from coordinator.sequence import Finish, FinishReason, Sequence
 
 
@@ -19,12 +22,17 @@ class DuplicateRequestError(Exception):
 
 
 class Pool:
-    """At most `window_size` sequences are generated at a time, at most `queue_size` wait for room."""
+    """At most `window_size` sequences are generated at a time, at most `queue_size` wait for room.
 
-    def __init__(self, window_size: int, queue_size: int) -> None:
+    `by_length`: those who enter together have prompts of about the same length, rather than being first in the queue.
+    """
+
+    def __init__(self, window_size: int, queue_size: int, by_length: bool = False) -> None:
         self.window_size, self.queue_size = window_size, queue_size
+        self.rounds = 0
+        self._by_length = by_length
         self._queue: OrderedDict[int, Sequence] = OrderedDict()
-        self._ready: OrderedDict[int, Sequence] = OrderedDict()
+        self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
         self._by_request: dict[str, Sequence] = {}
@@ -40,7 +48,7 @@ class Pool:
         return len(self._by_request) - len(self._queue)
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
         """Sequences that `admit` could let in."""
         return max(0, self.window_size - len(self._ready) - len(self._in_round) - len(self._leaving))
 
@@ -50,30 +58,43 @@ class Pool:
         return not (self._queue or self._ready or self._in_round or self._leaving)
 
     @property
-    def ready(self) -> Iterable[Sequence]:
-        """Sequences that could play a round now, the one that waited longest first."""
-        return self._ready.values()
+    def ready(self) -> ReadySet:
+        """Sequences that could play a round now."""
+        return self._ready
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence; `admit` lets it in. PoolFullError, DuplicateRequestError."""
         if sequence.request.request_id in self._by_request:
             raise DuplicateRequestError(sequence.request.request_id)
-        if len(self._queue) >= self.queue_size + self._room:  # who finds room in the window will not wait
+        if len(self._queue) >= self.queue_size + self.room:  # who finds room in the window will not wait
             raise PoolFullError
         self._queue[sequence.sequence_id] = sequence
         self._by_request[sequence.request.request_id] = sequence
 
-    def admit(self) -> list[Sequence]:
-        """Moves the longest-waiting sequences into the window while it has room, and returns them."""
-        admitted = []
-        while self._queue and self._room:
-            sequence_id, sequence = self._queue.popitem(last=False)
-            self._ready[sequence_id] = sequence
-            admitted.append(sequence)
+    def admit(self, most: int | None = None) -> list[Sequence]:
+        """Moves waiting sequences, at most `most`, into the window while it has room, and returns them."""
+        admitted = self._next(self.room if most is None else min(most, self.room))
+        for sequence in admitted:
+            del self._queue[sequence.sequence_id]
+            self._make_ready(sequence)
         return admitted
+
+    def _next(self, count: int) -> list[Sequence]:
+        """Who enters: the one that waited longest in any case, so that nobody waits for ever."""
+        waiting = iter(self._queue.values())
+        if not self._by_length or count < 1 or not self._queue:
+            return list(islice(waiting, max(0, count)))
+        first = next(waiting)
+        length = len(first.request.prompt_ids)
+        return [first, *nsmallest(count - 1, waiting, key=lambda other: abs(len(other.request.prompt_ids) - length))]
+
+    def _make_ready(self, sequence: Sequence) -> None:
+        sequence.ready_since = self.rounds
+        self._ready.add(sequence)
 
     def begin_round(self, group: Iterable[Sequence]) -> None:
         """The group's sequences are not ready until `end_round`."""
+        self.rounds += 1
         for sequence in group:
             self._in_round[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
 
@@ -83,7 +104,7 @@ class Pool:
             if self._in_round.pop(sequence.sequence_id, None) is None:
                 continue
             if sequence.finish is None:
-                self._ready[sequence.sequence_id] = sequence
+                self._make_ready(sequence)
             else:
                 self._leaving.add(sequence.sequence_id)
                 # The id of one that was aborted may be another's by now.
@@ -101,7 +122,8 @@ class Pool:
         sequence.finish = Finish(FinishReason.ABORT)
         del self._by_request[sequence.request.request_id]
         self._queue.pop(sequence.sequence_id, None)
-        if self._ready.pop(sequence.sequence_id, None) is not None:
+        if sequence.sequence_id in self._ready:
+            self._ready.pop(sequence.sequence_id)
             self._leaving.add(sequence.sequence_id)
 
     @property
@@ -115,7 +137,8 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in two places or the window is exceeded."""
-        places = [set(self._queue), set(self._ready), set(self._in_round), self._leaving]
+        ready = {sequence.sequence_id for sequence in self._ready}
+        places = [set(self._queue), ready, set(self._in_round), self._leaving]
         assert len(set().union(*places)) == sum(map(len, places)), "a sequence is in two places"
         assert sum(map(len, places[1:])) <= self.window_size, "the window is exceeded"
-        assert len(self._queue) <= self.queue_size + self._room, "the queue is exceeded"
+        assert len(self._queue) <= self.queue_size + self.room, "the queue is exceeded"

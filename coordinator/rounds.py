@@ -7,15 +7,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from coordinator.grouping import GroupingPolicy
+from coordinator.counters import Counters, Timed
+from coordinator.grouping import Group, Policy
 from coordinator.pool import Pool
 from coordinator.round import Commit, ItemStatus, Proposal, ProposeItem, Round, Verdict, VerifyItem
 from coordinator.sequence import Sequence
-from coordinator.workers import Timed, WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers import WorkerRefusedError, WorkerUnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -46,31 +46,15 @@ class Draft(Protocol):
     async def release(self, sequence_ids: set[int]) -> bool: ...
 
 
-STAGES = ("draft", "verify", "wire", "schedule")
-
-
-@dataclass
-class Counters:
-    """Sums since the start."""
-
-    rounds: int = 0
-    completion_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-    cache_misses: int = 0
-    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-
-
 class RoundLoop:
     """One group at a time: while it is in flight, newcomers queue and leavers are marked."""
 
     def __init__(
         self,
         pool: Pool,
-        policy: GroupingPolicy,
+        policy: Policy,
         target: Target,
         draft: Draft | None,
-        max_batch_size: int,
         prefill_tokens: int,
         publish: Callable[[Commit], None],
         admitted: Callable[[Sequence], None],
@@ -79,7 +63,7 @@ class RoundLoop:
         """`publish` gets every commit, `admitted` every newcomer of the window, `fail` every sequence given up on."""
         self.counters = Counters()
         self._pool, self._policy, self._target, self._draft = pool, policy, target, draft
-        self._max_batch_size, self._prefill_tokens = max_batch_size, prefill_tokens
+        self._prefill_tokens = prefill_tokens
         self._publish, self._admitted, self._fail = publish, admitted, fail
         self._round_ids = count(1)
         self._work = asyncio.Event()
@@ -94,10 +78,11 @@ class RoundLoop:
         """Plays rounds for ever."""
         while True:
             await self._target.wait_ready()
-            for sequence in self._pool.admit():
+            pool = self._pool
+            for sequence in pool.admit(self._policy.places(pool.ready, len(pool.leaving), pool.room)):
                 self._admitted(sequence)
-            group = self._policy(self._pool.ready, self._max_batch_size)
-            if group:
+            group = self._policy.choose(pool.ready, pool.rounds)
+            if group.sequences:
                 await self._play_safely(group)
             else:
                 self._work.clear()
@@ -119,9 +104,9 @@ class RoundLoop:
                 await asyncio.sleep(RETRY_SECONDS)
                 self._leavers.set()
 
-    async def _play_safely(self, group: list[Sequence]) -> None:
+    async def _play_safely(self, group: Group) -> None:
         """Plays a round of the group, whatever happens in it."""
-        self._pool.begin_round(group)
+        self._pool.begin_round(group.sequences)
         try:
             gained = await self._play_or_split(group)
         except WorkerUnreachableError:
@@ -129,64 +114,54 @@ class RoundLoop:
         except Exception:  # a fault of ours must end these requests, not the service
             log.exception("a round failed")
             gained = True
-            for sequence in group:
+            for sequence in group.sequences:
                 self._fail(sequence, "internal error in a round")
         finally:
-            self._pool.end_round(group)
+            self._pool.end_round(group.sequences)
             self._leavers.set()
         if not gained:
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _play_or_split(self, group: list[Sequence]) -> bool:
+    async def _play_or_split(self, group: Group) -> bool:
         """Plays a round of the group. If the target refuses it, of each alone, to find those that it cannot serve."""
         try:
             return await self._play(group)
         except WorkerRefusedError:
-            for sequence in group:
+            for sequence in group.sequences:
                 try:
-                    await self._play([sequence])
+                    await self._play(Group([sequence]))
                 except WorkerRefusedError as error:
                     self._fail(sequence, f"the target worker refused the sequence twice: {error}")
             return True
 
-    async def _play(self, group: list[Sequence]) -> bool:
+    async def _play(self, group: Group) -> bool:
         """One round. False if no sequence of the group got anywhere."""
         began = time.perf_counter()
-        round_ = Round(next(self._round_ids), group, self._prefill_tokens)
+        same_length = group.same_length
+        round_ = Round(next(self._round_ids), group.sequences, self._prefill_tokens)
         proposed = await self._propose(round_)
         items = round_.verify_items()
         if not items:
             return False
         verdicts, verified = await self._target.verify(round_.round_id, items)
         for commit in round_.commit(verdicts):
-            self._count(commit)
+            self.counters.add_commit(commit)
             self._publish(commit)
         self.counters.rounds += 1
         self.counters.cache_misses += round_.cache_misses
-        self._count_times(proposed, verified, time.perf_counter() - began)
+        self.counters.grouping.add(group, same_length)
+        self.counters.add_times(proposed, verified, time.perf_counter() - began)
         return any(verdict.status is not ItemStatus.NO_SLOT for verdict in verdicts)
 
     async def _propose(self, round_: Round) -> Timed:
         if self._draft is None or not self._draft.is_ready:
-            return Timed(0.0, 0.0)
+            return Timed()
         items = round_.propose_items(self._draft.max_model_len, self._draft.vocab_size)
         if not items:
-            return Timed(0.0, 0.0)
+            return Timed()
         try:
             proposals, timed = await self._draft.propose(round_.round_id, items)
         except (WorkerUnreachableError, WorkerRefusedError):
-            return Timed(0.0, 0.0)  # the link has logged it; this round decodes plainly
+            return Timed()  # the link has logged it; this round decodes plainly
         round_.take_proposals(proposals, self._target.vocab_size)
         return timed
-
-    def _count(self, commit: Commit) -> None:
-        self.counters.completion_tokens += len(commit.token_ids)
-        self.counters.draft_tokens += commit.drafted
-        self.counters.accepted_draft_tokens += commit.accepted
-
-    def _count_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
-        seconds = self.counters.stage_seconds
-        seconds["draft"] += proposed.forward
-        seconds["verify"] += verified.forward
-        seconds["wire"] += proposed.elapsed - proposed.forward + verified.elapsed - verified.forward
-        seconds["schedule"] += elapsed - proposed.elapsed - verified.elapsed

@@ -4,6 +4,10 @@ import enum
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+Shape = tuple[int, int, int, int]
+"""What must be equal for sequences to need no padding between them: tokens, cached positions in both workers, and
+draft tokens of the next round."""
+
 
 class FinishReason(enum.StrEnum):
     """Why a generation ended, as the public API says it."""
@@ -78,6 +82,8 @@ class Sequence:
         """Positions that the draft worker has cached; a prefix of `token_ids`."""
         self.draft_rests_until = 0
         """The first round in which the draft worker is asked again, after it had no slot."""
+        self.ready_since = 0
+        """The round of the pool after which it became ready."""
         self.finish: Finish | None = None
         self.speculation = SpeculationStats()
 
@@ -95,6 +101,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether the target lacks only the last token: the next pass gives a new one."""
         return self.target_length == len(self.token_ids) - 1
+
+    @property
+    def shape(self) -> Shape:
+        """Equal shapes make a batch without padding."""
+        return len(self.token_ids), self.target_length, self.draft_length, self.draft_limit
 
     @property
     def draft_limit(self) -> int:

@@ -99,6 +99,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 accepted_draft_tokens=counters.accepted_draft_tokens,
                 cache_misses=counters.cache_misses,
                 stage_seconds=counters.stage_seconds,
+                grouping=pb.GroupingCounters(**vars(counters.grouping)),
             ),
         )
 

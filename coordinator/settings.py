@@ -15,9 +15,22 @@ class CoordinatorSettings(ServerSettings):
     draft_address: str | None = Field(
         None, min_length=1, description="host:port of the draft worker; without one, decoding is plain"
     )
-    policy: Literal["ragged"] = Field("ragged", description="who is batched with whom")
+    policy: Literal["ragged", "exspec", "eqspec"] = Field(
+        "ragged",
+        description="who is batched with whom: any sequences, those of equal length, or a batch fixed at admission",
+    )
     window_size: int = Field(16, ge=1, description="sequences generated at a time, as far as the target has slots")
     max_batch_size: int = Field(16, ge=1, description="sequences in one round")
+    min_group_size: int | None = Field(
+        None, ge=1, description="exspec: fewer sequences of equal length play no round alone; default: half a batch"
+    )
+    max_wait_rounds: int = Field(8, ge=0, description="exspec: a sequence that waited so many rounds is in the next")
+    prefer_group: Literal["largest", "oldest"] = Field(
+        "largest", description="exspec: which group of equal length plays first"
+    )
+    admission: Literal["arrival", "length"] = Field(
+        "arrival", description="who enters the window together: the first in the queue, or prompts of about one length"
+    )
     queue_size: int = Field(256, ge=0, description="requests that may wait; more are refused")
     num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")
     max_num_speculative_tokens: int = Field(16, ge=0, description="the most that a request may ask for")
@@ -28,6 +41,17 @@ class CoordinatorSettings(ServerSettings):
     draft_timeout_seconds: float = Field(5.0, gt=0, description="a slower draft worker is left out for a while")
     target_timeout_seconds: float = Field(120.0, gt=0, description="a slower target worker counts as unreachable")
     max_request_bytes: ByteSize = Field(ByteSize(4 * 2**20), ge=1024, description="largest request accepted")
+
+    @property
+    def least_group_size(self) -> int:
+        """`min_group_size`, or its default."""
+        return self.min_group_size or max(1, self.max_batch_size // 2)
+
+    @model_validator(mode="after")
+    def _groups_within_batch(self) -> Self:
+        if self.least_group_size > self.max_batch_size:
+            raise ValueError("min_group_size must not exceed max_batch_size")
+        return self
 
     @model_validator(mode="after")
     def _speculation_within_limit(self) -> Self:

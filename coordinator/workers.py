@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -18,6 +17,7 @@ from specpool.v1 import (
     target_worker_pb2_grpc,
 )
 
+from coordinator.counters import Timed
 from coordinator.round import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from coordinator.tokenizer import TokenizerFiles
 from rpc.channel import open_channel
@@ -58,14 +58,6 @@ class LinkState(StrEnum):
     READY = "ready"
     RESTING = "resting"
     REFUSED = "refused"
-
-
-@dataclass(frozen=True)
-class Timed:
-    """When a call was under way, in seconds: as the caller saw it, and inside the worker."""
-
-    elapsed: float
-    forward: float
 
 
 class WorkerLink:
@@ -261,7 +253,7 @@ class TargetLink(WorkerLink):
             Verdict(result.sequence_id, _STATUS[result.status], tuple(result.token_ids), result.cached_length)
             for result in response.results
         ]
-        return verdicts, Timed(elapsed, response.forward_ns / 1e9)
+        return verdicts, _timed(elapsed, response)
 
 
 class DraftLink(WorkerLink):
@@ -320,7 +312,11 @@ class DraftLink(WorkerLink):
             Proposal(result.sequence_id, _STATUS[result.status], tuple(result.draft_token_ids), result.cached_length)
             for result in response.results
         ]
-        return proposals, Timed(elapsed, response.forward_ns / 1e9)
+        return proposals, _timed(elapsed, response)
+
+
+def _timed(elapsed: float, response: draft_worker_pb2.ProposeResponse | target_worker_pb2.VerifyResponse) -> Timed:
+    return Timed(elapsed, response.forward_ns / 1e9, response.realign_ns / 1e9)
 
 
 def _fits(response: draft_worker_pb2.ProposeResponse, items: list[ProposeItem]) -> bool:

@@ -20,7 +20,7 @@ class KVLayout(ABC):
 
     @abstractmethod
     def align(self, spans: Sequence[Span]) -> list[int]:
-        """Brings the cached positions of these sequences where the new tokens' pass needs them; returns their starts."""
+        """Brings the cached positions of these sequences where the pass of the new tokens needs them; their starts."""
 
 
 class SlotLayout(KVLayout):

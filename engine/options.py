@@ -22,7 +22,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",
-        description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round, to compare with',
+        description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
     )
     max_forward_tokens: int = Field(512, ge=1, description="tokens in one forward pass; more take several")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")

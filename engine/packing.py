@@ -58,8 +58,9 @@ def pack(
 ) -> PackedBatch:
     """Lays out the spans one behind the other, in their order.
 
-    `starts`: the column of each span's sequence in which its position 0 lies. `query_groups`: query heads per KV head, folded into the query rows. `gather`: attend to scattered slots by copying
-    them together (one call), rather than by a call for each run of neighbours (no copy).
+    `starts`: the column of each span's sequence in which its position 0 lies. `query_groups`: query heads per KV head,
+    folded into the query rows. `gather`: attend to scattered slots by copying them together (one call), rather than by
+    a call for each run of neighbours (no copy).
     """
     device = arena.keys[0].device
     placed: list[_Placed] = []

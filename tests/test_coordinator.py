@@ -419,7 +419,12 @@ async def test_server_info_counts_and_describes() -> None:
         accepted = sum(r.speculative_decoding.num_accepted_draft_tokens for r in responses)
         assert counters.accepted_draft_tokens == accepted
         assert counters.cache_misses == 0
-        assert set(counters.stage_seconds) == {"draft", "verify", "wire", "schedule"}
+        assert set(counters.stage_seconds) == {"draft", "verify", "realign", "wire", "schedule"}
+        rounds = (
+            counters.grouping.same_length_rounds + counters.grouping.mixed_rounds + counters.grouping.group_sizes[0]
+        )
+        assert rounds == sum(counters.grouping.group_sizes) == counters.rounds
+        assert counters.grouping.fallback_rounds == 0
         assert all(seconds >= 0 for seconds in counters.stage_seconds.values())
 
 

@@ -18,7 +18,7 @@ FORBIDDEN = {
     "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "draft_worker", "target_worker"},
 }
 
-PURE = ("sequence", "pool", "grouping", "round")
+PURE = ("sequence", "ready", "pool", "grouping", "round", "counters")
 IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 
 MAY_NAME_STATUS_CODES = {

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.grouping import ragged
+from coordinator.grouping import GroupingLimits, Ragged
 from coordinator.pool import DuplicateRequestError, Pool, PoolFullError
 from coordinator.sequence import FinishReason, GenerationRequest, Sequence
 
@@ -61,7 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.group)
     @rule(limit=st.integers(1, 4))
     def begin_round(self, limit: int) -> None:
-        self.group = ragged(self.pool.ready, limit)
+        self.group = Ragged(GroupingLimits(limit)).choose(self.pool.ready, self.pool.rounds).sequences
         self.pool.begin_round(self.group)
 
     @precondition(lambda self: self.group)
@@ -153,7 +153,7 @@ def test_nobody_waits_longer_than_one_turn_of_the_others(window: int, limit: int
     pool.admit()
     last_played = dict.fromkeys(sequences, 0)
     for turn in range(1, 40):
-        group = ragged(pool.ready, limit)
+        group = Ragged(GroupingLimits(limit)).choose(pool.ready, pool.rounds).sequences
         pool.begin_round(group)
         pool.end_round(group)
         last_played.update(dict.fromkeys(group, turn))

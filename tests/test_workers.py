@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -449,7 +450,9 @@ async def test_a_silent_coordinator_loses_its_sequences_and_only_it(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("rpc.worker_service.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        "rpc.worker_service.time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter_ns=time.perf_counter_ns)
+    )
     lease = 0.04
     reaper = asyncio.create_task(worker.host.expire_leases(lease))
     await worker.round(worker.item(1, 0, [5]), worker.item(2, 0, [6]), coordinator_id="silent")
@@ -493,6 +496,7 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         slots_in_use=1,
         kv_bytes_per_token=info.kv_bytes_per_token,
         kv_bytes_total=info.kv_bytes_total,
+        kv_layout="slots",
     )
 
 

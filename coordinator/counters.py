@@ -1,0 +1,70 @@
+"""What the round loop counts: tokens, groups, and where the time goes. Pure."""
+
+from dataclasses import dataclass, field
+
+from coordinator.grouping import Group
+from coordinator.round import Commit
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds that a call to a worker took: as the caller saw it, and of these in the model and in realignment."""
+
+    elapsed: float = 0.0
+    forward: float = 0.0
+    realign: float = 0.0
+
+    @property
+    def wire(self) -> float:
+        """What the worker knows nothing of."""
+        return self.elapsed - self.forward - self.realign
+
+
+STAGES = ("draft", "verify", "realign", "wire", "schedule")
+
+
+@dataclass
+class GroupingCounters:
+    """Who was batched with whom. Rounds of one sequence count as neither kind."""
+
+    same_length_rounds: int = 0
+    mixed_rounds: int = 0
+    fallback_rounds: int = 0
+    group_sizes: list[int] = field(default_factory=list)
+    """At index i: rounds of i + 1 sequences."""
+
+    def add(self, group: Group, same_length: bool) -> None:
+        """Counts one round of a group that had `same_length` when it was chosen."""
+        size = len(group.sequences)
+        self.group_sizes.extend([0] * (size - len(self.group_sizes)))
+        self.group_sizes[size - 1] += 1
+        self.same_length_rounds += size > 1 and same_length
+        self.mixed_rounds += size > 1 and not same_length
+        self.fallback_rounds += group.fallback
+
+
+@dataclass
+class Counters:
+    """Sums since the start."""
+
+    rounds: int = 0
+    completion_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    cache_misses: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    grouping: GroupingCounters = field(default_factory=GroupingCounters)
+
+    def add_commit(self, commit: Commit) -> None:
+        """Counts what one sequence gained."""
+        self.completion_tokens += len(commit.token_ids)
+        self.draft_tokens += commit.drafted
+        self.accepted_draft_tokens += commit.accepted
+
+    def add_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
+        """Counts where a round of `elapsed` seconds spent them."""
+        self.stage_seconds["draft"] += proposed.forward
+        self.stage_seconds["verify"] += verified.forward
+        self.stage_seconds["realign"] += proposed.realign + verified.realign
+        self.stage_seconds["wire"] += proposed.wire + verified.wire
+        self.stage_seconds["schedule"] += elapsed - proposed.elapsed - verified.elapsed
