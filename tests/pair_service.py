@@ -28,10 +28,11 @@ from target_worker.service import TargetWorkerServicer
 class LogitsTap:
     """Watches an engine: the logits after the same context must be the same bits, whenever and however they come."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, seen: dict[tuple[int, ...], bytes] | None = None) -> None:
+        """`seen`: what another engine's tap has seen, to compare with that too."""
         self._engine = engine
         self._cached: dict[int, list[int]] = {}
-        self._seen: dict[tuple[int, ...], bytes] = {}
+        self.seen = {} if seen is None else seen
         self.compared = 0
         self.different: list[tuple[int, ...]] = []
         engine.choose = self._choose  # type: ignore[method-assign]
@@ -50,11 +51,11 @@ class LogitsTap:
 
     def _compare(self, context: tuple[int, ...], row: torch.Tensor) -> None:
         bits = row.numpy().tobytes()
-        if context in self._seen:
+        if context in self.seen:
             self.compared += 1
-            if self._seen[context] != bits:
+            if self.seen[context] != bits:
                 self.different.append(context)
-        self._seen[context] = bits
+        self.seen[context] = bits
 
 
 @dataclass
@@ -96,19 +97,25 @@ async def serving_pair(
             draft_host = WorkerHost(partial(load_proposer, draft_settings))
             register = draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
             draft_address = await _serve(stack, draft_settings, draft_host, register, DraftWorkerServicer(draft_host))
-        process = CoordinatorServer(
-            CoordinatorSettings(
-                port=0, drain_seconds=0, target_address=address, draft_address=draft_address, **settings
-            )
-        )
+        client, process = await stack.enter_async_context(serving_coordinator(address, draft_address, **settings))
+        yield PairService(client, process, target_host, draft_host)
+
+
+@asynccontextmanager
+async def serving_coordinator(
+    target: str, draft: str | None, **settings: Any
+) -> AsyncIterator[tuple[Client, CoordinatorServer]]:
+    """A coordinator before workers at these addresses, ready to generate."""
+    settings = {"port": 0, "drain_seconds": 0, "target_address": target, "draft_address": draft, **settings}
+    async with AsyncExitStack() as stack:
+        process = CoordinatorServer(CoordinatorSettings(**settings))
         port = await process.start()
         stack.push_async_callback(process.wait_stopped)
         stack.callback(process.server.stop)
         await process.coordinator.target.wait_ready()
         if process.coordinator.draft is not None:
             await process.coordinator.draft.wait_ready()
-        client = await stack.enter_async_context(Client(f"127.0.0.1:{port}"))
-        yield PairService(client, process, target_host, draft_host)
+        yield await stack.enter_async_context(Client(f"127.0.0.1:{port}")), process
 
 
 async def _serve(stack: AsyncExitStack, settings: Any, host: WorkerHost, register: Any, servicer: Any) -> str:

@@ -1,0 +1,76 @@
+"""Mixes of requests for the tests of equality: prompts, how they arrive, what is cut off, and how to play them."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from specpool.v1 import generation_pb2 as pb
+
+from coordinator.client import Client
+from coordinator.fakes import EOS_TOKEN_ID
+
+MAX_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request of a mix."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    k: int
+    ignore_eos: bool
+    starts_after: int  # so many hundredths of a second
+    cancelled_after: int | None  # so many tokens
+
+
+def make_prompt(seed_and_length: tuple[int, int]) -> tuple[int, ...]:
+    seed, length = seed_and_length
+    chance = random.Random(seed)
+    return tuple(chance.randrange(EOS_TOKEN_ID) for _ in range(length))
+
+
+# Few seeds, so that examples share prompts and the plain runs to compare with. Lengths around the engine's tiles
+# and the chunks of the prefill.
+prompts = st.tuples(
+    st.integers(0, 2), st.one_of(st.integers(1, 40), st.sampled_from([1, 15, 16, 17, 63, 64, 65, 250, 256, 300]))
+).map(make_prompt)
+cases = st.builds(
+    Case,
+    prompt=prompts,
+    max_tokens=st.integers(1, MAX_TOKENS),
+    k=st.integers(0, 8),
+    ignore_eos=st.booleans(),
+    starts_after=st.integers(0, 6),
+    cancelled_after=st.one_of(st.none(), st.none(), st.integers(0, 10)),
+)
+
+
+async def play(client: Client, case: Case) -> list[int]:
+    """The tokens of one request of a mix, as far as it was let run."""
+    await asyncio.sleep(case.starts_after / 100)
+    tokens: list[int] = []
+    call = client.stub.GenerateStream(make_request(case))
+    async for message in call:
+        if message.HasField("complete"):
+            assert list(message.complete.token_ids) == tokens
+        tokens.extend(message.chunk.token_ids)
+        if case.cancelled_after is not None and len(tokens) > case.cancelled_after:
+            call.cancel()
+            break
+    return tokens
+
+
+def assert_equal(mix: list[Case], got: list[list[int]], expected: list[list[int]]) -> None:
+    """Every request has its expected tokens; a cancelled one the first of them."""
+    for case, tokens, truth in zip(mix, got, expected, strict=True):
+        assert tokens == (truth if case.cancelled_after is None else truth[: len(tokens)])
+
+
+def make_request(case: Case) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        tokenized=pb.TokenizedInput(input_ids=case.prompt),
+        sampling_params=pb.SamplingParams(max_tokens=case.max_tokens, ignore_eos=case.ignore_eos),
+        speculative=pb.SpeculativeParams(num_speculative_tokens=case.k),
+    )
