@@ -20,13 +20,13 @@ protos: .venv/ready
 	$(BIN)/python protos/generate.py
 
 bench: .venv/ready
-	$(BIN)/python benchmarks/coordinator_cost.py
+	$(BIN)/python -m benchmarks.coordinator_cost
 
 # torch comes first and pinned: a range would bring gigabytes of CUDA libraries to machines without a GPU.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[worker,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[worker,dev,bench]'
 	touch $@
 
 clean:

@@ -1,6 +1,6 @@
 """What the coordinator itself costs, with fake workers that cost nothing: per round, and per choice of a group.
 
-    python benchmarks/coordinator_cost.py [--sequences 8] [--tokens 200] [--k 4] [--repeats 5]
+    python -m benchmarks.coordinator_cost [--sequences 8] [--tokens 200] [--k 4] [--repeats 5]
 
 Coordinator, fakes and client are processes of their own that meet on loopback sockets. The last line printed is JSON.
 """

@@ -1,6 +1,6 @@
 """Token ids of the service in batches, against the service alone with k = 0, and against `generate` of transformers.
 
-    python benchmarks/equality.py [--prompts FILE] [--max-tokens 64] [--concurrency 8] [--k 3]
+    python -m benchmarks.equality [--prompts FILE] [--max-tokens 64] [--concurrency 8] [--k 3]
 
 `generate` sums in another order, so it may decide near-ties differently: every difference is shown with the margin
 between the two best logits where it begins. The last line printed is JSON.

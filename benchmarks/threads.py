@@ -1,6 +1,6 @@
 """How many CPU threads each worker should have, and whether they should spin while they wait: a demo for each choice.
 
-    python benchmarks/threads.py [--repeats 3] [--num-prompts 8] [--max-tokens 32]
+    python -m benchmarks.threads [--repeats 3] [--num-prompts 8] [--max-tokens 32]
 
 Runs of all choices are interleaved; medians are shown. The last line printed is JSON.
 """

@@ -6,11 +6,12 @@ window, because the target worker still holds its slot.
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from heapq import nsmallest
-from itertools import islice
 
 from coordinator.ready import ReadySet
 from coordinator.sequence import Finish, FinishReason, Sequence
+
+# Newcomers that may enter before the one that waits longest, where admission is by length.
+MOST_PASSED_OVER = 16
 
 
 class PoolFullError(Exception):
@@ -24,13 +25,15 @@ class DuplicateRequestError(Exception):
 class Pool:
     """At most `window_size` sequences are generated at a time, at most `queue_size` wait for room.
 
-    `by_length`: those who enter together have prompts of about the same length, rather than being first in the queue.
+    `by_length`: the next to enter has a prompt of about the last one's length, rather than being first in the queue.
     """
 
     def __init__(self, window_size: int, queue_size: int, by_length: bool = False) -> None:
         self.window_size, self.queue_size = window_size, queue_size
         self.rounds = 0
         self._by_length = by_length
+        self._last_length = 0
+        self._passed_over = 0
         self._queue: OrderedDict[int, Sequence] = OrderedDict()
         self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
@@ -73,20 +76,21 @@ class Pool:
 
     def admit(self, most: int | None = None) -> list[Sequence]:
         """Moves waiting sequences, at most `most`, into the window while it has room, and returns them."""
-        admitted = self._next(self.room if most is None else min(most, self.room))
-        for sequence in admitted:
-            del self._queue[sequence.sequence_id]
+        admitted = []
+        for _ in range(min(self.queued, self.room if most is None else min(most, self.room))):
+            sequence = self._queue.pop(self._next())
             self._make_ready(sequence)
+            admitted.append(sequence)
         return admitted
 
-    def _next(self, count: int) -> list[Sequence]:
-        """Who enters: the one that waited longest in any case, so that nobody waits for ever."""
-        waiting = iter(self._queue.values())
-        if not self._by_length or count < 1 or not self._queue:
-            return list(islice(waiting, max(0, count)))
-        first = next(waiting)
-        length = len(first.request.prompt_ids)
-        return [first, *nsmallest(count - 1, waiting, key=lambda other: abs(len(other.request.prompt_ids) - length))]
+    def _next(self) -> int:
+        """Who enters: whose prompt is nearest to the last one's in length, or who was passed over too often."""
+        chosen = oldest = next(iter(self._queue))
+        if self._by_length and self._passed_over < MOST_PASSED_OVER:
+            chosen = min(self._queue, key=lambda waiting: abs(self._queue[waiting].prompt_length - self._last_length))
+        self._passed_over = 0 if chosen == oldest else self._passed_over + 1
+        self._last_length = self._queue[chosen].prompt_length
+        return chosen
 
     def _make_ready(self, sequence: Sequence) -> None:
         sequence.ready_since = self.rounds

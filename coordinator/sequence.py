@@ -5,8 +5,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 Shape = tuple[int, int, int, int]
-"""What must be equal for sequences to need no padding between them: tokens, cached positions in both workers, and
-draft tokens of the next round."""
+"""What must be equal for sequences to need no padding between them: tokens, tokens that each worker lacks, and draft
+tokens of the next round."""
+
+# A round leaves the draft one token behind, or two after a full acceptance: both are fed in one pass.
+DRAFT_MAY_LACK = 2
 
 
 class FinishReason(enum.StrEnum):
@@ -88,14 +91,19 @@ class Sequence:
         self.speculation = SpeculationStats()
 
     @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
     def num_generated(self) -> int:
         """Tokens generated so far."""
-        return len(self.token_ids) - len(self.request.prompt_ids)
+        return len(self.token_ids) - self.prompt_length
 
     @property
     def generated_ids(self) -> list[int]:
         """The generated tokens."""
-        return self.token_ids[len(self.request.prompt_ids) :]
+        return self.token_ids[self.prompt_length :]
 
     @property
     def is_decoding(self) -> bool:
@@ -105,7 +113,9 @@ class Sequence:
     @property
     def shape(self) -> Shape:
         """Equal shapes make a batch without padding."""
-        return len(self.token_ids), self.target_length, self.draft_length, self.draft_limit
+        length = len(self.token_ids)
+        draft_lacks = max(DRAFT_MAY_LACK, length - self.draft_length)
+        return length, length - self.target_length, draft_lacks, self.draft_limit
 
     @property
     def draft_limit(self) -> int:

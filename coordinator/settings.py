@@ -29,7 +29,8 @@ class CoordinatorSettings(ServerSettings):
         "largest", description="exspec: which group of equal length plays first"
     )
     admission: Literal["arrival", "length"] = Field(
-        "arrival", description="who enters the window together: the first in the queue, or prompts of about one length"
+        "arrival",
+        description="who enters the window next: the first in the queue, or a prompt of about the last one's length",
     )
     queue_size: int = Field(256, ge=0, description="requests that may wait; more are refused")
     num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")

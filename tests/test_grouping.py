@@ -105,7 +105,9 @@ def test_equal_length_with_unequal_caches_is_not_the_same() -> None:
     assert not Group([cached, fresh]).same_length
     fresh.target_length = 5
     assert Group([cached, fresh]).same_length
-    cached.draft_length = 4
+    cached.draft_length, fresh.draft_length = 4, 5
+    assert Group([cached, fresh]).same_length, "one token or two are fed in one pass"
+    fresh.draft_length = 3
     assert not Group([cached, fresh]).same_length
     with_less_to_go = sequence(2, 6, max_tokens=2)
     with_less_to_go.target_length, with_less_to_go.draft_length = 5, 4
@@ -201,14 +203,27 @@ def test_a_thousand_sequences_in_a_window_of_hundreds() -> None:
         assert max(map(len, rounds)) <= 8
 
 
-def test_newcomers_of_about_one_length_enter_together_on_request() -> None:
-    pool = Pool(window_size=3, queue_size=9, by_length=True)
+def test_newcomers_of_about_one_length_follow_each_other_on_request() -> None:
+    pool = Pool(window_size=5, queue_size=9, by_length=True)
     for newcomer in sequences([50, 9, 52, 90, 49]):
         pool.submit(newcomer)
-    assert [s.sequence_id for s in pool.admit()] == [0, 4, 2]
-    pool.abort(pool.ready.oldest)
-    pool.released(pool.leaving)
-    assert [s.sequence_id for s in pool.admit()] == [1], "the one that waited longest, whatever its length"
+    assert [s.sequence_id for s in pool.admit()] == [1, 4, 0, 2, 3]
+
+
+def test_admission_by_length_passes_nobody_over_for_ever() -> None:
+    pool = Pool(window_size=1, queue_size=9, by_length=True)
+    long, ids = sequence(0, 500), count(1)
+    pool.submit(long)
+    for _ in range(100):
+        pool.submit(sequence(next(ids), 5))
+        pool.submit(sequence(next(ids), 5))
+        (admitted,) = pool.admit()
+        pool.abort(admitted)
+        pool.released(pool.leaving)
+        if admitted is long:
+            return
+        pool.abort(next(s for s in map(pool.find, map(str, range(next(ids)))) if s is not None and s is not long))
+    raise AssertionError("the long prompt never entered")
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=60))

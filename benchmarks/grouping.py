@@ -1,0 +1,123 @@
+"""How often sequences of equal length find each other, by the size of the window. No model: acceptance is drawn.
+
+    python -m benchmarks.grouping [--batch 8] [--k 4] [--most 10000] [--output FOLDER]
+
+The window is kept full. A draft token is accepted with a probability of its own, independent of all others, up to the
+first that is not. The last line printed is JSON.
+"""
+
+import argparse
+import random
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.report import finish, progress, show
+from coordinator.counters import GroupingCounters
+from coordinator.grouping import POLICIES, GroupingLimits
+from coordinator.pool import Pool
+from coordinator.sequence import GenerationRequest, Sequence
+
+WINDOWS = (8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)
+# Acceptance, smallest group, admission.
+CASES = ((0.3, 4, "arrival"), (0.6, 4, "arrival"), (0.9, 4, "arrival"), (0.6, 2, "arrival"), (0.6, 4, "length"))
+QUEUE_PER_WINDOW = 4
+PROMPT_LENGTHS, OUTPUT_LENGTHS = (20, 500), (16, 256)
+
+
+def main() -> None:
+    """Parses the command line, simulates, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a round, at most")
+    parser.add_argument("--k", type=int, default=4, help="draft tokens per round")
+    parser.add_argument("--most", type=int, default=WINDOWS[-1], help="largest window")
+    parser.add_argument("--rounds", type=int, default=2_000, help="rounds counted; more where the window is larger")
+    parser.add_argument("--output", type=Path, help="folder for the result and the plot")
+    options = parser.parse_args()
+    windows = [window for window in WINDOWS if options.batch <= window <= options.most]
+    plan = [(*case, window) for case in CASES for window in windows]
+    rows = [simulate(*case, options) for case in progress(plan, "windows")]
+    show(f"exspec, batch {options.batch}, k {options.k}", rows)
+    result = {"batch": options.batch, "k": options.k, "windows": rows}
+    finish("grouping", result, options.output, plot(rows, options.batch))
+
+
+def simulate(
+    acceptance: float, min_group: int, admission: str, window: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Rounds with a full window, after as many turns as let the first prompts be forgotten."""
+    chance, ids = random.Random(0), count()
+    queue = QUEUE_PER_WINDOW * window if admission == "length" else window
+    pool = Pool(window, queue, by_length=admission == "length")
+    policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
+    # Until about every sequence was replaced once, then again so long to count.
+    warm_up = max(options.rounds, 4 * window)
+    counters, choosing = GroupingCounters(), 0.0
+    for turn in range(warm_up + max(options.rounds, 2 * window)):
+        while pool.queued < queue:
+            pool.submit(newcomer(next(ids), chance, options.k))
+        pool.admit()
+        began = time.perf_counter()
+        group = policy.choose(pool.ready, pool.rounds)
+        if turn >= warm_up:
+            choosing += time.perf_counter() - began
+            counters.add(group, group.same_length)
+        pool.begin_round(group.sequences)
+        for sequence in group.sequences:
+            play(sequence, acceptance, chance)
+        pool.end_round(group.sequences)
+        pool.released(pool.leaving)
+    rounds = sum(counters.group_sizes)
+    played = sum(size * times for size, times in enumerate(counters.group_sizes, 1))
+    return {
+        "acceptance": acceptance,
+        "min_group": min_group,
+        "admission": admission,
+        "window": window,
+        "same_length_hit_rate": round(counters.same_length_rounds / rounds, 4),
+        "fallback_rate": round(counters.fallback_rounds / rounds, 4),
+        "mean_group_size": round(played / rounds, 2),
+        "choose_ms": round(choosing / rounds * 1000, 4),
+    }
+
+
+def newcomer(sequence_id: int, chance: random.Random, k: int) -> Sequence:
+    """A sequence whose prompt is cached in both workers."""
+    prompt, most = (0,) * chance.randint(*PROMPT_LENGTHS), chance.randint(*OUTPUT_LENGTHS)
+    sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, most, frozenset(), k))
+    sequence.target_length = sequence.draft_length = len(prompt) - 1
+    return sequence
+
+
+def play(sequence: Sequence, acceptance: float, chance: random.Random) -> None:
+    """A round: the draft lacks a token more after it was accepted as a whole."""
+    drafted, accepted = sequence.draft_limit, 0
+    while accepted < drafted and chance.random() < acceptance:
+        accepted += 1
+    sequence.commit([0] * (accepted + 1))
+    sequence.target_length = len(sequence.token_ids) - 1
+    sequence.draft_length = sequence.target_length - (accepted == drafted > 0)
+
+
+def plot(rows: list[dict[str, Any]], batch: int) -> Figure:
+    """Hit rate and group size over the window."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for acceptance, min_group, admission in CASES:
+        case = {"acceptance": acceptance, "min_group": min_group, "admission": admission}
+        mine = [row for row in rows if case.items() <= row.items()]
+        windows = [row["window"] for row in mine]
+        label = f"acceptance {acceptance}, groups of {min_group}+" + ", by length" * (admission == "length")
+        axes[0].plot(windows, [row["same_length_hit_rate"] for row in mine], marker="o", label=label)
+        axes[1].plot(windows, [row["mean_group_size"] for row in mine], marker="o", label=label)
+    axes[0].set(xscale="log", xlabel="window, sequences", ylabel="rounds of equal length, share", ylim=(0, 1.02))
+    axes[1].set(xscale="log", xlabel="window, sequences", ylabel="sequences in a round", ylim=(0, batch + 0.3))
+    axes[0].legend(fontsize="small")
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Plain decoding by `transformers` itself, to compare with: `generate` in static batches, and `generate_batch`."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+
+from coordinator.client import Prompt
+from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
+from engine.loading import tokenizer_files
+
+
+class Peers:
+    """The target in float32 as transformers runs it."""
+
+    def __init__(self, target: str) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        files = tokenizer_files(AutoTokenizer.from_pretrained(target), self._model)
+        self.tokenizer = TargetTokenizer(TokenizerFiles(**vars(files)))
+        self._eos = set(files.eos_token_ids)
+        self._pad: int = self._model.config.pad_token_id or 0
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text or a conversation."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode_text(prompt)
+        return self.tokenizer.encode_chat([(message["role"], message["content"]) for message in prompt])
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[Prompt], batch: int, max_tokens: int) -> list[list[int]]:
+        """Token ids of the answers; batches are padded on the left and run to their longest answer."""
+        ids = [self.encode(prompt) for prompt in prompts]
+        answers: list[list[int]] = []
+        for first in range(0, len(ids), batch):
+            members = ids[first : first + batch]
+            longest = max(map(len, members))
+            padded = torch.tensor([[self._pad] * (longest - len(tokens)) + tokens for tokens in members])
+            mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in members])
+            output = self._model.generate(padded, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
+            answers += [self._to_the_end(row) for row in output[:, longest:].tolist()]
+        return answers
+
+    @torch.inference_mode()
+    def generate_batch(self, prompts: list[Prompt], batch: int, max_tokens: int) -> list[list[int]]:
+        """Token ids of the answers, by continuous batching of at most `batch` requests."""
+        ids = [self.encode(prompt) for prompt in prompts]
+        config = GenerationConfig(
+            max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(self._eos), pad_token_id=self._pad
+        )
+        continuous = ContinuousBatchingConfig(max_requests_per_batch=batch, max_batch_tokens=512, num_blocks=64)
+        outputs = self._model.generate_batch(ids, config, continuous_batching_config=continuous, progress_bar=False)
+        by_prompt = {tuple(output.prompt_ids): list(output.generated_tokens) for output in outputs.values()}
+        return [self._to_the_end(by_prompt[tuple(prompt)]) for prompt in ids]
+
+    def _to_the_end(self, tokens: list[int]) -> list[int]:
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self._eos), len(tokens))
+        return tokens[:end]

@@ -1,0 +1,24 @@
+"""The prompts that benchmarks run: a file's, or the small set that comes with Specpool."""
+
+import json
+from pathlib import Path
+
+from coordinator.commands.prompts import PromptLine, own_prompts, read_prompts
+
+
+def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
+    """`count` prompts, repeated if there are fewer. A line of the file is as for `specpool generate`, or a question of
+    Spec-Bench: {"question_id", "turns"}, of which the first turn is asked."""
+    if path is None:
+        lines = own_prompts()
+    else:
+        lines = read_prompts(map(_as_chat, path.read_text(encoding="utf-8").splitlines()))
+    return [lines[i % len(lines)] for i in range(count)]
+
+
+def _as_chat(line: str) -> str:
+    record = json.loads(line) if line.strip() else {}
+    if "turns" not in record:
+        return line
+    messages = [{"role": "user", "content": record["turns"][0]}]
+    return json.dumps({"id": record["question_id"], "messages": messages})

@@ -1,0 +1,201 @@
+"""What realignment costs: every policy in every KV layout, by batch, against plain decoding and `transformers`.
+
+    python -m benchmarks.realign [--prompts FILE] [--batches 1 2 4 8 16] [--repeats 5] [--output FOLDER]
+
+All answers are compared with decoding alone. Runs of all kinds are interleaved, medians are shown. `exspec` has a window
+of twice the batch. The last line printed is JSON.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from specpool.v1 import generation_pb2 as pb
+
+from benchmarks.figures import realign_figure
+from benchmarks.peers import Peers
+from benchmarks.prompts import load_prompts
+from benchmarks.report import console, finish, progress, show
+from coordinator.client import Client
+from coordinator.commands.prompts import PromptLine
+from coordinator.commands.up import Service, free_port
+from coordinator.server import CoordinatorServer
+from coordinator.settings import CoordinatorSettings
+from engine.embedded_pair import embedded_pair
+
+POLICIES, LAYOUTS = ("ragged", "exspec", "eqspec"), ("slots", "padded")
+SPECULATIVE = [f"{policy}/{layout}" for policy in POLICIES for layout in LAYOUTS]
+PLAIN, PEERS = "plain", ("generate", "generate_batch")
+# Prompts of a run per place in the batch, and the fewest of a run.
+LOAD, FEWEST_PROMPTS = 2, 4
+Run = dict[str, Any]
+
+
+def main() -> None:
+    """Parses the command line, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    pair = embedded_pair()
+    parser.add_argument("--target", default=str(pair.target))
+    parser.add_argument("--draft", default=str(pair.draft))
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--k", type=int, default=4, help="draft tokens per round")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
+    parser.add_argument("--output", type=Path, help="folder for the result and the plot")
+    parser.add_argument("--name", default="realign", help="name of the files there")
+    options = parser.parse_args()
+    rows = asyncio.run(measure(options))
+    for batch in options.batches:
+        show(f"batch {batch}, k {options.k}", [row for row in rows if row["batch"] == batch])
+    result = {"k": options.k, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
+    finish(options.name, result, options.output, realign_figure(rows))
+
+
+async def measure(options: argparse.Namespace) -> list[Run]:
+    """One row for each way to decode and batch: medians over the repeats."""
+    peers = None if options.no_peers else Peers(options.target)
+    kinds = [PLAIN, *SPECULATIVE, *(() if peers is None else PEERS)]
+    plan = [(kind, batch) for _ in range(options.repeats) for batch in options.batches for kind in kinds]
+    runs: dict[tuple[str, int], list[Run]] = {}
+    async with AsyncExitStack() as stack:
+        addresses = {layout: await stack.enter_async_context(workers(layout, options)) for layout in LAYOUTS}
+        lines = load_prompts(options.prompts, max(map(number_of_prompts, options.batches)))
+        truth, _ = await serve(addresses["slots"], "ragged", 1, 0, lines, options)
+        for kind, batch in progress(plan, "runs"):
+            some = lines[: number_of_prompts(batch)]
+            if peers is not None and kind in PEERS:
+                run = await asyncio.to_thread(peer_run, peers, kind, batch, some, options.max_tokens, truth)
+            else:
+                run = await service_run(addresses, kind, batch, some, options, truth)
+            runs.setdefault((kind, batch), []).append(run)
+    plain = {batch: median(runs[PLAIN, batch], "tokens_per_s") for batch in options.batches}
+    return [summary(kind, batch, found, plain[batch]) for (kind, batch), found in runs.items()]
+
+
+def number_of_prompts(batch: int) -> int:
+    """Prompts of a run."""
+    return max(FEWEST_PROMPTS, LOAD * batch)
+
+
+@asynccontextmanager
+async def workers(layout: str, options: argparse.Namespace) -> AsyncIterator[tuple[str, str]]:
+    """Both workers with this layout; yields the addresses of target and draft."""
+    services = []
+    for kind, model in (("target", options.target), ("draft", options.draft)):
+        port = free_port()
+        flags = ["--model", model, "--port", str(port), "--kv-layout", layout, "--log-level", "warning"]
+        flags += ["--max-model-len", "2048", "--max-sequences", str(LOAD * max(options.batches) + FEWEST_PROMPTS)]
+        services.append(Service(f"{kind} worker", f"{kind}_worker.server", flags, f"127.0.0.1:{port}"))
+    console.print(f"starting the workers, layout {layout}")
+    try:
+        for service in services:
+            await service.start()
+            await service.wait_serving()
+        yield services[0].address, services[1].address
+    finally:
+        for service in services:
+            await service.stop(drain_seconds=0)
+
+
+async def serve(
+    addresses: tuple[str, str], policy: str, batch: int, k: int, lines: list[PromptLine], options: argparse.Namespace
+) -> tuple[list[list[int]], Run]:
+    """Token ids of the answers, and what the coordinator counted. All requests come at once."""
+    target, draft = addresses
+    process = CoordinatorServer(
+        CoordinatorSettings(
+            port=0, drain_seconds=0, target_address=target, draft_address=draft, policy=policy, max_batch_size=batch,
+            window_size=2 * batch if policy == "exspec" else batch, num_speculative_tokens=k,
+        )
+    )  # fmt: skip
+    port = await process.start()
+    await process.coordinator.target.wait_ready()
+    if process.coordinator.draft is not None:
+        await process.coordinator.draft.wait_ready()
+    try:
+        async with Client(f"127.0.0.1:{port}") as client:
+            began = time.perf_counter()
+            answers = await asyncio.gather(*(client.generate(line.prompt, options.max_tokens) for line in lines))
+            seconds = time.perf_counter() - began
+            info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+    finally:
+        process.server.stop()
+        await process.wait_stopped()
+    return [list(answer.token_ids) for answer in answers], {"seconds": seconds, **counted(info.counters)}
+
+
+def counted(counters: pb.ServerCounters) -> Run:
+    """What is shown of the counters of a fresh coordinator."""
+    grouping, stages = counters.grouping, counters.stage_seconds
+    whole = sum(stages.values())
+    grouped = grouping.same_length_rounds + grouping.mixed_rounds
+    played = sum(size * rounds for size, rounds in enumerate(grouping.group_sizes, 1))
+    return {
+        "acceptance": counters.accepted_draft_tokens / counters.draft_tokens if counters.draft_tokens else None,
+        "hit_rate": grouping.same_length_rounds / grouped if grouped else None,
+        "group_size": played / counters.rounds,
+        **{f"{stage}_share": stages[stage] / whole for stage in ("draft", "verify", "realign", "wire", "schedule")},
+        "realign_ms": stages["realign"] * 1000 / counters.rounds,
+    }
+
+
+async def service_run(
+    addresses: dict[str, tuple[str, str]],
+    kind: str,
+    batch: int,
+    lines: list[PromptLine],
+    options: argparse.Namespace,
+    truth: list[list[int]],
+) -> Run:
+    """One run of the service."""
+    policy, layout = ("ragged", "slots") if kind == PLAIN else kind.split("/")
+    k = 0 if kind == PLAIN else options.k
+    tokens, run = await serve(addresses[layout], policy, batch, k, lines, options)
+    return rated(run, tokens, truth)
+
+
+def peer_run(
+    peers: Peers, kind: str, batch: int, lines: list[PromptLine], max_tokens: int, truth: list[list[int]]
+) -> Run:
+    """One run of transformers."""
+    decode = peers.generate if kind == "generate" else peers.generate_batch
+    began = time.perf_counter()
+    tokens = decode([line.prompt for line in lines], batch, max_tokens)
+    return rated({"seconds": time.perf_counter() - began}, tokens, truth)
+
+
+def rated(run: Run, tokens: list[list[int]], truth: list[list[int]]) -> Run:
+    """The run with its speed and the share of answers that are those of decoding alone."""
+    exact = sum(one == other for one, other in zip(tokens, truth, strict=False))
+    return {**run, "tokens_per_s": sum(map(len, tokens)) / run["seconds"], "exact_match": exact / len(tokens)}
+
+
+def median(runs: list[Run], name: str) -> float | None:
+    """Of a measure that every run has; None if none has."""
+    values = [run[name] for run in runs if run.get(name) is not None]
+    return statistics.median(values) if values else None
+
+
+def summary(kind: str, batch: int, runs: list[Run], plain: float | None) -> Run:
+    """The row of a table."""
+    speed = median(runs, "tokens_per_s")
+    assert speed is not None
+    assert plain is not None
+    row: Run = {"batch": batch, "decoding": kind, "tokens_per_s": round(speed, 1), "of_plain": round(speed / plain, 3)}
+    names = ("hit_rate", "group_size", "draft_share", "verify_share", "realign_share", "wire_share", "schedule_share")
+    for name in (*names, "realign_ms", "acceptance"):
+        value = median(runs, name)
+        row[name] = None if value is None else round(value, 4)
+    row["exact_match"] = min(run["exact_match"] for run in runs)
+    return row
+
+
+if __name__ == "__main__":
+    main()

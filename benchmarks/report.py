@@ -1,0 +1,37 @@
+"""How benchmarks report: tables on standard error, one JSON object as the last line, results kept in files."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+console = Console(stderr=True)
+T = TypeVar("T")
+
+
+def progress(things: Sequence[T], what: str) -> Iterable[T]:
+    """The things, with a bar that says how far they are worked off."""
+    return track(things, what, console=console, transient=True)
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a table; the first row's keys are its columns."""
+    table = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    console.print(table)
+
+
+def finish(name: str, result: Mapping[str, Any], folder: Path | None, figure: Figure | None = None) -> None:
+    """Prints the result as one line of JSON. With a folder, keeps it and the figure there as files of this name."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        if figure is not None:
+            figure.savefig(folder / f"{name}.png", dpi=110)
+    print(json.dumps(result))
