@@ -18,11 +18,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import grpc
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from specpool.v1 import generation_pb2 as pb
 
+from benchmarks.report import finish, progress, show
 from coordinator.client import Client
 from coordinator.fakes import FakeDraft, FakeTarget
 from coordinator.grouping import POLICIES, GroupingLimits, Policy
@@ -56,11 +54,8 @@ def main() -> None:
         "choose_group_of_10000_ms": {name: round(measure_choice(name), 5) for name in POLICIES},
         "goal_choice_ms": GOAL_CHOICE_MS,
     }
-    table = Table("measure", "value", title="cost of the coordinator")
-    for name, value in result.items():
-        table.add_row(name, str(value))
-    Console(stderr=True).print(table)
-    print(json.dumps(result))
+    show("cost of the coordinator", [{"measure": name, "value": value} for name, value in result.items()])
+    finish("coordinator_cost", result, None)
 
 
 async def serve_fakes() -> None:
@@ -74,7 +69,7 @@ async def serve_fakes() -> None:
 def measure_rounds(options: argparse.Namespace) -> list[dict[str, float]]:
     """Medians over repeats are the caller's; each run generates `sequences` answers of `tokens` tokens at once."""
     with ExitStack() as stack:
-        fakes = _start(stack, __file__, "--serve-fakes")
+        fakes = _start(stack, "-m", "benchmarks.coordinator_cost", "--serve-fakes")
         assert fakes.stdout is not None
         target, draft = json.loads(fakes.stdout.readline())
         address = "127.0.0.1:50058"
@@ -87,7 +82,7 @@ async def _run_all(address: str, options: argparse.Namespace) -> list[dict[str, 
     async with Client(address) as client:
         await _wait_ready(client)
         await _run(client, options)  # warms up
-        bar = track(range(options.repeats), "rounds with fake workers", console=Console(stderr=True), transient=True)
+        bar = progress(range(options.repeats), "rounds with fake workers")
         return [await _run(client, options) for _ in bar]
 
 

@@ -8,27 +8,20 @@ between the two best logits where it begins. The last line printed is JSON.
 
 import argparse
 import asyncio
-import json
 from pathlib import Path
 
 import grpc
-import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.peers import Peers
+from benchmarks.prompts import load_prompts
+from benchmarks.report import finish, progress, show
 from coordinator.client import Client
 from coordinator.commands.generate import answers
-from coordinator.commands.prompts import PromptLine, own_prompts, read_prompts
+from coordinator.commands.prompts import PromptLine
 from coordinator.commands.up import UpSettings, running
-from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
 from engine.embedded_pair import embedded_pair
-from engine.loading import tokenizer_files
-
-console = Console(stderr=True)
 
 
 def main() -> None:
@@ -44,16 +37,12 @@ def main() -> None:
     options = parser.parse_args()
     pair = embedded_pair()
     target, draft = options.target or str(pair.target), options.draft or str(pair.draft)
-    lines = read_prompts(options.prompts.open(encoding="utf-8")) if options.prompts else own_prompts()
-    lines = lines[: options.num_prompts]
+    lines = load_prompts(options.prompts, options.num_prompts)
 
     served, alone, equivalence = asyncio.run(_serve(target, draft, lines, options))
-    generated, margins = _generate(target, lines, served, options.max_tokens)
-    table = Table("prompt", "first difference at", "margin of the two best logits there", title="against generate")
-    for identity, position, margin in margins:
-        table.add_row(str(identity), str(position), f"{margin:.2e}")
-    if margins:
-        console.print(table)
+    generated, differences = _generate(target, lines, served, options.max_tokens)
+    if differences:
+        show("against generate", differences)
     result = {
         "prompts": len(lines),
         "max_tokens": options.max_tokens,
@@ -62,9 +51,9 @@ def main() -> None:
         "equivalence": equivalence,
         "exact_match_alone": _share(served, alone),
         "exact_match_generate": _share(served, generated),
-        "largest_margin_of_a_difference": max((margin for *_, margin in margins), default=None),
+        "differences": differences,
     }
-    print(json.dumps(result))
+    finish("equality", result, None)
 
 
 async def _serve(
@@ -83,7 +72,7 @@ async def _answers(
 ) -> list[list[int]]:
     found = []
     responses = answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k)
-    for _ in track(lines, what, console=console, transient=True):
+    for _ in progress(lines, what):
         response = await anext(responses)
         if isinstance(response, grpc.aio.AioRpcError):
             raise response
@@ -91,38 +80,20 @@ async def _answers(
     return found
 
 
-@torch.inference_mode()
 def _generate(
     target: str, lines: list[PromptLine], served: list[list[int]], max_tokens: int
-) -> tuple[list[list[int]], list[tuple[object, int, float]]]:
-    """Token ids by `generate`, one prompt at a time, and (id, position, margin) where they differ from `served`."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    files = tokenizer_files(AutoTokenizer.from_pretrained(target), model)
-    tokenizer = TargetTokenizer(TokenizerFiles(**vars(files)))
-    generated, margins = [], []
-    for line, tokens in track(list(zip(lines, served, strict=True)), "generate", console=console, transient=True):
-        prompt = _encode(tokenizer, line)
-        output = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=max_tokens, do_sample=False,
-        )  # fmt: skip
-        generated.append(output[0, len(prompt) :].tolist())
-        if generated[-1] != tokens:
-            pairs = zip(generated[-1], tokens, strict=False)
-            position = next(i for i, (one, other) in enumerate(pairs) if one != other)
-            margins.append((line.id, position, _margin(model, prompt + tokens[:position])))
-    return generated, margins
-
-
-def _encode(tokenizer: TargetTokenizer, line: PromptLine) -> list[int]:
-    if isinstance(line.prompt, str):
-        return tokenizer.encode_text(line.prompt)
-    return tokenizer.encode_chat([(message["role"], message["content"]) for message in line.prompt])
-
-
-def _margin(model: PreTrainedModel, context: list[int]) -> float:
-    best = model(torch.tensor([context])).logits[0, -1].topk(2).values
-    return float(best[0] - best[1])
+) -> tuple[list[list[int]], list[dict[str, object]]]:
+    """Token ids by `generate`, one prompt at a time, and a row for each answer that differs from `served`."""
+    peers = Peers(target)
+    generated, differences = [], []
+    for line, tokens in progress(list(zip(lines, served, strict=True)), "generate"):
+        (answer,) = peers.generate([line.prompt], 1, max_tokens)
+        generated.append(answer)
+        if answer != tokens:
+            position = next(i for i, (one, other) in enumerate(zip(answer, tokens, strict=False)) if one != other)
+            margin = peers.margin(peers.encode(line.prompt) + tokens[:position])
+            differences.append({"prompt": line.id, "first_difference_at": position, "margin_of_the_best_two": margin})
+    return generated, differences
 
 
 def _share(some: list[list[int]], others: list[list[int]]) -> float:

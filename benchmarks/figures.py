@@ -21,10 +21,9 @@ def realign_figure(rows: list[dict[str, Any]]) -> Figure:
     speed.axhline(1, color="gray", linewidth=1)
     speed.set(xscale="log", xlabel="batch", ylabel="tokens/s, of plain decoding here", ylim=(0, None))
     share.set(xscale="log", xlabel="batch", ylabel="realignment, % of a round", ylim=(0, None))
+    batches = sorted({row["batch"] for row in rows})
     for axes in (speed, share):
-        axes.set_xticks(
-            sorted({row["batch"] for row in rows}), labels=sorted({str(row["batch"]) for row in rows}, key=int)
-        )
+        axes.set_xticks(batches, labels=map(str, batches))
         axes.minorticks_off()
         axes.legend(fontsize="x-small")
     return figure

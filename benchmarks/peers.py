@@ -2,7 +2,7 @@
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from coordinator.client import Prompt
 from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
@@ -39,7 +39,6 @@ class Peers:
             answers += [self._to_the_end(row) for row in output[:, longest:].tolist()]
         return answers
 
-    @torch.inference_mode()
     def generate_batch(self, prompts: list[Prompt], batch: int, max_tokens: int) -> list[list[int]]:
         """Token ids of the answers, by continuous batching of at most `batch` requests."""
         ids = [self.encode(prompt) for prompt in prompts]
@@ -50,6 +49,12 @@ class Peers:
         outputs = self._model.generate_batch(ids, config, continuous_batching_config=continuous, progress_bar=False)
         by_prompt = {tuple(output.prompt_ids): list(output.generated_tokens) for output in outputs.values()}
         return [self._to_the_end(by_prompt[tuple(prompt)]) for prompt in ids]
+
+    @torch.inference_mode()
+    def margin(self, context: list[int]) -> float:
+        """Between the logits of the two best tokens after this context."""
+        best = self._model(torch.tensor([context])).logits[0, -1].topk(2).values
+        return float(best[0] - best[1])
 
     def _to_the_end(self, tokens: list[int]) -> list[int]:
         end = next((i + 1 for i, token in enumerate(tokens) if token in self._eos), len(tokens))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.realign [--prompts FILE] [--batches 1 2 4 8 16] [--repeats 5] [--output FOLDER]
 
-All answers are compared with decoding alone. Runs of all kinds are interleaved, medians are shown. `exspec` has a window
-of twice the batch. The last line printed is JSON.
+All answers are compared with decoding alone. Runs of all kinds are interleaved, medians are shown. `exspec` has a
+window of twice the batch. The last line printed is JSON.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = asyncio.run(measure(options))
     for batch in options.batches:
-        show(f"batch {batch}, k {options.k}", [row for row in rows if row["batch"] == batch])
+        show(f"batch {batch}, k {options.k}", [for_people(row) for row in rows if row["batch"] == batch])
     result = {"k": options.k, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
     finish(options.name, result, options.output, realign_figure(rows))
 
@@ -195,6 +195,17 @@ def summary(kind: str, batch: int, runs: list[Run], plain: float | None) -> Run:
         row[name] = None if value is None else round(value, 4)
     row["exact_match"] = min(run["exact_match"] for run in runs)
     return row
+
+
+def for_people(row: Run) -> Run:
+    """What a table has room for; shares of a round in percent."""
+    shares = {
+        f"{name.removesuffix('_share')} %": None if share is None else round(100 * share, 2)
+        for name, share in row.items()
+        if name.endswith("_share")
+    }
+    names = ("decoding", "tokens_per_s", "of_plain", "hit_rate", "group_size")
+    return {**{name: row[name] for name in names}, **shares, "exact_match": row["exact_match"]}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How benchmarks report: tables on standard error, one JSON object as the last line, results kept in files."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-console = Console(stderr=True)
+console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 T = TypeVar("T")
 
 

@@ -13,9 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from benchmarks.report import finish, progress, show
 
 MEASURES = ("plain_tokens_per_s", "speculative_tokens_per_s")
 
@@ -34,7 +32,7 @@ def main() -> None:
     choices = [(threads, policy) for threads in sorted({max(1, cores // 2), cores}) for policy in ("PASSIVE", "ACTIVE")]
     runs: dict[tuple[int, str], list[dict[str, Any]]] = {choice: [] for choice in choices}
     plan = [choice for _ in range(options.repeats) for choice in choices]
-    for choice in track(plan, "demos", console=Console(stderr=True), transient=True):
+    for choice in progress(plan, "demos"):
         runs[choice].append(_demo(*choice, options))
     rows = [
         {
@@ -44,11 +42,8 @@ def main() -> None:
         }
         for (threads, policy), found in runs.items()
     ]
-    table = Table(*rows[0], title=f"two workers on {cores} cores, tokens/s")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(stderr=True).print(table)
-    print(json.dumps({"cores": cores, "choices": rows}))
+    show(f"two workers on {cores} cores, tokens/s", rows)
+    finish("threads", {"cores": cores, "choices": rows}, None)
 
 
 def _demo(threads: int, policy: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -29,8 +29,7 @@ class CoordinatorSettings(ServerSettings):
         "largest", description="exspec: which group of equal length plays first"
     )
     admission: Literal["arrival", "length"] = Field(
-        "arrival",
-        description="who enters the window next: the first in the queue, or a prompt of about the last one's length",
+        "arrival", description="who enters the window: the first in the queue, or who is as long as the last to enter"
     )
     queue_size: int = Field(256, ge=0, description="requests that may wait; more are refused")
     num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")
@@ -46,7 +45,7 @@ class CoordinatorSettings(ServerSettings):
     @property
     def least_group_size(self) -> int:
         """`min_group_size`, or its default."""
-        return self.min_group_size or max(1, self.max_batch_size // 2)
+        return self.min_group_size or min(self.max_batch_size, max(2, self.max_batch_size // 2))
 
     @model_validator(mode="after")
     def _groups_within_batch(self) -> Self:
