@@ -1,0 +1,41 @@
+"""Random numbers that both workers share without sending them: a hash of (seed, position, token).
+
+The token at a position is the one of largest `logit / temperature + gumbel(seed, position, token)`: a sample of the
+softmax. A draft that uses the same noise most often chooses the same token, and whether it does changes nothing about
+what the target chooses (drafter-invariant speculative decoding: Daliri, Musco and Suresh, 2025).
+"""
+
+import torch
+
+_MASK64 = (1 << 64) - 1
+
+
+def gumbel(seed: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise [n], float32, of n tokens (int32) at an absolute position of the sequence of this seed."""
+    first, second = _keys(seed, position)
+    bits = _mix(_mix(token_ids ^ first) + second)
+    # Numbers near 0 keep all their bits as floats, so the largest noise, which decides, is the finest.
+    uniform = (((bits.long() & 0xFFFFFFFF).float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _keys(seed: int, position: int) -> tuple[int, int]:
+    """Two signed 32-bit integers: the halves of splitmix64 of seed and position."""
+    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    x ^= x >> 31
+    return _signed(x & 0xFFFFFFFF), _signed(x >> 32)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of int32 in which every bit depends on all (constants of Wellons' lowbias32)."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * _signed(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)

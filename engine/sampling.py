@@ -1,0 +1,100 @@
+"""How a token is chosen from logits: penalties, temperature, truncation, and shared noise.
+
+One row at a time and every row in the same shape, so that the choice has the same bits in every batch. Penalties and
+limits are applied in the order of vLLM, each as `transformers` defines it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.noise import gumbel
+
+# The most probable tokens that hold top_p nearly always; else all are sorted.
+FEW_CANDIDATES = 256
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request may ask of the choice; the defaults are greedy decoding of the logits as they are."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Not chosen before `min_tokens` were."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+    @property
+    def leaves_logits(self) -> bool:
+        """Whether no rule changes a logit, whatever came before."""
+        penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        return not (penalties or self.min_tokens or self.logit_bias)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the choice is the largest logit."""
+        return self.temperature == 0 and self.leaves_logits
+
+
+def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence[int], prompt_length: int) -> int:
+    """The token that follows `context`, of which the first `prompt_length` are the prompt. `logits` is [vocab_size]."""
+    logits = adjust(logits.float(), params, context, prompt_length)
+    if params.temperature == 0:
+        return int(logits.argmax())
+    values, token_ids = candidates(logits / params.temperature, params)
+    scores = values + gumbel(params.seed, len(context), token_ids.int())
+    return int(token_ids[scores.argmax()])
+
+
+def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int], prompt_length: int) -> torch.Tensor:
+    """Bias, minimum length and penalties; a copy where anything changes."""
+    if params.leaves_logits:
+        return logits
+    logits = logits.clone()
+    generated = context[prompt_length:]
+    device = logits.device
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        logits[torch.tensor(ids, device=device)] += torch.tensor(biases, device=device)
+    if len(generated) < params.min_tokens and params.stop_token_ids:
+        logits[torch.tensor(params.stop_token_ids, device=device)] = -math.inf
+    if params.repetition_penalty != 1 and context:
+        seen = torch.tensor(context, device=device).unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
+    if generated and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = torch.tensor(generated, device=device).unique(return_counts=True)
+        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    return logits
+
+
+def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and ids of the tokens that min_p, top_k and top_p leave: at least the most probable one."""
+    size = len(logits)
+    if 0 < params.top_k < size:
+        values, token_ids = logits.topk(params.top_k)
+    elif params.top_p < 1:
+        values, token_ids = logits.topk(min(FEW_CANDIDATES, size))
+        if (values - logits.logsumexp(0)).exp().sum() <= params.top_p:
+            values, token_ids = logits.sort(descending=True)
+    else:
+        values, token_ids = logits, torch.arange(size, device=logits.device)
+    keep = torch.ones_like(values, dtype=torch.bool)
+    if params.min_p > 0:
+        keep &= values >= logits.max() + math.log(params.min_p)
+    if params.top_p < 1:
+        # What is cut off by top_k takes no part; a token stays if those before it hold less than top_p.
+        kept = values.masked_fill(~keep, -math.inf) if params.top_k or params.min_p else logits
+        mass = (values - kept.logsumexp(0)).exp()
+        before = mass.cumsum(0) - mass
+        keep[1:] &= before[1:] < params.top_p
+    return values[keep], token_ids[keep]

@@ -1,0 +1,226 @@
+"""The sampler draws from the softmax that it claims, whatever the draft; its rules are those of transformers."""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.noise import gumbel
+from engine.sampling import SamplingParams, adjust, candidates, choose_token
+
+VOCAB = 40
+DRAWS = 20_000
+# Of chi-squared with 39 degrees of freedom.
+QUANTILE_99_9 = 72.05
+
+
+def make_logits(seed: int, size: int = VOCAB, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+# --- The rules, against transformers
+
+
+def processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorList:
+    """The same rules by transformers, in the same order."""
+    found = LogitsProcessorList()
+    if params.logit_bias:
+        found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
+    if params.min_tokens and params.stop_token_ids:
+        stops = list(params.stop_token_ids)
+        found.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_tokens, stops))
+    if params.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    found.append(TemperatureLogitsWarper(params.temperature))
+    if params.min_p:
+        found.append(MinPLogitsWarper(params.min_p))
+    if params.top_k:
+        found.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        found.append(TopPLogitsWarper(params.top_p))
+    return found
+
+
+all_params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.1, 3),
+    top_k=st.sampled_from([0, 0, 1, 3, 10, VOCAB, 99]),
+    top_p=st.sampled_from([1.0, 1.0, 0.0, 0.3, 0.9, 0.99]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.3]),
+    min_tokens=st.integers(0, 6),
+    stop_token_ids=st.sampled_from([(), (3,), (3, 7)]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-50, 50, width=32), max_size=3).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+)
+contexts = st.tuples(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12), st.lists(st.integers(0, VOCAB - 1), max_size=9)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(params=all_params, context=contexts, seed=st.integers(0, 50))
+def test_the_rules_are_those_of_transformers(
+    params: SamplingParams, context: tuple[list[int], list[int]], seed: int
+) -> None:
+    prompt, generated = context
+    tokens = prompt + generated
+    logits = make_logits(seed)
+    expected = processors(params, len(prompt))(torch.tensor([tokens]), logits[None].clone())[0]
+    values, token_ids = candidates(adjust(logits, params, tokens, len(prompt)) / params.temperature, params)
+    got = torch.full((VOCAB,), -math.inf).index_put((token_ids,), values)
+    # Whether a token at the very edge of top_p is in depends on the order of a sum.
+    edge = torch.isinf(got) != torch.isinf(expected)
+    assert edge.sum() <= (params.top_p < 1)
+    torch.testing.assert_close(got[~edge], expected[~edge])
+
+
+@given(frequency=st.sampled_from([-1.0, 0.0, 0.5]), presence=st.sampled_from([-1.0, 0.0, 1.5]), context=contexts)
+def test_frequency_and_presence_count_what_was_generated(
+    frequency: float, presence: float, context: tuple[list[int], list[int]]
+) -> None:
+    prompt, generated = context
+    logits, params = make_logits(1), SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
+    counts = Counter(generated)
+    expected = [
+        logits[token].item() - frequency * counts[token] - presence * (counts[token] > 0) for token in range(VOCAB)
+    ]
+    got = adjust(logits, params, prompt + generated, len(prompt))
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_the_logits_given_are_left_as_they_are() -> None:
+    logits = make_logits(0)
+    before = logits.clone()
+    params = SamplingParams(1.0, 5, 0.9, 0.01, 1.2, 0.3, 0.3, 4, (1, 2), ((3, 5.0),), 9)
+    choose_token(logits, params, [1, 2, 3], 1)
+    assert torch.equal(logits, before)
+
+
+def test_many_candidates_are_no_fewer_than_top_p_asks_for() -> None:
+    """More tokens than are looked at first."""
+    flat = torch.zeros(2_000)
+    values, _ = candidates(flat, SamplingParams(temperature=1, top_p=0.5))
+    assert abs(len(values) - 1_000) <= 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_best_token_always_stays(temperature: float) -> None:
+    logits = make_logits(5)
+    params = SamplingParams(temperature, top_k=1, top_p=0.0, min_p=1.0)
+    assert choose_token(logits, params, [1], 1) == int(logits.argmax())
+
+
+# --- The distribution
+
+
+def chi_squared(counts: Counter[int], probabilities: torch.Tensor) -> float:
+    expected = probabilities.double() * counts.total()
+    observed = torch.tensor([counts[token] for token in range(len(probabilities))], dtype=torch.float64)
+    return float(((observed - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+def test_samples_have_the_distribution_of_the_softmax(vary: str) -> None:
+    logits, params = make_logits(3, spread=1.0), {"temperature": 0.8}
+    drawn: Counter[int] = Counter()
+    for i in range(DRAWS):
+        seed, length = (i, 7) if vary == "seed" else (7, i)
+        drawn[choose_token(logits, SamplingParams(**params, seed=seed), range(length), 0)] += 1
+    assert chi_squared(drawn, (logits / 0.8).softmax(0)) < QUANTILE_99_9
+
+
+def test_truncated_samples_have_the_truncated_distribution() -> None:
+    logits = make_logits(4, spread=1.0)
+    params = {"temperature": 1.0, "top_k": 12, "top_p": 0.9}
+    values, token_ids = candidates(logits, SamplingParams(**params))
+    drawn = Counter(choose_token(logits, SamplingParams(**params, seed=i), [0] * 9, 9) for i in range(DRAWS))
+    assert set(drawn) <= set(token_ids.tolist())
+    by_rank = Counter({rank: drawn[token] for rank, token in enumerate(token_ids.tolist())})
+    assert chi_squared(by_rank, values.softmax(0)) < QUANTILE_99_9
+
+
+DRAFTS = {
+    "good": lambda logits: logits + make_logits(9, spread=0.3),
+    "bad": lambda logits: make_logits(8, spread=2.0),
+    "adversarial": lambda logits: -logits,
+}
+
+
+@pytest.mark.parametrize("draft", sorted(DRAFTS))
+def test_speculation_leaves_the_distribution_alone_and_accepts_by_the_bound(draft: str) -> None:
+    """What is emitted is the target's own choice, so a draft cannot bias it; the shared noise makes them agree at least
+    as often as (1 - TV) / (1 + TV), the bound of Daliri et al."""
+    target = make_logits(3, spread=1.0)
+    proposed = DRAFTS[draft](target)
+    emitted: Counter[int] = Counter()
+    accepted = 0
+    for seed in range(DRAWS):
+        params = SamplingParams(temperature=1.0, seed=seed)
+        choice = choose_token(target, params, [0] * 5, 5)
+        accepted += choose_token(proposed, params, [0] * 5, 5) == choice
+        emitted[choice] += 1
+    assert chi_squared(emitted, target.softmax(0)) < QUANTILE_99_9
+    distance = float((target.softmax(0) - proposed.softmax(0)).abs().sum() / 2)
+    bound = (1 - distance) / (1 + distance)
+    assert accepted / DRAWS > bound - 3 * math.sqrt(bound * (1 - bound) / DRAWS)
+
+
+# --- The noise
+
+
+def test_noise_is_gumbel_and_independent() -> None:
+    token_ids = torch.arange(5_000, dtype=torch.int32)
+    noise = torch.stack([gumbel(11, position, token_ids) for position in range(100)])
+    assert torch.isfinite(noise).all()
+    assert noise.mean() == pytest.approx(0.5772, abs=0.01)
+    assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
+    for rows in (noise, noise.T[:100, :], torch.stack([gumbel(seed, 3, token_ids) for seed in range(100)])):
+        correlations = torch.corrcoef(rows).fill_diagonal_(0)
+        assert correlations.abs().max() < 6 / math.sqrt(rows.shape[1])
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**31), chosen=st.lists(st.integers(0, 99_999), max_size=9)
+)
+def test_a_tokens_noise_does_not_depend_on_which_others_are_asked_for(
+    seed: int, position: int, chosen: list[int]
+) -> None:
+    """So a draft with a smaller vocabulary shares it."""
+    all_of_them = gumbel(seed, position, torch.arange(100_000, dtype=torch.int32))
+    some = gumbel(seed, position, torch.tensor(chosen, dtype=torch.int32))
+    torch.testing.assert_close(some, all_of_them[torch.tensor(chosen, dtype=torch.long)])
+
+
+def test_the_noise_never_changes_between_releases() -> None:
+    """A seed that a client keeps must give the same tokens tomorrow."""
+    noise = gumbel(42, 1_000, torch.tensor([0, 1, 50_000, 2**31 - 1], dtype=torch.int32))
+    torch.testing.assert_close(noise, torch.tensor(KNOWN), rtol=1e-5, atol=1e-5)
+
+
+KNOWN = [0.0, 0.0, 0.0, 0.0]
+
+
+def test_rows_in_any_batch_choose_the_same() -> None:
+    chance = random.Random(0)
+    rows = torch.stack([make_logits(seed, 5_000) for seed in range(8)])
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=4)
+    alone = [choose_token(row.clone(), params, [0] * 9, 3) for row in rows]
+    for _ in range(5):
+        order = chance.sample(range(8), chance.randint(1, 8))
+        assert [choose_token(row, params, [0] * 9, 3) for row in rows[order]] == [alone[i] for i in order]
