@@ -13,8 +13,9 @@ from coordinator.grouping import POLICIES, GroupingLimits
 from coordinator.pool import DuplicateRequestError, Pool, PoolFullError
 from coordinator.round import Commit
 from coordinator.rounds import RoundLoop
-from coordinator.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.sequence import Finish, FinishReason, GenerationRequest, Sequence, TokenLogprobs
 from coordinator.settings import CoordinatorSettings
+from coordinator.text import TextStream
 from coordinator.tokenizer import TargetTokenizer
 from coordinator.workers import DraftLink, MismatchError, TargetLink
 from rpc.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError, WorkerFailedError
@@ -33,12 +34,21 @@ class Timings:
     total: float
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that a round committed, and the text that can be shown now; log-probabilities if they were asked for."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
 class Generation:
-    """One request as its caller sees it: iterate over pieces of token ids until `finish` is set."""
+    """One request as its caller sees it: iterate over its pieces until `finish` is set."""
 
     def __init__(self, sequence: Sequence, arrived: float) -> None:
         self.sequence = sequence
-        self._pieces: asyncio.Queue[tuple[int, ...] | WorkerFailedError | None] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Piece | WorkerFailedError | None] = asyncio.Queue()
         self._arrived = arrived
         self._admitted: float | None = None
         self._first_token: float | None = None
@@ -55,8 +65,8 @@ class Generation:
         first = self._first_token - self._arrived if self._first_token is not None else None
         return Timings(queue, first, time.monotonic() - self._arrived)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, ...]]:
-        """Committed token ids as they come, to the end. WorkerFailedError if the request had to be given up."""
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """What is committed, as it comes, to the end. WorkerFailedError if the request had to be given up."""
         while (piece := await self._pieces.get()) is not None:
             if isinstance(piece, WorkerFailedError):
                 raise piece
@@ -66,11 +76,11 @@ class Generation:
         """Notes that the sequence entered the window."""
         self._admitted = time.monotonic()
 
-    def publish(self, token_ids: tuple[int, ...]) -> None:
+    def publish(self, piece: Piece) -> None:
         """Hands over committed tokens."""
         if self._first_token is None:
             self._first_token = time.monotonic()
-        self._pieces.put_nowait(token_ids)
+        self._pieces.put_nowait(piece)
 
     def end(self, error: WorkerFailedError | None = None) -> None:
         """No more pieces will come."""
@@ -151,7 +161,8 @@ class Coordinator:
 
         AlreadyExistsError for a request id in flight, QueueFullError.
         """
-        sequence = Sequence(next(self._sequence_ids), request)
+        text = TextStream(self.tokenizer.detokenizer(), request.stop)
+        sequence = Sequence(next(self._sequence_ids), request, text)
         try:
             self.pool.submit(sequence)
         except DuplicateRequestError:
@@ -187,6 +198,9 @@ class Coordinator:
         if sequence.finish is not None:
             return
         self.pool.abort(sequence)
+        generation = self._generations.get(sequence.sequence_id)
+        if generation is not None and sequence.text is not None and (rest := sequence.text.flush()):
+            generation.publish(Piece((), rest))
         self._end(sequence, FinishReason.ABORT)
         self._loop.wake()
 
@@ -197,7 +211,7 @@ class Coordinator:
         generation = self._generations.get(commit.sequence.sequence_id)
         if generation is None:
             return
-        generation.publish(commit.token_ids)
+        generation.publish(Piece(commit.token_ids, commit.text, commit.logprobs))
         if commit.sequence.finish is not None:
             self._end(commit.sequence, commit.sequence.finish.reason)
 

@@ -95,6 +95,7 @@ class FakeWorker:
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
         """The status of an item and the tokens cached once its own are appended."""
         assert item.token_ids, "an item without tokens"
+        assert item.base_length == 0 or not item.HasField("sampling"), "sampling parameters after first contact"
         cache = self.caches.get(key)
         if cache is None and item.base_length == 0 and len(self.caches) >= self.slots:
             return common_pb2.ITEM_STATUS_NO_SLOT, []

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from coordinator.sequence import Sequence
+from coordinator.sequence import GenerationRequest, Sequence, TokenLogprobs
 
 # A draft may lack its own last token and the bonus token; up to so many are never worth a chunk of their own.
 FEW_TOKENS = 8
@@ -34,6 +34,8 @@ class ProposeItem:
     base_length: int
     token_ids: tuple[int, ...]
     num_draft_tokens: int
+    beginning: GenerationRequest | None = None
+    """How the tokens are chosen, on first contact."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class VerifyItem:
     token_ids: tuple[int, ...]
     draft_token_ids: tuple[int, ...]
     prefill_only: bool
+    logprobs: int | None = None
+    beginning: GenerationRequest | None = None
+    """How the tokens are chosen, on first contact."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +70,17 @@ class Verdict:
     status: ItemStatus
     token_ids: tuple[int, ...]
     cached_length: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What a round gained for one sequence."""
+    """What a round gained for one sequence, with the text that can be shown now."""
 
     sequence: Sequence
     token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
     drafted: int
     accepted: int
 
@@ -103,7 +111,8 @@ class Round:
             # A target may have rows of its output head, and so tokens, that the draft has not.
             if taken and max(taken) < draft_vocab_size:
                 complete = sequence.draft_length + len(taken) == length
-                items.append(ProposeItem(sequence.sequence_id, sequence.draft_length, taken, wanted if complete else 0))
+                base, k = sequence.draft_length, wanted if complete else 0
+                items.append(ProposeItem(sequence.sequence_id, base, taken, k, _beginning(sequence, base)))
         return items
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
@@ -133,7 +142,8 @@ class Round:
                 (tokens, room), drafts = _take(sequence.token_ids, base, room), ()
             if tokens:
                 partial = base + len(tokens) < len(sequence.token_ids)
-                items.append(VerifyItem(sequence.sequence_id, base, tokens, drafts, partial))
+                logprobs, beginning = sequence.request.logprobs, _beginning(sequence, base)
+                items.append(VerifyItem(sequence.sequence_id, base, tokens, drafts, partial, logprobs, beginning))
         return items
 
     def commit(self, verdicts: Items[Verdict]) -> list[Commit]:
@@ -159,10 +169,10 @@ class Round:
             # The draft's cache is right as far as its tokens were accepted.
             sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids) + accepted)
         sequence.target_length = verdict.cached_length
-        kept = sequence.commit(verdict.token_ids)
+        kept, text = sequence.commit(verdict.token_ids)
         accepted = min(accepted, len(kept))  # what lies behind a stop is not counted
         sequence.speculation.add(drafted, accepted)
-        return Commit(sequence, tuple(kept), drafted, accepted)
+        return Commit(sequence, tuple(kept), text, verdict.logprobs[: len(kept)], drafted, accepted)
 
     def _draft_lost(self, sequence: Sequence, status: ItemStatus) -> None:
         self.cache_misses += status is ItemStatus.CACHE_MISS
@@ -172,6 +182,10 @@ class Round:
 
     def _unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.group if sequence.finish is None]
+
+
+def _beginning(sequence: Sequence, base_length: int) -> GenerationRequest | None:
+    return sequence.request if base_length == 0 else None
 
 
 def _take(token_ids: list[int], cached: int, room: int) -> tuple[tuple[int, ...], int]:

@@ -4,6 +4,8 @@ import enum
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from coordinator.text import TextStream
+
 Shape = tuple[int, int, int, int]
 """What must be equal for sequences to need no padding between them: tokens, tokens that each worker lacks, and draft
 tokens of the next round."""
@@ -22,10 +24,40 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a generation; `matched_token_id` is the stop token, if one ended it."""
+    """The end of a generation, and the stop token or the stop string that ended it, if one did."""
 
     reason: FinishReason
     matched_token_id: int | None = None
+    matched_stop: str | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, as `specpool.v1.Sampling` documents it; the defaults are greedy decoding."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the choice is the largest logit, whatever came before."""
+        return self == Sampling(seed=self.seed, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the chosen token, and the best (token, log-probability) pairs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -38,7 +70,11 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     """The end-of-sequence tokens are among them, unless the request ignores them."""
     num_speculative_tokens: int
-    seed: int | None = None
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    """Strings that end the generation."""
+    logprobs: int | None = None
+    """Log-probabilities wanted at each position beside the chosen token's; None: not even that."""
 
 
 @dataclass
@@ -75,7 +111,8 @@ class SpeculationStats:
 class Sequence:
     """Committed tokens only: drafts live in their round and are forgotten with it."""
 
-    def __init__(self, sequence_id: int, request: GenerationRequest) -> None:
+    def __init__(self, sequence_id: int, request: GenerationRequest, text: TextStream | None = None) -> None:
+        """`text` makes the text of the tokens, and finds stop strings in it."""
         self.sequence_id = sequence_id
         self.request = request
         self.token_ids = list(request.prompt_ids)
@@ -88,6 +125,7 @@ class Sequence:
         self.ready_since = 0
         """The round of the pool after which it became ready."""
         self.finish: Finish | None = None
+        self.text = text
         self.speculation = SpeculationStats()
 
     @property
@@ -123,16 +161,30 @@ class Sequence:
         remaining = self.request.max_tokens - self.num_generated
         return min(self.request.num_speculative_tokens, remaining - 1)
 
-    def commit(self, gained: Items[int]) -> list[int]:
-        """Appends verified tokens up to the first that ends the generation; returns those that were appended."""
-        kept = []
+    def commit(self, gained: Items[int]) -> tuple[list[int], str]:
+        """Appends verified tokens up to the first that ends the generation; returns those that were appended, and the
+        text that they allow to show."""
+        kept: list[int] = []
+        shown = ""
         for token in gained:
             if self.finish is not None:
                 break
             kept.append(token)
             self.token_ids.append(token)
-            if token in self.request.stop_token_ids:
-                self.finish = Finish(FinishReason.STOP, token)
-            elif self.num_generated >= self.request.max_tokens:
-                self.finish = Finish(FinishReason.LENGTH)
-        return kept
+            shown += self._accept(token)
+        if self.finish is not None and self.finish.matched_stop is None and self.text is not None:
+            shown += self.text.flush()
+        return kept, shown
+
+    def _accept(self, token: int) -> str:
+        """Ends the generation if this token does; returns the text to show."""
+        if token in self.request.stop_token_ids:
+            self.finish = Finish(FinishReason.STOP, matched_token_id=token)
+            return ""
+        may_stop = self.num_generated >= self.request.sampling.min_tokens
+        shown = self.text.feed(token, may_stop) if self.text is not None else ""
+        if self.text is not None and self.text.matched is not None:
+            self.finish = Finish(FinishReason.STOP, matched_stop=self.text.matched)
+        elif self.num_generated >= self.request.max_tokens:
+            self.finish = Finish(FinishReason.LENGTH)
+        return shown

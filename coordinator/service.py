@@ -7,11 +7,11 @@ from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from typing import Any
 
+from specpool.v1 import common_pb2, generation_pb2_grpc
 from specpool.v1 import generation_pb2 as pb
-from specpool.v1 import generation_pb2_grpc
 
-from coordinator.coordinator import Coordinator, Generation
-from coordinator.sequence import GenerationRequest
+from coordinator.coordinator import Coordinator, Generation, Piece
+from coordinator.sequence import GenerationRequest, TokenLogprobs
 from coordinator.validation import Limits, check_request_id, parse_request
 from coordinator.workers import WorkerLink
 from rpc.errors import InvalidArgumentError, UnavailableError
@@ -27,9 +27,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
         async with await self._begin(request) as generation:
-            text = self._coordinator.tokenizer.detokenizer()
-            pieces = [text.feed(_without_stop(generation, ids)) async for ids in generation.pieces()]
-            return _response(generation, "".join(pieces) + text.flush())
+            return _response(generation, [piece async for piece in generation.pieces()])
 
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
@@ -37,21 +35,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Generates and sends every piece as it is committed."""
         async with await self._begin(request) as generation:
             request_id = generation.sequence.request.request_id
-            detokenizer = self._coordinator.tokenizer.detokenizer()
-            texts: list[str] = []
-            sent = 0
-            async for ids in generation.pieces():
-                sent += len(ids)
-                text = detokenizer.feed(_without_stop(generation, ids))
-                is_last = generation.finish is not None and sent == generation.sequence.num_generated
-                texts.append(text + detokenizer.flush() if is_last else text)
-                yield pb.GenerateStreamResponse(
-                    request_id=request_id, chunk=pb.GenerateChunk(text=texts[-1], token_ids=ids)
-                )
-            if rest := detokenizer.flush():  # an abort may leave a character incomplete
-                texts.append(rest)
-                yield pb.GenerateStreamResponse(request_id=request_id, chunk=pb.GenerateChunk(text=rest))
-            yield pb.GenerateStreamResponse(request_id=request_id, complete=_response(generation, "".join(texts)))
+            pieces: list[Piece] = []
+            async for piece in generation.pieces():
+                pieces.append(piece)
+                yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(piece))
+            yield pb.GenerateStreamResponse(request_id=request_id, complete=_response(generation, pieces))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends a request in flight."""
@@ -114,23 +102,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return coordinator.generate(parsed, arrived)
 
 
-def _without_stop(generation: Generation, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """A stop token ends the text and is no part of it."""
-    stops = generation.sequence.request.stop_token_ids
-    return token_ids[:-1] if token_ids[-1] in stops else token_ids
+def _chunk(piece: Piece) -> pb.GenerateChunk:
+    return pb.GenerateChunk(text=piece.text, token_ids=piece.token_ids, logprobs=map(_logprobs, piece.logprobs))
 
 
-def _response(generation: Generation, text: str) -> pb.GenerateResponse:
+def _logprobs(found: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        logprob=found.logprob,
+        top_token_ids=[token for token, _ in found.top],
+        top_logprobs=[logprob for _, logprob in found.top],
+    )
+
+
+def _response(generation: Generation, pieces: list[Piece]) -> pb.GenerateResponse:
     sequence, finish, timings = generation.sequence, generation.finish, generation.timings
     assert finish is not None
     speculation = sequence.speculation
     return pb.GenerateResponse(
         request_id=sequence.request.request_id,
-        text=text,
+        text="".join(piece.text for piece in pieces),
         token_ids=sequence.generated_ids,
         finish_reason=finish.reason,
         matched_token_id=finish.matched_token_id,
-        seed=sequence.request.seed,
+        matched_stop_str=finish.matched_stop,
+        seed=sequence.request.sampling.seed,
+        logprobs=[_logprobs(found) for piece in pieces for found in piece.logprobs],
         usage=pb.Usage(prompt_tokens=len(sequence.request.prompt_ids), completion_tokens=sequence.num_generated),
         speculative_decoding=pb.SpeculativeDecodingStats(
             mean_acceptance_length=speculation.mean_acceptance_length,

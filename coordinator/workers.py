@@ -19,6 +19,7 @@ from specpool.v1 import (
 
 from coordinator.counters import Timed
 from coordinator.round import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from coordinator.sequence import GenerationRequest, TokenLogprobs
 from coordinator.tokenizer import TokenizerFiles
 from rpc.channel import open_channel
 
@@ -244,16 +245,14 @@ class TargetLink(WorkerLink):
                     token_ids=item.token_ids,
                     draft_token_ids=item.draft_token_ids,
                     prefill_only=item.prefill_only,
+                    logprobs=item.logprobs,
+                    sampling=_sampling(item.beginning),
                 )
                 for item in items
             ],
         )
         response, elapsed = await self._call(self._stub.Verify, request)
-        verdicts = [
-            Verdict(result.sequence_id, _STATUS[result.status], tuple(result.token_ids), result.cached_length)
-            for result in response.results
-        ]
-        return verdicts, _timed(elapsed, response)
+        return [_verdict(result) for result in response.results], _timed(elapsed, response)
 
 
 class DraftLink(WorkerLink):
@@ -295,6 +294,7 @@ class DraftLink(WorkerLink):
                     base_length=item.base_length,
                     token_ids=item.token_ids,
                     num_draft_tokens=item.num_draft_tokens,
+                    sampling=_sampling(item.beginning),
                 )
                 for item in items
             ],
@@ -313,6 +313,29 @@ class DraftLink(WorkerLink):
             for result in response.results
         ]
         return proposals, _timed(elapsed, response)
+
+
+def _verdict(result: target_worker_pb2.VerifyResult) -> Verdict:
+    return Verdict(
+        sequence_id=result.sequence_id,
+        status=_STATUS[result.status],
+        token_ids=tuple(result.token_ids),
+        cached_length=result.cached_length,
+        logprobs=tuple(
+            TokenLogprobs(found.logprob, tuple(zip(found.top_token_ids, found.top_logprobs, strict=True)))
+            for found in result.logprobs
+        ),
+    )
+
+
+def _sampling(request: GenerationRequest | None) -> common_pb2.Sampling | None:
+    """What a worker is told on first contact; nothing if the choice is the largest logit."""
+    if request is None or request.sampling.is_argmax:
+        return None
+    fields = {**vars(request.sampling), "logit_bias": dict(request.sampling.logit_bias)}
+    return common_pb2.Sampling(
+        **fields, stop_token_ids=sorted(request.stop_token_ids), prompt_length=len(request.prompt_ids)
+    )
 
 
 def _timed(elapsed: float, response: draft_worker_pb2.ProposeResponse | target_worker_pb2.VerifyResponse) -> Timed:

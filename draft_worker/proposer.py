@@ -51,13 +51,15 @@ class Proposer(SequenceEngine):
         drafts: dict[int, list[int]],
     ) -> None:
         """Feeds every item its tokens, and adds the draft's choice to those that want one."""
-        spans = [
-            self.span(coordinator_id, item.sequence_id, feed[item.sequence_id], min(1, item.num_draft_tokens))
+        spans = {
+            item.sequence_id: self.span(
+                coordinator_id, item.sequence_id, feed[item.sequence_id], min(1, item.num_draft_tokens)
+            )
             for item in items
-        ]
-        for item, span, choice in zip(items, spans, self.engine.choose(spans), strict=True):
-            self.keep(coordinator_id, item.sequence_id, span.end)
-            drafts[item.sequence_id].extend(choice)
+        }
+        for sequence_id, chosen in self.choose(coordinator_id, spans).items():
+            self.keep(coordinator_id, sequence_id, spans[sequence_id].end)
+            drafts[sequence_id].extend(chosen.token_ids)
 
     def _cached_length(self, coordinator_id: str, item: ProposeItem, state: Realignment) -> int:
         if state is not Realignment.OK:

@@ -6,6 +6,8 @@ from specpool.v1 import draft_worker_pb2 as pb
 from specpool.v1 import draft_worker_pb2_grpc
 
 from draft_worker.proposer import Proposal, ProposeItem, Proposer
+from engine.sampling import SamplingParams
+from rpc.sampling import sampling_fields
 from rpc.worker_service import WorkerServicer, check_item, require_coordinator, timed, wire_status
 
 
@@ -38,6 +40,19 @@ def _items(request: pb.ProposeRequest, vocab_size: int, max_model_len: int) -> l
     for index, item in enumerate(request.items):
         check_item(index, item, vocab_size, max_model_len, max(0, item.num_draft_tokens - 1), seen)
     return [
-        ProposeItem(item.sequence_id, item.base_length, tuple(item.token_ids), item.num_draft_tokens)
-        for item in request.items
+        ProposeItem(
+            sequence_id=item.sequence_id,
+            base_length=item.base_length,
+            token_ids=tuple(item.token_ids),
+            sampling=_sampling(item, index),
+            prompt_length=item.sampling.prompt_length,
+            num_draft_tokens=item.num_draft_tokens,
+        )
+        for index, item in enumerate(request.items)
     ]
+
+
+def _sampling(item: pb.ProposeItem, index: int) -> SamplingParams | None:
+    if not item.HasField("sampling"):
+        return None
+    return SamplingParams(**sampling_fields(item.sampling, f"items[{index}].sampling"))

@@ -87,11 +87,6 @@ class Engine:
         wanted = [rows for rows in logits if len(rows)]
         return torch.cat(wanted) if wanted else torch.empty(0, self.vocab_size)
 
-    def choose(self, spans: Sequence[Span]) -> list[list[int]]:
-        """The model's greedy choice after each of the last `num_logits` tokens of every span."""
-        choices = iter(self.forward(spans).argmax(-1).tolist())
-        return [[next(choices) for _ in range(span.num_logits)] for span in spans]
-
     def info(self) -> EngineInfo:
         """What runs here, and how full it is."""
         per_token = self._kv_bytes_per_token()

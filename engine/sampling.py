@@ -98,3 +98,41 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
         before = mass.cumsum(0) - mass
         keep[1:] &= before[1:] < params.top_p
     return values[keep], token_ids[keep]
+
+
+class Sampler:
+    """Chooses the tokens of one sequence, and remembers what the choice depends on: all of its tokens."""
+
+    def __init__(self, params: SamplingParams, prompt_length: int) -> None:
+        self._params, self._prompt_length = params, prompt_length
+        self._token_ids: list[int] = []
+
+    def extend(self, start: int, token_ids: Sequence[int]) -> None:
+        """These tokens follow the first `start`; what came behind is forgotten."""
+        del self._token_ids[start:]
+        self._token_ids.extend(token_ids)
+
+    def choose(self, logits: torch.Tensor) -> list[int]:
+        """The choice after each of the last n tokens; `logits` is [n, vocab_size]."""
+        first = len(self._token_ids) - len(logits) + 1
+        contexts = (self._token_ids[: first + i] for i in range(len(logits)))
+        return [
+            choose_token(row, self._params, context, self._prompt_length)
+            for row, context in zip(logits, contexts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities under the model's own softmax, before any rule: of one token, and of the n best."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+    """`logits` is [vocab_size]; `count` is n."""
+    logprobs = logits.float().log_softmax(0)
+    values, token_ids = logprobs.topk(min(count, len(logprobs)))
+    top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(float(logprobs[token_id]), top)

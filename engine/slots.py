@@ -2,6 +2,10 @@
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.sampling import Sampler
 
 SequenceKey = tuple[str, int]
 """(coordinator id, sequence id)"""
@@ -23,6 +27,8 @@ class Slot:
     index: int
     cached_length: int = 0
     round_id: int = 0
+    sampler: "Sampler | None" = None
+    """How the sequence's tokens are chosen, unless it is by the largest logit."""
 
 
 class SlotTable:

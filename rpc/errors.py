@@ -2,7 +2,6 @@
 
 ServiceError
 ├── InvalidArgumentError    a field is wrong; names it
-├── NotHonouredError        a field asks for what this server does not do; names it
 ├── NotFoundError           no such request
 ├── AlreadyExistsError      a request of that id is in flight
 ├── QueueFullError          too many requests wait; says when to try again
@@ -33,10 +32,6 @@ class InvalidArgumentError(ServiceError):
     def details(self) -> list[message.Message]:
         violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.reason)
         return [error_details_pb2.BadRequest(field_violations=[violation])]
-
-
-class NotHonouredError(InvalidArgumentError):
-    """`field` has a value that this server would have to ignore."""
 
 
 class NotFoundError(ServiceError):
@@ -70,7 +65,6 @@ class WorkerFailedError(ServiceError):
 
 STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     InvalidArgumentError: StatusCode.INVALID_ARGUMENT,
-    NotHonouredError: StatusCode.UNIMPLEMENTED,
     NotFoundError: StatusCode.NOT_FOUND,
     AlreadyExistsError: StatusCode.ALREADY_EXISTS,
     QueueFullError: StatusCode.RESOURCE_EXHAUSTED,

@@ -75,18 +75,30 @@ BAD = {
     "penalty nan": (sampling(presence_penalty=math.nan), "sampling_params.presence_penalty", "nan"),
 }
 
-NOT_HONOURED = {
-    "temperature": 0.7,
-    "top_p": 0.5,
-    "top_k": 5,
-    "min_p": 0.1,
-    "repetition_penalty": 1.1,
-    "frequency_penalty": -0.5,
-    "presence_penalty": 0.5,
-    "min_tokens": 3,
-    "logprobs": 0,
-    "stop": ["\n"],
-    "logit_bias": {5: 1.0},
+OUT_OF_RANGE = {
+    "temperature": [-0.1, 0.001, 100.5],
+    "top_p": [0.0, -0.5, 1.01],
+    "top_k": [-2],
+    "min_p": [-0.1, 1.1],
+    "repetition_penalty": [0.0, -1.0, 101.0],
+    "frequency_penalty": [-2.1, 2.1],
+    "presence_penalty": [-2.1, 2.1],
+    "min_tokens": [9],
+    "logprobs": [-1, 21],
+    "logit_bias": [{5: 100.5}, {5: -101.0}, {VOCAB_SIZE: 1.0}, {5: math.nan}],
+}
+AT_THE_EDGE = {
+    "temperature": [0.01, 100.0],
+    "top_p": [0.001, 1.0],
+    "top_k": [1, 2**31 - 1],
+    "min_p": [1.0],
+    "repetition_penalty": [0.01, 100.0],
+    "frequency_penalty": [-2.0, 2.0],
+    "presence_penalty": [-2.0, 2.0],
+    "min_tokens": [8],
+    "logprobs": [0, 20],
+    "logit_bias": [{5: 100.0, VOCAB_SIZE - 1: -100.0}],
+    "stop": [["x" * 256, *["y"] * 15]],
 }
 
 NEUTRAL = {
@@ -114,13 +126,32 @@ async def test_bad_requests_are_refused_with_the_field_and_the_limit(served: Ser
     assert served.target.requests == []
 
 
-@pytest.mark.parametrize("name", NOT_HONOURED)
-async def test_what_would_be_ignored_is_refused_by_name(served: Serving, name: str) -> None:
-    error = await refusal(served, sampling(**{name: NOT_HONOURED[name]}))
-    assert error.code() is StatusCode.UNIMPLEMENTED
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in OUT_OF_RANGE.items() for v in values])
+async def test_sampling_parameters_out_of_their_range_are_refused(served: Serving, name: str, value: Any) -> None:
+    error = await refusal(served, sampling(**{name: value}))
+    assert error.code() is StatusCode.INVALID_ARGUMENT
     assert error.details().startswith(f"sampling_params.{name}: ")
     assert violated_fields(error) == [f"sampling_params.{name}"]
     assert served.target.requests == []
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in AT_THE_EDGE.items() for v in values])
+async def test_sampling_parameters_at_the_edge_are_accepted(served: Serving, name: str, value: Any) -> None:
+    assert (await served.stub.Generate(sampling(**{name: value}))).finish_reason
+
+
+@pytest.mark.parametrize(
+    ("stop", "field"),
+    [
+        ([""], "sampling_params.stop[0]"),
+        (["a", "x" * 257], "sampling_params.stop[1]"),
+        (["a"] * 17, "sampling_params.stop"),
+    ],
+)
+async def test_stop_strings_out_of_their_range_are_refused(served: Serving, stop: list[str], field: str) -> None:
+    error = await refusal(served, sampling(stop=stop))
+    assert error.code() is StatusCode.INVALID_ARGUMENT
+    assert violated_fields(error) == [field]
 
 
 @pytest.mark.parametrize("top_k", [0, -1])

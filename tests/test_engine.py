@@ -79,17 +79,15 @@ def test_the_fixture_is_bitwise_and_says_so(engine: Engine) -> None:
     assert engine.info().bitwise
 
 
-def test_choices_are_the_best_logits_of_each_span(engine: Engine, truth: Truth) -> None:
+def test_logits_are_those_of_each_spans_last_tokens(engine: Engine, truth: Truth) -> None:
     spans = [Span(0, 0, truth.token_ids[0][:20], 3), Span(1, 0, truth.token_ids[1][:9], 0)]
     spans += [Span(2, 0, truth.token_ids[2][:5], 5)]
-    best = [truth.logits[0][17:20], truth.logits[1][:0], truth.logits[2][:5]]
-    assert engine.choose(spans) == [rows.argmax(-1).tolist() for rows in best]
+    assert torch.equal(engine.forward(spans), torch.cat([truth.logits[0][17:20], truth.logits[2][:5]]))
 
 
 def test_no_spans_give_no_logits(engine: Engine) -> None:
     assert engine.forward([]).shape == (0, engine.vocab_size)
-    assert engine.choose([]) == []
-    assert engine.choose([Span(0, 0, [1, 2, 3], 0)]) == [[]]
+    assert engine.forward([Span(0, 0, [1, 2, 3], 0)]).shape == (0, engine.vocab_size)
 
 
 # --- Bit for bit, whatever the batch
@@ -297,7 +295,7 @@ def test_memory_for_fewer_sequences_gives_fewer_slots(tiny_pair: tuple[Path, Pat
 
 def test_one_slot_is_enough(tiny_pair: tuple[Path, Path]) -> None:
     engine = load_engine(tiny_pair[0], max_sequences=1, max_model_len=16)
-    assert engine.choose([Span(0, 0, random_tokens(16), 1)])
+    assert engine.forward([Span(0, 0, random_tokens(16), 1)]).shape == (1, engine.vocab_size)
 
 
 def _parameters(folder: Path) -> list[torch.Tensor]:

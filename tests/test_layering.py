@@ -18,7 +18,7 @@ FORBIDDEN = {
     "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "draft_worker", "target_worker"},
 }
 
-PURE = ("sequence", "ready", "pool", "grouping", "round", "counters")
+PURE = ("text", "sequence", "ready", "pool", "grouping", "round", "counters")
 IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 
 MAY_NAME_STATUS_CODES = {
@@ -30,6 +30,7 @@ MAY_NAME_STATUS_CODES = {
     "coordinator/cli.py",
 }
 MAY_USE_PROTOBUF = MAY_NAME_STATUS_CODES | {
+    "rpc/sampling.py",
     "rpc/worker_service.py",
     "coordinator/server.py",
     "coordinator/service.py",

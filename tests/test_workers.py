@@ -124,7 +124,7 @@ class Worker:
         """What plain decoding of this worker's model gives, one token at a time and alone."""
         tokens = list(prompt)
         for start in [0, *range(len(prompt), len(prompt) + count - 1)]:
-            tokens += self.engine.choose([Span(TRUTH_SLOT, start, tokens[start:], 1)])[0]
+            tokens += self.engine.forward([Span(TRUTH_SLOT, start, tokens[start:], 1)]).argmax(-1).tolist()
         return tokens[len(prompt) :]
 
 
@@ -600,7 +600,7 @@ async def test_an_exception_inside_is_internal_and_shows_nothing_of_the_inside(
         raise ZeroDivisionError("secret of the backend")
 
     with monkeypatch.context() as patched:
-        patched.setattr(worker.engine, "choose", broken)
+        patched.setattr(worker.engine, "forward", broken)
         error = await failure(worker.round(worker.item(1, 0, [5])))
     assert error.code() == grpc.StatusCode.INTERNAL
     incident = re.fullmatch(r"internal error (\w+); the server's log has the details", error.details())

@@ -18,18 +18,22 @@ class VerifyRequest(_message.Message):
     def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only")
+    __slots__ = ("sequence_id", "base_length", "token_ids", "draft_token_ids", "prefill_only", "sampling", "logprobs")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ONLY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prefill_only: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ...) -> None: ...
+    sampling: _common_pb2.Sampling
+    logprobs: int
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., prefill_only: _Optional[bool] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("round_id", "results", "forward_ns", "realign_ns")
@@ -44,16 +48,18 @@ class VerifyResponse(_message.Message):
     def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("sequence_id", "status", "token_ids", "cached_length")
+    __slots__ = ("sequence_id", "status", "token_ids", "cached_length", "logprobs")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     status: _common_pb2.ItemStatus
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_length: int
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()

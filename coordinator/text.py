@@ -1,0 +1,50 @@
+"""The text of one generation as its tokens come: never half a character, and nothing of a stop string. Pure."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """Turns tokens into text; `coordinator.tokenizer.Detokenizer` is one."""
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete."""
+
+    def flush(self) -> str:
+        """The text of what is left when no token will follow."""
+
+
+class TextStream:
+    """Holds back what may be the beginning of a stop string until it is known."""
+
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+        self.matched: str | None = None
+        """The stop string that ended the text. Among several it is the one that begins first."""
+        self._decoder, self._stop = decoder, stop
+        self._held = ""
+
+    def feed(self, token_id: int, may_stop: bool = True) -> str:
+        """The text that can be shown once this token has come. Without `may_stop`, stop strings are text like any."""
+        self._held += self._decoder.feed([token_id])
+        if not may_stop:
+            return self._show(len(self._held))
+        found = [(at, -len(stop), stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, _, self.matched = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown
+        return self._show(len(self._held) - max((self._begun(stop) for stop in self._stop), default=0))
+
+    def flush(self) -> str:
+        """The rest, when no token will follow."""
+        rest, self._held = self._held + self._decoder.flush(), ""
+        return rest
+
+    def _show(self, count: int) -> str:
+        shown, self._held = self._held[:count], self._held[count:]
+        return shown
+
+    def _begun(self, stop: str) -> int:
+        """How many of the last characters are the first ones of a stop string."""
+        most = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)
