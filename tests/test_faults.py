@@ -415,7 +415,7 @@ async def test_a_burst_that_the_window_has_room_for_needs_no_queue() -> None:
 
 async def test_a_coordinator_that_cannot_go_on_stops_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as served:
-        monkeypatch.setattr(served.process.coordinator.pool, "admit", lambda: 1 / 0)
+        monkeypatch.setattr(served.process.coordinator.pool, "admit", lambda *_: 1 / 0)
         served.process.coordinator._loop.wake()
         with pytest.raises(ExceptionGroup) as caught:
             await served.process.wait_stopped()
