@@ -18,7 +18,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     )
     max_sequences: int = Field(16, ge=1, le=4096, description="slots wanted in the KV cache")
     kv_memory: ByteSize | None = Field(
-        None, description="KV cache, such as 8GiB; default: what max_sequences need, at most 80% of a GPU"
+        None,
+        description="KV cache, such as 8GiB; default: what max_sequences need, at most 80% of a GPU's or 40% of a "
+        "machine's free memory",
     )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",

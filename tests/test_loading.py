@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedConfig
 
 from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
-from engine import attention
+from engine import attention, memory
 from engine.loading import TokenizerFiles, UnsupportedModelError, load_model
 from engine.options import EngineOptions
 
@@ -239,6 +240,42 @@ def test_too_little_memory_is_refused_with_the_numbers(tiny_pair: tuple[Path, Pa
     assert f"{needed:,} bytes" in message
     assert str(engine.layout.arena.keys[0].shape[2]) in message
     assert "max_model_len" in message
+
+
+def with_free_memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    """Makes the machine say that it has so many bytes available."""
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+
+
+def test_slots_are_as_many_as_a_share_of_the_free_memory_holds(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = load_engine(tiny_pair[0], max_sequences=1).info().kv_bytes_total
+    with_free_memory(monkeypatch, int(3.5 * one / memory.CPU_SHARE))
+    assert load_engine(tiny_pair[0], max_sequences=4096).slots.total == 3
+    assert "kv_memory holds 3 sequences of" in caplog.text
+    assert load_engine(tiny_pair[0], max_sequences=5, kv_memory=5 * one).slots.total == 5
+    with_free_memory(monkeypatch, one)
+    assert "holds no sequence" in refusal(tiny_pair[0])
+
+
+def test_the_limit_of_a_container_counts_too(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CONTAINER_LIMIT", limit)
+    limit.write_text("max\n")
+    assert load_engine(tiny_pair[0], max_sequences=2).slots.total == 2
+    limit.write_text(f"{2**20}\n")  # less than we have already
+    assert "holds no sequence" in refusal(tiny_pair[0])
+
+
+def test_memory_that_nobody_can_have_is_refused(tmp_path: Path) -> None:
+    positions = 10**12
+    folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
+    message = refusal(folder, max_model_len=positions, max_sequences=1, kv_memory=10**18)
+    assert "KV cache of 768,000," in message
+    assert "cannot be allocated" in message
 
 
 # --- Refused for what its layers do
