@@ -1,5 +1,6 @@
 """`specpool`: one command, a few subcommands, each with settings of its own."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from coordinator.commands.demo import DemoSettings, demo
 from coordinator.commands.generate import GenerateSettings, generate
 from coordinator.commands.up import UpSettings, up
+from coordinator.settings import CoordinatorSettings
 from rpc.settings import Settings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
@@ -15,16 +17,54 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "demo": (DemoSettings, demo),
 }
 
+# Settings that only workers have, by name, since their code needs torch.
+WORKER_KEYS = {
+    "device",
+    "dtype",
+    "kv_layout",
+    "kv_memory",
+    "lease_seconds",
+    "max_forward_tokens",
+    "max_sequences",
+    "model",
+}
+
 
 def main() -> None:
     """Entry point of `specpool`."""
     name, *arguments = sys.argv[1:] or ["--help"]
+    if sys.stdout is None:
+        sys.exit(f"specpool {name}: standard output is closed")
+    for stream in filter(None, (sys.stdin, sys.stdout)):
+        stream.reconfigure(encoding="utf-8")  # whatever the locale, as our files are
+    try:
+        try:
+            status = run(name, arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except OSError as error:  # nobody reads our output any more, or there is no room for it
+        print(f"specpool {name}: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        status = 1
+    sys.exit(status)
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Runs a command; returns its exit status."""
     if name not in COMMANDS:
         asked = name in ("-h", "--help")
         print(usage(), file=sys.stdout if asked else sys.stderr)
-        sys.exit(0 if asked else 2)
+        return 0 if asked else 2
     settings, command = COMMANDS[name]
-    sys.exit(command(settings.load(f"specpool {name}", arguments)))
+    return command(settings.load(f"specpool {name}", arguments, neighbours=known_keys()))
+
+
+def known_keys() -> set[str]:
+    """Names of all settings of all processes."""
+    kinds: list[type[Settings]] = [CoordinatorSettings, *(settings for settings, _ in COMMANDS.values())]
+    return WORKER_KEYS.union(*(settings.keys() for settings in kinds))
 
 
 def usage() -> str:

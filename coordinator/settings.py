@@ -4,7 +4,12 @@ from typing import Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from rpc.settings import ServerSettings
+from rpc.settings import UINT32_MAX, Seconds, ServerSettings
+
+MAX_WINDOW_SIZE = 4096
+"""No worker has more slots."""
+MAX_SPECULATIVE_TOKENS = 16
+"""What a request may ask for unless the settings say otherwise."""
 
 
 class CoordinatorSettings(ServerSettings):
@@ -19,28 +24,39 @@ class CoordinatorSettings(ServerSettings):
         "ragged",
         description="who is batched with whom: any sequences, those of equal length, or a batch fixed at admission",
     )
-    window_size: int = Field(16, ge=1, description="sequences generated at a time, as far as the target has slots")
-    max_batch_size: int = Field(16, ge=1, description="sequences in one round")
+    window_size: int = Field(
+        16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time, as far as the target has slots"
+    )
+    max_batch_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences in one round")
     min_group_size: int | None = Field(
         None, ge=1, description="exspec: fewer sequences of equal length play no round alone; default: half a batch"
     )
-    max_wait_rounds: int = Field(8, ge=0, description="exspec: a sequence that waited so many rounds is in the next")
+    max_wait_rounds: int = Field(
+        8, ge=0, le=UINT32_MAX, description="exspec: a sequence that waited so many rounds is in the next"
+    )
     prefer_group: Literal["largest", "oldest"] = Field(
         "largest", description="exspec: which group of equal length plays first"
     )
     admission: Literal["arrival", "length"] = Field(
         "arrival", description="who enters the window: the first in the queue, or who is as long as the last to enter"
     )
-    queue_size: int = Field(256, ge=0, description="requests that may wait; more are refused")
+    queue_size: int = Field(256, ge=0, le=UINT32_MAX, description="requests that may wait; more are refused")
     num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")
-    max_num_speculative_tokens: int = Field(16, ge=0, description="the most that a request may ask for")
-    default_max_tokens: int = Field(256, ge=1, description="max_tokens of requests that set none")
-    prefill_tokens: int = Field(
-        128, ge=1, description="prompt tokens worked off per round beside those who decode; fewer stall them less"
+    max_num_speculative_tokens: int = Field(
+        MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="the most that a request may ask for"
     )
-    draft_timeout_seconds: float = Field(5.0, gt=0, description="a slower draft worker is left out for a while")
-    target_timeout_seconds: float = Field(120.0, gt=0, description="a slower target worker counts as unreachable")
-    max_request_bytes: ByteSize = Field(ByteSize(4 * 2**20), ge=1024, description="largest request accepted")
+    default_max_tokens: int = Field(256, ge=1, le=UINT32_MAX, description="max_tokens of requests that set none")
+    prefill_tokens: int = Field(
+        128,
+        ge=1,
+        le=UINT32_MAX,
+        description="prompt tokens worked off per round beside those who decode; fewer stall them less",
+    )
+    draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="a slower draft worker is left out for a while")
+    target_timeout_seconds: Seconds = Field(120.0, gt=0, description="a slower target worker counts as unreachable")
+    max_request_bytes: ByteSize = Field(
+        ByteSize(4 * 2**20), ge=1024, le=2**31 - 1, description="largest request accepted"
+    )
 
     @property
     def least_group_size(self) -> int:

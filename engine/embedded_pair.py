@@ -5,6 +5,7 @@ Draft: the target's own first layers. `python -m engine.embedded_pair` prints th
 """
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,11 +93,12 @@ def main() -> None:
     """Makes the pair if it is not there and prints where it is."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, so that nothing half made is left
     try:
         pair = embedded_pair()
+        print(json.dumps({"target": str(pair.target), "draft": str(pair.draft)}), flush=True)
     except OSError as error:
         sys.exit(f"embedded pair: {error}")
-    print(json.dumps({"target": str(pair.target), "draft": str(pair.draft)}))
 
 
 if __name__ == "__main__":

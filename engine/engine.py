@@ -13,6 +13,7 @@ from engine.kv_cache import KVArena
 from engine.layout import LAYOUTS, KVLayout
 from engine.linear import can_prepack, prepack_linears
 from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
+from engine.memory import default_kv_memory
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
 from engine.packing import Span, pack
@@ -132,10 +133,8 @@ class Engine:
         # Attended columns are a multiple of the tile, counted from the sequence's start.
         columns = round_up(self.max_model_len, self.tiles.kv) + (self.tiles.kv if layout.spare_columns else 0)
         per_slot = self._kv_bytes_per_token() * columns
-        budget = None if options.kv_memory is None else int(options.kv_memory)
-        if budget is None and self._device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(self._device)[0] * 0.8)
-        slots = options.max_sequences if budget is None else min(options.max_sequences, budget // per_slot)
+        budget = default_kv_memory(self._device) if options.kv_memory is None else int(options.kv_memory)
+        slots = min(options.max_sequences, budget // per_slot)
         if slots < 1:
             raise UnsupportedModelError(
                 f"kv_memory of {budget:,} bytes holds no sequence of {columns} positions ({per_slot:,} bytes): "
@@ -144,7 +143,12 @@ class Engine:
         if slots < options.max_sequences:
             log.warning("kv_memory holds %d sequences of %d positions, not %d", slots, columns, options.max_sequences)
         layers = self.loaded.config.num_hidden_layers
-        arena = KVArena(layers, slots, self._kv_heads, columns, self._head_dim, self._dtype, self._device)
+        try:
+            arena = KVArena(layers, slots, self._kv_heads, columns, self._head_dim, self._dtype, self._device)
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                f"a KV cache of {slots * per_slot:,} bytes cannot be allocated: {first_line(error)}"
+            ) from error
         return SlotTable(slots), layout(arena)
 
     @torch.inference_mode()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ValidationError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -27,8 +28,22 @@ log = logging.getLogger(__name__)
 DEFAULT_MAX_MODEL_LEN = 4096
 
 
+NAMES_IN_A_MESSAGE = 3
+
+
 class UnsupportedModelError(Exception):
     """The model cannot be served; the message says why."""
+
+
+class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
+    """What we read of a configuration, where transformers may let other types pass."""
+
+    architectures: list[str] | None = None
+    layer_types: list[str] | None = None
+    max_position_embeddings: int | None = None
+    num_attention_heads: int | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,7 @@ def load_model(options: EngineOptions) -> LoadedModel:
     except Exception as error:  # the files may hold anything
         reason = f"{options.model} is not a model folder, GGUF file or hub id: {first_line(error)}"
         raise UnsupportedModelError(reason) from error
+    _check_types(config)
     max_model_len = _max_model_len(config, options)
     refuse_unsupported(config, max_model_len)
     device = pick_device(options.device)
@@ -84,7 +100,15 @@ def load_model(options: EngineOptions) -> LoadedModel:
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **source,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported like those that are missing, which transformers only warns of
+        )
+        model, found = loaded
+        _refuse_made_up_weights(found)
         files = tokenizer_files(tokenizer, model)
     except Exception as error:  # likewise
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
@@ -159,6 +183,29 @@ def _source(model: str) -> dict[str, str]:
     if path.exists() and not (path / "config.json").is_file():
         raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json")
     return {"pretrained_model_name_or_path": model}
+
+
+def _check_types(config: PreTrainedConfig) -> None:
+    try:
+        _ConfigTypes.model_validate(config)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise UnsupportedModelError(f"the configuration has {key} {problem['input']!r}: {problem['msg']}") from None
+
+
+def _refuse_made_up_weights(found: dict[str, Any]) -> None:
+    """Refuses a checkpoint that transformers had to fill up with random weights.
+
+    Of weights that the model has no use for, such as further heads, it warns, and they do no harm.
+    """
+    made_up = {name: name for name in found["missing_keys"]}
+    for name, stored, wanted in found["mismatched_keys"]:
+        made_up[name] = f"{name} (of shape {list(wanted)}, not {list(stored)})"
+    if made_up:
+        first = ", ".join(made_up[name] for name in sorted(made_up)[:NAMES_IN_A_MESSAGE])
+        more = ", ..." if len(made_up) > NAMES_IN_A_MESSAGE else ""
+        raise UnsupportedModelError(f"its files lack {len(made_up)} of the weights that it needs: {first}{more}")
 
 
 def _max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:

@@ -18,11 +18,13 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     )
     max_sequences: int = Field(16, ge=1, le=4096, description="slots wanted in the KV cache")
     kv_memory: ByteSize | None = Field(
-        None, description="KV cache, such as 8GiB; default: what max_sequences need, at most 80% of a GPU"
+        None,
+        description="KV cache, such as 8GiB; default: what max_sequences need, at most 80% of a GPU's or 40% of a "
+        "machine's free memory",
     )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",
         description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
     )
-    max_forward_tokens: int = Field(512, ge=1, description="tokens in one forward pass; more take several")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
+    max_forward_tokens: int = Field(512, ge=1, le=2**20, description="tokens in one forward pass; more take several")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the model; default: torch's choice")

@@ -24,6 +24,11 @@ CHANNEL_OPTIONS = [
 ]
 
 
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with brackets around a host that has colons of its own."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"). Opening never fails; calls do while nobody answers."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

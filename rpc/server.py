@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rpc.channel import join_address
 from rpc.interceptor import ErrorInterceptor
 from rpc.settings import ServerSettings
 
@@ -18,11 +21,18 @@ log = logging.getLogger(__name__)
 LIVE = "live"
 """A name for health checks that serves as long as the process answers at all, whatever it waits for."""
 
+PARENT_CHECK_SECONDS = 0.5
+
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a surprise
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
+
+
+def process_name(pid: int) -> str:
+    """A name for health checks that only the process of this id has: whoever else answers on its port does not."""
+    return f"process-{pid}"
 
 
 class Server:
@@ -34,6 +44,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
         self._stopping = asyncio.Event()
+        self._orphaned: asyncio.Task[None] | None = None
         self._grace = settings.drain_seconds
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
@@ -50,28 +61,31 @@ class Server:
         reflection.enable_server_reflection(names, self._server)
         await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         await self.set_serving(False)
-        wanted = f"{self._settings.host}:{self._settings.port}"
+        host, port = self._settings.host, self._settings.port
         try:
-            port = self._server.add_insecure_port(wanted)
+            port = self._server.add_insecure_port(join_address(host, port))
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {wanted}: {error}") from None
+            reason = _reason_not_to_listen(host, port) or error
+            raise OSError(f"cannot listen on {join_address(host, port)}: {reason}") from None
         await self._server.start()
-        log.info("listening on %s:%d", self._settings.host, port)
+        log.info("listening on %s", join_address(host, port))
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks hear, for the process ("") and for each of its services."""
+        """What health checks hear, for the process ("" and its own name) and for each of its services."""
         if serving and self._stopping.is_set():
             return
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self._services):
+        for name in ("", process_name(os.getpid()), *self._services):
             await self._health.set(name, status)
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT begin the drain."""
+        """SIGTERM and SIGINT begin the drain; the end of the parent that the settings name ends all at once."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        if self._settings.parent_pid is not None:
+            self._orphaned = loop.create_task(self._stop_when_orphaned(self._settings.parent_pid))
 
     def stop(self, drain: bool = True) -> None:
         """Begins the drain, or ends running calls at once; `wait_stopped` sees it through."""
@@ -91,6 +105,24 @@ class Server:
         await self.set_serving(False)
         await self._server.stop(self._grace)
         log.info("stopped")
+
+    async def _stop_when_orphaned(self, parent_pid: int) -> None:
+        while True:
+            await asyncio.sleep(PARENT_CHECK_SECONDS)
+            if os.getppid() != parent_pid:
+                log.warning("the process that started this one is gone")
+                return self.stop(drain=False)
+
+
+def _reason_not_to_listen(host: str, port: int) -> str | None:
+    """What the system says, which gRPC does not pass on; None if it has changed its mind."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def configure_logging(level: str) -> None:

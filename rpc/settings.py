@@ -1,31 +1,43 @@
 """Configuration of a process from flags, `SPECPOOL_*` variables and a TOML file, in this order of precedence.
 
-Every key can be given in each of the three ways. Unknown flags and file keys are refused; so are unknown
-variables, where the environment belongs to the process alone.
+Every key can be given in each of the three ways, and is refused where nobody knows it.
 """
 
 import argparse
 import logging
 import os
 import sys
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
+    CliSettingsSource,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
-    TomlConfigSettingsSource,
 )
 
 ENV_PREFIX = "SPECPOOL_"
 
+# On a command line, text that means no value: one that nobody can type, since every word may be meant as such.
+NO_VALUE = "\0"
+
+UINT32_MAX = 2**32 - 1
+"""The most that a number in a message can be."""
+
 log = logging.getLogger(__name__)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+Seconds = Annotated[float, Field(le=86_400)]
+"""A time that somebody waits for: a day at most, which every timer can count."""
+Host = Annotated[str, Field(min_length=1), AfterValidator(lambda host: host.strip("[]"))]
+"""A name or an address; of IPv6 with brackets or without."""
 
 S = TypeVar("S", bound="Settings")
 
@@ -35,17 +47,19 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
+        env_prefix_target="all",
         frozen=True,
         extra="forbid",
         cli_kebab_case=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
         cli_implicit_flags=True,
+        cli_parse_none_str=NO_VALUE,
         protected_namespaces=(),
     )
 
-    owns_environment: ClassVar[bool] = False
-    """Whether every `SPECPOOL_*` variable must be meant for this process, as in a container of its own."""
+    file_values: ClassVar[dict[str, Any]] = {}
+    """What the TOML file says."""
 
     config: Path | None = Field(None, description="TOML file with any of these settings")
     log_level: LogLevel = Field("info", description="least severe messages logged")
@@ -59,16 +73,21 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+        return init_settings, env_settings, InitSettingsSource(settings_cls, cls.file_values)
 
     @classmethod
-    def load(cls, program: str, arguments: list[str] | None = None) -> Self:
-        """Reads the settings of this process; on bad ones says which and why, and exits with status 2."""
+    def load(cls, program: str, arguments: list[str] | None = None, neighbours: Iterable[str] = ()) -> Self:
+        """Reads the settings of this process; on bad ones says which and why, and exits with status 2.
+
+        `neighbours`: settings of other processes, whose variables may stand in our environment.
+        """
         arguments = sys.argv[1:] if arguments is None else arguments
         try:
-            if cls.owns_environment:
-                refuse_unknown_variables(cls)
-            return CliApp.run(_with_file(cls, program, _config_file(arguments)), arguments)
+            _refuse_what_is_no_text(arguments)
+            _refuse_unknown_variables(cls.keys() | set(neighbours))
+            resolved = _with_file(cls, program, _config_file(arguments))
+            source: CliSettingsSource[Any] = CliSettingsSource(resolved, formatter_class=_HelpFormatter)
+            return CliApp.run(resolved, arguments, cli_settings_source=source)
         except ValidationError as error:
             for problem in error.errors():
                 key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")  # none if several disagree
@@ -77,42 +96,79 @@ class Settings(BaseSettings):
             print(f"{program}: {error}", file=sys.stderr)
         raise SystemExit(2)
 
+    @classmethod
+    def keys(cls) -> set[str]:
+        """What the settings are called, in a file and, in capitals and with the prefix, in the environment."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
     def log_resolved(self) -> None:
         """Logs what the process runs with, wherever each value came from."""
         log.info("settings: %s", self.model_dump_json(exclude={"config"}))
 
 
-class ServerSettings(Settings):
+class ListeningSettings(Settings):
+    """Where to listen, and how to stop."""
+
+    host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
+    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    drain_seconds: Seconds = Field(30.0, ge=0, description="time that running calls get after SIGTERM")
+
+
+class ServerSettings(ListeningSettings):
     """What every Specpool server has."""
 
-    owns_environment = True
-
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
-    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
-    drain_seconds: float = Field(30.0, ge=0, description="time that running calls get after SIGTERM")
+    parent_pid: int | None = Field(
+        None, ge=1, description="stop as soon as this process, which started this one, is gone; default: never"
+    )
 
 
-def refuse_unknown_variables(settings: type[BaseSettings], environment: dict[str, str] | None = None) -> None:
-    """Raises ValueError for a `SPECPOOL_*` variable that is none of `settings`: most likely a misspelt one."""
-    environment = dict(os.environ) if environment is None else environment
-    known = {ENV_PREFIX + name.upper() for name in settings.model_fields}
-    unknown = sorted(name for name in environment if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves out defaults that are none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return (action.help or "").replace(f" (default: {NO_VALUE})", "")
+
+
+def _refuse_what_is_no_text(arguments: list[str]) -> None:
+    variables = [f"{name}={value}" for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)]
+    for word in (*arguments, *variables):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{word!a} is not UTF-8") from None
+
+
+def _refuse_unknown_variables(keys: set[str]) -> None:
+    known = {ENV_PREFIX + key.upper() for key in keys}
+    unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
     if unknown:
         raise ValueError(f"unknown environment variable {', '.join(unknown)}")
 
 
 def _config_file(arguments: list[str]) -> str | None:
+    variables = {name.upper(): value for name, value in os.environ.items()}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=os.environ.get(ENV_PREFIX + "CONFIG"))
+    parser.add_argument("--config", default=variables.get(ENV_PREFIX + "CONFIG"))
     path: str | None = parser.parse_known_args(arguments)[0].config
-    if path is not None and not Path(path).is_file():
-        raise ValueError(f"config: no such file: {path}")
     return path
 
 
 def _with_file(settings: type[S], program: str, path: str | None) -> type[S]:
     class Resolved(settings):  # type: ignore[misc, valid-type]
         __doc__ = settings.__doc__
-        model_config = SettingsConfigDict(toml_file=path, cli_prog_name=program)
+        model_config = SettingsConfigDict(cli_prog_name=program)
+        file_values = {} if path is None else _read_file(Path(path))
 
     return Resolved
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"config: no such file: {path}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config: {path}: {error}") from None
+    if "config" in values:
+        raise ValueError(f"config: {path}: a file cannot name another one")
+    return values

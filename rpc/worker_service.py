@@ -20,7 +20,7 @@ from rpc.channel import MAX_WORKER_MESSAGE_BYTES
 from rpc.errors import InvalidArgumentError, UnavailableError
 from rpc.model_thread import ModelThread
 from rpc.server import Server, configure_logging
-from rpc.settings import ServerSettings
+from rpc.settings import Seconds, ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 class WorkerSettings(ServerSettings):
     """What every worker has, whatever it runs."""
 
-    lease_seconds: float = Field(
+    lease_seconds: Seconds = Field(
         60.0, gt=0, description="sequences of a coordinator that was silent for so long are freed"
     )
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,13 +21,15 @@ from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 
 
-async def specpool(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+async def specpool(
+    *arguments: str | bytes, stdin: str | bytes = "", environment: dict[str, str] | None = None
+) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of `specpool ...`."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coordinator.cli", *arguments,
+        sys.executable, "-m", "coordinator.cli", *arguments, env={**os.environ, **(environment or {})},
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, err = await process.communicate(stdin.encode())
+    out, err = await process.communicate(stdin.encode() if isinstance(stdin, str) else stdin)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
@@ -120,6 +123,15 @@ async def test_generate_reports_a_refused_prompt_and_goes_on(served: tuple[str, 
         ('{"id": 1, "prompt": "x", "messages": []}', "either"),
         ('{"id": 1, "prompt": 5}', "must be a string"),
         ('{"id": 1, "messages": [{"role": "user"}]}', "must be a list"),
+        ('{"id": 1, "messages": [{"role": "user", "content": "x", "name": "y"}]}', "must be a list"),
+        ('{"id": 1, "prompt": "x", "max_tokens": 5, "seed": 1}', 'unknown key "max_tokens", "seed"'),
+        ('{"id": 1, "prompt": "\\ud800"}', "surrogate"),
+        ('{"id": "\\udfff", "prompt": "x"}', "surrogate"),
+        ('{"id": 1, "messages": [{"role": "user", "content": "\\ud83d"}]}', "surrogate"),
+        ('{"id": NaN, "prompt": "x"}', "not JSON"),
+        ('{"id": [-Infinity], "prompt": "x"}', "not JSON"),
+        ('{"id": 1e999, "prompt": "x"}', "not JSON"),
+        ('{"id": ' + "[" * 100_000 + "]" * 100_000 + ', "prompt": "x"}', "nested too deeply"),
     ],
 )
 def test_a_bad_line_is_named(line: str, says: str) -> None:
@@ -133,6 +145,108 @@ async def test_bad_usage_ends_with_status_2_and_no_traceback(tmp_path: Path) -> 
         status, _, err = await specpool(*arguments)
         assert status == 2, arguments
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "says"),
+    [
+        (["--address", ""], "x", "address: String should have at least 1 character"),
+        (["--max-tokens", "4294967296"], "x", "max-tokens: Input should be less than or equal to 4294967295"),
+        (["--num-speculative-tokens", str(2**40)], "x", "num-speculative-tokens: Input should be less"),
+        (["--timeout-seconds", "inf"], "x", "timeout-seconds: Input should be less than or equal to 86400"),
+        (["--chat", "--prompts", "-"], "", "chat is for a prompt"),
+        ([], b"caf\xe9", "standard input: 'utf-8' codec can't decode byte 0xe9"),
+        (["--prompts", "-"], b'{"id": 1, "prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
+        ([b"caf\xe9"], "", "is not UTF-8"),
+        (["--prompts", "-"], '{"id": 1, "prompt": "x"}\n{"id": NaN, "prompt": "x"}', "line 2: not JSON"),
+    ],
+)
+async def test_what_cannot_be_asked_is_refused_in_one_line(
+    arguments: list[str | bytes], stdin: str | bytes, says: str
+) -> None:
+    status, out, err = await specpool("generate", *arguments, stdin=stdin, environment={"LC_ALL": "C"})
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("prompt", "chat"), [("None", False), ("null", True), ("\u2028é", False)])
+async def test_every_word_may_be_a_prompt(served: tuple[str, FakeTarget], prompt: str, chat: bool) -> None:
+    address, target = served
+    flags = ["--chat"] if chat else []
+    status, out, err = await specpool("generate", "--address", address, "--max-tokens", "5", "--json", *flags, prompt)
+    assert status == 0, err
+    encoded = tokenizer_of(target)(f"user: {prompt}\n" if chat else prompt)
+    assert json.loads(out)["token_ids"] == target.continuation(encoded, 5)
+
+
+async def test_output_is_utf8_whatever_the_locale(served: tuple[str, FakeTarget]) -> None:
+    locale = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    line = '{"id": "é", "prompt": "\u2028"}'
+    flags = ["--address", served[0], "--max-tokens", "40", "--prompts", "-", "--json"]
+    status, out, err = await specpool("generate", *flags, stdin=line, environment=locale)
+    assert status == 0, err
+    assert json.loads(out)["id"] == "é"
+    assert '"é"' in out
+
+
+def shell(command: str, *arguments: str) -> tuple[int, str, str]:
+    """What a command line with `specpool` in it gives."""
+    program = f'set -o pipefail; specpool() {{ {sys.executable} -m coordinator.cli "$@"; }}; {command}'
+    done = subprocess.run(
+        ["bash", "-c", program, "bash", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        ('specpool generate --address "$1" --prompts "$2" --json | head -1 >/dev/null', 1, "Broken pipe"),
+        ('specpool generate --address "$1" abc | true', 1, "Broken pipe"),
+        ('specpool generate --address "$1" abc >/dev/full', 1, "No space left on device"),
+        ("specpool --help >/dev/full", 1, "No space left on device"),
+        ('specpool generate --address "$1" abc >&-', 1, "standard output is closed"),
+        ('specpool generate --address "$1" <&-', 2, "standard input: it is closed"),
+        ('specpool generate --address "$1" --prompts - <&-', 2, "it is closed"),
+    ],
+)
+async def test_a_stream_that_cannot_be_used_is_said_in_one_line(
+    served: tuple[str, FakeTarget], tmp_path: Path, command: str, status: int, says: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"id": {i}, "prompt": "x"}}\n' for i in range(300)))
+    found, out, err = await asyncio.to_thread(shell, command, served[0], str(file))
+    assert (found, out) == (status, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+async def test_ctrl_c_while_a_prompt_is_typed_ends_quietly() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "coordinator.cli", "generate",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(b"x" * 2**20)
+    await process.stdin.drain()  # more than a pipe holds: it has begun to read
+    while process.returncode is None:  # a signal just before the next read is noticed after it
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 2)
+    assert await process.communicate() == (b"", b"")
+    assert process.returncode == 130
+
+
+async def test_demo_without_prompts_says_so_before_it_starts_anything(tmp_path: Path) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n")
+    for path, says in {str(file): "there are no prompts in it", str(tmp_path / "none"): "No such file"}.items():
+        status, out, err = await specpool("demo", "--prompts", path)
+        assert (status, out) == (2, "")
+        assert path in err
+        assert says in err
+        assert err.count("\n") == 1
 
 
 async def test_help_names_every_command() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedConfig
 
 from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
-from engine import attention
+from engine import attention, memory
 from engine.loading import TokenizerFiles, UnsupportedModelError, load_model
 from engine.options import EngineOptions
 
@@ -89,8 +90,9 @@ def test_a_pad_token_whose_embedding_is_zero_does_no_harm(tmp_path: Path) -> Non
     assert load_engine(folder).bitwise
 
 
-def test_a_gguf_file_gives_the_logits_of_the_folder_it_was_made_from(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "folder", tiny_config(vocab_size=258))
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_gives_the_logits_of_the_folder_it_was_made_from(tmp_path: Path, tied: bool) -> None:
+    folder = save_model(tmp_path / "folder", tiny_config(vocab_size=258, tie_word_embeddings=tied))
     engine = load_engine(save_gguf(folder, tmp_path / "model.gguf"))
     tokens = random_tokens(30)
     torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
@@ -188,8 +190,7 @@ def test_a_kind_of_model_that_cannot_be_served_is_refused_before_its_weights_are
 def test_layers_of_linear_attention_are_refused(tmp_path: Path) -> None:
     config = small_config("qwen3", layer_types=["full_attention", "full_attention"])
     save_config(tmp_path, config, "Qwen3ForCausalLM")
-    saved = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**saved, "layer_types": ["linear_attention", "full_attention"]}))
+    change_config(tmp_path, layer_types=["linear_attention", "full_attention"])
     assert "linear_attention layers" in refusal(tmp_path)
 
 
@@ -239,6 +240,42 @@ def test_too_little_memory_is_refused_with_the_numbers(tiny_pair: tuple[Path, Pa
     assert f"{needed:,} bytes" in message
     assert str(engine.layout.arena.keys[0].shape[2]) in message
     assert "max_model_len" in message
+
+
+def with_free_memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    """Makes the machine say that it has so many bytes available."""
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+
+
+def test_slots_are_as_many_as_a_share_of_the_free_memory_holds(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = load_engine(tiny_pair[0], max_sequences=1).info().kv_bytes_total
+    with_free_memory(monkeypatch, int(3.5 * one / memory.CPU_SHARE))
+    assert load_engine(tiny_pair[0], max_sequences=4096).slots.total == 3
+    assert "kv_memory holds 3 sequences of" in caplog.text
+    assert load_engine(tiny_pair[0], max_sequences=5, kv_memory=5 * one).slots.total == 5
+    with_free_memory(monkeypatch, one)
+    assert "holds no sequence" in refusal(tiny_pair[0])
+
+
+def test_the_limit_of_a_container_counts_too(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CONTAINER_LIMIT", limit)
+    limit.write_text("max\n")
+    assert load_engine(tiny_pair[0], max_sequences=2).slots.total == 2
+    limit.write_text(f"{2**20}\n")  # less than we have already
+    assert "holds no sequence" in refusal(tiny_pair[0])
+
+
+def test_memory_that_nobody_can_have_is_refused(tmp_path: Path) -> None:
+    positions = 10**12
+    folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
+    message = refusal(folder, max_model_len=positions, max_sequences=1, kv_memory=10**18)
+    assert "KV cache of 768,000," in message
+    assert "cannot be allocated" in message
 
 
 # --- Refused for what its layers do
@@ -320,6 +357,60 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert "cannot be loaded" in message
     assert "model.safetensors" in message
+
+
+def change_config(folder: Path, **changes: Any) -> Path:
+    """Changes what the configuration says, and leaves the weights as they are."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def test_weights_that_are_missing_are_never_made_up(tmp_path: Path) -> None:
+    message = refusal(change_config(save_model(tmp_path, tiny_config()), num_hidden_layers=5))
+    assert "cannot be loaded" in message
+    assert "lack 18 of the weights" in message
+    assert "model.layers.3.input_layernorm.weight" in message
+
+
+def test_weights_of_another_shape_are_never_made_up(tmp_path: Path) -> None:
+    message = refusal(change_config(save_model(tmp_path, tiny_config()), intermediate_size=32))
+    assert "lack 9 of the weights" in message
+    assert "model.layers.0.mlp.down_proj.weight (of shape [96, 32], not [96, 160])" in message
+
+
+def test_weights_beyond_those_needed_do_no_harm(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, tiny_config())
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "reward_head.weight": torch.ones(4)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load_engine(folder).bitwise
+
+
+def test_a_head_that_is_missing_is_refused_unless_it_is_tied(tmp_path: Path) -> None:
+    tied = save_model(tmp_path, tiny_config(tie_word_embeddings=True))
+    assert "lm_head.weight" not in load_file(tied / "model.safetensors")
+    load_model(EngineOptions(model=str(tied)))
+    assert "lack 1 of the weights that it needs: lm_head.weight" in refusal(
+        change_config(tied, tie_word_embeddings=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", [1]),
+        ("architectures", "LlamaForCausalLM"),
+        ("layer_types", [1, 2, 3]),
+        ("sliding_window", "x"),
+        ("max_position_embeddings", "many"),
+        ("max_position_embeddings", 0.5),
+        ("num_attention_heads", "6"),
+        ("rope_parameters", [1]),
+    ],
+)
+def test_a_configuration_with_values_of_another_type_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    message = refusal(change_config(save_model(tmp_path, tiny_config()), **{key: value}))
+    assert key in message or str(tmp_path) in message
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])

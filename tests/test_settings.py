@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cli import WORKER_KEYS, known_keys
+from coordinator.commands.generate import GenerateSettings
+from coordinator.commands.up import UpSettings, _services
 from coordinator.settings import CoordinatorSettings
+from draft_worker.server import DraftWorkerSettings
+from target_worker.server import TargetWorkerSettings
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,6 +92,59 @@ def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
     assert load().draft_address == "draft:1"
 
 
+def test_variables_may_be_in_lower_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("specpool_config", write(tmp_path, 'draft_address = "draft:1"\n'))
+    monkeypatch.setenv("specpool_window_size", "3")
+    assert (load().draft_address, load().window_size) == ("draft:1", 3)
+
+
+def test_the_prefix_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSON", "not for us")
+    assert not GenerateSettings.load("specpool generate", []).json_lines
+    monkeypatch.setenv("SPECPOOL_JSON", "true")
+    assert GenerateSettings.load("specpool generate", []).json_lines
+
+
+def test_commands_know_the_variables_of_all_processes_and_refuse_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = DraftWorkerSettings.keys() | TargetWorkerSettings.keys()
+    assert known_keys() >= workers
+    assert workers >= WORKER_KEYS
+    monkeypatch.setenv("SPECPOOL_KV_MEMORY", "8GiB")
+    assert load_up().window_size == 16
+    monkeypatch.setenv("SPECPOOL_WINDOW_SIZ", "3")
+    with pytest.raises(SystemExit):
+        load_up()
+    assert capsys.readouterr().err == "specpool up: unknown environment variable SPECPOOL_WINDOW_SIZ\n"
+
+
+def load_up(*arguments: str) -> UpSettings:
+    return UpSettings.load("specpool up", list(arguments), neighbours=known_keys())
+
+
+def test_what_up_allows_its_processes_allow_too(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load_up("--window-size", "4096", "--num-speculative-tokens", "16", "--threads", "1024")
+    target, draft, coordinator = _services(settings, "target", "draft")
+    TargetWorkerSettings.load("target", target.arguments)
+    DraftWorkerSettings.load("draft", draft.arguments)
+    CoordinatorSettings.load("coordinator", coordinator.arguments)
+
+
+def test_no_text_stands_for_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_up("--target", "None").target == "None"
+    with pytest.raises(SystemExit):
+        load_up("--help")
+    printed = capsys.readouterr().out
+    assert "default: None" not in printed
+    assert printed.isprintable() or set(printed) - set(filter(str.isprintable, printed)) == {"\n"}
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_may_have_brackets(host: str) -> None:
+    assert load("--host", host).host == "::1"
+
+
 @pytest.mark.parametrize("style", [["--port", "7"], ["--port=7"]])
 def test_both_styles_of_flags_work(style: list[str]) -> None:
     assert load(*style).port == 7
@@ -138,7 +196,21 @@ def test_a_missing_file_of_the_environment_is_named(
 
 
 def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "line 1" in refusal(capsys, "--config", write(tmp_path, "port: 7\n"))
+    path = write(tmp_path, "port: 7\n")
+    error = refusal(capsys, "--config", path)
+    assert path in error
+    assert "line 1" in error
+
+
+def test_a_file_cannot_name_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, 'config = "other.toml"\n')
+    assert f"{path}: a file cannot name another one" in refusal(capsys, "--config", path)
+
+
+def test_what_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not UTF-8" in refusal(capsys, "--host", "caf\udce9")
+    monkeypatch.setenv("SPECPOOL_HOST", "caf\udce9")
+    assert "SPECPOOL_HOST" in refusal(capsys)
 
 
 WRONG = [
@@ -149,6 +221,17 @@ WRONG = [
     ("queue-size", "-1", "0"),
     ("policy", "alphabetical", "ragged"),
     ("draft-timeout-seconds", "0", "0"),
+    ("draft-timeout-seconds", "nan", "86400"),
+    ("target-timeout-seconds", "inf", "86400"),
+    ("drain-seconds", "1e10", "86400"),
+    ("window-size", "4097", "4096"),
+    ("max-batch-size", "4097", "4096"),
+    ("queue-size", "99999999999", "4294967295"),
+    ("prefill-tokens", "4294967296", "4294967295"),
+    ("default-max-tokens", "99999999999", "4294967295"),
+    ("max-num-speculative-tokens", "1025", "1024"),
+    ("max-request-bytes", "2GiB", "2147483647"),
+    ("host", "", "1"),
     ("target-address", "", "1"),
     ("max-request-bytes", "10", "1024"),
     ("max-request-bytes", "4 parsecs", "byte"),
@@ -231,6 +314,17 @@ def test_the_process_itself_refuses_with_status_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.1"])
+def test_an_address_that_is_not_ours_is_said_with_the_reason(host: str) -> None:
+    command = [sys.executable, "-m", "coordinator.server", "--host", host, "--port", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("specpool-coordinator: ")]
+    assert said.startswith(f"specpool-coordinator: cannot listen on {host}:0: ")
+    assert "Failed to bind" not in said
+    assert "Traceback" not in done.stderr
+
+
 def test_a_taken_port_is_said_without_a_stack_trace(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -239,5 +333,5 @@ def test_a_taken_port_is_said_without_a_stack_trace(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "coordinator.server", "--port", port]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
     assert "Traceback" not in done.stderr

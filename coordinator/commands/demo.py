@@ -18,9 +18,11 @@ from specpool.v1 import generation_pb2 as pb
 
 from coordinator.client import Client
 from coordinator.commands.generate import answers
-from coordinator.commands.prompts import PromptLine, own_prompts, read_prompts
-from coordinator.commands.up import ProcessFailedError, UpSettings, running
-from rpc.settings import LogLevel
+from coordinator.commands.processes import ProcessFailedError
+from coordinator.commands.prompts import PromptLine, own_prompts, read_prompt_file
+from coordinator.commands.up import UpSettings, running
+from coordinator.settings import MAX_SPECULATIVE_TOKENS
+from rpc.settings import UINT32_MAX, LogLevel, Seconds
 
 
 class DemoSettings(UpSettings):
@@ -28,13 +30,15 @@ class DemoSettings(UpSettings):
 
     port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
     log_level: LogLevel = Field("error", description="least severe messages logged")
-    drain_seconds: float = Field(5.0, ge=0, description="time that running calls get at the end")
-    prompts: Path | None = Field(None, description="JSONL file of prompts; default: a small set of our own")
+    drain_seconds: Seconds = Field(5.0, ge=0, description="time that running calls get at the end")
+    prompts: Path | None = Field(
+        None, description="JSONL file of prompts; - for standard input; default: a small set of our own"
+    )
     num_prompts: int = Field(16, ge=1, description="prompts used, from the first on")
-    max_tokens: int = Field(48, ge=1, description="tokens generated for each prompt at most")
+    max_tokens: int = Field(48, ge=1, le=UINT32_MAX, description="tokens generated for each prompt at most")
     concurrency: int = Field(8, ge=1, description="requests at a time")
     repeats: int = Field(2, ge=1, description="runs of each kind; the median counts")
-    num_speculative_tokens: int = Field(1, ge=1, description="draft tokens per round")
+    num_speculative_tokens: int = Field(1, ge=1, le=MAX_SPECULATIVE_TOKENS, description="draft tokens per round")
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,15 @@ class Run:
 def demo(settings: DemoSettings) -> int:
     """Runs the command; returns its exit status. The last line printed is one JSON object."""
     try:
-        lines = own_prompts() if settings.prompts is None else read_prompts(settings.prompts.open(encoding="utf-8"))
+        lines = own_prompts() if settings.prompts is None else read_prompt_file(settings.prompts)
+        if not lines:
+            raise ValueError("there are no prompts in it")
+    except (OSError, ValueError) as error:
+        print(f"specpool demo: {settings.prompts}: {error}", file=sys.stderr)
+        return 2
+    try:
         result, answer = asyncio.run(_demo(settings, lines[: settings.num_prompts]))
-    except (ProcessFailedError, OSError, ValueError) as error:
+    except ProcessFailedError as error:
         print(f"specpool demo: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:  # a signal asked us to stop

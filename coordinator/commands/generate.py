@@ -16,31 +16,35 @@ from rich.progress import track
 from specpool.v1 import generation_pb2 as pb
 
 from coordinator.client import Client
-from coordinator.commands.prompts import PromptFileError, PromptLine, read_prompts
-from rpc.settings import Settings
+from coordinator.commands.prompts import PromptLine, read_prompt_file, read_standard_input
+from rpc.settings import UINT32_MAX, Seconds, Settings
 
 
 class GenerateSettings(Settings):
     """Generates text: for a PROMPT, for every line of a JSONL file, or for what comes on standard input."""
 
     prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
-    address: str = Field("127.0.0.1:50050", description="host:port of the coordinator")
+    address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
     prompts: Path | None = Field(
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )
-    chat: bool = Field(False, description="send the prompt as a user's chat message")
-    max_tokens: int | None = Field(None, ge=1, description="tokens to generate at most; default: the server's")
+    chat: bool = Field(False, description="send PROMPT as a user's chat message; lines of a file say it themselves")
+    max_tokens: int | None = Field(
+        None, ge=1, le=UINT32_MAX, description="tokens to generate at most; default: the server's"
+    )
     num_speculative_tokens: int | None = Field(
-        None, ge=0, description="draft tokens per round; 0: plain decoding; default: the server's"
+        None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
     )
     concurrency: int = Field(8, ge=1, description="requests at a time")
-    timeout_seconds: float | None = Field(None, gt=0, description="deadline of each request")
+    timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
     json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in their order")
 
     @model_validator(mode="after")
     def _one_source(self) -> "GenerateSettings":
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("give a prompt or a file of prompts, not both")
+        if self.chat and self.prompts is not None:
+            raise ValueError('chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
         return self
 
 
@@ -48,15 +52,12 @@ def generate(settings: GenerateSettings) -> int:
     """Runs the command; returns its exit status."""
     try:
         lines = _lines(settings)
-    except (OSError, UnicodeDecodeError, PromptFileError) as error:
+    except (OSError, ValueError) as error:
         print(f"specpool generate: {settings.prompts or 'standard input'}: {error}", file=sys.stderr)
         return 2
-    try:
-        if settings.prompts is None and not settings.json_lines:
-            return asyncio.run(_stream_one(settings, lines[0]))
-        return asyncio.run(_print_all(settings, lines))
-    except KeyboardInterrupt:
-        return 130
+    if settings.prompts is None and not settings.json_lines:
+        return asyncio.run(_stream_one(settings, lines[0]))
+    return asyncio.run(_print_all(settings, lines))
 
 
 async def answers(
@@ -96,13 +97,10 @@ def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, obje
 
 
 def _lines(settings: GenerateSettings) -> list[PromptLine]:
-    if settings.prompts is None:
-        text = settings.prompt if settings.prompt is not None else sys.stdin.read()
-        return [PromptLine(0, [{"role": "user", "content": text}] if settings.chat else text)]
-    if str(settings.prompts) == "-":
-        return read_prompts(sys.stdin)
-    with settings.prompts.open(encoding="utf-8") as file:
-        return read_prompts(file)
+    if settings.prompts is not None:
+        return read_prompt_file(settings.prompts)
+    text = settings.prompt if settings.prompt is not None else read_standard_input()
+    return [PromptLine(0, [{"role": "user", "content": text}] if settings.chat else text)]
 
 
 def _options(settings: GenerateSettings) -> dict[str, Any]:
@@ -127,8 +125,9 @@ async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:
 
 async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: TextIO = sys.stdout) -> int:
     failed = 0
-    # A bar only for many prompts, and never among the results.
-    bar = track(lines, "generating", console=Console(stderr=True), disable=len(lines) < 2, transient=True)
+    # A bar only for many prompts and for eyes, and never among the results.
+    console = Console(stderr=True)
+    bar = track(lines, "generating", console=console, disable=len(lines) < 2 or not console.is_terminal, transient=True)
     async with Client(settings.address) as client:
         responses = answers(client, lines, settings.concurrency, **_options(settings))
         for line in bar:

@@ -1,7 +1,6 @@
 """`specpool up`: coordinator, draft worker and target worker on this machine, as three processes."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -9,26 +8,20 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import Field
 
-from rpc.channel import open_channel
-from rpc.settings import ENV_PREFIX, ServerSettings
+from coordinator.commands.processes import KILL_AFTER_SECONDS, ProcessFailedError, Service, end, kill, start_module
+from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE
+from rpc.channel import join_address
+from rpc.settings import UINT32_MAX, ListeningSettings
 
-# What a process gets, after the drain that it was promised, before it is killed.
-KILL_AFTER_SECONDS = 5.0
-RESTART_SECONDS = 1.0
-PROBE_SECONDS = 0.2
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-class UpSettings(ServerSettings):
+class UpSettings(ListeningSettings):
     """Runs coordinator, draft worker and target worker on this machine. Without models: the embedded pair."""
-
-    owns_environment = False
 
     port: int = Field(50050, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
     target: str | None = Field(
@@ -40,92 +33,26 @@ class UpSettings(ServerSettings):
     target_device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the draft; with two GPUs name cuda:1")
     threads: int = Field(
-        default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, description="CPU threads of each worker"
+        default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024, description="CPU threads of each worker"
     )
-    window_size: int = Field(16, ge=1, description="sequences generated at a time")
-    max_model_len: int = Field(2048, ge=16, description="positions a sequence can have")
-    num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")
-
-
-class ProcessFailedError(Exception):
-    """A process ended before it served; its own message is above."""
-
-
-@dataclass
-class Service:
-    """One of the three processes, started again if it ends after it once served."""
-
-    name: str
-    module: str
-    arguments: list[str]
-    address: str
-    process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Starts the process; its log goes to our stderr."""
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self.module, *self.arguments, env=worker_environment(), start_new_session=True
-        )
-
-    async def wait_serving(self) -> None:
-        """Returns when health says SERVING. ProcessFailedError if the process ends before."""
-        async with open_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            while True:
-                assert self.process is not None
-                if self.process.returncode is not None:
-                    raise ProcessFailedError(f"the {self.name} ended with status {self.process.returncode}")
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_SECONDS * 5)
-                    if response.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                await asyncio.sleep(PROBE_SECONDS)
-
-    async def keep_running(self) -> None:
-        """Starts the process again, for ever, whenever it ends."""
-        while True:
-            assert self.process is not None
-            status = await self.process.wait()
-            print(f"specpool up: the {self.name} ended with status {status}; starting it again", file=sys.stderr)
-            await asyncio.sleep(RESTART_SECONDS)
-            await self.start()
-
-    async def stop(self, drain_seconds: float) -> None:
-        """Lets the process drain, and kills it if that takes too long."""
-        if self.process is None or self.process.returncode is not None:
-            return
-        self.process.terminate()
-        try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), drain_seconds + KILL_AFTER_SECONDS)
-        finally:  # a second Ctrl-C comes here at once
-            if self.process.returncode is None:
-                self.process.kill()
-                await self.process.wait()
-
-
-def worker_environment() -> dict[str, str]:
-    """The environment of the processes: no settings of ours, and threads that sleep rather than spin.
-
-    Target and draft take turns. Threads that spin while the other works take the cores from it (README, "Decisions").
-    """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    return {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **inherited}
+    window_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time")
+    max_model_len: int = Field(2048, ge=16, le=UINT32_MAX, description="positions a sequence can have")
+    num_speculative_tokens: int = Field(
+        4, ge=0, le=MAX_SPECULATIVE_TOKENS, description="draft tokens per round unless a request says otherwise"
+    )
 
 
 @asynccontextmanager
 async def running(settings: UpSettings) -> AsyncIterator[str]:
     """All processes serving; yields the coordinator's address. ProcessFailedError.
 
-    SIGTERM and Ctrl-C cancel the calling task, so that no process is left behind.
+    Signals that ask us to stop cancel the calling task, so that no process is left behind.
     """
-    caller = asyncio.current_task()
-    assert caller is not None
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, caller.cancel)
-    services = _services(settings, *await _models(settings))
+    services: list[Service] = []
     watchers: list[asyncio.Task[None]] = []
+    stop_signals = _cancel_on_signals()
     try:
+        services += _services(settings, *await _models(settings))
         for service in services:
             await service.start()
         await asyncio.gather(*(service.wait_serving() for service in services))
@@ -134,11 +61,14 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
     finally:
         for watcher in watchers:
             watcher.cancel()
-        # The coordinator first: it drains with the help of the workers.
-        for service in reversed(services):
-            await service.stop(settings.drain_seconds)
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().remove_signal_handler(number)
+        try:
+            # The coordinator first: it drains with the help of the workers.
+            for service in reversed(services):
+                await service.stop(settings.drain_seconds)
+        finally:  # a second signal comes here at once
+            await kill([service.process for service in services if service.process is not None])
+            for number in stop_signals:
+                asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def up(settings: UpSettings) -> int:
@@ -159,16 +89,28 @@ async def _serve(settings: UpSettings) -> None:
         await asyncio.Event().wait()
 
 
+def _cancel_on_signals() -> list[signal.Signals]:
+    """Lets signals cancel the calling task; returns which. Under `nohup` a terminal that hangs up is none."""
+    caller = asyncio.current_task()
+    assert caller is not None
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    numbers = [number for number in STOP_SIGNALS if number not in ignored]
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, caller.cancel)
+    return numbers
+
+
 async def _models(settings: UpSettings) -> tuple[str, str | None]:
     """Target and draft to run; the embedded pair, made if need be, where the settings name none."""
     draft = None if settings.draft == "none" else settings.draft
     if settings.target is not None:
         return settings.target, draft
     # In a process of its own, because making the pair needs torch and this process does not.
-    making = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "engine.embedded_pair", stdout=asyncio.subprocess.PIPE
-    )
-    printed, _ = await making.communicate()
+    making = await start_module("engine.embedded_pair", stdout=asyncio.subprocess.PIPE)
+    try:
+        printed, _ = await making.communicate()
+    finally:
+        await end(making, KILL_AFTER_SECONDS)
     if making.returncode != 0:
         raise ProcessFailedError("the embedded pair could not be made")
     pair = json.loads(printed)
@@ -187,7 +129,8 @@ def _services(settings: UpSettings, target: str, draft: str | None) -> list[Serv
     arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
     for worker in workers:
         arguments += [f"--{worker.name.split()[0]}-address", worker.address]
-    return [*workers, Service("coordinator", "coordinator.server", arguments, f"{_reachable(settings.host)}:{port}")]
+    address = join_address(REACHABLE.get(settings.host, settings.host), port)
+    return [*workers, Service("coordinator", "coordinator.server", arguments, address)]
 
 
 def _worker(kind: str, model: str, device: str, shared: list[str]) -> Service:
@@ -198,10 +141,6 @@ def _worker(kind: str, model: str, device: str, shared: list[str]) -> Service:
 
 def _server_flags(settings: UpSettings) -> list[str]:
     return ["--drain-seconds", str(settings.drain_seconds), "--log-level", settings.log_level]
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host == "0.0.0.0" else host
 
 
 def free_port() -> int:

@@ -1,0 +1,106 @@
+"""Processes that a command starts, and that never outlive it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rpc.channel import open_channel
+from rpc.server import process_name
+from rpc.settings import ENV_PREFIX
+
+# What a process gets, after the drain that it was promised, before it is killed.
+KILL_AFTER_SECONDS = 5.0
+RESTART_SECONDS = 1.0
+PROBE_SECONDS = 0.2
+
+
+class ProcessFailedError(Exception):
+    """A process ended before it served; its own message is above."""
+
+
+@dataclass
+class Service:
+    """One of the three processes, started again if it ends after it once served."""
+
+    name: str
+    module: str
+    arguments: list[str]
+    address: str
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Starts the process; its log goes to our stderr. It ends by itself should we be killed."""
+        self.process = await start_module(self.module, *self.arguments, "--parent-pid", str(os.getpid()))
+
+    async def wait_serving(self) -> None:
+        """Returns when health says SERVING. ProcessFailedError if the process ends before."""
+        async with open_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                assert self.process is not None
+                if self.process.returncode is not None:
+                    raise ProcessFailedError(f"the {self.name} ended with status {self.process.returncode}")
+                # Another server on the port must not be mistaken for ours, which is about to say that it is taken.
+                request = health_pb2.HealthCheckRequest(service=process_name(self.process.pid))
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    response = await stub.Check(request, timeout=PROBE_SECONDS * 5)
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                await asyncio.sleep(PROBE_SECONDS)
+
+    async def keep_running(self) -> None:
+        """Starts the process again, for ever, whenever it ends."""
+        while True:
+            assert self.process is not None
+            status = await self.process.wait()
+            print(f"specpool up: the {self.name} ended with status {status}; starting it again", file=sys.stderr)
+            await asyncio.sleep(RESTART_SECONDS)
+            await self.start()
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Lets the process drain, and kills it if that takes too long."""
+        if self.process is not None:
+            await end(self.process, drain_seconds + KILL_AFTER_SECONDS)
+
+
+async def start_module(module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
+    """Starts `python -m module` in a session of its own: what a terminal tells us, we pass on in good order."""
+    command = [sys.executable, "-m", module, *arguments]
+    return await asyncio.create_subprocess_exec(*command, env=worker_environment(), start_new_session=True, **options)
+
+
+async def end(process: asyncio.subprocess.Process, patience_seconds: float) -> None:
+    """Asks the process to end, and kills it if that takes too long or if we are cancelled meanwhile."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience_seconds)
+    finally:
+        await kill([process])
+
+
+async def kill(processes: list[asyncio.subprocess.Process]) -> None:
+    """Kills those that still run, with what they started."""
+    running = [process for process in processes if process.returncode is None]
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    await asyncio.gather(*(process.wait() for process in running))
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of the processes: no settings of ours, and threads that sleep rather than spin.
+
+    Target and draft take turns. Threads that spin while the other works take the cores from it (README, "Decisions").
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    return {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **inherited}
