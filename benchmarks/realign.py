@@ -22,8 +22,9 @@ from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import console, finish, progress, show
 from coordinator.client import Client
+from coordinator.commands.processes import Service
 from coordinator.commands.prompts import PromptLine
-from coordinator.commands.up import Service, free_port
+from coordinator.commands.up import free_port
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from engine.embedded_pair import embedded_pair

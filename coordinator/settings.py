@@ -11,6 +11,8 @@ MAX_WINDOW_SIZE = 4096
 MAX_SPECULATIVE_TOKENS = 16
 """What a request may ask for unless the settings say otherwise."""
 
+PolicyName = Literal["ragged", "exspec", "eqspec"]
+
 
 class CoordinatorSettings(ServerSettings):
     """Serves generation: keeps the pool, and plays its rounds with a draft and a target worker."""
@@ -20,7 +22,7 @@ class CoordinatorSettings(ServerSettings):
     draft_address: str | None = Field(
         None, min_length=1, description="host:port of the draft worker; without one, decoding is plain"
     )
-    policy: Literal["ragged", "exspec", "eqspec"] = Field(
+    policy: PolicyName = Field(
         "ragged",
         description="who is batched with whom: any sequences, those of equal length, or a batch fixed at admission",
     )

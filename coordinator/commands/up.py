@@ -8,11 +8,12 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Literal
 
 from pydantic import Field
 
 from coordinator.commands.processes import KILL_AFTER_SECONDS, ProcessFailedError, Service, end, kill, start_module
-from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE
+from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName
 from rpc.channel import join_address
 from rpc.settings import UINT32_MAX, ListeningSettings
 
@@ -36,6 +37,9 @@ class UpSettings(ListeningSettings):
         default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024, description="CPU threads of each worker"
     )
     window_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time")
+    max_batch_size: int | None = Field(None, ge=1, le=MAX_WINDOW_SIZE, description="sequences in a round; default: all")
+    policy: PolicyName = Field("ragged", description="who is batched with whom: ragged, exspec or eqspec")
+    kv_layout: Literal["slots", "padded"] = Field("slots", description="where sequences lie in both workers' caches")
     max_model_len: int = Field(2048, ge=16, le=UINT32_MAX, description="positions a sequence can have")
     num_speculative_tokens: int = Field(
         4, ge=0, le=MAX_SPECULATIVE_TOKENS, description="draft tokens per round unless a request says otherwise"
@@ -119,13 +123,14 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
 
 def _services(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
     shared = ["--max-model-len", str(settings.max_model_len), "--max-sequences", str(settings.window_size)]
-    shared += ["--threads", str(settings.threads), *_server_flags(settings)]
+    shared += ["--kv-layout", settings.kv_layout, "--threads", str(settings.threads), *_server_flags(settings)]
     workers = [_worker("target", target, settings.target_device, shared)]
     if draft is not None:
         workers.append(_worker("draft", draft, settings.draft_device, shared))
     port = settings.port or free_port()
     arguments = ["--host", settings.host, "--port", str(port), "--window-size", str(settings.window_size)]
-    arguments += ["--max-batch-size", str(settings.window_size), *_server_flags(settings)]
+    arguments += ["--policy", settings.policy, *_server_flags(settings)]
+    arguments += ["--max-batch-size", str(settings.max_batch_size or settings.window_size)]
     arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
     for worker in workers:
         arguments += [f"--{worker.name.split()[0]}-address", worker.address]
