@@ -21,7 +21,7 @@ import grpc
 from specpool.v1 import generation_pb2 as pb
 
 from benchmarks.report import finish, progress, show
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.fakes import FakeDraft, FakeTarget
 from coordinator.grouping import POLICIES, GroupingLimits, Policy
 from coordinator.pool import Pool
@@ -79,14 +79,14 @@ def measure_rounds(options: argparse.Namespace) -> list[dict[str, float]]:
 
 
 async def _run_all(address: str, options: argparse.Namespace) -> list[dict[str, float]]:
-    async with Client(address) as client:
+    async with AsyncClient(address) as client:
         await _wait_ready(client)
         await _run(client, options)  # warms up
         bar = progress(range(options.repeats), "rounds with fake workers")
         return [await _run(client, options) for _ in bar]
 
 
-async def _run(client: Client, options: argparse.Namespace) -> dict[str, float]:
+async def _run(client: AsyncClient, options: argparse.Namespace) -> dict[str, float]:
     before = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
     requests = [
         pb.GenerateRequest(
@@ -107,7 +107,7 @@ async def _run(client: Client, options: argparse.Namespace) -> dict[str, float]:
     return {"rounds": rounds, "round_ms": sum(own.values()), **own}
 
 
-async def _wait_ready(client: Client) -> None:
+async def _wait_ready(client: AsyncClient) -> None:
     for _ in range(100):
         with contextlib.suppress(grpc.aio.AioRpcError):  # it is still starting
             info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
@@ -119,11 +119,11 @@ async def _wait_ready(client: Client) -> None:
 
 def measure_choice(name: str) -> float:
     """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
-    pool = Pool(window_size=POOL_SIZE, queue_size=POOL_SIZE)
+    pool = Pool(window_size=POOL_SIZE, queue_size=POOL_SIZE, prefix_reuse=False)
     chance = random.Random(0)
     for i in range(POOL_SIZE):
         prompt = (1,) * chance.randint(*PROMPT_LENGTHS)
-        pool.submit(Sequence(i, GenerationRequest(str(i), prompt, 1000, frozenset(), 4)))
+        pool.submit([Sequence(i, GenerationRequest(str(i), prompt, 1000, frozenset(), 4))])
     pool.admit()
     policy = POLICIES[name](GroupingLimits(max_batch_size=8, min_group_size=4))
     return statistics.median(_timed(lambda: _choose(pool, policy)) for _ in range(CHOICES)) * 1000

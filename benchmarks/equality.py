@@ -17,7 +17,7 @@ from specpool.v1 import generation_pb2 as pb
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, progress, show
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.commands.generate import answers
 from coordinator.commands.prompts import PromptLine
 from coordinator.commands.up import UpSettings, running
@@ -60,7 +60,7 @@ async def _serve(
     target: str, draft: str, lines: list[PromptLine], options: argparse.Namespace
 ) -> tuple[list[list[int]], list[list[int]], str]:
     settings = UpSettings(port=0, target=target, draft=draft, drain_seconds=1, log_level="warning")
-    async with running(settings) as address, Client(address) as client:
+    async with running(settings) as address, AsyncClient(address) as client:
         served = await _answers(client, lines, options.concurrency, options.k, options.max_tokens, "served")
         alone = await _answers(client, lines, 1, 0, options.max_tokens, "alone, k = 0")
         info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
@@ -68,7 +68,7 @@ async def _serve(
 
 
 async def _answers(
-    client: Client, lines: list[PromptLine], concurrency: int, k: int, max_tokens: int, what: str
+    client: AsyncClient, lines: list[PromptLine], concurrency: int, k: int, max_tokens: int, what: str
 ) -> list[list[int]]:
     found = []
     responses = answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k)

@@ -51,14 +51,14 @@ def simulate(
     """Rounds with a full window, after as many turns as let the first prompts be forgotten."""
     chance, ids = random.Random(0), count()
     queue = QUEUE_PER_WINDOW * window if admission == "length" else window
-    pool = Pool(window, queue, by_length=admission == "length")
+    pool = Pool(window, queue, by_length=admission == "length", prefix_reuse=False)
     policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
     # Until about every sequence was replaced once, then again so long to count.
     warm_up = max(options.rounds, 4 * window)
     counters, choosing = GroupingCounters(), 0.0
     for turn in range(warm_up + max(options.rounds, 2 * window)):
         while pool.queued < queue:
-            pool.submit(newcomer(next(ids), chance, options.k))
+            pool.submit([newcomer(next(ids), chance, options.k)])
         pool.admit()
         began = time.perf_counter()
         group = policy.choose(pool.ready, pool.rounds)

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from coordinator.client import Prompt
+from coordinator.client import Chat
 from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
 from engine.loading import tokenizer_files
 
@@ -19,14 +19,14 @@ class Peers:
         self._eos = set(files.eos_token_ids)
         self._pad: int = self._model.config.pad_token_id or 0
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: str | Chat) -> list[int]:
         """Token ids of a text or a conversation."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_text(prompt)
         return self.tokenizer.encode_chat([(message["role"], message["content"]) for message in prompt])
 
     @torch.inference_mode()
-    def generate(self, prompts: list[Prompt], batch: int, max_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: list[str | Chat], batch: int, max_tokens: int) -> list[list[int]]:
         """Token ids of the answers; batches are padded on the left and run to their longest answer."""
         ids = [self.encode(prompt) for prompt in prompts]
         answers: list[list[int]] = []
@@ -39,7 +39,7 @@ class Peers:
             answers += [self._to_the_end(row) for row in output[:, longest:].tolist()]
         return answers
 
-    def generate_batch(self, prompts: list[Prompt], batch: int, max_tokens: int) -> list[list[int]]:
+    def generate_batch(self, prompts: list[str | Chat], batch: int, max_tokens: int) -> list[list[int]]:
         """Token ids of the answers, by continuous batching of at most `batch` requests."""
         ids = [self.encode(prompt) for prompt in prompts]
         config = GenerationConfig(

@@ -21,7 +21,7 @@ from benchmarks.figures import realign_figure
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import console, finish, progress, show
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.commands.processes import Service
 from coordinator.commands.prompts import PromptLine
 from coordinator.commands.up import free_port
@@ -121,9 +121,11 @@ async def serve(
     if process.coordinator.draft is not None:
         await process.coordinator.draft.wait_ready()
     try:
-        async with Client(f"127.0.0.1:{port}") as client:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
             began = time.perf_counter()
-            answers = await asyncio.gather(*(client.generate(line.prompt, options.max_tokens) for line in lines))
+            answers = await asyncio.gather(
+                *(client.generate(line.prompt, max_tokens=options.max_tokens) for line in lines)
+            )
             seconds = time.perf_counter() - began
             info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
     finally:

@@ -6,14 +6,14 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from itertools import count
 
+from coordinator.generation import Generation, Piece, Sample
 from coordinator.grouping import POLICIES, GroupingLimits
 from coordinator.pool import DuplicateRequestError, Pool, PoolFullError
 from coordinator.round import Commit
 from coordinator.rounds import RoundLoop
-from coordinator.sequence import Finish, FinishReason, GenerationRequest, Sequence, TokenLogprobs
+from coordinator.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
 from coordinator.tokenizer import TargetTokenizer
@@ -23,68 +23,6 @@ from rpc.errors import AlreadyExistsError, NotFoundError, QueueFullError, Unavai
 # Asking again sooner would meet the same queue.
 RETRY_AFTER_SECONDS = 1.0
 POLL_SECONDS = 0.01
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Seconds since the arrival of a request; None for what did not happen."""
-
-    queue: float | None
-    first_token: float | None
-    total: float
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens that a round committed, and the text that can be shown now; log-probabilities if they were asked for."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-class Generation:
-    """One request as its caller sees it: iterate over its pieces until `finish` is set."""
-
-    def __init__(self, sequence: Sequence, arrived: float) -> None:
-        self.sequence = sequence
-        self._pieces: asyncio.Queue[Piece | WorkerFailedError | None] = asyncio.Queue()
-        self._arrived = arrived
-        self._admitted: float | None = None
-        self._first_token: float | None = None
-
-    @property
-    def finish(self) -> Finish | None:
-        """How it ended, once it has."""
-        return self.sequence.finish
-
-    @property
-    def timings(self) -> Timings:
-        """Where the time went until now."""
-        queue = self._admitted - self._arrived if self._admitted is not None else None
-        first = self._first_token - self._arrived if self._first_token is not None else None
-        return Timings(queue, first, time.monotonic() - self._arrived)
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """What is committed, as it comes, to the end. WorkerFailedError if the request had to be given up."""
-        while (piece := await self._pieces.get()) is not None:
-            if isinstance(piece, WorkerFailedError):
-                raise piece
-            yield piece
-
-    def admitted(self) -> None:
-        """Notes that the sequence entered the window."""
-        self._admitted = time.monotonic()
-
-    def publish(self, piece: Piece) -> None:
-        """Hands over committed tokens."""
-        if self._first_token is None:
-            self._first_token = time.monotonic()
-        self._pieces.put_nowait(piece)
-
-    def end(self, error: WorkerFailedError | None = None) -> None:
-        """No more pieces will come."""
-        self._pieces.put_nowait(error)
 
 
 class Coordinator:
@@ -98,12 +36,19 @@ class Coordinator:
         self.draft: DraftLink | None = None
         if settings.draft_address is not None:
             self.draft = DraftLink(settings.draft_address, coordinator_id, settings.draft_timeout_seconds, self.target)
-        self.pool = Pool(settings.window_size, settings.queue_size, by_length=settings.admission == "length")
+        self.pool = Pool(
+            settings.usable_window,
+            settings.queue_size,
+            by_length=settings.admission == "length",
+            prefix_reuse=settings.prefix_reuse,
+        )
         self.finished: Counter[str] = Counter()
         self.requests = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.started = time.monotonic()
         self._sequence_ids = count(1)
-        self._generations: dict[int, Generation] = {}
+        self._samples: dict[int, tuple[Generation, Sample]] = {}
         self._tokenizer: TargetTokenizer | None = None
         limits = GroupingLimits(
             settings.max_batch_size, settings.least_group_size, settings.max_wait_rounds, settings.prefer_group
@@ -148,7 +93,8 @@ class Coordinator:
 
     def fit_window(self) -> None:
         """Call when the target is ready: more sequences than its slots would only take turns in rebuilding caches."""
-        self.pool.window_size = min(self.settings.window_size, self.target.slots_total)
+        self.pool.slots = self.target.slots_total
+        self.pool.window_size = min(self.settings.usable_window, self.pool.slots)
 
     async def slots_released(self) -> None:
         """Returns when nothing is generated and the workers were told of all that left."""
@@ -161,30 +107,32 @@ class Coordinator:
 
         AlreadyExistsError for a request id in flight, QueueFullError.
         """
-        text = TextStream(self.tokenizer.detokenizer(), request.stop)
-        sequence = Sequence(next(self._sequence_ids), request, text)
+        sequences = self._sequences(request)
         try:
-            self.pool.submit(sequence)
+            self.pool.submit(sequences)
         except DuplicateRequestError:
             raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
         except PoolFullError:
-            waiting = f"the queue is full ({self.pool.queued} requests wait)"
+            waiting = f"the queue is full ({self.pool.queued} samples wait)"
             raise QueueFullError(waiting, RETRY_AFTER_SECONDS) from None
         self.requests += 1
-        generation = self._generations[sequence.sequence_id] = Generation(sequence, arrived)
+        generation = Generation(sequences, arrived)
+        self._samples.update({sample.sequence.sequence_id: (generation, sample) for sample in generation.samples})
         self._loop.wake()
         try:
             yield generation
         finally:
-            self._abort(sequence)
-            del self._generations[sequence.sequence_id]
+            for sequence in sequences:
+                self._abort(sequence)
+                del self._samples[sequence.sequence_id]
 
     def abort(self, request_id: str) -> None:
         """Ends a request in flight: its caller gets what there is. NotFoundError."""
-        sequence = self.pool.find(request_id)
-        if sequence is None:
+        sequences = self.pool.find(request_id)
+        if not sequences:
             raise NotFoundError(f"request_id: no request {request_id!r} is in flight")
-        self._abort(sequence)
+        for sequence in sequences:
+            self._abort(sequence)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -198,20 +146,33 @@ class Coordinator:
         if sequence.finish is not None:
             return
         self.pool.abort(sequence)
-        generation = self._generations.get(sequence.sequence_id)
-        if generation is not None and sequence.text is not None and (rest := sequence.text.flush()):
-            generation.publish(Piece((), rest))
+        if sequence.text is not None and (rest := sequence.text.flush()):
+            generation, sample = self._samples[sequence.sequence_id]
+            generation.publish(sample, Piece((), rest))
         self._end(sequence, FinishReason.ABORT)
         self._loop.wake()
 
+    def _sequences(self, request: GenerationRequest) -> list[Sequence]:
+        """The samples of a request, each with a seed of its own; all but the first begin with its prompt."""
+        sequences = [
+            Sequence(next(self._sequence_ids), sample, TextStream(self.tokenizer.detokenizer(), sample.stop))
+            for sample in request.samples()
+        ]
+        first, *others = sequences
+        for other in others if first.prompt_length > 1 else ():
+            # The last token of the prompt is left for each to run: its logits are what they choose from.
+            other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)
+        return sequences
+
     def _admitted(self, sequence: Sequence) -> None:
-        self._generations[sequence.sequence_id].admitted()
+        _, sample = self._samples[sequence.sequence_id]
+        sample.admit()
 
     def _publish(self, commit: Commit) -> None:
-        generation = self._generations.get(commit.sequence.sequence_id)
-        if generation is None:
+        if commit.sequence.sequence_id not in self._samples:
             return
-        generation.publish(Piece(commit.token_ids, commit.text, commit.logprobs))
+        generation, sample = self._samples[commit.sequence.sequence_id]
+        generation.publish(sample, Piece(commit.token_ids, commit.text, commit.logprobs))
         if commit.sequence.finish is not None:
             self._end(commit.sequence, commit.sequence.finish.reason)
 
@@ -223,5 +184,8 @@ class Coordinator:
 
     def _end(self, sequence: Sequence, how: str, error: WorkerFailedError | None = None) -> None:
         self.finished[how] += 1
-        if (generation := self._generations.get(sequence.sequence_id)) is not None:
-            generation.end(error)
+        self.prompt_tokens += sequence.prompt_length
+        self.cached_tokens += sequence.cached_tokens
+        if sequence.sequence_id in self._samples:
+            generation, sample = self._samples[sequence.sequence_id]
+            generation.end(sample, error)

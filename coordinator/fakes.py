@@ -37,6 +37,8 @@ class FakeWorker:
     def __init__(self, slots: int = 16, max_model_len: int = 4096, fingerprint: str = "fake") -> None:
         self.slots, self.max_model_len, self.fingerprint = slots, max_model_len, fingerprint
         self.caches: dict[tuple[str, int], list[int]] = {}
+        self.released: dict[tuple[str, int], list[int]] = {}
+        """What is still there to be copied, while there are more slots than sequences."""
         self.calls = 0
         self.forget_every = 0
         """Every so many rounds all caches are lost, as if the worker had restarted. 0: never."""
@@ -57,7 +59,7 @@ class FakeWorker:
 
     async def stop(self) -> None:
         """Stops at once, as a killed process would, and forgets everything."""
-        self.caches.clear()
+        self.forget()
         if self._server is not None:
             await self._server.stop(None)
 
@@ -83,25 +85,40 @@ class FakeWorker:
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:
         """Frees sequences."""
         keys = [(request.coordinator_id, sequence_id) for sequence_id in request.sequence_ids]
-        return common_pb2.ReleaseResponse(released=sum(self.caches.pop(key, None) is not None for key in keys))
+        held = [key for key in dict.fromkeys(keys) if key in self.caches]
+        self.released.update((key, self.caches.pop(key)) for key in held)
+        return common_pb2.ReleaseResponse(released=len(held))
+
+    def forget(self) -> None:
+        """Loses everything, as a restart would."""
+        self.caches.clear()
+        self.released.clear()
 
     async def _begin_round(self, context: Any) -> None:
         self.calls += 1
         if self.forget_every and self.calls % self.forget_every == 0:
-            self.caches.clear()
+            self.forget()
         if self.fail_next:
             await context.abort(self.fail_next.pop(0), "told to fail")
 
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
         """The status of an item and the tokens cached once its own are appended."""
         assert item.token_ids, "an item without tokens"
-        assert item.base_length == 0 or not item.HasField("sampling"), "sampling parameters after first contact"
+        is_first = item.base_length == 0 or item.HasField("prefix_sequence_id")
+        assert is_first == item.HasField("sampling"), "sampling parameters belong to first contact"
         cache = self.caches.get(key)
-        if cache is None and item.base_length == 0 and len(self.caches) >= self.slots:
-            return common_pb2.ITEM_STATUS_NO_SLOT, []
+        if cache is None and item.HasField("prefix_sequence_id"):
+            source = (key[0], item.prefix_sequence_id)
+            cache = self.released.get(source, self.caches.get(source))
         if item.base_length and (cache is None or len(cache) < item.base_length):
             return common_pb2.ITEM_STATUS_CACHE_MISS, []
-        return common_pb2.ITEM_STATUS_OK, [*(cache or [])[: item.base_length], *item.token_ids]
+        if key not in self.caches and len(self.caches) >= self.slots:
+            return common_pb2.ITEM_STATUS_NO_SLOT, []
+        tokens = [*(cache or [])[: item.base_length], *item.token_ids]
+        self.caches[key] = tokens
+        while len(self.caches) + len(self.released) > self.slots:
+            del self.released[next(iter(self.released))]
+        return common_pb2.ITEM_STATUS_OK, tokens
 
 
 class FakeTarget(FakeWorker):

@@ -1,12 +1,15 @@
 """The pool: a sliding window of sequences being generated, and the queue behind it. Pure and synchronous.
 
-A sequence is queued -> ready <-> in a round -> leaving -> gone. While it is leaving, it still counts against the
-window, because the target worker still holds its slot.
+A sequence is queued -> ready <-> in a round -> leaving -> gone; one whose prompt begins like another's that is being
+prefilled is parked before it is ready. While it is leaving, it still counts against the window, because the target
+worker still holds its slot.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import chain
 
+from coordinator.prefixes import PrefixIndex
 from coordinator.ready import ReadySet
 from coordinator.sequence import Finish, FinishReason, Sequence
 
@@ -25,61 +28,78 @@ class DuplicateRequestError(Exception):
 class Pool:
     """At most `window_size` sequences are generated at a time, at most `queue_size` wait for room.
 
-    `by_length`: the next to enter has a prompt of about the last one's length, rather than being first in the queue.
+    `slots`: sequences that the target worker can hold; those beyond the window serve as prefixes of others.
     """
 
-    def __init__(self, window_size: int, queue_size: int, by_length: bool = False) -> None:
+    def __init__(
+        self, window_size: int, queue_size: int, by_length: bool = False, prefix_reuse: bool = True, slots: int = 0
+    ) -> None:
+        """`by_length`: the next to enter has a prompt of about the last one's length, rather than being first in the
+        queue. `prefix_reuse`: sequences begin with what is cached of others."""
         self.window_size, self.queue_size = window_size, queue_size
+        self.slots = slots or window_size
         self.rounds = 0
-        self._by_length = by_length
+        self._by_length, self._prefix_reuse = by_length, prefix_reuse
         self._last_length = 0
         self._passed_over = 0
         self._queue: OrderedDict[int, Sequence] = OrderedDict()
+        self._parked: dict[int, Sequence] = {}
         self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
-        self._by_request: dict[str, Sequence] = {}
+        self._prefixes = PrefixIndex()
+        self._by_request: dict[str, dict[int, Sequence]] = {}
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Sequences that wait."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
         """Sequences being generated."""
-        return len(self._by_request) - len(self._queue)
+        playing = sum(sequence.finish is None for sequence in self._in_round.values())
+        return len(self._ready) + len(self._parked) + playing
 
     @property
     def room(self) -> int:
         """Sequences that `admit` could let in."""
-        return max(0, self.window_size - len(self._ready) - len(self._in_round) - len(self._leaving))
+        taken = len(self._ready) + len(self._parked) + len(self._in_round) + len(self._leaving)
+        return max(0, self.window_size - taken)
 
     @property
     def is_empty(self) -> bool:
         """Whether no sequence waits, is generated, or still holds a slot."""
-        return not (self._queue or self._ready or self._in_round or self._leaving)
+        return not (self._queue or self._parked or self._ready or self._in_round or self._leaving)
 
     @property
     def ready(self) -> ReadySet:
         """Sequences that could play a round now."""
         return self._ready
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence; `admit` lets it in. PoolFullError, DuplicateRequestError."""
-        if sequence.request.request_id in self._by_request:
-            raise DuplicateRequestError(sequence.request.request_id)
-        if len(self._queue) >= self.queue_size + self.room:  # who finds room in the window will not wait
+    @property
+    def members(self) -> Iterable[Sequence]:
+        """Sequences in the window that are in no round."""
+        return chain(self._ready, self._parked.values())
+
+    def submit(self, samples: Iterable[Sequence]) -> None:
+        """Queues the samples of a request, all or none; `admit` lets them in. PoolFullError, DuplicateRequestError."""
+        new = {sample.sequence_id: sample for sample in samples}
+        (request_id,) = {sample.request.request_id for sample in new.values()}
+        if request_id in self._by_request:
+            raise DuplicateRequestError(request_id)
+        if len(self._queue) + len(new) > self.queue_size + self.room:  # who finds room in the window will not wait
             raise PoolFullError
-        self._queue[sequence.sequence_id] = sequence
-        self._by_request[sequence.request.request_id] = sequence
+        self._queue.update(new)
+        self._by_request[request_id] = new
 
     def admit(self, most: int | None = None) -> list[Sequence]:
         """Moves waiting sequences, at most `most`, into the window while it has room, and returns them."""
+        self._unpark()
         admitted = []
         for _ in range(min(self.queued, self.room if most is None else min(most, self.room))):
             sequence = self._queue.pop(self._next())
-            self._make_ready(sequence)
+            self._enter(sequence)
             admitted.append(sequence)
         return admitted
 
@@ -91,6 +111,22 @@ class Pool:
         self._passed_over = 0 if chosen == oldest else self._passed_over + 1
         self._last_length = self._queue[chosen].prompt_length
         return chosen
+
+    def _enter(self, sequence: Sequence) -> None:
+        if self._prefix_reuse:
+            if sequence.target_prefix is None:
+                sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence.token_ids)
+            self._prefixes.add(sequence)
+        if sequence.target_prefix is not None and sequence.target_prefix.is_coming:
+            self._parked[sequence.sequence_id] = sequence
+        else:
+            self._make_ready(sequence)
+        self._prefixes.trim(self.slots - self.window_size + self.room)
+
+    def _unpark(self) -> None:
+        for sequence in list(self._parked.values()):
+            if sequence.target_prefix is None or not sequence.target_prefix.is_coming:
+                self._make_ready(self._parked.pop(sequence.sequence_id))
 
     def _make_ready(self, sequence: Sequence) -> None:
         sequence.ready_since = self.rounds
@@ -110,25 +146,41 @@ class Pool:
             if sequence.finish is None:
                 self._make_ready(sequence)
             else:
-                self._leaving.add(sequence.sequence_id)
-                # The id of one that was aborted may be another's by now.
-                if self.find(sequence.request.request_id) is sequence:
-                    del self._by_request[sequence.request.request_id]
+                self._leave(sequence)
+                self._forget(sequence)
 
-    def find(self, request_id: str) -> Sequence | None:
-        """The sequence in flight for a request."""
-        return self._by_request.get(request_id)
+    def _leave(self, sequence: Sequence) -> None:
+        self._leaving.add(sequence.sequence_id)
+        sequence.target_prefix = sequence.draft_prefix = None  # else whole histories would be kept alive
+        if self._prefix_reuse:
+            self._prefixes.finish(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """The request has one sample less in flight; the id of one that was aborted may be another's by now."""
+        request_id = sequence.request.request_id
+        samples = self._by_request.get(request_id, {})
+        samples.pop(sequence.sequence_id, None)
+        if not samples:
+            self._by_request.pop(request_id, None)
+
+    def find(self, request_id: str) -> list[Sequence]:
+        """The samples in flight of a request."""
+        return list(self._by_request.get(request_id, {}).values())
 
     def abort(self, sequence: Sequence) -> None:
         """Ends a sequence wherever it is; one in a round leaves at its end. Does nothing to one that has finished."""
-        if self._by_request.get(sequence.request.request_id) is not sequence or sequence.finish is not None:
+        in_flight = self._by_request.get(sequence.request.request_id, {})
+        if sequence.sequence_id not in in_flight or sequence.finish is not None:
             return
         sequence.finish = Finish(FinishReason.ABORT)
-        del self._by_request[sequence.request.request_id]
+        self._forget(sequence)
         self._queue.pop(sequence.sequence_id, None)
+        was_parked = self._parked.pop(sequence.sequence_id, None) is not None
         if sequence.sequence_id in self._ready:
             self._ready.pop(sequence.sequence_id)
-            self._leaving.add(sequence.sequence_id)
+            self._leave(sequence)
+        elif was_parked:
+            self._leave(sequence)
 
     @property
     def leaving(self) -> set[int]:
@@ -142,7 +194,7 @@ class Pool:
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in two places or the window is exceeded."""
         ready = {sequence.sequence_id for sequence in self._ready}
-        places = [set(self._queue), ready, set(self._in_round), self._leaving]
+        places = [set(self._queue), set(self._parked), ready, set(self._in_round), self._leaving]
         assert len(set().union(*places)) == sum(map(len, places)), "a sequence is in two places"
         assert sum(map(len, places[1:])) <= self.window_size, "the window is exceeded"
         assert len(self._queue) <= self.queue_size + self.room, "the queue is exceeded"

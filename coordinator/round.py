@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from coordinator.sequence import GenerationRequest, Sequence, TokenLogprobs
+from coordinator.sequence import GenerationRequest, Prefix, Sequence, TokenLogprobs
 
 # A draft may lack its own last token and the bonus token; up to so many are never worth a chunk of their own.
 FEW_TOKENS = 8
@@ -34,6 +34,8 @@ class ProposeItem:
     base_length: int
     token_ids: tuple[int, ...]
     num_draft_tokens: int
+    prefix_sequence_id: int | None = None
+    """Whose cached positions these are, if they are to be copied."""
     beginning: GenerationRequest | None = None
     """How the tokens are chosen, on first contact."""
 
@@ -58,6 +60,8 @@ class VerifyItem:
     draft_token_ids: tuple[int, ...]
     prefill_only: bool
     logprobs: int | None = None
+    prefix_sequence_id: int | None = None
+    """Whose cached positions these are, if they are to be copied."""
     beginning: GenerationRequest | None = None
     """How the tokens are chosen, on first contact."""
 
@@ -96,23 +100,24 @@ class Round:
         self._sequences = {sequence.sequence_id: sequence for sequence in group}
         self._proposals: dict[int, Proposal] = {}
         self._drafts: dict[int, tuple[int, ...]] = {}
+        self._copied: dict[int, int] = {}
 
     def propose_items(self, draft_max_len: int, draft_vocab_size: int) -> list[ProposeItem]:
         """What to ask the draft worker, whose sequences can have `draft_max_len` positions. May be nothing."""
         items = []
         room = self._prefill_tokens
         for sequence in self._unfinished():
-            length = len(sequence.token_ids)
+            length, base = len(sequence.token_ids), sequence.draft_base
             wanted = min(sequence.draft_limit, draft_max_len - length) if sequence.is_decoding else 0
             useful = sequence.draft_limit > 0 and length < draft_max_len and self.round_id >= sequence.draft_rests_until
-            if not useful or (wanted <= 0 and sequence.draft_length == length):
+            if not useful or (wanted <= 0 and base == length):
                 continue
-            taken, room = _take(sequence.token_ids, sequence.draft_length, room)
+            taken, room = _take(sequence.token_ids, base, room)
             # A target may have rows of its output head, and so tokens, that the draft has not.
             if taken and max(taken) < draft_vocab_size:
-                complete = sequence.draft_length + len(taken) == length
-                base, k = sequence.draft_length, wanted if complete else 0
-                items.append(ProposeItem(sequence.sequence_id, base, taken, k, _beginning(sequence, base)))
+                k = wanted if base + len(taken) == length else 0
+                first = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
+                items.append(ProposeItem(sequence.sequence_id, base, taken, k, *first))
         return items
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
@@ -124,6 +129,7 @@ class Round:
                 self._drafts[proposal.sequence_id] = _known(proposal.draft_token_ids, target_vocab_size)
                 # Nothing that was drafted is committed yet.
                 sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids))
+                sequence.draft_prefix = None
             else:
                 self._draft_lost(sequence, proposal.status)
 
@@ -133,7 +139,7 @@ class Round:
         room = self._prefill_tokens
         # Newcomers last: one that finds no slot must not take the room of one that has a slot and could finish.
         for sequence in sorted(self._unfinished(), key=lambda sequence: sequence.target_length == 0):
-            base = sequence.target_length
+            base = sequence.target_base
             tokens: tuple[int, ...]
             drafts: tuple[int, ...]
             if sequence.is_decoding:
@@ -142,8 +148,10 @@ class Round:
                 (tokens, room), drafts = _take(sequence.token_ids, base, room), ()
             if tokens:
                 partial = base + len(tokens) < len(sequence.token_ids)
-                logprobs, beginning = sequence.request.logprobs, _beginning(sequence, base)
-                items.append(VerifyItem(sequence.sequence_id, base, tokens, drafts, partial, logprobs, beginning))
+                first = _first_contact(sequence, sequence.target_length, base, sequence.target_prefix)
+                self._copied[sequence.sequence_id] = base if sequence.target_length == 0 else 0
+                logprobs = sequence.request.logprobs
+                items.append(VerifyItem(sequence.sequence_id, base, tokens, drafts, partial, logprobs, *first))
         return items
 
     def commit(self, verdicts: Items[Verdict]) -> list[Commit]:
@@ -154,9 +162,12 @@ class Round:
             if sequence.finish is not None:
                 continue
             if verdict.status is not ItemStatus.OK:
-                self.cache_misses += verdict.status is ItemStatus.CACHE_MISS
-                sequence.target_length = 0
-            elif verdict.token_ids:
+                self._target_lost(sequence, verdict.status)
+                continue
+            if sequence.target_prefix is not None:
+                sequence.target_prefix = None
+                sequence.cached_tokens = self._copied[sequence.sequence_id]
+            if verdict.token_ids:
                 commits.append(self._commit_one(sequence, verdict))
             else:
                 sequence.target_length = verdict.cached_length
@@ -174,9 +185,16 @@ class Round:
         sequence.speculation.add(drafted, accepted)
         return Commit(sequence, tuple(kept), text, verdict.logprobs[: len(kept)], drafted, accepted)
 
+    def _target_lost(self, sequence: Sequence, status: ItemStatus) -> None:
+        if status is ItemStatus.CACHE_MISS:
+            # The worker may have needed the slot of a released sequence; that is no cache to be rebuilt.
+            self.cache_misses += sequence.target_prefix is None
+            sequence.target_prefix = None
+        sequence.target_length = 0
+
     def _draft_lost(self, sequence: Sequence, status: ItemStatus) -> None:
-        self.cache_misses += status is ItemStatus.CACHE_MISS
-        sequence.draft_length = 0
+        self.cache_misses += status is ItemStatus.CACHE_MISS and sequence.draft_prefix is None
+        sequence.draft_length, sequence.draft_prefix = 0, None
         if status is ItemStatus.NO_SLOT:
             sequence.draft_rests_until = self.round_id + DRAFT_REST_ROUNDS
 
@@ -184,8 +202,14 @@ class Round:
         return [sequence for sequence in self.group if sequence.finish is None]
 
 
-def _beginning(sequence: Sequence, base_length: int) -> GenerationRequest | None:
-    return sequence.request if base_length == 0 else None
+def _first_contact(
+    sequence: Sequence, own_length: int, base_length: int, prefix: Prefix | None
+) -> tuple[int | None, GenerationRequest | None]:
+    """Whose cached positions a worker shall copy, and how it shall choose tokens: nothing once it has some itself."""
+    if own_length:
+        return None, None
+    source = prefix.source.sequence_id if prefix is not None and base_length else None
+    return source, sequence.request
 
 
 def _take(token_ids: list[int], cached: int, room: int) -> tuple[tuple[int, ...], int]:

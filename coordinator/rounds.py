@@ -79,7 +79,7 @@ class RoundLoop:
         while True:
             await self._target.wait_ready()
             pool = self._pool
-            for sequence in pool.admit(self._policy.places(pool.ready, len(pool.leaving), pool.room)):
+            for sequence in pool.admit(self._policy.places(pool.members, len(pool.leaving), pool.room)):
                 self._admitted(sequence)
             group = self._policy.choose(pool.ready, pool.rounds)
             if group.sequences:
@@ -159,9 +159,11 @@ class RoundLoop:
         items = round_.propose_items(self._draft.max_model_len, self._draft.vocab_size)
         if not items:
             return Timed()
+        began = time.perf_counter()
         try:
             proposals, timed = await self._draft.propose(round_.round_id, items)
         except (WorkerUnreachableError, WorkerRefusedError):
-            return Timed()  # the link has logged it; this round decodes plainly
+            # The link has logged it; this round decodes plainly.
+            return Timed(elapsed=time.perf_counter() - began)
         round_.take_proposals(proposals, self._target.vocab_size)
         return timed

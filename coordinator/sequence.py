@@ -1,8 +1,9 @@
 """One request being generated: its tokens, what the workers have cached of it, and when it ends. Pure."""
 
 import enum
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.text import TextStream
 
@@ -46,11 +47,6 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
 
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the choice is the largest logit, whatever came before."""
-        return self == Sampling(seed=self.seed, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
-
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -75,6 +71,36 @@ class GenerationRequest:
     """Strings that end the generation."""
     logprobs: int | None = None
     """Log-probabilities wanted at each position beside the chosen token's; None: not even that."""
+    n: int = 1
+    """Samples of the prompt."""
+
+    def samples(self) -> Iterator["GenerationRequest"]:
+        """What each sample is: the same with a seed of its own, so that it can be asked for alone."""
+        for i in range(self.n):
+            yield replace(self, sampling=replace(self.sampling, seed=(self.sampling.seed + i) % 2**64), n=1)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The first `length` tokens of a sequence, which an earlier one has too: its source."""
+
+    source: "Sequence"
+    length: int
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the source is still being prefilled so far: then it is worth waiting for."""
+        return self.source.finish is None and self.source.target_length < self.length
+
+    @property
+    def in_target(self) -> int:
+        """How much of it the target worker has cached."""
+        return min(self.length, self.source.target_length)
+
+    @property
+    def in_draft(self) -> int:
+        """How much of it the draft worker has cached."""
+        return min(self.length, self.source.draft_length)
 
 
 @dataclass
@@ -120,6 +146,12 @@ class Sequence:
         """Positions that the target worker has cached; a prefix of `token_ids`."""
         self.draft_length = 0
         """Positions that the draft worker has cached; a prefix of `token_ids`."""
+        self.target_prefix: Prefix | None = None
+        """What the target worker can copy, until it was asked to."""
+        self.draft_prefix: Prefix | None = None
+        """What the draft worker can copy, until it was asked to."""
+        self.cached_tokens = 0
+        """Tokens of the prompt that the target worker did copy."""
         self.draft_rests_until = 0
         """The first round in which the draft worker is asked again, after it had no slot."""
         self.ready_since = 0
@@ -149,11 +181,21 @@ class Sequence:
         return self.target_length == len(self.token_ids) - 1
 
     @property
+    def target_base(self) -> int:
+        """Positions that the target worker can keep: its own, or at first those that it can copy."""
+        return self.target_length or (self.target_prefix.in_target if self.target_prefix else 0)
+
+    @property
+    def draft_base(self) -> int:
+        """Positions that the draft worker can keep: its own, or at first those that it can copy."""
+        return self.draft_length or (self.draft_prefix.in_draft if self.draft_prefix else 0)
+
+    @property
     def shape(self) -> Shape:
         """Equal shapes make a batch without padding."""
         length = len(self.token_ids)
-        draft_lacks = max(DRAFT_MAY_LACK, length - self.draft_length)
-        return length, length - self.target_length, draft_lacks, self.draft_limit
+        draft_lacks = max(DRAFT_MAY_LACK, length - self.draft_base)
+        return length, length - self.target_base, draft_lacks, self.draft_limit
 
     @property
     def draft_limit(self) -> int:

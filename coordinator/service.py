@@ -7,14 +7,16 @@ from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from typing import Any
 
-from specpool.v1 import common_pb2, generation_pb2_grpc
 from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import generation_pb2_grpc
 
-from coordinator.coordinator import Coordinator, Generation, Piece
-from coordinator.sequence import GenerationRequest, TokenLogprobs
+from coordinator.coordinator import Coordinator
+from coordinator.generation import Generation, Piece, Sample
+from coordinator.sequence import GenerationRequest
 from coordinator.validation import Limits, check_request_id, parse_request
 from coordinator.workers import WorkerLink
 from rpc.errors import InvalidArgumentError, UnavailableError
+from rpc.sampling import logprobs_message
 from rpc.server import Server
 
 
@@ -27,19 +29,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
         async with await self._begin(request) as generation:
-            return _response(generation, [piece async for piece in generation.pieces()])
+            first, *others = map(_response, await generation.finished())
+            first.other_samples.extend(others)
+            return first
 
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Generates and sends every piece as it is committed."""
         async with await self._begin(request) as generation:
-            request_id = generation.sequence.request.request_id
-            pieces: list[Piece] = []
-            async for piece in generation.pieces():
-                pieces.append(piece)
-                yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(piece))
-            yield pb.GenerateStreamResponse(request_id=request_id, complete=_response(generation, pieces))
+            request_id = generation.request_id
+            async for sample, piece in generation.pieces():
+                if piece is not None:
+                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
+                else:
+                    yield pb.GenerateStreamResponse(request_id=request_id, complete=_response(sample))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends a request in flight."""
@@ -86,6 +90,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 draft_tokens=counters.draft_tokens,
                 accepted_draft_tokens=counters.accepted_draft_tokens,
                 cache_misses=counters.cache_misses,
+                prompt_tokens=coordinator.prompt_tokens,
+                cached_tokens=coordinator.cached_tokens,
                 stage_seconds=counters.stage_seconds,
                 grouping=pb.GroupingCounters(**vars(counters.grouping)),
             ),
@@ -102,32 +108,34 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return coordinator.generate(parsed, arrived)
 
 
-def _chunk(piece: Piece) -> pb.GenerateChunk:
-    return pb.GenerateChunk(text=piece.text, token_ids=piece.token_ids, logprobs=map(_logprobs, piece.logprobs))
-
-
-def _logprobs(found: TokenLogprobs) -> common_pb2.TokenLogprobs:
-    return common_pb2.TokenLogprobs(
-        logprob=found.logprob,
-        top_token_ids=[token for token, _ in found.top],
-        top_logprobs=[logprob for _, logprob in found.top],
+def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
+    return pb.GenerateChunk(
+        index=sample.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=map(logprobs_message, piece.logprobs),
     )
 
 
-def _response(generation: Generation, pieces: list[Piece]) -> pb.GenerateResponse:
-    sequence, finish, timings = generation.sequence, generation.finish, generation.timings
+def _response(sample: Sample) -> pb.GenerateResponse:
+    sequence, finish, timings = sample.sequence, sample.sequence.finish, sample.timings
     assert finish is not None
     speculation = sequence.speculation
     return pb.GenerateResponse(
         request_id=sequence.request.request_id,
-        text="".join(piece.text for piece in pieces),
+        index=sample.index,
+        text="".join(piece.text for piece in sample.pieces),
         token_ids=sequence.generated_ids,
         finish_reason=finish.reason,
         matched_token_id=finish.matched_token_id,
         matched_stop_str=finish.matched_stop,
         seed=sequence.request.sampling.seed,
-        logprobs=[_logprobs(found) for piece in pieces for found in piece.logprobs],
-        usage=pb.Usage(prompt_tokens=len(sequence.request.prompt_ids), completion_tokens=sequence.num_generated),
+        logprobs=[logprobs_message(found) for piece in sample.pieces for found in piece.logprobs],
+        usage=pb.Usage(
+            prompt_tokens=sequence.prompt_length,
+            completion_tokens=sequence.num_generated,
+            cached_tokens=sequence.cached_tokens,
+        ),
         speculative_decoding=pb.SpeculativeDecodingStats(
             mean_acceptance_length=speculation.mean_acceptance_length,
             draft_acceptance_rate=speculation.draft_acceptance_rate,
@@ -137,7 +145,11 @@ def _response(generation: Generation, pieces: list[Piece]) -> pb.GenerateRespons
             num_accepted_draft_tokens=speculation.accepted_tokens,
         ),
         timings=pb.Timings(
-            queue_s=timings.queue or 0.0, time_to_first_token_s=timings.first_token or 0.0, total_s=timings.total
+            queue_s=timings.queue,
+            prefill_s=timings.prefill,
+            decode_s=timings.decode,
+            time_to_first_token_s=timings.first_token,
+            total_s=timings.total,
         ),
     )
 

@@ -42,6 +42,7 @@ class CoordinatorSettings(ServerSettings):
     admission: Literal["arrival", "length"] = Field(
         "arrival", description="who enters the window: the first in the queue, or who is as long as the last to enter"
     )
+    prefix_reuse: bool = Field(True, description="copy what is cached of earlier prompts that begin the same")
     queue_size: int = Field(256, ge=0, le=UINT32_MAX, description="requests that may wait; more are refused")
     num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")
     max_num_speculative_tokens: int = Field(
@@ -59,6 +60,11 @@ class CoordinatorSettings(ServerSettings):
     max_request_bytes: ByteSize = Field(
         ByteSize(4 * 2**20), ge=1024, le=2**31 - 1, description="largest request accepted"
     )
+
+    @property
+    def usable_window(self) -> int:
+        """`window_size`, or the batch where it is all that is in the window."""
+        return min(self.window_size, self.max_batch_size) if self.policy == "eqspec" else self.window_size
 
     @property
     def least_group_size(self) -> int:

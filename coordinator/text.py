@@ -24,12 +24,14 @@ class TextStream:
         self._held = ""
 
     def feed(self, token_id: int, may_stop: bool = True) -> str:
-        """The text that can be shown once this token has come. Without `may_stop`, stop strings are text like any."""
+        """The text that can be shown once this token has come.
+
+        Without `may_stop`, a stop string that this token completes is text like any.
+        """
+        known = len(self._held)
         self._held += self._decoder.feed([token_id])
-        if not may_stop:
-            return self._show(len(self._held))
-        found = [(at, -len(stop), stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
+        found = [(at, -len(stop), stop) for stop in self._stop if (at := self._find(stop, known)) >= 0]
+        if found and may_stop:
             at, _, self.matched = min(found)
             shown, self._held = self._held[:at], ""
             return shown
@@ -39,6 +41,10 @@ class TextStream:
         """The rest, when no token will follow."""
         rest, self._held = self._held + self._decoder.flush(), ""
         return rest
+
+    def _find(self, stop: str, known: int) -> int:
+        """Where a stop string begins that was not complete in the first `known` characters held; -1: nowhere."""
+        return self._held.find(stop, max(0, known - len(stop) + 1))
 
     def _show(self, count: int) -> str:
         shown, self._held = self._held[:count], self._held[count:]

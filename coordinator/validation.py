@@ -1,10 +1,10 @@
 """From a request message to a request that can be generated, or an error that names the field and the limit."""
 
-import math
 import secrets
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from specpool.v1 import generation_pb2 as pb
 
@@ -12,26 +12,15 @@ from coordinator.sequence import GenerationRequest, Sampling
 from coordinator.settings import CoordinatorSettings
 from coordinator.tokenizer import ChatTemplateError, TargetTokenizer
 from rpc.errors import InvalidArgumentError
+from rpc.sampling import RANGES, in_range
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_STOP_TOKEN_IDS = 1024
-
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
-
-# Sampling parameters that are one number: the smallest and the largest that means something.
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (-1, math.inf),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "frequency_penalty": (-2, 2),
-    "presence_penalty": (-2, 2),
-    "logprobs": (0, 20),
-}
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 64
 LEAST_TEMPERATURE = 0.01
-LARGEST_BIAS = 100
 
 
 @dataclass(frozen=True)
@@ -47,18 +36,22 @@ def parse_request(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limit
     """Tokenizes and checks. InvalidArgumentError. May take a while for a long prompt."""
     params = request.sampling_params
     check_request_id(request.request_id)
-    _check_ranges(params)
+    sampling = _sampling(params)
     prompt_ids = _prompt(request, tokenizer, limits)
     max_tokens = _max_tokens(params, limits, len(prompt_ids))
+    if params.min_tokens > max_tokens:
+        refusal = f"{params.min_tokens} is beyond max_tokens, {max_tokens}"
+        raise InvalidArgumentError("sampling_params.min_tokens", refusal)
     return GenerationRequest(
         request_id=request.request_id or uuid.uuid4().hex,
         prompt_ids=tuple(prompt_ids),
         max_tokens=max_tokens,
         stop_token_ids=_stop_token_ids(params, tokenizer, limits),
         num_speculative_tokens=_num_speculative_tokens(request, limits),
-        sampling=_sampling(params, max_tokens, limits),
+        sampling=replace(sampling, logit_bias=_logit_bias(params, limits)),
         stop=_stop(params),
-        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        logprobs=_logprobs(params),
+        n=_number_of_samples(params, sampling, limits),
     )
 
 
@@ -68,48 +61,51 @@ def check_request_id(request_id: str) -> None:
         raise InvalidArgumentError("request_id", f"has more than {MAX_REQUEST_ID_LENGTH} characters")
 
 
-def _check_ranges(params: pb.SamplingParams) -> None:
-    for name, (least, most) in _RANGES.items():
-        value = getattr(params, name)
-        if params.HasField(name) and not (math.isfinite(value) and least <= round(value, 6) <= most):
-            limit = f"from {least:g} to {most:g}" if math.isfinite(most) else f"at least {least:g}"
-            raise InvalidArgumentError(f"sampling_params.{name}", f"{value:g} is out of range: it must be {limit}")
-    if params.temperature > 0 and round(params.temperature, 6) < LEAST_TEMPERATURE:
+def _sampling(params: pb.SamplingParams) -> Sampling:
+    numbers = {name: _number(params, name) for name in RANGES if name != "logit_bias" and params.HasField(name)}
+    if numbers.get("temperature", 0) > 0 and params.temperature < LEAST_TEMPERATURE - 1e-6:
         refusal = f"{params.temperature:g} is out of range: it must be 0 or at least {LEAST_TEMPERATURE}"
         raise InvalidArgumentError("sampling_params.temperature", refusal)
-    if params.HasField("top_p") and params.top_p == 0:
+    if numbers.get("top_p") == 0:
         raise InvalidArgumentError("sampling_params.top_p", "0 is out of range: it must be above 0")
+    if "top_k" in numbers:
+        numbers["top_k"] = max(0, numbers["top_k"])
+    seed = params.seed if params.HasField("seed") else secrets.randbits(64)
+    return Sampling(**numbers, min_tokens=params.min_tokens, seed=seed)
 
 
-def _sampling(params: pb.SamplingParams, max_tokens: int, limits: Limits) -> Sampling:
-    if params.min_tokens > max_tokens:
-        refusal = f"{params.min_tokens} is beyond max_tokens, {max_tokens}"
-        raise InvalidArgumentError("sampling_params.min_tokens", refusal)
-    return Sampling(
-        temperature=params.temperature,
-        top_k=max(0, params.top_k),
-        top_p=params.top_p if params.HasField("top_p") else 1.0,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        min_tokens=params.min_tokens,
-        logit_bias=_logit_bias(params, limits),
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-    )
+def _number(params: pb.SamplingParams, name: str) -> Any:
+    return in_range(f"sampling_params.{name}", getattr(params, name), RANGES[name])
+
+
+def _logprobs(params: pb.SamplingParams) -> int | None:
+    if not params.HasField("logprobs"):
+        return None
+    return int(in_range("sampling_params.logprobs", params.logprobs, (0, MAX_LOGPROBS)))
+
+
+def _number_of_samples(params: pb.SamplingParams, sampling: Sampling, limits: Limits) -> int:
+    if not params.HasField("n"):
+        return 1
+    # More than can ever wait at once would never be let in.
+    most = min(MAX_SAMPLES, limits.settings.usable_window + limits.settings.queue_size)
+    number = int(in_range("sampling_params.n", params.n, (1, most)))
+    if number > 1 and sampling.temperature == 0:
+        raise InvalidArgumentError(
+            "sampling_params.n", f"{number} samples need a temperature above 0: they would be equal"
+        )
+    return number
 
 
 def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
     field = "sampling_params.logit_bias"
     if len(params.logit_bias) > MAX_LOGIT_BIASES:
         raise InvalidArgumentError(field, f"has more than {MAX_LOGIT_BIASES} entries")
-    for token, bias in params.logit_bias.items():
+    for token in params.logit_bias:
         if token >= limits.vocab_size:
             raise InvalidArgumentError(field, f"token id {token} is not below the vocabulary size {limits.vocab_size}")
-        if not abs(bias) <= LARGEST_BIAS:
-            refusal = f"{bias:g} for token {token} is out of range: it must be from -{LARGEST_BIAS} to {LARGEST_BIAS}"
-            raise InvalidArgumentError(field, refusal)
-    return tuple(sorted(params.logit_bias.items()))
+    biases = sorted(params.logit_bias.items())
+    return tuple((token, in_range(field, bias, RANGES["logit_bias"])) for token, bias in biases)
 
 
 def _stop(params: pb.SamplingParams) -> tuple[str, ...]:

@@ -247,6 +247,7 @@ class TargetLink(WorkerLink):
                     prefill_only=item.prefill_only,
                     logprobs=item.logprobs,
                     sampling=_sampling(item.beginning),
+                    prefix_sequence_id=item.prefix_sequence_id,
                 )
                 for item in items
             ],
@@ -295,6 +296,7 @@ class DraftLink(WorkerLink):
                     token_ids=item.token_ids,
                     num_draft_tokens=item.num_draft_tokens,
                     sampling=_sampling(item.beginning),
+                    prefix_sequence_id=item.prefix_sequence_id,
                 )
                 for item in items
             ],
@@ -329,8 +331,8 @@ def _verdict(result: target_worker_pb2.VerifyResult) -> Verdict:
 
 
 def _sampling(request: GenerationRequest | None) -> common_pb2.Sampling | None:
-    """What a worker is told on first contact; nothing if the choice is the largest logit."""
-    if request is None or request.sampling.is_argmax:
+    """What a worker is told on first contact."""
+    if request is None:
         return None
     fields = {**vars(request.sampling), "logit_bias": dict(request.sampling.logit_bias)}
     return common_pb2.Sampling(

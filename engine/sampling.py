@@ -5,7 +5,7 @@ limits are applied in the order of vLLM, each as `transformers` defines it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,8 @@ class SamplingParams:
     """Not chosen before `min_tokens` were."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    prompt_length: int = 0
+    """How many of a sequence's tokens nobody chose."""
 
     @property
     def leaves_logits(self) -> bool:
@@ -45,9 +47,17 @@ class SamplingParams:
         return self.temperature == 0 and self.leaves_logits
 
 
-def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence[int], prompt_length: int) -> int:
-    """The token that follows `context`, of which the first `prompt_length` are the prompt. `logits` is [vocab_size]."""
-    logits = adjust(logits.float(), params, context, prompt_length)
+def choose_tokens(logits: torch.Tensor, params: SamplingParams, token_ids: Sequence[int]) -> Iterator[int]:
+    """The choice after each of the last n of `token_ids`; `logits` is [n, vocab_size]. Made when it is asked for, since
+    nobody asks for those behind a draft token that was wrong."""
+    first = len(token_ids) - len(logits) + 1
+    for length, row in enumerate(logits, first):
+        yield choose_token(row, params, token_ids[:length])
+
+
+def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> int:
+    """The token that follows `context`. `logits` is [vocab_size]."""
+    logits = adjust(logits.float(), params, context)
     if params.temperature == 0:
         return int(logits.argmax())
     values, token_ids = candidates(logits / params.temperature, params)
@@ -55,12 +65,12 @@ def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence
     return int(token_ids[scores.argmax()])
 
 
-def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int], prompt_length: int) -> torch.Tensor:
+def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> torch.Tensor:
     """Bias, minimum length and penalties; a copy where anything changes."""
     if params.leaves_logits:
         return logits
     logits = logits.clone()
-    generated = context[prompt_length:]
+    generated = context[params.prompt_length :]
     device = logits.device
     if params.logit_bias:
         ids, biases = zip(*params.logit_bias, strict=True)
@@ -79,47 +89,30 @@ def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int],
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and ids of the tokens that min_p, top_k and top_p leave: at least the most probable one."""
-    size = len(logits)
-    if 0 < params.top_k < size:
-        values, token_ids = logits.topk(params.top_k)
-    elif params.top_p < 1:
-        values, token_ids = logits.topk(min(FEW_CANDIDATES, size))
-        if (values - logits.logsumexp(0)).exp().sum() <= params.top_p:
-            values, token_ids = logits.sort(descending=True)
-    else:
-        values, token_ids = logits, torch.arange(size, device=logits.device)
-    keep = torch.ones_like(values, dtype=torch.bool)
+    least = -math.inf
+    best = float(logits.max())
     if params.min_p > 0:
-        keep &= values >= logits.max() + math.log(params.min_p)
+        least = min(best, best + math.log(params.min_p))
+    if 0 < params.top_k < len(logits):
+        # Tokens as probable as the last of the k stay too.
+        least = max(least, float(logits.topk(params.top_k).values[-1]))
     if params.top_p < 1:
-        # What is cut off by top_k takes no part; a token stays if those before it hold less than top_p.
-        kept = values.masked_fill(~keep, -math.inf) if params.top_k or params.min_p else logits
-        mass = (values - kept.logsumexp(0)).exp()
-        before = mass.cumsum(0) - mass
-        keep[1:] &= before[1:] < params.top_p
+        return _nucleus(logits.masked_fill(logits < least, -math.inf), params.top_p)
+    token_ids = (logits >= least).nonzero().squeeze(1)
+    return logits[token_ids], token_ids
+
+
+def _nucleus(logits: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most probable tokens that together hold `top_p`: a token is one of them if those before it hold less."""
+    whole = logits.logsumexp(0)
+    values, token_ids = logits.topk(min(FEW_CANDIDATES, len(logits)))
+    if (values - whole).exp().sum() <= top_p:
+        values, token_ids = logits.sort(descending=True)
+    # Sums in an order that is the same every time, which a GPU's are not.
+    mass = (values - whole).exp().cpu()
+    keep = (mass.cumsum(0) - mass < top_p).to(values.device)
+    keep[0] = True
     return values[keep], token_ids[keep]
-
-
-class Sampler:
-    """Chooses the tokens of one sequence, and remembers what the choice depends on: all of its tokens."""
-
-    def __init__(self, params: SamplingParams, prompt_length: int) -> None:
-        self._params, self._prompt_length = params, prompt_length
-        self._token_ids: list[int] = []
-
-    def extend(self, start: int, token_ids: Sequence[int]) -> None:
-        """These tokens follow the first `start`; what came behind is forgotten."""
-        del self._token_ids[start:]
-        self._token_ids.extend(token_ids)
-
-    def choose(self, logits: torch.Tensor) -> list[int]:
-        """The choice after each of the last n tokens; `logits` is [n, vocab_size]."""
-        first = len(self._token_ids) - len(logits) + 1
-        contexts = (self._token_ids[: first + i] for i in range(len(logits)))
-        return [
-            choose_token(row, self._params, context, self._prompt_length)
-            for row, context in zip(logits, contexts, strict=True)
-        ]
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,36 @@
 """Sequences of many coordinators in one engine: the part of a round that drafting and verifying share."""
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from engine.engine import Engine, EngineInfo
 from engine.packing import Span
-from engine.sampling import Sampler, SamplingParams
-from engine.slots import Realignment
+from engine.sampling import SamplingParams, choose_tokens
+from engine.slots import Realignment, SequenceKey
 
 
 @dataclass(frozen=True)
 class Extension:
     """Tokens that follow the first `base_length` cached positions of a sequence.
 
-    `sampling` and `prompt_length` say how its tokens are chosen, with `base_length` 0; later they are known already.
+    On first contact `base_length` is 0, or the length of a prefix that another sequence has cached, and `sampling` says
+    how tokens are chosen; later that is known already.
     """
 
     sequence_id: int
     base_length: int
     token_ids: tuple[int, ...]
     sampling: SamplingParams | None = None
-    prompt_length: int = 0
+    prefix_sequence_id: int | None = None
 
 
 @dataclass(frozen=True)
 class Choices:
     """The tokens chosen after the last tokens of a span, and the logits they were chosen from, [n, vocab_size]."""
 
-    token_ids: list[int]
+    token_ids: Iterable[int]
     logits: torch.Tensor
 
 
@@ -63,44 +63,62 @@ class SequenceEngine:
 
     def realign(self, coordinator_id: str, round_id: int, items: Sequence[Extension]) -> list[Realignment]:
         """Brings every sequence's cache to its base length, or says why not."""
-        began, slots = time.perf_counter_ns(), self.engine.slots
-        realigned = [slots.realign((coordinator_id, item.sequence_id), round_id, item.base_length) for item in items]
-        self.engine.realign_ns += time.perf_counter_ns() - began
-        for item, state in zip(items, realigned, strict=True):
-            if state is Realignment.OK and item.base_length == 0:
-                slots[coordinator_id, item.sequence_id].sampler = self._sampler(item)
-        return realigned
+        with self.engine.realigning():
+            return [self._realign(coordinator_id, round_id, item) for item in items]
 
     def span(self, coordinator_id: str, sequence_id: int, token_ids: Sequence[int], num_logits: int) -> Span:
         """New tokens behind all that is cached of the sequence."""
         slot = self.engine.slots[coordinator_id, sequence_id]
-        if slot.sampler is not None:
-            slot.sampler.extend(slot.cached_length, token_ids)
+        slot.token_ids[slot.cached_length :] = token_ids
         return Span(slot.index, slot.cached_length, token_ids, num_logits)
 
     def choose(self, coordinator_id: str, spans: Mapping[int, Span]) -> dict[int, Choices]:
-        """Runs the spans, by sequence id, in one forward pass, and chooses a token after each of the last tokens."""
+        """Runs the spans, by sequence id, in one forward pass. A token is chosen after each of their last tokens."""
         logits = self.engine.forward(list(spans.values()))
         best = logits.argmax(-1).split([span.num_logits for span in spans.values()])
         rows = logits.split([span.num_logits for span in spans.values()])
         chosen = {}
         for sequence_id, largest, own in zip(spans, best, rows, strict=True):
-            sampler = self.engine.slots[coordinator_id, sequence_id].sampler
-            chosen[sequence_id] = Choices(largest.tolist() if sampler is None else sampler.choose(own), own)
+            slot = self.engine.slots[coordinator_id, sequence_id]
+            by_rules = None if slot.sampling is None else choose_tokens(own, slot.sampling, slot.token_ids)
+            chosen[sequence_id] = Choices(largest.tolist() if by_rules is None else by_rules, own)
         return chosen
 
     def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:
         """Declares that so many positions of the sequence are valid."""
         self.engine.slots[coordinator_id, sequence_id].cached_length = cached_length
 
-    def _sampler(self, item: Extension) -> Sampler | None:
-        if item.sampling is None or item.sampling.is_argmax:
+    def _realign(self, coordinator_id: str, round_id: int, item: Extension) -> Realignment:
+        slots, key = self.engine.slots, (coordinator_id, item.sequence_id)
+        if item.prefix_sequence_id is not None and key not in slots:
+            copied = self._copy(key, (coordinator_id, item.prefix_sequence_id), item.base_length)
+            if copied is not Realignment.OK:
+                return copied
+        state = slots.realign(key, round_id, item.base_length)
+        if state is Realignment.OK and (item.base_length == 0 or item.prefix_sequence_id is not None):
+            slots[key].sampling = self._known_part(item.sampling)
+        return state
+
+    def _copy(self, key: SequenceKey, source_key: SequenceKey, length: int) -> Realignment:
+        """Begins a sequence with what is cached of another."""
+        source = self.engine.slots.find(source_key)
+        if source is None or source.cached_length < length:
+            return Realignment.CACHE_MISS
+        slot = self.engine.slots.take(key)
+        if slot is None:
+            return Realignment.NO_SLOT
+        if slot.index != source.index:  # a released source may have lost its slot to this very sequence
+            self.engine.layout.copy(source.index, slot.index, length)
+        slot.cached_length, slot.token_ids = length, source.token_ids[:length]
+        return Realignment.OK
+
+    def _known_part(self, sampling: SamplingParams | None) -> SamplingParams | None:
+        """Without ids that the model does not know: a draft may have fewer rows in its output head than the target."""
+        if sampling is None or sampling.is_argmax:
             return None
-        # A draft may have fewer rows in its output head than the target has.
         known = range(self.engine.vocab_size)
-        params = replace(
-            item.sampling,
-            stop_token_ids=tuple(token for token in item.sampling.stop_token_ids if token in known),
-            logit_bias=tuple((token, bias) for token, bias in item.sampling.logit_bias if token in known),
+        return replace(
+            sampling,
+            stop_token_ids=tuple(token for token in sampling.stop_token_ids if token in known),
+            logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token in known),
         )
-        return Sampler(params, item.prompt_length)

@@ -1,11 +1,15 @@
-"""Which sequence holds which slot, and how much of it is valid. Pure bookkeeping: no torch, no clock of its own."""
+"""Which sequence holds which slot, and how much of it is valid. Pure bookkeeping: no torch, no clock of its own.
+
+What a released sequence has cached stays until its slot is needed, since others may begin with the same tokens.
+"""
 
 import enum
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.sampling import Sampler
+    from engine.sampling import SamplingParams
 
 SequenceKey = tuple[str, int]
 """(coordinator id, sequence id)"""
@@ -27,7 +31,9 @@ class Slot:
     index: int
     cached_length: int = 0
     round_id: int = 0
-    sampler: "Sampler | None" = None
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens that were fed; of these, the first `cached_length` count."""
+    sampling: "SamplingParams | None" = None
     """How the sequence's tokens are chosen, unless it is by the largest logit."""
 
 
@@ -38,11 +44,13 @@ class SlotTable:
         self.total = slots
         self._free = list(range(slots - 1, -1, -1))
         self._slots: dict[SequenceKey, Slot] = {}
+        self._released: OrderedDict[SequenceKey, Slot] = OrderedDict()
+        """The least recently used first."""
         self._last_seen: dict[str, float] = {}
 
     @property
     def in_use(self) -> int:
-        """Slots taken."""
+        """Slots of sequences that were not released."""
         return len(self._slots)
 
     def realign(self, key: SequenceKey, round_id: int, base_length: int) -> Realignment:
@@ -54,10 +62,9 @@ class SlotTable:
         if slot is not None and round_id < slot.round_id:
             return Realignment.STALE_ROUND
         if slot is None and base_length == 0:
-            if not self._free:
+            slot = self.take(key)
+            if slot is None:
                 return Realignment.NO_SLOT
-            # The lowest free slot: neighbours are attended without copying.
-            slot = self._slots[key] = Slot(self._take_lowest())
         if slot is None or slot.cached_length < base_length:
             return Realignment.CACHE_MISS
         slot.cached_length, slot.round_id = base_length, round_id
@@ -66,11 +73,36 @@ class SlotTable:
     def __getitem__(self, key: SequenceKey) -> Slot:
         return self._slots[key]
 
+    def __contains__(self, key: SequenceKey) -> bool:
+        return key in self._slots
+
+    def take(self, key: SequenceKey) -> Slot | None:
+        """A slot for a sequence that has none, with nothing in it that counts; None if all are taken."""
+        if (stale := self._released.pop(key, None)) is not None:
+            self._free.append(stale.index)
+        if self._free:
+            # The lowest free slot: neighbours are attended without copying.
+            index = min(self._free)
+            self._free.remove(index)
+        elif self._released:
+            index = self._released.popitem(last=False)[1].index
+        else:
+            return None
+        slot = self._slots[key] = Slot(index)
+        return slot
+
+    def find(self, key: SequenceKey) -> Slot | None:
+        """What is cached of a sequence, released or not, to copy from. A released one counts as used again."""
+        if key in self._released:
+            self._released.move_to_end(key)
+            return self._released[key]
+        return self._slots.get(key)
+
     def release(self, keys: list[SequenceKey]) -> int:
         """Frees the slots of these sequences; returns how many were taken."""
-        freed = [slot for key in keys if (slot := self._slots.pop(key, None)) is not None]
-        self._free.extend(slot.index for slot in freed)
-        return len(freed)
+        held = [key for key in dict.fromkeys(keys) if key in self._slots]
+        self._released.update((key, self._slots.pop(key)) for key in held)
+        return len(held)
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
         """Notes that a coordinator is alive at `now` (seconds on any monotonic clock)."""
@@ -81,14 +113,12 @@ class SlotTable:
         gone = {owner for owner, seen in self._last_seen.items() if now - seen > lease_seconds}
         for owner in gone:
             del self._last_seen[owner]
-        return self.release([key for key in self._slots if key[0] in gone])
+        expired = self.release([key for key in self._slots if key[0] in gone])
+        for key in [key for key in self._released if key[0] in gone]:
+            self._free.append(self._released.pop(key).index)
+        return expired
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot is lost or held twice."""
-        held = [slot.index for slot in self._slots.values()]
+        held = [slot.index for slot in (*self._slots.values(), *self._released.values())]
         assert sorted(held + self._free) == list(range(self.total)), "slots lost or held twice"
-
-    def _take_lowest(self) -> int:
-        index = min(self._free)
-        self._free.remove(index)
-        return index

@@ -32,3 +32,8 @@ def join_address(host: str, port: int) -> str:
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"). Opening never fails; calls do while nobody answers."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """The same for threads instead of asyncio."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -28,8 +28,8 @@ ENV_PREFIX = "SPECPOOL_"
 # On a command line, text that means no value: one that nobody can type, since every word may be meant as such.
 NO_VALUE = "\0"
 
-UINT32_MAX = 2**32 - 1
-"""The most that a number in a message can be."""
+UINT32_MAX, UINT64_MAX, INT32_MIN, INT32_MAX = 2**32 - 1, 2**64 - 1, -(2**31), 2**31 - 1
+"""What numbers in messages can be."""
 
 log = logging.getLogger(__name__)
 

@@ -156,6 +156,8 @@ def check_item(index: int, item: Any, vocab_size: int, max_model_len: int, draft
     if item.sequence_id in seen:
         raise InvalidArgumentError(f"{field}.sequence_id", f"{item.sequence_id} occurs twice in the round")
     seen.add(item.sequence_id)
+    if item.HasField("prefix_sequence_id") and not item.base_length:
+        raise InvalidArgumentError(f"{field}.base_length", "must be above 0 with prefix_sequence_id")
     if not item.token_ids:
         raise InvalidArgumentError(f"{field}.token_ids", "must not be empty")
     if max(item.token_ids) >= vocab_size:

@@ -1,15 +1,17 @@
 """Which draft tokens stand. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
-def accept(draft: Sequence[int], choices: Sequence[int]) -> list[int]:
+def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
     """The tokens that a verified sequence gains: the longest prefix of `draft` that equals the target's `choices`, and
     then the target's own choice - the recovered token at the first mismatch, the bonus token if all was accepted.
 
-    `choices[i]` is the target's choice given `draft[:i]`, so there is one more of them than draft tokens.
+    The i-th choice is the target's given `draft[:i]`. Those behind the first mismatch are not asked for.
     """
-    if len(choices) != len(draft) + 1:
-        raise ValueError(f"{len(choices)} choices for {len(draft)} draft tokens")
-    accepted = next((i for i, (d, c) in enumerate(zip(draft, choices, strict=False)) if d != c), len(draft))
-    return list(choices[: accepted + 1])
+    gained: list[int] = []
+    for choice in choices:
+        gained.append(choice)
+        if len(gained) > len(draft) or choice != draft[len(gained) - 1]:
+            return gained
+    raise ValueError(f"{len(gained)} choices for {len(draft)} draft tokens")

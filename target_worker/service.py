@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from specpool.v1 import common_pb2, target_worker_pb2_grpc
 from specpool.v1 import target_worker_pb2 as pb
+from specpool.v1 import target_worker_pb2_grpc
 
-from engine.sampling import SamplingParams, TokenLogprobs
+from engine.sampling import SamplingParams
 from rpc.errors import InvalidArgumentError
-from rpc.sampling import sampling_fields
+from rpc.sampling import logprobs_message, read_sampling
 from rpc.worker_service import WorkerServicer, check_item, require_coordinator, timed, wire_status
 from target_worker.verifier import Verdict, Verifier, VerifyItem
 
@@ -30,7 +30,7 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
                 status=wire_status(verdict.realignment),
                 token_ids=verdict.token_ids,
                 cached_length=verdict.cached_length,
-                logprobs=map(_logprobs, verdict.logprobs),
+                logprobs=map(logprobs_message, verdict.logprobs),
             )
             for item, verdict in zip(request.items, verdicts, strict=True)
         ]
@@ -61,25 +61,11 @@ def _items(request: pb.VerifyRequest, vocab_size: int, max_model_len: int) -> li
             sequence_id=item.sequence_id,
             base_length=item.base_length,
             token_ids=tuple(item.token_ids),
-            sampling=_sampling(item, index),
-            prompt_length=item.sampling.prompt_length,
+            sampling=read_sampling(item, index, SamplingParams),
+            prefix_sequence_id=item.prefix_sequence_id if item.HasField("prefix_sequence_id") else None,
             draft_token_ids=tuple(item.draft_token_ids),
             prefill_only=item.prefill_only,
             logprobs=item.logprobs if item.HasField("logprobs") else None,
         )
         for index, item in enumerate(request.items)
     ]
-
-
-def _sampling(item: pb.VerifyItem, index: int) -> SamplingParams | None:
-    if not item.HasField("sampling"):
-        return None
-    return SamplingParams(**sampling_fields(item.sampling, f"items[{index}].sampling"))
-
-
-def _logprobs(found: TokenLogprobs) -> common_pb2.TokenLogprobs:
-    return common_pb2.TokenLogprobs(
-        logprob=found.logprob,
-        top_token_ids=[token for token, _ in found.top],
-        top_logprobs=[logprob for _, logprob in found.top],
-    )

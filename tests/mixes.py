@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.fakes import EOS_TOKEN_ID
 
 MAX_TOKENS = 24
@@ -47,7 +47,7 @@ cases = st.builds(
 )
 
 
-async def play(client: Client, case: Case) -> list[int]:
+async def play(client: AsyncClient, case: Case) -> list[int]:
     """The tokens of one request of a mix, as far as it was let run."""
     await asyncio.sleep(case.starts_after / 100)
     tokens: list[int] = []

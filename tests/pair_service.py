@@ -1,6 +1,7 @@
 """A whole service in one process: real engines, real servers, real sockets."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings, load_proposer
@@ -34,8 +35,9 @@ class LogitsTap:
         self.seen = {} if seen is None else seen
         self.compared = 0
         self.different: list[tuple[int, ...]] = []
-        self._forward = engine.forward
+        self._forward, self._copy = engine.forward, engine.layout.copy
         engine.forward = self._watch  # type: ignore[method-assign]
+        engine.layout.copy = self._watch_copy  # type: ignore[method-assign]
 
     def _watch(self, spans: list[Span]) -> torch.Tensor:
         logits = self._forward(spans)
@@ -47,6 +49,10 @@ class LogitsTap:
             for i in range(span.num_logits):
                 self._compare(tuple(tokens[: span.end - span.num_logits + 1 + i]), next(rows))
         return logits
+
+    def _watch_copy(self, source: int, destination: int, count: int) -> None:
+        self._copy(source, destination, count)
+        self._cached[destination] = self._cached[source][:count]
 
     def _compare(self, context: tuple[int, ...], row: torch.Tensor) -> None:
         bits = row.numpy().tobytes()
@@ -61,14 +67,14 @@ class LogitsTap:
 class PairService:
     """What a test may touch."""
 
-    client: Client
+    client: AsyncClient
     process: CoordinatorServer
     target: WorkerHost
     draft: WorkerHost | None
 
     async def forget(self, host: WorkerHost) -> None:
         """Makes a worker lose every cache, as a restart would."""
-        await host.run(lambda backend: backend.engine.slots.release(list(backend.engine.slots._slots)))
+        await host.run(lambda backend: backend.expire(math.inf, 0.0))
 
     async def wait_idle(self) -> None:
         """Returns when both workers hold no slot and the pool is empty."""
@@ -103,7 +109,7 @@ async def serving_pair(
 @asynccontextmanager
 async def serving_coordinator(
     target: str, draft: str | None, **settings: Any
-) -> AsyncIterator[tuple[Client, CoordinatorServer]]:
+) -> AsyncIterator[tuple[AsyncClient, CoordinatorServer]]:
     """A coordinator before workers at these addresses, ready to generate."""
     settings = {"port": 0, "drain_seconds": 0, "target_address": target, "draft_address": draft, **settings}
     async with AsyncExitStack() as stack:
@@ -114,7 +120,7 @@ async def serving_coordinator(
         await process.coordinator.target.wait_ready()
         if process.coordinator.draft is not None:
             await process.coordinator.draft.wait_ready()
-        yield await stack.enter_async_context(Client(f"127.0.0.1:{port}")), process
+        yield await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}")), process
 
 
 async def _serve(stack: AsyncExitStack, settings: Any, host: WorkerHost, register: Any, servicer: Any) -> str:

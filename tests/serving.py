@@ -149,9 +149,9 @@ async def serving(
                     await served.until_ready(wait_for_draft)
                 yield served
             finally:
-                process.server.stop()
+                served.process.server.stop()  # a test may have started another one
                 try:
-                    await process.wait_stopped()
+                    await served.process.wait_stopped()
                 finally:
                     for worker in (target, draft):
                         if worker is not None:

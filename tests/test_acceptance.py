@@ -58,12 +58,18 @@ def test_no_draft_gains_the_one_choice() -> None:
     assert accept([], [7]) == [7]
 
 
-@given(st.lists(tokens, max_size=6), st.lists(tokens, max_size=8))
-def test_any_other_number_of_choices_is_refused(draft: list[int], choices: list[int]) -> None:
-    if len(choices) == len(draft) + 1:
-        choices = choices[1:]
-    with pytest.raises(ValueError, match=f"{len(choices)} choices for {len(draft)} draft tokens"):
-        accept(draft, choices)
+@given(drafts_and_choices())
+def test_asks_for_no_choice_behind_the_first_mismatch(case: tuple[list[int], list[int]]) -> None:
+    draft, choices = case
+    left = iter(choices)
+    gained = accept(draft, left)
+    assert list(left) == choices[len(gained) :]
+
+
+@given(st.lists(tokens, min_size=1, max_size=6))
+def test_too_few_choices_are_an_error(draft: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"{len(draft)} choices for {len(draft)} draft tokens"):
+        accept(draft, draft)
 
 
 def test_arguments_are_left_alone_and_tuples_are_fine() -> None:

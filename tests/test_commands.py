@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.commands.prompts import PromptFileError, own_prompts, read_prompts
 from coordinator.commands.up import UpSettings, running
 from coordinator.fakes import FakeDraft, FakeTarget, byte_tokenizer
@@ -265,7 +265,7 @@ async def test_up_serves_a_pair_and_replaces_a_worker_that_dies(tiny_pair: tuple
     settings = UpSettings(
         port=0, target=str(target), draft=str(draft), max_model_len=256, threads=1, drain_seconds=1, log_level="error"
     )
-    async with running(settings) as address, Client(address) as client:
+    async with running(settings) as address, AsyncClient(address) as client:
         request = pb.GenerateRequest(text="abc", sampling_params=pb.SamplingParams(max_tokens=30, ignore_eos=True))
         first = await client.stub.Generate(request)
         os.kill(process_of("target_worker.server", target), signal.SIGKILL)

@@ -146,7 +146,7 @@ class Lagging:
 
     async def __aenter__(self) -> Any:
         entered = await self._generation.__aenter__()
-        while entered.finish is None:  # noqa: ASYNC110 - nothing tells when a generation ends but its pieces
+        while entered.samples[0].sequence.finish is None:  # noqa: ASYNC110 - nothing tells when a generation ends but its pieces
             await asyncio.sleep(0.001)
         return entered
 

@@ -149,8 +149,8 @@ def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callab
     while unfinished:
         for _ in range(2):
             if (newcomer := next(waiting, None)) is not None:
-                pool.submit(newcomer)
-        pool.admit(policy.places(pool.ready, len(pool.leaving), pool.room))
+                pool.submit([newcomer])
+        pool.admit(policy.places(pool.members, len(pool.leaving), pool.room))
         pool.check_integrity()
         group = policy.choose(pool.ready, pool.rounds).sequences
         pool.begin_round(group)
@@ -206,23 +206,23 @@ def test_a_thousand_sequences_in_a_window_of_hundreds() -> None:
 def test_newcomers_of_about_one_length_follow_each_other_on_request() -> None:
     pool = Pool(window_size=5, queue_size=9, by_length=True)
     for newcomer in sequences([50, 9, 52, 90, 49]):
-        pool.submit(newcomer)
+        pool.submit([newcomer])
     assert [s.sequence_id for s in pool.admit()] == [1, 4, 0, 2, 3]
 
 
 def test_admission_by_length_passes_nobody_over_for_ever() -> None:
     pool = Pool(window_size=1, queue_size=9, by_length=True)
     long, ids = sequence(0, 500), count(1)
-    pool.submit(long)
+    pool.submit([long])
     for _ in range(100):
-        pool.submit(sequence(next(ids), 5))
-        pool.submit(sequence(next(ids), 5))
+        pool.submit([sequence(next(ids), 5)])
+        pool.submit([sequence(next(ids), 5)])
         (admitted,) = pool.admit()
         pool.abort(admitted)
         pool.released(pool.leaving)
         if admitted is long:
             return
-        pool.abort(next(s for s in map(pool.find, map(str, range(next(ids)))) if s is not None and s is not long))
+        pool.abort(next(s for i in range(next(ids)) for s in pool.find(str(i)) if s is not long))
     raise AssertionError("the long prompt never entered")
 
 

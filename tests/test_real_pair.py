@@ -7,7 +7,7 @@ import pytest
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.commands.generate import answers
 from coordinator.commands.prompts import own_prompts
 from coordinator.commands.up import UpSettings, running
@@ -17,7 +17,10 @@ MAX_TOKENS = 64
 
 @pytest.mark.real_pair
 async def test_32_chats_in_batches_of_8_are_those_of_plain_decoding_alone() -> None:
-    async with running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address, Client(address) as client:
+    async with (
+        running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address,
+        AsyncClient(address) as client,
+    ):
         info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
         assert info.target.equivalence == common_pb2.EQUIVALENCE_BITWISE
         alone = await all_answers(client, concurrency=1, k=0)
@@ -30,7 +33,9 @@ async def test_32_chats_in_batches_of_8_are_those_of_plain_decoding_alone() -> N
         assert "Oslo" in alone[0].text
 
 
-async def all_answers(client: Client, concurrency: int, k: int, part: int | None = None) -> list[pb.GenerateResponse]:
+async def all_answers(
+    client: AsyncClient, concurrency: int, k: int, part: int | None = None
+) -> list[pb.GenerateResponse]:
     """Answers to our own prompts, or to every third of them."""
     lines = own_prompts() if part is None else own_prompts()[part::3]
     found = []

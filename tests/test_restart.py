@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.commands.up import free_port
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
@@ -69,7 +69,7 @@ class WorkerProcess:
 
 
 @asynccontextmanager
-async def serving(tiny_pair: tuple[Path, Path]) -> AsyncIterator[tuple[Client, WorkerProcess, WorkerProcess]]:
+async def serving(tiny_pair: tuple[Path, Path]) -> AsyncIterator[tuple[AsyncClient, WorkerProcess, WorkerProcess]]:
     """Both workers as processes, and a coordinator."""
     target = WorkerProcess("target_worker.server", tiny_pair[0])
     draft = WorkerProcess("draft_worker.server", tiny_pair[1])
@@ -87,7 +87,7 @@ async def serving(tiny_pair: tuple[Path, Path]) -> AsyncIterator[tuple[Client, W
         await process.coordinator.target.wait_ready()
         assert process.coordinator.draft is not None
         await process.coordinator.draft.wait_ready()
-        async with Client(f"127.0.0.1:{port}") as client:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
             yield client, target, draft
     finally:
         process.server.stop()

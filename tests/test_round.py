@@ -3,7 +3,7 @@
 import random
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ from coordinator.round import (
     Verdict,
     VerifyItem,
 )
-from coordinator.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 
 VOCAB_SIZE = 11
 DRAFT_VOCAB_SIZE = 13
@@ -48,18 +48,29 @@ class Worker:
 
     slots: int = NO_LIMIT
     caches: dict[int, list[int]] = field(default_factory=dict)
+    released: dict[int, list[int]] = field(default_factory=dict)
 
-    def realign(self, sequence_id: int, base_length: int, token_ids: tuple[int, ...]) -> ItemStatus:
-        cached = self.caches.get(sequence_id)
-        if cached is None and base_length == 0 and len(self.caches) >= self.slots:
-            return ItemStatus.NO_SLOT
-        if base_length > len(cached or []):
+    def realign(self, item: ProposeItem | VerifyItem) -> ItemStatus:
+        cached, source = self.caches.get(item.sequence_id), item.prefix_sequence_id
+        if cached is None and source is not None:
+            cached = self.released.get(source, self.caches.get(source))
+        if item.base_length > len(cached or []):
             return ItemStatus.CACHE_MISS
-        self.caches[sequence_id] = [*(cached or [])[:base_length], *token_ids]
+        if item.sequence_id not in self.caches and len(self.caches) >= self.slots:
+            return ItemStatus.NO_SLOT
+        self.caches[item.sequence_id] = [*(cached or [])[: item.base_length], *item.token_ids]
         return ItemStatus.OK
 
+    def release(self, sequence_id: int) -> None:
+        if sequence_id in self.caches:
+            self.released[sequence_id] = self.caches.pop(sequence_id)
+
+    def forget(self) -> None:
+        self.caches.clear()
+        self.released.clear()
+
     def verify(self, item: VerifyItem) -> Verdict:
-        status = self.realign(item.sequence_id, item.base_length, item.token_ids)
+        status = self.realign(item)
         if status is not ItemStatus.OK:
             return Verdict(item.sequence_id, status, (), 0)
         tokens, gained = self.caches[item.sequence_id], []
@@ -73,7 +84,7 @@ class Worker:
         return Verdict(item.sequence_id, status, tuple(gained), len(tokens))
 
     def propose(self, item: ProposeItem, is_right: list[bool]) -> Proposal:
-        status = self.realign(item.sequence_id, item.base_length, item.token_ids)
+        status = self.realign(item)
         if status is not ItemStatus.OK:
             return Proposal(item.sequence_id, status, (), 0)
         tokens = self.caches[item.sequence_id]
@@ -85,6 +96,13 @@ class Worker:
         return Proposal(item.sequence_id, status, drafts, len(tokens))
 
 
+def check_first_contact(item: ProposeItem | VerifyItem, sequence: Sequence, cached: int, prefix: Prefix | None) -> None:
+    """A worker is told what to copy and how to choose when it knows nothing of the sequence, and only then."""
+    source = prefix.source.sequence_id if prefix is not None and item.base_length and not cached else None
+    assert item.prefix_sequence_id == source
+    assert item.beginning is (None if cached else sequence.request)
+
+
 def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget: int, draft_max_len: int) -> None:
     by_id = {sequence.sequence_id: sequence for sequence in group}
     long = 0
@@ -93,7 +111,8 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
         length = len(sequence.token_ids)
         end = item.base_length + len(item.token_ids)
         assert item.token_ids
-        assert item.base_length == sequence.draft_length
+        assert item.base_length == sequence.draft_base
+        check_first_contact(item, sequence, sequence.draft_length, sequence.draft_prefix)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert 0 <= item.num_draft_tokens <= sequence.request.num_speculative_tokens
         assert item.num_draft_tokens <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
@@ -110,7 +129,8 @@ def check_verify_items(group: list[Sequence], items: list[VerifyItem], budget: i
         sequence = by_id.pop(item.sequence_id)
         end = item.base_length + len(item.token_ids)
         assert item.token_ids
-        assert item.base_length == sequence.target_length
+        assert item.base_length == sequence.target_base
+        check_first_contact(item, sequence, sequence.target_length, sequence.target_prefix)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert item.prefill_only == (end < len(sequence.token_ids))
         assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
@@ -144,9 +164,10 @@ class Table:
     def lose_caches(self) -> None:
         for worker in (self.target, self.draft):
             if self.happens():
-                worker.caches.clear()
-            if worker.caches and self.happens():
-                worker.caches.pop(self.chance.choice(list(worker.caches)))
+                worker.forget()
+            for caches in (worker.caches, worker.released):
+                if caches and self.happens():
+                    caches.pop(self.chance.choice(list(caches)))
 
     def play(self) -> None:
         unfinished = [sequence for sequence in self.sequences if sequence.finish is None]
@@ -158,8 +179,8 @@ class Table:
         self.verify(round_, group)
         for sequence in group:
             if sequence.finish is not None:
-                self.target.caches.pop(sequence.sequence_id, None)
-                self.draft.caches.pop(sequence.sequence_id, None)
+                self.target.release(sequence.sequence_id)
+                self.draft.release(sequence.sequence_id)
             else:
                 self.check_caches(sequence)
 
@@ -218,6 +239,16 @@ class Table:
             assert self.rounds < 20_000, "it never ends"
 
 
+def sharing(requests: list[GenerationRequest], shared: tuple[int, ...]) -> list[Sequence]:
+    """Sequences of prompts that begin alike; each but the first may copy that from the one before it."""
+    sequences: list[Sequence] = []
+    for i, request in enumerate(requests):
+        sequences.append(Sequence(i, replace(request, prompt_ids=shared + request.prompt_ids)))
+        if i and shared:
+            sequences[i].target_prefix = sequences[i].draft_prefix = Prefix(sequences[i - 1], len(shared))
+    return sequences
+
+
 REQUESTS = st.builds(
     GenerationRequest,
     request_id=st.just("r"),
@@ -239,6 +270,7 @@ REQUESTS = st.builds(
     cancel=st.sampled_from([0.0, 0.02]),
     draft_slots=st.sampled_from([0, 1, 3, NO_LIMIT]),
     target_slots=st.sampled_from([1, 2, NO_LIMIT]),
+    shared=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20),
 )
 def test_rounds_give_the_tokens_of_plain_decoding(
     requests: list[GenerationRequest],
@@ -250,9 +282,11 @@ def test_rounds_give_the_tokens_of_plain_decoding(
     cancel: float,
     draft_slots: int,
     target_slots: int,
+    shared: list[int],
 ) -> None:
+    """With `shared` tokens in front of the prompts, which whoever comes later may copy from whoever came before."""
     table = Table(
-        [Sequence(i, request) for i, request in enumerate(requests)],
+        sharing(requests, tuple(shared)),
         budget,
         random.Random(seed),
         draft_max_len,

@@ -3,6 +3,8 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +22,17 @@ from transformers import (
 )
 
 from engine.noise import gumbel
-from engine.sampling import SamplingParams, adjust, candidates, choose_token
+from engine.sampling import SamplingParams, adjust, candidates, choose_token, choose_tokens
 
 VOCAB = 40
 DRAWS = 20_000
 # Of chi-squared with 39 degrees of freedom.
 QUANTILE_99_9 = 72.05
+
+
+def logits_at(expected: torch.Tensor, got: torch.Tensor, where: torch.Tensor) -> list[float]:
+    """The values of tokens that only one of the two has left."""
+    return torch.maximum(expected, got)[where].tolist()
 
 
 def make_logits(seed: int, size: int = VOCAB, spread: float = 2.0) -> torch.Tensor:
@@ -74,19 +81,23 @@ contexts = st.tuples(
 
 
 @settings(max_examples=300, deadline=None)
-@given(params=all_params, context=contexts, seed=st.integers(0, 50))
+@given(params=all_params, context=contexts, seed=st.integers(0, 50), ties=st.booleans(), few=st.integers(1, VOCAB))
 def test_the_rules_are_those_of_transformers(
-    params: SamplingParams, context: tuple[list[int], list[int]], seed: int
+    params: SamplingParams, context: tuple[list[int], list[int]], seed: int, ties: bool, few: int
 ) -> None:
+    """Also where tokens are as probable as each other, and where the first look is at too few of them."""
     prompt, generated = context
     tokens = prompt + generated
-    logits = make_logits(seed)
+    logits = make_logits(seed).round() if ties else make_logits(seed)
+    params = replace(params, prompt_length=len(prompt))
     expected = processors(params, len(prompt))(torch.tensor([tokens]), logits[None].clone())[0]
-    values, token_ids = candidates(adjust(logits, params, tokens, len(prompt)) / params.temperature, params)
+    with mock.patch("engine.sampling.FEW_CANDIDATES", few):
+        values, token_ids = candidates(adjust(logits, params, tokens) / params.temperature, params)
     got = torch.full((VOCAB,), -math.inf).index_put((token_ids,), values)
-    # Whether a token at the very edge of top_p is in depends on the order of a sum.
+    # Whether a token at the very edge of top_p is in depends on the order of a sum, and among equals on their order.
     edge = torch.isinf(got) != torch.isinf(expected)
-    assert edge.sum() <= (params.top_p < 1)
+    assert len(set(logits_at(expected, got, edge))) <= (params.top_p < 1)
+    assert ties or edge.sum() <= (params.top_p < 1)
     torch.testing.assert_close(got[~edge], expected[~edge])
 
 
@@ -95,20 +106,21 @@ def test_frequency_and_presence_count_what_was_generated(
     frequency: float, presence: float, context: tuple[list[int], list[int]]
 ) -> None:
     prompt, generated = context
-    logits, params = make_logits(1), SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
+    params = SamplingParams(frequency_penalty=frequency, presence_penalty=presence, prompt_length=len(prompt))
+    logits = make_logits(1)
     counts = Counter(generated)
     expected = [
         logits[token].item() - frequency * counts[token] - presence * (counts[token] > 0) for token in range(VOCAB)
     ]
-    got = adjust(logits, params, prompt + generated, len(prompt))
+    got = adjust(logits, params, prompt + generated)
     torch.testing.assert_close(got, torch.tensor(expected))
 
 
 def test_the_logits_given_are_left_as_they_are() -> None:
     logits = make_logits(0)
     before = logits.clone()
-    params = SamplingParams(1.0, 5, 0.9, 0.01, 1.2, 0.3, 0.3, 4, (1, 2), ((3, 5.0),), 9)
-    choose_token(logits, params, [1, 2, 3], 1)
+    params = SamplingParams(1.0, 5, 0.9, 0.01, 1.2, 0.3, 0.3, 4, (1, 2), ((3, 5.0),), 9, 1)
+    choose_token(logits, params, [1, 2, 3])
     assert torch.equal(logits, before)
 
 
@@ -123,7 +135,7 @@ def test_many_candidates_are_no_fewer_than_top_p_asks_for() -> None:
 def test_the_best_token_always_stays(temperature: float) -> None:
     logits = make_logits(5)
     params = SamplingParams(temperature, top_k=1, top_p=0.0, min_p=1.0)
-    assert choose_token(logits, params, [1], 1) == int(logits.argmax())
+    assert choose_token(logits, params, [1]) == int(logits.argmax())
 
 
 # --- The distribution
@@ -141,7 +153,7 @@ def test_samples_have_the_distribution_of_the_softmax(vary: str) -> None:
     drawn: Counter[int] = Counter()
     for i in range(DRAWS):
         seed, length = (i, 7) if vary == "seed" else (7, i)
-        drawn[choose_token(logits, SamplingParams(**params, seed=seed), range(length), 0)] += 1
+        drawn[choose_token(logits, SamplingParams(**params, seed=seed), range(length))] += 1
     assert chi_squared(drawn, (logits / 0.8).softmax(0)) < QUANTILE_99_9
 
 
@@ -149,7 +161,7 @@ def test_truncated_samples_have_the_truncated_distribution() -> None:
     logits = make_logits(4, spread=1.0)
     params = {"temperature": 1.0, "top_k": 12, "top_p": 0.9}
     values, token_ids = candidates(logits, SamplingParams(**params))
-    drawn = Counter(choose_token(logits, SamplingParams(**params, seed=i), [0] * 9, 9) for i in range(DRAWS))
+    drawn = Counter(choose_token(logits, SamplingParams(**params, seed=i), [0] * 9) for i in range(DRAWS))
     assert set(drawn) <= set(token_ids.tolist())
     by_rank = Counter({rank: drawn[token] for rank, token in enumerate(token_ids.tolist())})
     assert chi_squared(by_rank, values.softmax(0)) < QUANTILE_99_9
@@ -172,8 +184,8 @@ def test_speculation_leaves_the_distribution_alone_and_accepts_by_the_bound(draf
     accepted = 0
     for seed in range(DRAWS):
         params = SamplingParams(temperature=1.0, seed=seed)
-        choice = choose_token(target, params, [0] * 5, 5)
-        accepted += choose_token(proposed, params, [0] * 5, 5) == choice
+        choice = choose_token(target, params, [0] * 5)
+        accepted += choose_token(proposed, params, [0] * 5) == choice
         emitted[choice] += 1
     assert chi_squared(emitted, target.softmax(0)) < QUANTILE_99_9
     distance = float((target.softmax(0) - proposed.softmax(0)).abs().sum() / 2)
@@ -213,11 +225,22 @@ def test_the_noise_never_changes_between_releases() -> None:
     torch.testing.assert_close(noise, torch.tensor([-1.6016, -1.2996, -1.5621, 1.0587]), rtol=0, atol=1e-4)
 
 
-def test_rows_in_any_batch_choose_the_same() -> None:
+@pytest.mark.parametrize("rules", [{}, {"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.05, "repetition_penalty": 1.2}])
+def test_rows_in_any_batch_choose_the_same(rules: dict[str, float]) -> None:
     chance = random.Random(0)
     rows = torch.stack([make_logits(seed, 5_000) for seed in range(8)])
-    params = SamplingParams(temperature=1.0, top_p=0.95, seed=4)
-    alone = [choose_token(row.clone(), params, [0] * 9, 3) for row in rows]
+    params = SamplingParams(temperature=1.0, seed=4, prompt_length=3, **rules)
+    alone = [choose_token(row.clone(), params, [0] * 9) for row in rows]
     for _ in range(5):
         order = chance.sample(range(8), chance.randint(1, 8))
-        assert [choose_token(row, params, [0] * 9, 3) for row in rows[order]] == [alone[i] for i in order]
+        assert [choose_token(row, params, [0] * 9) for row in rows[order]] == [alone[i] for i in order]
+
+
+def test_each_token_is_chosen_after_its_own_context_and_only_when_it_is_asked_for() -> None:
+    rows = torch.stack([make_logits(seed) for seed in range(3)])
+    params = SamplingParams(temperature=1.0, repetition_penalty=1.5, seed=4, prompt_length=2)
+    tokens = [7, 3, 9, 9, 1]
+    expected = [choose_token(row, params, tokens[:end]) for row, end in zip(rows, (3, 4, 5), strict=True)]
+    assert list(choose_tokens(rows, params, tokens)) == expected
+    with mock.patch("engine.sampling.choose_token", side_effect=[5, AssertionError]):
+        assert next(choose_tokens(rows, params, tokens)) == 5

@@ -23,6 +23,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.table = SlotTable(SLOTS)
         self.now = 0.0
         self.held: dict[SequenceKey, tuple[int, int, int]] = {}  # index, cached length, round id
+        self.released: dict[SequenceKey, tuple[int, int]] = {}  # index, cached length; least recently used first
+        self.free = set(range(SLOTS))
         self.last_seen: dict[str, float] = {}
 
     @rule(key=keys, round_id=st.integers(0, 4), base_length=lengths)
@@ -30,9 +32,26 @@ class SlotMachine(RuleBasedStateMachine):
         expected = self._expected(key, round_id, base_length)
         assert self.table.realign(key, round_id, base_length) is expected
         if expected is Realignment.OK:
-            free = set(range(SLOTS)) - {index for index, _, _ in self.held.values()}
-            index = self.held[key][0] if key in self.held else min(free)
+            index = self.held[key][0] if key in self.held else self._take(key)
             self.held[key] = (index, base_length, round_id)
+
+    @rule(key=keys)
+    def copy_from(self, key: SequenceKey) -> None:
+        """What was released can be copied until its slot is needed."""
+        slot = self.table.find(key)
+        expected = self.released.get(key, self.held.get(key))
+        assert (slot and (slot.index, slot.cached_length)) == (expected and expected[:2])
+        if key in self.released:
+            self.released[key] = self.released.pop(key)
+
+    def _take(self, key: SequenceKey) -> int:
+        if key in self.released:
+            self.free.add(self.released.pop(key)[0])
+        if self.free:
+            index = min(self.free)
+            self.free.remove(index)
+            return index
+        return self.released.pop(next(iter(self.released)))[0]
 
     @rule(key=keys, round_id=st.integers(0, 4), appended=lengths)
     def serve_a_round(self, key: SequenceKey, round_id: int, appended: int) -> None:
@@ -48,7 +67,8 @@ class SlotMachine(RuleBasedStateMachine):
     def release(self, released: list[SequenceKey]) -> None:
         assert self.table.release(released) == len(set(released) & set(self.held))
         for key in released:
-            self.held.pop(key, None)
+            if key in self.held:
+                self.released[key] = self.held.pop(key)[:2]
 
     @rule(owner=owners)
     def renew_lease(self, owner: str) -> None:
@@ -65,7 +85,9 @@ class SlotMachine(RuleBasedStateMachine):
         lost = [key for key in self.held if key[0] in silent]
         assert self.table.expire(self.now, LEASE_SECONDS) == len(lost)
         for key in lost:
-            del self.held[key]
+            self.free.add(self.held.pop(key)[0])
+        for key in [key for key in self.released if key[0] in silent]:
+            self.free.add(self.released.pop(key)[0])
         for owner in silent:
             del self.last_seen[owner]
 
@@ -106,9 +128,33 @@ def test_the_lowest_free_slot_is_taken() -> None:
     for sequence in range(4):
         cached(table, ("a", sequence), 1)
     table.release([("a", 2), ("a", 0)])
+    table.renew_lease("a", 0.0)
+    table.expire(20.0, LEASE_SECONDS)
     cached(table, ("b", 0), 1)
     cached(table, ("b", 1), 1)
-    assert [table["b", sequence].index for sequence in range(2)] == [0, 2]
+    assert [table["b", sequence].index for sequence in range(2)] == [0, 1]
+
+
+def test_the_slot_that_was_released_and_used_longest_ago_is_given_away_first() -> None:
+    table = SlotTable(3)
+    for sequence in range(3):
+        cached(table, ("a", sequence), 1)
+    table.release([("a", 2), ("a", 0), ("a", 1)])
+    assert table.find(("a", 2)) is not None
+    for sequence in range(3):
+        cached(table, ("b", sequence), 1)
+    assert [table["b", sequence].index for sequence in range(3)] == [0, 1, 2]
+    assert table.find(("a", 2)) is None
+
+
+def test_a_released_sequence_that_comes_back_begins_anew() -> None:
+    table = SlotTable(1)
+    cached(table, ("a", 1), 9)
+    table.release([("a", 1)])
+    assert table.realign(("a", 1), 2, 5) is Realignment.CACHE_MISS
+    assert table.realign(("a", 1), 3, 0) is Realignment.OK
+    assert table.find(("a", 1)) is table["a", 1]
+    table.check_integrity()
 
 
 def test_realigning_keeps_the_slot_and_shortens_what_is_cached() -> None:

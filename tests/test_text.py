@@ -31,10 +31,12 @@ stops = st.lists(st.text("abcé", min_size=1, max_size=5), max_size=4).map(tuple
 
 def reference(token_ids: list[int], stop: tuple[str, ...], min_tokens: int) -> tuple[str, int, bool]:
     """The text, the number of tokens, and whether a stop string ended it: by looking at the whole text every time."""
-    free = "".join(PIECES[token] for token in token_ids[: max(0, min_tokens - 1)])
+    free = len("".join(PIECES[token] for token in token_ids[: max(0, min_tokens - 1)]))
     for count in range(len(token_ids) + 1):
         text = "".join(PIECES[token] for token in token_ids[:count])
-        found = [at for s in stop if (at := text.find(s, len(free))) >= 0] if count >= min_tokens else []
+        # What is complete before may begin before it too.
+        begins = {s: text.find(s, max(0, free - len(s) + 1)) for s in stop}
+        found = [at for at in begins.values() if at >= 0] if count >= min_tokens else []
         if found:
             return text[: min(found)], count, True
     return "".join(PIECES[token] for token in token_ids), len(token_ids), False

@@ -14,7 +14,7 @@ import pytest
 from serving import PATIENCE_SECONDS, serving
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 
 Pair = tuple[Path, Path]
 
@@ -108,7 +108,7 @@ async def test_a_terminal_that_hangs_up_is_nothing_to_one_started_with_nohup(tin
         async with started(*up(tiny_pair, "--drain-seconds", "1")) as process:
             address = await address_of(process)
             process.send_signal(signal.SIGHUP)
-            async with Client(address) as client:
+            async with AsyncClient(address) as client:
                 assert (await client.generate("abc", max_tokens=3)).token_ids
             process.terminate()
             await process.communicate()
@@ -149,7 +149,7 @@ async def test_it_serves_at_an_ipv6_address(tiny_pair: Pair) -> None:
     async with started(*up(tiny_pair, "--host", "::", "--draft", "none", "--drain-seconds", "1")) as process:
         address = await address_of(process)
         assert address.startswith("[::1]:")
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             assert (await client.generate("abc", max_tokens=3)).token_ids
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import Client
+from coordinator.client import AsyncClient
 from coordinator.commands.generate import answers
 from coordinator.commands.processes import ProcessFailedError
 from coordinator.commands.prompts import PromptLine, own_prompts, read_prompt_file
@@ -91,7 +91,7 @@ def demo(settings: DemoSettings) -> int:
 async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[str, object], str]:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         starting = progress.add_task("starting three processes", total=None)
-        async with running(settings) as address, Client(address) as client:
+        async with running(settings) as address, AsyncClient(address) as client:
             progress.update(starting, visible=False)
             task = progress.add_task("generating", total=2 * settings.repeats * len(lines))
             plain, speculative = [], []
@@ -104,7 +104,7 @@ async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[s
 
 
 async def _run(
-    client: Client, lines: list[PromptLine], settings: DemoSettings, k: int, progress: Progress, task: object
+    client: AsyncClient, lines: list[PromptLine], settings: DemoSettings, k: int, progress: Progress, task: object
 ) -> Run:
     began = time.perf_counter()
     responses = []

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import track
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import Client
+from coordinator.client import AsyncClient, GenerateOptions
 from coordinator.commands.prompts import PromptLine, read_prompt_file, read_standard_input
-from rpc.settings import UINT32_MAX, Seconds, Settings
+from rpc.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
 
 
 class GenerateSettings(Settings):
@@ -35,8 +35,20 @@ class GenerateSettings(Settings):
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
     )
+    temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
+    top_p: float | None = Field(None, description="sample among the most probable tokens that together hold so much")
+    top_k: int | None = Field(None, ge=INT32_MIN, le=INT32_MAX, description="sample among so many tokens")
+    min_p: float | None = Field(None, description="sample among tokens so probable, relative to the most probable one")
+    repetition_penalty: float | None = Field(None, description="above 1: tokens that occurred become less likely")
+    frequency_penalty: float | None = Field(None, description="above 0: the more often they were generated, the less")
+    presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
+    seed: int | None = Field(None, ge=0, le=UINT64_MAX, description="of the samples; default: drawn, and in --json")
+    stop: str | None = Field(None, description="end before this text")
+    min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="tokens before which nothing stops")
+    ignore_eos: bool | None = Field(None, description="go on after the end of the sequence")
     concurrency: int = Field(8, ge=1, description="requests at a time")
     timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
+    retry_seconds: Seconds = Field(0.0, ge=0, description="how long to try again while the server is unavailable")
     json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in their order")
 
     @model_validator(mode="after")
@@ -61,7 +73,7 @@ def generate(settings: GenerateSettings) -> int:
 
 
 async def answers(
-    client: Client, lines: list[PromptLine], concurrency: int, **options: Any
+    client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
 ) -> AsyncIterator[pb.GenerateResponse | grpc.aio.AioRpcError]:
     """The response to each line, or the error it met, in their order, with so many requests in flight."""
     free = asyncio.Semaphore(concurrency)
@@ -92,6 +104,7 @@ def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, obje
         "token_ids": list(response.token_ids),
         "text": response.text,
         "finish_reason": response.finish_reason,
+        "seed": response.seed,
         "speculative_decoding": statistics,
     }
 
@@ -104,15 +117,13 @@ def _lines(settings: GenerateSettings) -> list[PromptLine]:
 
 
 def _options(settings: GenerateSettings) -> dict[str, Any]:
-    return {
-        "max_tokens": settings.max_tokens,
-        "num_speculative_tokens": settings.num_speculative_tokens,
-        "timeout_seconds": settings.timeout_seconds,
-    }
+    names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys()
+    stop = None if settings.stop is None else [settings.stop]
+    return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop}
 
 
 async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:
-    async with Client(settings.address) as client:
+    async with AsyncClient(settings.address, settings.retry_seconds) as client:
         try:
             async for message in client.stream(line.prompt, **_options(settings)):
                 print(message.chunk.text, end="", flush=True)
@@ -128,7 +139,7 @@ async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: T
     # A bar only for many prompts and for eyes, and never among the results.
     console = Console(stderr=True)
     bar = track(lines, "generating", console=console, disable=len(lines) < 2 or not console.is_terminal, transient=True)
-    async with Client(settings.address) as client:
+    async with AsyncClient(settings.address, settings.retry_seconds) as client:
         responses = answers(client, lines, settings.concurrency, **_options(settings))
         for line in bar:
             response = await anext(responses)

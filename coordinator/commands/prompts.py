@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from coordinator.client import Prompt
+from coordinator.client import Chat
 
 
 class PromptFileError(ValueError):
@@ -19,7 +19,7 @@ class PromptLine:
     """One line. `id` is any JSON value, and is returned as it came."""
 
     id: object
-    prompt: Prompt
+    prompt: str | Chat
 
 
 def read_prompt_file(path: Path) -> list[PromptLine]:

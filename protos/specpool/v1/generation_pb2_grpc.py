@@ -75,7 +75,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generates, and sends every piece as it is committed. The last message is `complete`.
+        """Generates, and sends every piece as it is committed. The last message is `complete`; there is one for each sample.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

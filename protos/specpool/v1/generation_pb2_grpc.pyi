@@ -40,7 +40,7 @@ class GenerationServiceStub:
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateStreamResponse]
-    """Generates, and sends every piece as it is committed. The last message is `complete`.
+    """Generates, and sends every piece as it is committed. The last message is `complete`; there is one for each sample.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -63,7 +63,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """Generates, and sends every piece as it is committed. The last message is `complete`.
+    """Generates, and sends every piece as it is committed. The last message is `complete`; there is one for each sample.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
@@ -95,7 +95,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateStreamResponse], _abc.AsyncIterator[_generation_pb2.GenerateStreamResponse]]:
-        """Generates, and sends every piece as it is committed. The last message is `complete`.
+        """Generates, and sends every piece as it is committed. The last message is `complete`; there is one for each sample.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """

@@ -1,0 +1,64 @@
+"""From Python arguments to a request message."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TypedDict, Unpack, cast
+
+from specpool.v1 import generation_pb2 as pb
+
+Chat = Sequence[Mapping[str, str]]
+"""A conversation of {"role": ..., "content": ...}."""
+Prompt = str | Chat | Sequence[int]
+"""A text, a conversation, or token ids."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Fields of `GenerateRequest` and `SamplingParams` by name, as documented there; None is left to the server."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    seed: int | None
+    logprobs: int | None
+    n: int | None
+    num_speculative_tokens: int | None
+    request_id: str | None
+
+
+def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
+    """A request message. A seed is drawn here if the tokens depend on one: asked again, they are the same.
+
+    TypeError for an unknown option or a value of the wrong type.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if unknown := given.keys() - GenerateOptions.__annotations__.keys():
+        raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
+    if given.get("temperature"):
+        given.setdefault("seed", secrets.randbits(64))
+    request = pb.GenerateRequest(
+        request_id=cast(str, given.pop("request_id", "")),
+        speculative=pb.SpeculativeParams(
+            num_speculative_tokens=cast(int | None, given.pop("num_speculative_tokens", None))
+        ),
+        sampling_params=pb.SamplingParams(**given),  # type: ignore[arg-type]
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], int):
+        request.tokenized.input_ids.extend(cast(Sequence[int], prompt))
+    else:
+        messages = cast(Chat, prompt)
+        request.chat.messages.extend(
+            pb.ChatMessage(role=message["role"], content=message["content"]) for message in messages
+        )
+    return request
