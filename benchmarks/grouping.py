@@ -70,14 +70,14 @@ def simulate(
             play(sequence, acceptance, chance)
         pool.end_round(group.sequences)
         pool.released(pool.leaving)
-    rounds = sum(counters.group_sizes)
+    rounds, grouped = sum(counters.group_sizes), counters.same_length_rounds + counters.mixed_rounds
     played = sum(size * times for size, times in enumerate(counters.group_sizes, 1))
     return {
         "acceptance": acceptance,
         "min_group": min_group,
         "admission": admission,
         "window": window,
-        "same_length_hit_rate": round(counters.same_length_rounds / rounds, 4),
+        "same_length_hit_rate": round(counters.same_length_rounds / grouped, 4) if grouped else None,
         "fallback_rate": round(counters.fallback_rounds / rounds, 4),
         "mean_group_size": round(played / rounds, 2),
         "choose_ms": round(choosing / rounds * 1000, 4),

@@ -22,6 +22,8 @@ def progress(things: Sequence[T], what: str) -> Iterable[T]:
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a table; the first row's keys are its columns."""
+    if not rows:
+        return
     table = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row.values()))

@@ -12,6 +12,7 @@ from serving import RecordingTarget, Serving, make_request, serving, stream, vio
 from specpool.v1 import generation_pb2 as pb
 
 from coordinator.fakes import VOCAB_SIZE
+from rpc.sampling import RANGES
 
 MAX_MODEL_LEN = 100
 SERVICE = "specpool.v1.GenerationService"
@@ -85,6 +86,7 @@ OUT_OF_RANGE = {
     "presence_penalty": [-2.1, 2.1],
     "min_tokens": [9],
     "logprobs": [-1, 21],
+    "n": [0, 65],
     "logit_bias": [{5: 100.5}, {5: -101.0}, {VOCAB_SIZE: 1.0}, {5: math.nan}],
 }
 AT_THE_EDGE = {
@@ -158,6 +160,31 @@ async def test_stop_strings_out_of_their_range_are_refused(served: Serving, stop
 async def test_neutral_values_are_accepted(served: Serving, top_k: int) -> None:
     response = await served.expect(sampling(top_k=top_k, **NEUTRAL))
     assert response.seed == 2**64 - 1
+
+
+# What float32 makes of a number at a limit; the worker must see it as the coordinator does.
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", -1e-7), ("top_p", 1.0000001), ("min_p", 1.0000004), ("min_p", -1e-9)]
+)
+async def test_rounding_at_a_limit_is_no_error(served: Serving, name: str, value: float) -> None:
+    assert (await served.stub.Generate(sampling(**{name: value}))).finish_reason
+    ((item, *_), *_) = [request.items for request in served.target.requests]
+    least, most = RANGES[name]
+    assert least <= getattr(item.sampling, name) <= most
+
+
+async def test_several_samples_need_a_temperature(served: Serving) -> None:
+    error = await refusal(served, sampling(n=2))
+    assert error.code() is StatusCode.INVALID_ARGUMENT
+    assert error.details() == "sampling_params.n: 2 samples need a temperature above 0: they would be equal"
+    assert violated_fields(error) == ["sampling_params.n"]
+
+
+async def test_no_more_samples_than_can_ever_wait(served: Serving) -> None:
+    async with serving(with_draft=False, window_size=2, queue_size=1) as small:
+        assert len((await small.stub.Generate(sampling(n=3, temperature=1.0))).other_samples) == 2
+        error = await refusal(small, sampling(n=4, temperature=1.0))
+        assert error.details() == "sampling_params.n: 4 is out of range: it must be from 1 to 3"
 
 
 async def test_limits_themselves_are_accepted(served: Serving) -> None:

@@ -113,6 +113,7 @@ def test_reuse_changes_nothing_but_the_work(both: Both, mix: list[Asked], forget
                 assert outcome(sample) == outcome(alone)
 
     both.runner.run(check())
+    assert both.tap.compared > 0
     assert both.tap.different == []
 
 

@@ -89,6 +89,20 @@ async def test_no_process_outlives_it(tiny_pair: Pair, number: signal.Signals) -
         await until(lambda: not any(map(is_running, children)))
 
 
+async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
+    flags = ["--policy", "exspec", "--kv-layout", "padded", "--max-batch-size", "3", "--num-speculative-tokens", "2"]
+    async with started(*up(tiny_pair, "--drain-seconds", "1", "--window-size", "5", *flags)) as process:
+        async with AsyncClient(await address_of(process)) as client:
+            await asyncio.gather(*(client.generate("abc" * i, max_tokens=20, ignore_eos=True) for i in range(1, 6)))
+            info = await client.server_info()
+            assert (info.policy, info.window_size) == ("exspec", 5)
+            assert info.target.load.kv_layout == info.draft.load.kv_layout == "padded"
+            assert len(info.counters.grouping.group_sizes) == 3
+            assert (await client.model_info()).num_speculative_tokens == 2
+        process.terminate()
+        await process.communicate()
+
+
 async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
     async with started(*up(tiny_pair, "--drain-seconds", "600")) as process:
         await address_of(process)
