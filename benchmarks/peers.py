@@ -13,11 +13,11 @@ class Peers:
     """The target in float32 as transformers runs it."""
 
     def __init__(self, target: str) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        files = tokenizer_files(AutoTokenizer.from_pretrained(target), self._model)
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        files = tokenizer_files(AutoTokenizer.from_pretrained(target), self.model)
         self.tokenizer = TargetTokenizer(TokenizerFiles(**vars(files)))
         self._eos = set(files.eos_token_ids)
-        self._pad: int = self._model.config.pad_token_id or 0
+        self._pad: int = self.model.config.pad_token_id or 0
 
     def encode(self, prompt: str | Chat) -> list[int]:
         """Token ids of a text or a conversation."""
@@ -35,7 +35,7 @@ class Peers:
             longest = max(map(len, members))
             padded = torch.tensor([[self._pad] * (longest - len(tokens)) + tokens for tokens in members])
             mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in members])
-            output = self._model.generate(padded, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
+            output = self.model.generate(padded, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
             answers += [self._to_the_end(row) for row in output[:, longest:].tolist()]
         return answers
 
@@ -46,14 +46,14 @@ class Peers:
             max_new_tokens=max_tokens, do_sample=False, eos_token_id=sorted(self._eos), pad_token_id=self._pad
         )
         continuous = ContinuousBatchingConfig(max_requests_per_batch=batch, max_batch_tokens=512, num_blocks=64)
-        outputs = self._model.generate_batch(ids, config, continuous_batching_config=continuous, progress_bar=False)
+        outputs = self.model.generate_batch(ids, config, continuous_batching_config=continuous, progress_bar=False)
         by_prompt = {tuple(output.prompt_ids): list(output.generated_tokens) for output in outputs.values()}
         return [self._to_the_end(by_prompt[tuple(prompt)]) for prompt in ids]
 
     @torch.inference_mode()
     def margin(self, context: list[int]) -> float:
         """Between the logits of the two best tokens after this context."""
-        best = self._model(torch.tensor([context])).logits[0, -1].topk(2).values
+        best = self.model(torch.tensor([context])).logits[0, -1].topk(2).values
         return float(best[0] - best[1])
 
     def _to_the_end(self, tokens: list[int]) -> list[int]:

@@ -1,0 +1,124 @@
+"""What sampling costs per token, and how often a draft that shares the target's noise makes the target's choice.
+
+    python -m benchmarks.sampling [--target FOLDER] [--draft FOLDER] [--prompts FILE] [--output FOLDER]
+
+Both models see the same text: the prompts with the target's greedy answers. At each position of an answer both draw with
+the same seeds. For comparison: the bound (1 - TV) / (1 + TV) that shared noise keeps (Daliri, Musco and Suresh, 2025),
+1 - TV, which nobody can exceed, and what a draft with noise of its own would reach. `--skip-layer`: a second draft, the
+target without one of its layers, stands for a good one. The last line printed is JSON.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.peers import Peers
+from benchmarks.prompts import load_prompts
+from benchmarks.report import finish, progress, show
+from engine.embedded_pair import embedded_pair
+from engine.sampling import SamplingParams, choose_token
+
+RULES: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "top_k 50": {"temperature": 1.0, "top_k": 50},
+    "top_p 0.95": {"temperature": 1.0, "top_p": 0.95},
+    "min_p 0.05": {"temperature": 1.0, "min_p": 0.05},
+    "top_p, penalties": {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+}
+TEMPERATURES = (0.5, 1.0)
+CONTEXT_TOKENS, CHOICES = 512, 50
+
+
+def main() -> None:
+    """Parses the command line, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    pair = embedded_pair()
+    parser.add_argument("--target", default=str(pair.target))
+    parser.add_argument("--draft", default=str(pair.draft))
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=20, help="draws at each position")
+    parser.add_argument("--skip-layer", type=int, default=25)
+    parser.add_argument("--output", type=Path, help="folder for the result")
+    options = parser.parse_args()
+    target, rows_of = rows_to_choose_from(options)
+    costs = [{"rules": name, "ms_per_token": cost(target[0], rules)} for name, rules in RULES.items()]
+    show(f"choosing a token of {target.shape[1]}, one row, {torch.get_num_threads()} threads", costs)
+    plan = [(name, temperature) for name in rows_of for temperature in TEMPERATURES]
+    agreements = [
+        {"draft": name, "temperature": temperature, **agreement(target, rows_of[name], temperature, options.seeds)}
+        for name, temperature in progress(plan, "drafts")
+    ]
+    show(f"agreement at {len(target)} positions, {options.seeds} seeds each", agreements)
+    result = {"positions": len(target), "seeds": options.seeds, "costs": costs, "agreement": agreements}
+    finish("sampling", result, options.output)
+
+
+@torch.inference_mode()
+def rows_to_choose_from(options: argparse.Namespace) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits at the positions of the answers, [positions, vocab_size]: of the target, and of each draft by name."""
+    peers = Peers(options.target)
+    drafts = {
+        "the draft": AutoModelForCausalLM.from_pretrained(options.draft, dtype=torch.float32).eval(),
+        f"target without layer {options.skip_layer}": without_layer(peers.model, options.skip_layer),
+    }
+    models = {"target": peers.model, **drafts}
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in models}
+    for line in progress(load_prompts(options.prompts, options.num_prompts), "prompts"):
+        prompt = peers.encode(line.prompt)
+        (answer,) = peers.generate([line.prompt], 1, options.max_tokens)
+        for name, model in models.items():
+            logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0]
+            found[name].append(logits[len(prompt) - 1 :])
+    rows = {name: torch.cat(logits) for name, logits in found.items()}
+    return rows.pop("target"), rows
+
+
+def without_layer(model: PreTrainedModel, layer: int) -> PreTrainedModel:
+    """A copy that lacks one layer."""
+    shorter = copy.deepcopy(model)
+    del shorter.model.layers[layer]
+    return shorter
+
+
+def cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
+    """Median milliseconds of one choice after a context of some length."""
+    context = [i % 1000 for i in range(CONTEXT_TOKENS)]
+    params = SamplingParams(**rules, prompt_length=CONTEXT_TOKENS // 2)
+    seconds = []
+    for _ in range(CHOICES):
+        began = time.perf_counter()
+        choose_token(logits, params, context)
+        seconds.append(time.perf_counter() - began)
+    return round(statistics.median(seconds) * 1000, 2)
+
+
+def agreement(target: torch.Tensor, draft: torch.Tensor, temperature: float, seeds: int) -> dict[str, float]:
+    """Share of draws in which both make the same choice, and what it is compared with: means over the positions."""
+    same = 0
+    for position, (row, other) in enumerate(zip(target, draft, strict=True)):
+        context = [0] * position  # its length is all that the noise depends on
+        for seed in range(seeds):
+            params = SamplingParams(temperature=temperature, seed=seed)
+            same += choose_token(row, params, context) == choose_token(other, params, context)
+    p, q = (target / temperature).softmax(-1), (draft / temperature).softmax(-1)
+    distance = (p - q).abs().sum(-1) / 2
+    return {
+        "shared_noise": round(same / (len(target) * seeds), 4),
+        "bound": round(float(((1 - distance) / (1 + distance)).mean()), 4),
+        "1 - TV": round(float((1 - distance).mean()), 4),
+        "own_noise": round(float((p * q).sum(-1).mean()), 4),
+    }
+
+
+if __name__ == "__main__":
+    main()
