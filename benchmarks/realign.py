@@ -3,7 +3,7 @@
     python -m benchmarks.realign [--prompts FILE] [--batches 1 2 4 8 16] [--repeats 5] [--output FOLDER]
 
 All answers are compared with decoding alone. Runs of all kinds are interleaved, medians are shown. `exspec` has a
-window of twice the batch. The last line printed is JSON.
+window of twice the batch. No prompt is copied from another. The last line printed is JSON.
 """
 
 import argparse
@@ -114,6 +114,7 @@ async def serve(
         CoordinatorSettings(
             port=0, drain_seconds=0, target_address=target, draft_address=draft, policy=policy, max_batch_size=batch,
             window_size=2 * batch if policy == "exspec" else batch, num_speculative_tokens=k, queue_size=len(lines),
+            prefix_reuse=False,
         )
     )  # fmt: skip
     port = await process.start()

@@ -98,6 +98,8 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
         least = max(least, float(logits.topk(params.top_k).values[-1]))
     if params.top_p < 1:
         return _nucleus(logits.masked_fill(logits < least, -math.inf), params.top_p)
+    if least == -math.inf:
+        return logits, torch.arange(len(logits), device=logits.device)
     token_ids = (logits >= least).nonzero().squeeze(1)
     return logits[token_ids], token_ids
 
