@@ -27,3 +27,27 @@ def realign_figure(rows: list[dict[str, Any]]) -> Figure:
         axes.minorticks_off()
         axes.legend(fontsize="x-small")
     return figure
+
+
+def engine_figure(rows: list[dict[str, Any]]) -> Figure:
+    """Milliseconds of a step by sequences: plain steps and their limit for each cached length, and the library's."""
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    plain, verify = figure.subplots(1, 2)
+    lengths = sorted({row["cached"] for row in rows})
+    for color, length in enumerate(lengths):
+        mine = [row for row in rows if row["cached"] == length]
+        for name, style in (("plain_ms", "-"), ("limit_ms", ":"), ("transformers_ms", "--"), ("verify_ms", "-")):
+            axes = verify if name == "verify_ms" else plain
+            there = [row for row in mine if row[name] is not None]
+            label = f"{length} cached" if style == "-" else None
+            points = [row["sequences"] for row in there], [row[name] for row in there]
+            axes.plot(*points, color=f"C{color}", linestyle=style, marker="o", label=label)
+    plain.set(title="plain; dashed: transformers, dotted: reading all once")
+    verify.set(title="verify, 4 draft tokens each")
+    batches = sorted({row["sequences"] for row in rows})
+    for axes in (plain, verify):
+        axes.set(xscale="log", yscale="log", xlabel="sequences", ylabel="ms a step")
+        axes.set_xticks(batches, labels=map(str, batches))
+        axes.minorticks_off()
+        axes.legend(fontsize="x-small")
+    return figure

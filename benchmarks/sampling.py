@@ -4,8 +4,8 @@
 
 Both models see the same text: the prompts with the target's greedy answers. At each position of an answer both draw
 with the same seeds. For comparison: the bound (1 - TV) / (1 + TV) that shared noise keeps (Daliri, Musco and Suresh,
-2025), 1 - TV, which nobody can exceed, and what a draft with noise of its own would reach. `--skip-layer`: a second draft, the
-target without one of its layers, stands for a good one. The last line printed is JSON.
+2025), 1 - TV, which nobody can exceed, and what a draft with noise of its own would reach. `--skip-layer`: a second
+draft, the target without one of its layers, stands for a good one. The last line printed is JSON.
 """
 
 import argparse

@@ -23,6 +23,7 @@ WORKER_KEYS = {
     "dtype",
     "kv_layout",
     "kv_memory",
+    "lean",
     "lease_seconds",
     "max_forward_tokens",
     "max_sequences",

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine.packing import AttentionCall, PackedBatch
@@ -37,35 +37,59 @@ def packed_attention(
     if window is not None and window < packed_batch.longest:
         raise NotImplementedError(f"attention with sliding_window {window} at position {packed_batch.longest}")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    arena, tokens = packed_batch.arena, packed_batch.tokens
-    arena.write(
-        layer,
-        packed_batch.slots,
-        packed_batch.columns,
-        key[0, :, :tokens].transpose(0, 1),
-        value[0, :, :tokens].transpose(0, 1),
-    )
-    output = torch.zeros(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
-    for call in packed_batch.calls:
-        attended = _attend(call, query[0], arena.keys[layer], arena.values[layer], scaling)
-        output[call.packed] = attended[call.rows]
-    return output[None], None
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    return attend(packed_batch, layer, query, key, value, scaling)[None], None
+
+
+def attend(
+    batch: PackedBatch,
+    layer: int,
+    query: torch.Tensor,  # [rows, heads, dim]
+    key: torch.Tensor,  # [rows, kv_heads, dim]
+    value: torch.Tensor,  # [rows, kv_heads, dim]
+    scaling: float | None,
+) -> torch.Tensor:
+    """Caches the new tokens' keys and values, then attends from them. Returns [rows, heads, dim]."""
+    arena, tokens = batch.arena, batch.tokens
+    arena.write(layer, batch.slots, batch.columns, key[:tokens], value[:tokens])
+    results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in batch.calls]
+    return torch.cat(results)[batch.result_rows]
 
 
 def _attend(
     call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of one call. `query` [heads, rows, dim]; returns [B * Q, heads, dim]."""
-    heads, _, dim = query.shape
+    """Attention of one call. Returns [B * Q, heads, dim]."""
+    _, heads, dim = query.shape
     kv_heads = keys.shape[1]
     batch, length = call.query_index.shape
     # Query heads that share a KV head become query rows of it, so that no key is ever copied for them.
-    q = query[:, call.query_index].transpose(0, 1)  # [B, heads, Q, dim]
+    q = query[call.query_index].transpose(1, 2)  # [B, heads, Q, dim]
     q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
     k = keys[call.slots, :, call.columns]  # [B, kv_heads, kv_length, dim]
     v = values[call.slots, :, call.columns]
     attended = scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scaling)
     return attended.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch * length, heads, dim)
+
+
+class LibraryModel(torch.nn.Module):
+    """Runs packed batches by the library's own modules: any architecture."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, vocab_size] of the rows that the batch asks for, padding included."""
+        output = self.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            packed_batch=batch,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from engine.attention import PACKED_ATTENTION
+from engine.attention import PACKED_ATTENTION, LibraryModel
 from engine.exactness import choose_tiles, self_test
 from engine.kv_cache import KVArena
 from engine.layout import LAYOUTS, KVLayout
+from engine.lean import LeanModel, is_lean
 from engine.linear import can_prepack, prepack_linears
 from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
 from engine.memory import default_kv_memory
@@ -21,6 +23,8 @@ from engine.packing import Span, pack
 from engine.slots import SlotTable
 
 log = logging.getLogger(__name__)
+
+PROBE_TOKENS = list(range(8))
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,21 @@ class Engine:
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._query_groups = heads // self._kv_heads
         self._device, self._dtype = loaded.model.device, loaded.model.dtype
+        own_logits = self._own_logits()
+        self._model: nn.Module = LibraryModel(loaded.model)
+        if options.lean and is_lean(config):
+            self._model = LeanModel(loaded.model)
         if can_prepack(self._dtype, self._device):
-            prepack_linears(loaded.model)
+            prepack_linears(self._model)
         self.tiles = Tiles()
         if exact:
-            self.tiles = choose_tiles(loaded.model, self._kv_heads, self._query_groups, self._head_dim)
+            self.tiles = choose_tiles(self._model, self._kv_heads, self._query_groups, self._head_dim)
         self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
         self.kv_layout = options.kv_layout
         self.slots, self.layout = self._reserve(options)
         self.realign_ns = 0
         """Nanoseconds spent so far on bringing caches to the length and the place where a pass needs them."""
-        self._refuse_foreign_attention()
+        self._refuse_other_logits(own_logits)
         self.bitwise = exact and self_test(self)
 
     @classmethod
@@ -128,15 +136,8 @@ class Engine:
             starts = self.layout.align(spans)
         gather = self._device.type != "cpu"
         batch = pack(spans, starts, self.layout.arena, self.tiles, self._query_groups, gather)
-        output = self.loaded.model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            packed_batch=batch,
-        )
-        logits: torch.Tensor = output.logits[0, : batch.num_logits]
-        return logits
+        logits: torch.Tensor = self._model(batch)
+        return logits[: batch.num_logits]
 
     def _kv_bytes_per_token(self) -> int:
         return 2 * int(self.loaded.config.num_hidden_layers) * self._kv_heads * self._head_dim * self._dtype.itemsize
@@ -165,19 +166,21 @@ class Engine:
         return SlotTable(slots), layout(arena)
 
     @torch.inference_mode()
-    def _refuse_foreign_attention(self) -> None:
-        """Refuses a model that does not attend through our function, or that means something else by it."""
+    def _refuse_other_logits(self, own: torch.Tensor) -> None:
+        """Refuses a model that does not attend through our function, or that means something else by it.
+
+        `own`: the logits that the model gives by itself.
+        """
         kind = self.loaded.config.model_type
-        token_ids = list(range(8))
         try:
             # In two passes, so that the second one needs what the first one cached.
-            self.forward([Span(slot=0, start=0, token_ids=token_ids[:3], num_logits=0)])
-            logits = self.forward([Span(slot=0, start=3, token_ids=token_ids[3:], num_logits=4)])
-            own = self._own_logits(token_ids)[-4:]
+            self.forward([Span(slot=0, start=0, token_ids=PROBE_TOKENS[:3], num_logits=0)])
+            logits = self.forward([Span(slot=0, start=3, token_ids=PROBE_TOKENS[3:], num_logits=len(own))])
         except Exception as error:  # whatever the code of a foreign model raises
             raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {first_line(error)}") from error
         # A layer that attends in its own way leaves its keys untouched.
-        foreign = [layer for layer, keys in enumerate(self.layout.arena.keys) if not keys[0, :, : len(token_ids)].any()]
+        cached = slice(0, len(PROBE_TOKENS))
+        foreign = [layer for layer, keys in enumerate(self.layout.arena.keys) if not keys[0, :, cached].any()]
         if foreign:
             raise UnsupportedModelError(f"layers {foreign} of this {kind} model have another kind of attention or none")
         # Rounding is far below this in every dtype, and another mask, scale or order of heads is far above.
@@ -188,15 +191,19 @@ class Engine:
                 f"they differ by {difference:.3g} of {largest:.3g}"
             )
 
-    def _own_logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Logits [T, vocab_size] by the attention that came with the model."""
+    @torch.inference_mode()
+    def _own_logits(self) -> torch.Tensor:
+        """Logits [4, vocab_size] of the last probe tokens, by the attention that came with the model."""
         model = self.loaded.model
         model.set_attn_implementation("eager")
         try:
-            output = model(input_ids=torch.tensor([token_ids], device=self._device), use_cache=False)
+            output = model(input_ids=torch.tensor([PROBE_TOKENS], device=self._device), use_cache=False)
+        except Exception as error:  # whatever the code of a foreign model raises
+            kind = self.loaded.config.model_type
+            raise UnsupportedModelError(f"this {kind} model cannot run: {first_line(error)}") from error
         finally:
             model.set_attn_implementation(PACKED_ATTENTION)
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = output.logits[0, -4:]
         return logits
 
 

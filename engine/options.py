@@ -26,5 +26,6 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         "slots",
         description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
     )
+    lean: bool = Field(True, description="run the Llama family by our own fused pass, not by the library's modules")
     max_forward_tokens: int = Field(512, ge=1, le=2**20, description="tokens in one forward pass; more take several")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the model; default: torch's choice")

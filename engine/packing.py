@@ -33,8 +33,6 @@ class AttentionCall:
     columns: slice  # kv_length of them
     query_index: torch.Tensor  # [B, Q] packed index of each query row; padding repeats the sequence's first
     mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: all is
-    rows: torch.Tensor  # [n] which of the B * Q results are real ...
-    packed: torch.Tensor  # [n] ... and the packed index each belongs to
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,7 @@ class PackedBatch:
     logit_rows: torch.Tensor  # [R, padded like rows] packed index of each row of logits
     num_logits: int  # R
     calls: tuple[AttentionCall, ...]
+    result_rows: torch.Tensor  # [rows] where the result of each is among the B * Q of all calls, one behind the other
 
 
 def pack(
@@ -79,7 +78,8 @@ def pack(
     tokens, num_logits = len(token_ids), len(logit_rows)
     padding = tiles.rows(tokens) - tokens
     logit_padding = tiles.rows(num_logits) - num_logits if num_logits else 0
-    calls = [_attention_call(run, tiles, query_groups, arena) for run in _runs(placed, tiles, gather)]
+    runs = _runs(placed, tiles, gather)
+    result_rows = _result_rows(runs, tokens, tiles)
     return PackedBatch(
         arena=arena,
         tokens=tokens,
@@ -90,7 +90,8 @@ def pack(
         columns=torch.tensor(columns, device=device),
         logit_rows=torch.tensor(logit_rows + logit_rows[:1] * logit_padding, device=device, dtype=torch.long),
         num_logits=num_logits,
-        calls=tuple(calls),
+        calls=tuple(_attention_call(run, tiles, query_groups, arena) for run in runs),
+        result_rows=torch.tensor(result_rows + result_rows[:1] * padding, device=device),
     )
 
 
@@ -130,19 +131,33 @@ def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool) -> list[list[_P
     return runs
 
 
+def _query_rows(run: list[_Placed], tiles: Tiles) -> int:
+    """Query rows of each sequence of a call."""
+    return round_up(max(len(this.span.token_ids) for this in run), tiles.query)
+
+
+def _result_rows(runs: list[list[_Placed]], tokens: int, tiles: Tiles) -> list[int]:
+    """Where the result of each packed token is among those of all calls."""
+    found = [0] * tokens
+    at = 0
+    for run in runs:
+        rows = _query_rows(run, tiles)
+        for this in run:
+            count = len(this.span.token_ids)
+            found[this.first : this.first + count] = range(at, at + count)
+            at += rows
+    return found
+
+
 def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: KVArena) -> AttentionCall:
     device = arena.device
-    longest = round_up(max(len(this.span.token_ids) for this in run), tiles.query)
+    longest = _query_rows(run, tiles)
     left = min(this.start for this in run)
     kv_length = min(round_up(max(this.start + this.span.end for this in run) - left, tiles.kv), arena.columns - left)
     query_index: list[list[int]] = []
-    rows: list[int] = []
-    packed: list[int] = []
-    for b, this in enumerate(run):
+    for this in run:
         count = len(this.span.token_ids)
         query_index.append([*range(this.first, this.first + count), *[this.first] * (longest - count)])
-        rows.extend(range(b * longest, b * longest + count))
-        packed.extend(range(this.first, this.first + count))
     slots = [this.span.slot for this in run]
     neighbours = slots == list(range(slots[0], slots[0] + len(slots)))
     return AttentionCall(
@@ -150,8 +165,6 @@ def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: 
         columns=slice(left, left + kv_length),
         query_index=torch.tensor(query_index, device=device),
         mask=_mask(run, longest, left, kv_length, query_groups, device),
-        rows=torch.tensor(rows, device=device),
-        packed=torch.tensor(packed, device=device),
     )
 
 

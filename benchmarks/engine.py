@@ -1,0 +1,184 @@
+"""What a step of the engine costs by shape, beside transformers and beside what reading the weights alone would take.
+
+    python -m benchmarks.engine [--model FOLDER] [--threads N] [--repeats 5] [--output FOLDER]
+
+A step is one forward pass: of one token for each sequence (plain), or of k + 1 (verify), with random caches of a given
+length. `transformers` does the plain step on its own cache. The limit is the time to read weights and KV cache once, at
+the bandwidth at which this machine sums up a large tensor. Runs are interleaved, medians are shown. The last line
+printed is JSON.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from benchmarks.figures import engine_figure
+from benchmarks.report import finish, progress, show
+from engine.embedded_pair import embedded_pair
+from engine.engine import Engine
+from engine.options import EngineOptions
+from engine.packing import Span
+
+BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 1024, 2048)
+DRAFTED = 4
+MOST_ROWS = 64
+# Beyond, the caches of transformers would take too much memory and time.
+MOST_PEER_POSITIONS = 8192
+PROFILED = ((1, 512), (8, 512))
+READ_BYTES = 2**29
+
+Step = Callable[[], object]
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Parses the command line, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(embedded_pair().target))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a repeat, of which the fastest counts")
+    parser.add_argument("--output", type=Path, help="folder for the result and the plot")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    longest, most = max(options.lengths) + DRAFTED + 1, max(BATCHES)
+    engine = Engine.load(
+        EngineOptions(model=options.model, max_model_len=longest, max_sequences=most, threads=options.threads),
+        exact=True,
+    )
+    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
+        tensor.normal_()
+    bandwidth = measure_bandwidth(options.repeats)
+    rows = measure(engine, Peer(options.model), options, bandwidth)
+    for length in options.lengths:
+        show(f"{length} tokens cached, {options.threads} threads", [row for row in rows if row["cached"] == length])
+    parts = [where_the_time_goes(engine, batch, length) for batch, length in PROFILED if length in options.lengths]
+    show("share of a plain step in %", parts)
+    result = {
+        "model": engine.info().model, "dtype": engine.info().dtype, "device": engine.info().device,
+        "threads": options.threads, "bandwidth_gb_s": round(bandwidth / 1e9, 1), "bitwise": engine.bitwise,
+        "steps": rows, "parts": parts,
+    }  # fmt: skip
+    finish("engine", result, options.output, engine_figure(rows))
+
+
+class Peer:
+    """The library's own decoding step, with a cache of random content."""
+
+    def __init__(self, model: str) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def step(self, batch: int, cached: int) -> Step:
+        """A step of `batch` sequences; the cache grows by a token every time."""
+        config = self._model.config
+        kv_heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        cache = DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            keys, values = torch.randn(2, batch, kv_heads, cached, head_dim)
+            cache.update(keys, values, layer)
+        token_ids = torch.full((batch, 1), 5)
+        return torch.inference_mode()(lambda: self._model(token_ids, past_key_values=cache, use_cache=True))
+
+
+def measure(engine: Engine, peer: Peer, options: argparse.Namespace, bandwidth: float) -> list[Row]:
+    """One row for each shape: medians over the repeats."""
+    shapes = [(batch, length) for length in options.lengths for batch in BATCHES]
+    found: dict[tuple[int, int, str], list[float]] = {}
+    for batch, length in progress(shapes, "shapes"):
+        kinds: dict[str, Step] = {"plain": engine_step(engine, batch, length, 1)}
+        if batch * (DRAFTED + 1) <= MOST_ROWS:
+            kinds["verify"] = engine_step(engine, batch, length, DRAFTED + 1)
+        if batch * length <= MOST_PEER_POSITIONS:
+            kinds["transformers"] = peer.step(batch, length)
+        for step in kinds.values():
+            step()
+        for _ in range(options.repeats):
+            for kind, step in kinds.items():
+                found.setdefault((batch, length, kind), []).append(fastest(step, options.steps))
+    return [summary(engine, batch, length, found, bandwidth) for batch, length in shapes]
+
+
+def engine_step(engine: Engine, batch: int, cached: int, tokens: int) -> Step:
+    """A step of our own: `tokens` new ones in each of the first slots."""
+    spans = [Span(slot, cached, [5] * tokens, tokens) for slot in range(batch)]
+    return lambda: engine.forward(spans)
+
+
+def fastest(step: Step, times: int) -> float:
+    """Seconds of the fastest of a few."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def summary(
+    engine: Engine, batch: int, cached: int, found: dict[tuple[int, int, str], list[float]], bandwidth: float
+) -> Row:
+    """Milliseconds, and what they are compared with."""
+    ms = {kind: statistics.median(s) * 1000 for (b, c, kind), s in found.items() if (b, c) == (batch, cached)}
+    limit = (weight_bytes_read(engine) + batch * cached * engine.info().kv_bytes_per_token) / bandwidth * 1000
+    peer = ms.get("transformers")
+    return {
+        "cached": cached,
+        "sequences": batch,
+        "plain_ms": round(ms["plain"], 1),
+        "limit_ms": round(limit, 1),
+        "of_limit": round(limit / ms["plain"], 2),
+        "verify_ms": round(ms["verify"], 1) if "verify" in ms else None,
+        "verify_over_plain": round(ms["verify"] / ms["plain"], 2) if "verify" in ms else None,
+        "transformers_ms": None if peer is None else round(peer, 1),
+        "speedup": None if peer is None else round(peer / ms["plain"], 2),
+    }
+
+
+def weight_bytes_read(engine: Engine) -> int:
+    """Of a step: all weights but an embedding of its own, of which a step looks up a row for each token."""
+    config, info = engine.loaded.config, engine.info()
+    embedding = 0 if config.tie_word_embeddings else info.vocab_size * config.hidden_size
+    itemsize: int = getattr(torch, info.dtype).itemsize
+    return (info.parameters - embedding) * itemsize
+
+
+def measure_bandwidth(repeats: int) -> float:
+    """Bytes per second at which all threads read a tensor far larger than any cache."""
+    tensor = torch.ones(READ_BYTES // 4)
+    return READ_BYTES / min(fastest(tensor.sum, 3) for _ in range(repeats))
+
+
+def where_the_time_goes(engine: Engine, batch: int, cached: int) -> Row:
+    """Shares of a step: products, attention, and all that is neither."""
+    step = engine_step(engine, batch, cached, 1)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    own = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
+    whole = sum(own.values())
+
+    def share(*parts: str) -> float:
+        mine = sum(time for name, time in own.items() if any(part in name for part in parts))
+        return round(float(100 * mine / whole), 1)
+
+    products, attention = share("linear", "addmm", "aten::mm"), share("attention", "softmax", "bmm")
+    cache = share("index")
+    return {
+        "sequences": batch,
+        "cached": cached,
+        "products": products,
+        "attention": attention,
+        "rows and cache": cache,
+        "the rest": round(100 - products - attention - cache, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

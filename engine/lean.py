@@ -1,0 +1,179 @@
+"""A forward pass of few operations for the Llama family: the library's weights, without the library's modules.
+
+One product for queries, keys and values, one for gate and up, rotary tables looked up once for all layers. What the
+families differ in is settled when the weights are taken over, so that the pass is the same for all.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, rms_norm, silu
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.attention import attend
+from engine.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What is special about an architecture. Norms inside a residual branch, and of heads, are found by their names."""
+
+    interleaved: bool = False
+    """Rotary pairs are neighbours, not half a head apart."""
+
+
+FAMILIES = {
+    "llama": _Family(),  # and Vicuna, SmolLM
+    "mistral": _Family(),
+    "qwen2": _Family(),
+    "qwen3": _Family(),
+    "glm": _Family(interleaved=True),
+    "glm4": _Family(interleaved=True),
+}
+
+# Rotary tables begin with so many positions, and grow with the longest sequence.
+FIRST_POSITIONS = 4096
+
+
+def is_lean(config: PreTrainedConfig) -> bool:
+    """Whether `LeanModel` can run a model of this configuration."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # These encode a position differently in a longer batch, which no table can.
+    fixed = rope.get("rope_type", "default") not in ("dynamic", "longrope")
+    return config.model_type in FAMILIES and config.hidden_act == "silu" and "rope_theta" in rope and fixed
+
+
+class LeanModel(nn.Module):
+    """Takes the weights out of a library's model, which cannot run afterwards: there is never a second copy of them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config: Any = model.config
+        inner: Any = model.model
+        self._eps: float = config.rms_norm_eps
+        self._head_dim: int = inner.layers[0].self_attn.head_dim
+        self._embedding, self._norm, self._head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head
+        self._rotary_embedding = inner.rotary_emb
+        self._rotary = self._rotary_tables(FIRST_POSITIONS)
+        order = _head_order(len(inner.rotary_emb.inv_freq), self._head_dim, FAMILIES[config.model_type].interleaved)
+        self._layers = nn.ModuleList()
+        for index in range(len(inner.layers)):
+            self._layers.append(_Layer(inner.layers[index], index, order))
+            inner.layers[index] = nn.Identity()
+        model.lm_head = inner.embed_tokens = nn.Identity()
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, vocab_size] of the rows that the batch asks for, padding included."""
+        hidden = embedding(batch.input_ids, self._embedding)  # [rows, hidden]
+        if batch.longest > len(self._rotary[0]):
+            self._rotary = self._rotary_tables(2 * batch.longest)
+        cos, sin = self._rotary
+        rotation = cos[batch.positions], sin[batch.positions]  # [rows, 1, head_dim]
+        for layer in self._layers:
+            hidden = layer(hidden, batch, rotation)
+        wanted = rms_norm(hidden[batch.logit_rows], self._norm.shape, self._norm, self._eps)
+        logits: torch.Tensor = self._head(wanted)
+        return logits
+
+    def _rotary_tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine of so many positions, [positions, 1, head_dim]; 1 and 0 for what is not rotated."""
+        cos, sin = self._rotary_embedding(self._norm, torch.arange(positions, device=self._norm.device)[None])
+        angles = cos.shape[-1] // 2  # they come twice, for both members of a pair
+        rest = (positions, self._head_dim // 2 - angles)
+        cos = torch.cat([cos[0, :, :angles], torch.ones(rest).to(cos)], -1)
+        sin = torch.cat([sin[0, :, :angles], torch.zeros(rest).to(sin)], -1)
+        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+
+class _Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, layer: Any, index: int, order: torch.Tensor) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index, self._head_dim, self._scaling = index, attention.head_dim, attention.scaling
+        self._eps = layer.input_layernorm.variance_epsilon
+        query, key = _reordered(attention.q_proj, order), _reordered(attention.k_proj, order)
+        self._kv_heads = key.out_features // self._head_dim
+        self._heads = query.out_features // self._head_dim
+        self._qkv = _joined(query, key, attention.v_proj)
+        self._out = attention.o_proj
+        self._gate_up = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else _joined(mlp.gate_proj, mlp.up_proj)
+        self._down = mlp.down_proj
+        self._before_attention, self._before_mlp = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self._after_attention = _norm_weight(layer, "post_self_attn_layernorm")
+        self._after_mlp = _norm_weight(layer, "post_mlp_layernorm")
+        self._head_norms = None  # [heads + kv_heads, head_dim]
+        if hasattr(attention, "q_norm"):
+            query_norm = attention.q_norm.weight.expand(self._heads, -1)
+            self._head_norms = torch.cat([query_norm, attention.k_norm.weight.expand(self._kv_heads, -1)])
+
+    def forward(
+        self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """The hidden states [rows, hidden] after this layer."""
+        attended = self._out(self._attend(self._normed(hidden, self._before_attention), batch, rotation))
+        hidden = hidden + self._normed(attended, self._after_attention)
+        gate, up = self._gate_up(self._normed(hidden, self._before_mlp)).chunk(2, dim=-1)
+        return hidden + self._normed(self._down(silu(gate) * up), self._after_mlp)
+
+    def _attend(
+        self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        heads = self._qkv(hidden).view(len(hidden), -1, self._head_dim)  # [rows, heads + 2 kv_heads, head_dim]
+        query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
+        if self._head_norms is not None:
+            query_key = rms_norm(query_key, (self._head_dim,), eps=self._eps) * self._head_norms
+        query, key = _rotate(query_key, *rotation).split([self._heads, self._kv_heads], dim=1)
+        return attend(batch, self._index, query, key, value, self._scaling).view(len(hidden), -1)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else rms_norm(x, weight.shape, weight, self._eps)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding [rows, heads, head_dim]; the sine of the first half of a head comes negated."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _head_order(angles: int, head_dim: int, interleaved: bool) -> torch.Tensor:
+    """In which order to take the features of a head so that the members of each rotary pair are half a head apart.
+
+    Queries and keys in the same order have the same products.
+    """
+    rotated = torch.arange(2 * angles)
+    first, second = (rotated[0::2], rotated[1::2]) if interleaved else (rotated[:angles], rotated[angles:])
+    rest = torch.arange(2 * angles, head_dim)
+    return torch.cat([first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]])
+
+
+def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
+    """The layer with the features of every head in this order."""
+    if torch.equal(order, torch.arange(len(order))):
+        return linear
+    rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten().to(linear.weight.device)
+    return _linear(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+
+
+def _joined(*linears: nn.Linear) -> nn.Linear:
+    """One layer whose outputs are those of all, one behind the other."""
+    biases = [linear.bias for linear in linears]
+    zeros = [torch.zeros(linear.out_features).to(linear.weight) for linear in linears]
+    bias: list[torch.Tensor] = [zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)]
+    joined = None if all(bias is None for bias in biases) else torch.cat(bias)
+    weights: list[torch.Tensor] = [linear.weight for linear in linears]
+    return _linear(torch.cat(weights), joined)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _norm_weight(module: Any, name: str) -> torch.Tensor | None:
+    return getattr(module, name).weight if hasattr(module, name) else None
