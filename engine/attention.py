@@ -66,8 +66,8 @@ def _attend(
     # Query heads that share a KV head become query rows of it, so that no key is ever copied for them.
     q = query[call.query_index].transpose(1, 2)  # [B, heads, Q, dim]
     q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
-    k = keys[call.slots, :, call.columns]  # [B, kv_heads, kv_length, dim]
-    v = values[call.slots, :, call.columns]
+    k = keys[call.slots, :, call.columns].expand(batch, -1, -1, -1)  # [B, kv_heads, kv_length, dim]
+    v = values[call.slots, :, call.columns].expand(batch, -1, -1, -1)
     attended = scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scaling)
     return attended.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch * length, heads, dim)
 

@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 # Cheapest first. The first one under which all probed shapes agree is taken; the last is taken untested, and of rows
 # then never more at a time, so that every product has one and the same shape.
 ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
-ATTENTION_GRIDS = ((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512))
+ATTENTION_GRIDS = (
+    *((1, 64), (1, 128), (1, 256), (1, 512)),
+    *((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512)),
+)
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
 # Of wide layers, which cost more, fewer counts are probed.
 MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 64, 65, 256)
@@ -117,7 +120,20 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
     keys, values = noise.normal(5, kv_heads, most, dim), noise.normal(5, kv_heads, most, dim)
     row = torch.zeros(kv_heads, groups, dim).to(keys)  # weighs all visible positions alike
 
-    def attend(batch: int, rows: int, at: int, length: int, visible: int) -> torch.Tensor:
+    def attend_by_row(batch: int, rows: int, at: int, length: int, visible: int) -> torch.Tensor:
+        """One row each of several sequences, or several of one."""
+        count = max(batch, rows)
+        at = at if batch == 1 else count - 1
+        q = noise.normal(count, kv_heads, groups, dim)
+        q[at] = row
+        positions = torch.randint(0, length, (count, 1), device=q.device)
+        positions[at] = visible - 1
+        mask = (torch.arange(length, device=q.device) <= positions)[:, None, None].expand(count, 1, groups, length)
+        members = slice(5 - batch, 5)
+        k, v = (cache[members, :, :length].expand(count, -1, -1, -1) for cache in (keys, values))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)[at]
+
+    def attend_together(batch: int, rows: int, at: int, length: int, visible: int) -> torch.Tensor:
         q = noise.normal(batch, kv_heads, groups, rows, dim)
         q[-1, :, :, at] = row
         positions = torch.randint(0, length, (batch, rows), device=q.device)
@@ -129,6 +145,7 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
         out = scaled_dot_product_attention(q, keys[members, :, :length], values[members, :, :length], attn_mask=mask)
         return out.reshape(batch, kv_heads, groups, rows, dim)[-1, :, :, at]
 
+    attend = attend_by_row if query == 1 else attend_together
     for visible in (2, 30, 64, 102, 250, 302, 512, 702, 1002):
         values[-1, :, :visible] = noise.cancelling(visible, kv_heads, dim)[noise.order(visible)].transpose(0, 1)
         length = round_up(visible, kv)

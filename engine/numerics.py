@@ -17,7 +17,7 @@ class Tiles:
     row_multiple: int = 1
     """Packed rows of a forward pass are a multiple of this."""
     query: int = 1
-    """Query rows of each sequence in attention are a multiple of this."""
+    """Query rows of each sequence in attention are a multiple of this; on an exact grid 1 means one row at a time."""
     kv: int = 1
     """Attended positions are a multiple of this."""
     max_rows: int | None = None
@@ -27,6 +27,11 @@ class Tiles:
     def exact(self) -> bool:
         """Whether shapes are kept to a grid at all."""
         return self != Tiles()
+
+    @property
+    def by_row(self) -> bool:
+        """Whether every query row is attended by itself, so that the number of others cannot matter."""
+        return self.exact and self.query == 1
 
     def rows(self, count: int) -> int:
         """Packed rows to compute for `count` tokens."""

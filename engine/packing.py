@@ -27,7 +27,10 @@ class Span:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Sequences attended in one call: B neighbouring or listed slots, Q query rows each, over the same columns."""
+    """Sequences attended in one call: B neighbouring or listed slots, Q query rows each, over the same columns.
+
+    Or one slot B times, whose query rows are attended by themselves.
+    """
 
     slots: slice | torch.Tensor  # a slice is a view of the arena, a tensor [B] a gather
     columns: slice  # kv_length of them
@@ -115,7 +118,7 @@ def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool) -> list[list[_P
     Exact results depend on how far into the attended columns a sequence starts: then only equal starts go together.
     """
     runs: list[list[_Placed]] = []
-    short = max(tiles.query, 16)
+    short = 1 if tiles.by_row else max(tiles.query, 16)
     for this in sorted(placed, key=lambda this: (this.start if tiles.exact else 0, this.span.slot)):
         previous = runs[-1][-1] if runs else None
         joins = (
@@ -158,18 +161,26 @@ def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: 
     for this in run:
         count = len(this.span.token_ids)
         query_index.append([*range(this.first, this.first + count), *[this.first] * (longest - count)])
+    if tiles.by_row:
+        query_index = [[row] for rows in query_index for row in rows]
     slots = [this.span.slot for this in run]
     neighbours = slots == list(range(slots[0], slots[0] + len(slots)))
     return AttentionCall(
         slots=slice(slots[0], slots[0] + len(slots)) if neighbours else torch.tensor(slots, device=device),
         columns=slice(left, left + kv_length),
         query_index=torch.tensor(query_index, device=device),
-        mask=_mask(run, longest, left, kv_length, query_groups, device),
+        mask=_mask(run, longest, left, kv_length, query_groups, tiles.by_row, device),
     )
 
 
 def _mask(
-    run: list[_Placed], longest: int, left: int, kv_length: int, query_groups: int, device: torch.device
+    run: list[_Placed],
+    longest: int,
+    left: int,
+    kv_length: int,
+    query_groups: int,
+    by_row: bool,
+    device: torch.device,
 ) -> torch.Tensor | None:
     """Which of the columns each query row sees; sequences of equal length share one mask, or need none."""
     alike = len({this.shape for this in run}) == 1
@@ -181,6 +192,9 @@ def _mask(
         start, begin, end = this.start - left, this.span.start, this.span.end
         starts.append(start)
         last_seen.append([*range(start + begin, start + end), *[start + begin] * (longest - end + begin)])
+    if by_row:
+        starts = [start for start, rows in zip(starts, last_seen, strict=True) for _ in rows]
+        last_seen, longest = [[last] for rows in last_seen for last in rows], 1
     column = torch.arange(kv_length, device=device)
     visible = column <= torch.tensor(last_seen, device=device)[..., None]  # [B or 1, Q, kv_length]
     if any(starts):
