@@ -69,7 +69,7 @@ class Ragged:
 
 
 class Eqspec:
-    """Static batches: the same sequences from the first round to the last, whatever their lengths."""
+    """Static batches: fixed at admission until all have finished, whatever their lengths."""
 
     def __init__(self, limits: GroupingLimits) -> None:
         self._limits = limits
@@ -110,7 +110,7 @@ class Exspec:
         elif limits.prefer == "largest":
             group = list(islice(max(ready.by_shape.values(), key=len).values(), limits.max_batch_size))
         else:
-            candidates = (sequence for sequence in ready if len(ready.by_shape[sequence.shape]) >= enough)
+            candidates = (sequence for sequence in ready if ready.number_alike(sequence) >= enough)
             group = ready.alike(next(candidates, oldest), limits.max_batch_size)
         if len(group) >= enough:
             return Group(group)

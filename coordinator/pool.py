@@ -113,20 +113,30 @@ class Pool:
         return chosen
 
     def _enter(self, sequence: Sequence) -> None:
+        self._find_prefix(sequence)
         if self._prefix_reuse:
-            if sequence.target_prefix is None:
-                sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence.token_ids)
             self._prefixes.add(sequence)
+        self._park_or_make_ready(sequence)
+        self._prefixes.trim(self.slots - self.window_size + self.room)
+
+    def _find_prefix(self, sequence: Sequence) -> None:
+        """Samples of one request come with a source; once that has finished, another one may have more."""
+        given = sequence.target_prefix
+        if self._prefix_reuse and (given is None or given.source.finish is not None):
+            sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or given
+
+    def _park_or_make_ready(self, sequence: Sequence) -> None:
         if sequence.target_prefix is not None and sequence.target_prefix.is_coming:
             self._parked[sequence.sequence_id] = sequence
         else:
             self._make_ready(sequence)
-        self._prefixes.trim(self.slots - self.window_size + self.room)
 
     def _unpark(self) -> None:
         for sequence in list(self._parked.values()):
             if sequence.target_prefix is None or not sequence.target_prefix.is_coming:
-                self._make_ready(self._parked.pop(sequence.sequence_id))
+                del self._parked[sequence.sequence_id]
+                self._find_prefix(sequence)
+                self._park_or_make_ready(sequence)
 
     def _make_ready(self, sequence: Sequence) -> None:
         sequence.ready_since = self.rounds

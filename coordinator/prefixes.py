@@ -7,11 +7,14 @@ of the last ones as there are slots that nobody holds.
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from itertools import count, islice
 
 from coordinator.sequence import Prefix, Sequence
 
 # Prompts that share less are worked off side by side, which is sooner than one after the other.
 BLOCK_TOKENS = 16
+# Of the sequences that share a block, so many of the first and of the last are looked at.
+FEW = 8
 
 
 class PrefixIndex:
@@ -20,51 +23,72 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._by_block: dict[int, dict[int, Sequence]] = {}
         self._blocks: dict[int, list[int]] = {}
+        self._entered: dict[int, int] = {}
+        """The order in which sequences were added."""
         self._finished: OrderedDict[int, Sequence] = OrderedDict()
         """The least recently used first, as in the workers."""
+        self._count = count()
 
     def add(self, sequence: Sequence) -> None:
         """From now on, others may begin as this sequence does."""
-        blocks = list(_blocks(sequence.token_ids))
-        for block in blocks[len(self._blocks.get(sequence.sequence_id, ())) :]:
-            self._by_block.setdefault(block, {})[sequence.sequence_id] = sequence
-        self._blocks[sequence.sequence_id] = blocks
+        self._entered[sequence.sequence_id] = next(self._count)
+        self._index(sequence, sequence.token_ids)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence was generated, or given up, and its slots are being released."""
-        self.add(sequence)
-        self._finished[sequence.sequence_id] = sequence
+        """The sequence was generated, or given up: what is cached of it is all that others can have."""
+        self._forget(sequence.sequence_id)
+        self._index(sequence, sequence.token_ids[: sequence.target_length])
+        if self._blocks[sequence.sequence_id]:
+            self._finished[sequence.sequence_id] = sequence
+        else:
+            self._forget(sequence.sequence_id)
 
     def trim(self, most: int) -> None:
         """Remembers only so many of the finished sequences."""
         while len(self._finished) > max(0, most):
-            sequence_id, _ = self._finished.popitem(last=False)
-            for block in self._blocks.pop(sequence_id):
-                alike = self._by_block[block]
-                del alike[sequence_id]
-                if not alike:
-                    del self._by_block[block]
+            self._forget(self._finished.popitem(last=False)[0])
 
-    def find(self, token_ids: Items[int]) -> Prefix | None:
-        """The longest prefix of a prompt that an earlier sequence has, or will soon have, cached. None if it is short.
+    def _index(self, sequence: Sequence, token_ids: Items[int]) -> None:
+        blocks = self._blocks[sequence.sequence_id] = list(_blocks(token_ids))
+        for block in blocks:
+            self._by_block.setdefault(block, {})[sequence.sequence_id] = sequence
+
+    def _forget(self, sequence_id: int) -> None:
+        self._entered.pop(sequence_id, None)
+        for block in self._blocks.pop(sequence_id, ()):
+            alike = self._by_block.get(block, {})
+            alike.pop(sequence_id, None)
+            if not alike:
+                self._by_block.pop(block, None)
+
+    def find(self, sequence: Sequence) -> Prefix | None:
+        """The prefix of most blocks that an earlier sequence has, or will soon have, cached. None if there is none.
 
         At least one token of the prompt is left out of it, for the workers to run.
         """
-        wanted = token_ids[:-1]
-        alike: dict[int, Sequence] = {}
+        wanted = sequence.token_ids[:-1]
+        sources: list[Sequence] = []
         for block in _blocks(wanted):
-            if block not in self._by_block:
+            alike = self._by_block.get(block, {})
+            few = (*islice(alike.values(), FEW), *islice(reversed(alike.values()), FEW))
+            earlier = [other for other in few if self._is_earlier(other, sequence)]
+            if not earlier:
                 break
-            alike = self._by_block[block]
-        if not alike:
+            sources = earlier
+        if not sources:
             return None
-        source = max(alike.values(), key=lambda sequence: _promise(sequence, len(wanted)))
+        source = max(sources, key=lambda other: _promise(other, len(wanted)))
         length = _shared_length(source.token_ids, wanted)
         if length < BLOCK_TOKENS:  # blocks are known by a hash
             return None
         if source.sequence_id in self._finished:
             self._finished.move_to_end(source.sequence_id)
         return Prefix(source, length)
+
+    def _is_earlier(self, one: Sequence, other: Sequence) -> bool:
+        """Else two could wait for each other, or one for itself."""
+        entered = self._entered.get(other.sequence_id)
+        return one.finish is not None or entered is None or self._entered[one.sequence_id] < entered
 
 
 def _blocks(token_ids: Items[int]) -> Iterator[int]:

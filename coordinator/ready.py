@@ -17,7 +17,7 @@ class ReadySet:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence behind all others. What it has must not change until it is taken out."""
+        """Adds a sequence behind all others, under the shape that it has now."""
         shape = self._shapes[sequence.sequence_id] = sequence.shape
         self._by_id[sequence.sequence_id] = sequence
         self._by_shape.setdefault(shape, {})[sequence.sequence_id] = sequence
@@ -49,6 +49,10 @@ class ReadySet:
     def by_shape(self) -> Mapping[Shape, Mapping[int, Sequence]]:
         """Sequences of the same shape, by id, oldest first."""
         return self._by_shape
+
+    def number_alike(self, sequence: Sequence) -> int:
+        """How many have the shape of this one, itself included."""
+        return len(self._by_shape[self._shapes[sequence.sequence_id]])
 
     def alike(self, sequence: Sequence, limit: int) -> list[Sequence]:
         """The oldest of those that have the shape of this one."""

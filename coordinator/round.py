@@ -149,7 +149,7 @@ class Round:
             if tokens:
                 partial = base + len(tokens) < len(sequence.token_ids)
                 first = _first_contact(sequence, sequence.target_length, base, sequence.target_prefix)
-                self._copied[sequence.sequence_id] = base if sequence.target_length == 0 else 0
+                self._copied[sequence.sequence_id] = base
                 logprobs = sequence.request.logprobs
                 items.append(VerifyItem(sequence.sequence_id, base, tokens, drafts, partial, logprobs, *first))
         return items
@@ -189,7 +189,7 @@ class Round:
         if status is ItemStatus.CACHE_MISS:
             # The worker may have needed the slot of a released sequence; that is no cache to be rebuilt.
             self.cache_misses += sequence.target_prefix is None
-            sequence.target_prefix = None
+            sequence.target_prefix, sequence.cached_tokens = None, 0
         sequence.target_length = 0
 
     def _draft_lost(self, sequence: Sequence, status: ItemStatus) -> None:

@@ -102,7 +102,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise UnavailableError("the server is shutting down")
         arrived = time.monotonic()
         coordinator = self._coordinator
-        limits = Limits(coordinator.settings, coordinator.max_model_len, coordinator.target.vocab_size)
+        limits = Limits(
+            coordinator.settings,
+            coordinator.max_model_len,
+            coordinator.target.vocab_size,
+            coordinator.pool.window_size,
+        )
         # Tokenizing a long prompt takes a while, and others are generating meanwhile.
         parsed: GenerationRequest = await asyncio.to_thread(parse_request, request, coordinator.tokenizer, limits)
         return coordinator.generate(parsed, arrived)

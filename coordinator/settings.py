@@ -42,7 +42,7 @@ class CoordinatorSettings(ServerSettings):
     admission: Literal["arrival", "length"] = Field(
         "arrival", description="who enters the window: the first in the queue, or who is as long as the last to enter"
     )
-    prefix_reuse: bool = Field(True, description="copy what is cached of earlier prompts that begin the same")
+    prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
     queue_size: int = Field(256, ge=0, le=UINT32_MAX, description="requests that may wait; more are refused")
     num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")
     max_num_speculative_tokens: int = Field(

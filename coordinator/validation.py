@@ -30,6 +30,7 @@ class Limits:
     settings: CoordinatorSettings
     max_model_len: int
     vocab_size: int
+    window_size: int
 
 
 def parse_request(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limits: Limits) -> GenerationRequest:
@@ -88,7 +89,7 @@ def _number_of_samples(params: pb.SamplingParams, sampling: Sampling, limits: Li
     if not params.HasField("n"):
         return 1
     # More than can ever wait at once would never be let in.
-    most = min(MAX_SAMPLES, limits.settings.usable_window + limits.settings.queue_size)
+    most = min(MAX_SAMPLES, limits.window_size + limits.settings.queue_size)
     number = int(in_range("sampling_params.n", params.n, (1, most)))
     if number > 1 and sampling.temperature == 0:
         raise InvalidArgumentError(

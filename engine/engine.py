@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from engine.activations import activate_in_pieces
 from engine.attention import PACKED_ATTENTION, LibraryModel
 from engine.exactness import choose_tiles, self_test
 from engine.kv_cache import KVArena
@@ -69,6 +70,7 @@ class Engine:
             prepack_linears(self._model)
         self.tiles = Tiles()
         if exact:
+            activate_in_pieces(self._model)
             self.tiles = choose_tiles(self._model, self._kv_heads, self._query_groups, self._head_dim)
         self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
         self.kv_layout = options.kv_layout

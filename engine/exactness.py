@@ -27,6 +27,8 @@ ATTENTION_GRIDS = (
     *((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512)),
 )
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
+# Of the self-test: tokens of a prompt in one pass, few and many.
+SHORT_PASS, LONG_PASSES = 15, (97, 271)
 # Of wide layers, which cost more, fewer counts are probed.
 MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 64, 65, 256)
 # Random numbers cost time too: probed layers repeat themselves after so many features.
@@ -158,6 +160,22 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
     return True
 
 
+def _long_passes_agree(engine: "Engine") -> bool:
+    """Whether a prompt leaves the same cache and logits however it is cut: of long passes torch divides the work."""
+    chance = random.Random(1)
+    longest = min(LONG_PASSES[-1], engine.max_model_len)
+    tokens = [chance.randrange(engine.vocab_size) for _ in range(longest)]
+    cached = slice(0, longest - 1)  # the last token only has logits
+    short = [engine.forward([Span(0, at, tokens[at : at + SHORT_PASS], 1)]) for at in range(0, longest, SHORT_PASS)]
+    keys = [layer[0, :, cached].clone() for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
+    for size in (size for size in LONG_PASSES if size <= longest):
+        logits = [engine.forward([Span(0, at, tokens[at : at + size], 1)]) for at in range(0, longest, size)]
+        again = [layer[0, :, cached] for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
+        if not torch.equal(logits[-1], short[-1]) or not all(map(torch.equal, again, keys)):
+            return False
+    return True
+
+
 def self_test(engine: "Engine") -> bool:
     """Whether logits are bit for bit the same for sequences alone, token by token, and in a ragged batch with drafts.
 
@@ -183,5 +201,6 @@ def self_test(engine: "Engine") -> bool:
     spans = [Span(s, n - 1, t[n - 1 : n + d], d + 1) for s, n, t, d in zip(slots, lengths, truth, drafts, strict=True)]
     together = engine.forward(spans).split([span.num_logits for span in spans])
     same = all(torch.equal(rows, one[: len(rows)]) for rows, one in zip(together, alone, strict=True))
+    same = same and _long_passes_agree(engine)
     (log.info if same else log.warning)("self-test: equivalence is %s", "bitwise" if same else "numeric")
     return same

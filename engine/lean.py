@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.activations import in_pieces
 from engine.attention import attend
 from engine.packing import PackedBatch
 
@@ -117,7 +118,7 @@ class _Layer(nn.Module):
         attended = self._out(self._attend(self._normed(hidden, self._before_attention), batch, rotation))
         hidden = hidden + self._normed(attended, self._after_attention)
         gate, up = self._gate_up(self._normed(hidden, self._before_mlp)).chunk(2, dim=-1)
-        return hidden + self._normed(self._down(silu(gate) * up), self._after_mlp)
+        return hidden + self._normed(self._down(in_pieces(silu, gate) * up), self._after_mlp)
 
     def _attend(
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
@@ -135,7 +136,7 @@ class _Layer(nn.Module):
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding [rows, heads, head_dim]; the sine of the first half of a head comes negated."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 def _head_order(angles: int, head_dim: int, interleaved: bool) -> torch.Tensor:

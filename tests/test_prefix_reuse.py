@@ -145,7 +145,7 @@ async def test_requests_of_one_system_prompt_that_come_at_once_work_it_off_once(
         system = make_prompt((0, 100))
         asking = [service.client.generate((*system, *make_prompt((i, 5))), max_tokens=4) for i in range(1, 6)]
         cached = [response.usage.cached_tokens for response in await asyncio.gather(*asking)]
-        assert cached == [0, 100, 100, 100, 100]
+        assert sorted(cached) == [0, 100, 100, 100, 100]
 
 
 async def test_a_worker_that_needed_the_slot_costs_a_round_and_nothing_else(tiny_pair: tuple[Path, Path]) -> None:

@@ -1,6 +1,7 @@
 """The client for asyncio."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self, Unpack
@@ -48,19 +49,20 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """The answer in pieces; the last message is `complete`. Leaving the iterator frees the request on the server.
+        """The answer in pieces; the last message is `complete`. Closing the iterator frees the request on the server.
 
         A stream that breaks off is asked for again and goes on where it broke. DivergedError if it cannot.
         """
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
+        request.request_id = request.request_id or uuid.uuid4().hex  # of all attempts, so that `abort` finds it
         replay = Replay()
         while True:
             replay.begin()
             call = self.stub.GenerateStream(request, timeout=retries.remaining)
             try:
                 async for message in call:
-                    retries.progress()
                     if (fresh := replay.fresh(message)) is not None:
+                        retries.progress()
                         yield fresh
                 return
             except grpc.aio.AioRpcError as error:

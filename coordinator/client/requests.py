@@ -25,7 +25,7 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float | None
     presence_penalty: float | None
     logit_bias: Mapping[int, float] | None
-    stop: Sequence[str] | None
+    stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     seed: int | None
@@ -38,11 +38,13 @@ class GenerateOptions(TypedDict, total=False):
 def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
     """A request message. A seed is drawn here if the tokens depend on one: asked again, they are the same.
 
-    TypeError for an unknown option or a value of the wrong type.
+    TypeError for an unknown option or a value of the wrong type, ValueError for one that no field can hold.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if unknown := given.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
     if given.get("temperature"):
         given.setdefault("seed", secrets.randbits(64))
     request = pb.GenerateRequest(
@@ -54,11 +56,17 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
     )
     if isinstance(prompt, str):
         request.text = prompt
+    elif isinstance(prompt, bytes):
+        raise TypeError("a prompt is text, a conversation or token ids, not bytes")
     elif prompt and isinstance(prompt[0], int):
         request.tokenized.input_ids.extend(cast(Sequence[int], prompt))
     else:
-        messages = cast(Chat, prompt)
-        request.chat.messages.extend(
-            pb.ChatMessage(role=message["role"], content=message["content"]) for message in messages
-        )
+        request.chat.messages.extend(_message(index, message) for index, message in enumerate(cast(Chat, prompt)))
     return request
+
+
+def _message(index: int, message: Mapping[str, str]) -> pb.ChatMessage:
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str):
+            raise TypeError(f"message {index} has no {key} that is a string")
+    return pb.ChatMessage(role=message["role"], content=message["content"])

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 import grpc
 from specpool.v1 import generation_pb2 as pb
 
+_AGAIN = {grpc.StatusCode.UNAVAILABLE}
+# A request that was cut off is in flight under its id until the server has noticed, and its place may be taken by then.
+_AGAIN_ONCE_CUT_OFF = {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
+# Beyond, a timer cannot count, and nobody waits.
+LONGEST_TIMEOUT_SECONDS = 1e9
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
@@ -19,6 +24,11 @@ class Retries:
     for `patience` seconds since it last answered anything and at most until the deadline."""
 
     def __init__(self, patience: float, timeout: float | None) -> None:
+        """Both in seconds. ValueError for a timeout that is none."""
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout_seconds must be above 0, not {timeout}")
+        if timeout is not None and timeout > LONGEST_TIMEOUT_SECONDS:
+            timeout = None
         self._patience = patience
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._failing_since: float | None = None
@@ -36,9 +46,8 @@ class Retries:
     def pause(self, error: grpc.RpcError) -> float:
         """Seconds to wait before the next attempt. Raises the error if there should be none."""
         now = time.monotonic()
-        # A request that was cut off may be in flight under its id until the server has noticed.
-        is_own = error.code() is grpc.StatusCode.ALREADY_EXISTS and self._failing_since is not None
-        if error.code() is not grpc.StatusCode.UNAVAILABLE and not is_own:
+        again = _AGAIN if self._failing_since is None else _AGAIN | _AGAIN_ONCE_CUT_OFF
+        if error.code() not in again:
             raise error
         self._failing_since = self._failing_since or now
         pause = self._pause * random.uniform(0.5, 1.0)
@@ -77,7 +86,9 @@ class Replay:
         if delivered.complete:
             return None
         if is_end:
-            if list(message.complete.token_ids[: len(delivered.token_ids)]) != delivered.token_ids:
+            # One that was aborted meanwhile may have ended before it came as far again.
+            common = len(message.complete.token_ids) if message.complete.finish_reason == "abort" else None
+            if list(message.complete.token_ids[: len(delivered.token_ids)]) != delivered.token_ids[:common]:
                 raise DivergedError(f"sample {index} ended differently")
             delivered.complete = True
             return message

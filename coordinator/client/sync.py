@@ -1,6 +1,7 @@
 """The client for programs without asyncio; it may be used from several threads."""
 
 import time
+import uuid
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self, Unpack
@@ -46,19 +47,20 @@ class Client:
     def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Iterator[pb.GenerateStreamResponse]:
-        """The answer in pieces; the last message is `complete`. Leaving the iterator frees the request on the server.
+        """The answer in pieces; the last message is `complete`. Closing the iterator frees the request on the server.
 
         A stream that breaks off is asked for again and goes on where it broke. DivergedError if it cannot.
         """
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
+        request.request_id = request.request_id or uuid.uuid4().hex  # of all attempts, so that `abort` finds it
         replay = Replay()
         while True:
             replay.begin()
             call = self.stub.GenerateStream(request, timeout=retries.remaining)
             try:
                 for message in call:
-                    retries.progress()
                     if (fresh := replay.fresh(message)) is not None:
+                        retries.progress()
                         yield fresh
                 return
             except grpc.RpcError as error:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import AsyncClient, GenerateOptions
+from coordinator.client import AsyncClient, DivergedError, GenerateOptions
 from coordinator.commands.prompts import PromptLine, read_prompt_file, read_standard_input
 from rpc.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
 
@@ -127,7 +127,7 @@ async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:
         try:
             async for message in client.stream(line.prompt, **_options(settings)):
                 print(message.chunk.text, end="", flush=True)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, DivergedError) as error:
             print(f"specpool generate: {_explain(error)}", file=sys.stderr)
             return 1
     print()
@@ -155,5 +155,7 @@ async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: T
     return 1 if failed else 0
 
 
-def _explain(error: grpc.aio.AioRpcError) -> str:
+def _explain(error: grpc.aio.AioRpcError | DivergedError) -> str:
+    if isinstance(error, DivergedError):
+        return str(error)
     return f"{error.code().name}: {error.details()}"
