@@ -6,6 +6,7 @@ in pieces that one thread does alone, of whole rows that are whole vectors, or e
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from transformers.activations import ACT2CLS
 # Torch divides no fewer elements among threads, and works off no longer vectors at a time.
 DIVIDED_ELEMENTS, VECTOR_ELEMENTS = 32_768, 64
 
-_KINDS = (nn.GELU, *(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()))
+_KINDS: tuple[Any, ...] = (nn.GELU, *(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()))
 
 
 def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.packing import Span
 
 
-@pytest.fixture(params=[1, 2, 5, 8])
+@pytest.fixture(params=[1, 2, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -25,7 +25,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("features", [1536, 160, 100, 4864, 40_000])
+@pytest.mark.parametrize("features", [1536, 160, 40_000])
 @pytest.mark.parametrize(
     "function", [silu, activations._InPieces(nn.GELU()), activations._InPieces(ACT2FN["gelu_new"])]
 )

@@ -1,6 +1,7 @@
 """The Python clients: every option reaches the server, and what broke off goes on without saying anything twice."""
 
 import asyncio
+import math
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,7 +18,7 @@ from specpool.v1 import generation_pb2_grpc
 
 from coordinator import client as library
 from coordinator.client import AsyncClient, Client, DivergedError, GenerateOptions
-from coordinator.client.retries import Replay
+from coordinator.client.retries import Replay, Retries
 from coordinator.server import CoordinatorServer
 
 PROMPT = [5, 6, 7]
@@ -66,6 +67,18 @@ def test_a_seed_is_drawn_where_tokens_depend_on_one_and_only_there() -> None:
     assert len(drawn) == 9
     assert not library.make_request("a", temperature=0.0).sampling_params.HasField("seed")
     assert library.make_request("a", temperature=1.0, seed=0).sampling_params.seed == 0
+
+
+def test_one_stop_string_is_one_stop_string() -> None:
+    assert library.make_request("a", stop="END").sampling_params.stop == ["END"]
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"bytes", [{"role": "user"}], [{"content": "a"}], [{"role": "user", "content": None}], [[1]]]
+)
+def test_what_is_no_prompt_is_an_error(prompt: Any) -> None:
+    with pytest.raises((TypeError, AttributeError)):
+        library.make_request(prompt)
 
 
 def test_an_unknown_option_is_named() -> None:
@@ -165,6 +178,21 @@ async def all_of(client: Any, call: str, **options: Any) -> list[int]:
     return [token async for message in client.stream(PROMPT, **options) for token in message.chunk.token_ids]
 
 
+@CLIENTS
+@pytest.mark.parametrize("call", ["generate", "stream"])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+async def test_a_timeout_that_is_none_is_an_error(make_client: Any, call: str, seconds: float) -> None:
+    async with make_client("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match="timeout_seconds must be above 0"):
+            await all_of(client, call, timeout_seconds=seconds)
+
+
+@CLIENTS
+async def test_a_timeout_without_end_is_no_deadline(make_client: Any) -> None:
+    async with serving() as served, make_client(served.address) as client:
+        assert len(await all_of(client, "generate", timeout_seconds=math.inf, max_tokens=5)) == 5
+
+
 @asynccontextmanager
 async def restarting(served: Serving, after_calls: int) -> AsyncIterator[None]:
     """Ends the coordinator without a drain once the target was called so often, and starts another at its address."""
@@ -207,9 +235,17 @@ class Breaking(generation_pb2_grpc.GenerationServiceServicer):
         self.tokens, self.breaks = tokens, breaks
         self.chance = random.Random(seed)
         self.seeds: set[int] = set()
+        self.request_ids: set[str] = set()
+        self.calls = 0
+        self.refusals: dict[int, grpc.StatusCode] = {}
+        """How calls end that are not answered at all, by number."""
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Any]:
+        self.calls += 1
         self.seeds.add(request.sampling_params.seed)
+        self.request_ids.add(request.request_id)
+        if self.calls in self.refusals:
+            await context.abort(self.refusals[self.calls], "told to refuse")
         left = self.breaks.pop(0) if self.breaks else None
         for message in stream_of(self.tokens, self.chance):
             if left == 0:
@@ -255,7 +291,83 @@ async def test_a_stream_goes_on_where_it_broke_with_the_same_seed(make_client: A
     async with breaking(servicer) as address, make_client(address) as client:
         messages = [message async for message in client.stream("a", temperature=1.0, n=2)]
     check_whole(samples, messages)
-    assert len(servicer.seeds) == 1
+    assert len(servicer.seeds) == len(servicer.request_ids) == 1
+    assert servicer.request_ids != {""}
+
+
+@CLIENTS
+@pytest.mark.parametrize("code", [grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED])
+async def test_a_stream_that_was_cut_off_waits_until_it_is_let_in_again(
+    make_client: Any, code: grpc.StatusCode
+) -> None:
+    samples = {0: list(range(65, 90))}
+    servicer = Breaking(samples, breaks=[3])
+    servicer.refusals = {2: code, 3: code}
+    async with breaking(servicer) as address, make_client(address) as client:
+        check_whole(samples, [message async for message in client.stream("a")])
+    servicer.refusals = {5: code}
+    async with breaking(servicer) as address, make_client(address) as client:
+        with pytest.raises(grpc.RpcError) as caught:
+            [message async for message in client.stream("a")]
+    assert caught.value.code() is code
+
+
+@CLIENTS
+async def test_a_request_that_always_breaks_at_the_same_place_is_given_up(make_client: Any) -> None:
+    """What is repeated is no progress."""
+    servicer = Breaking({0: [65]}, breaks=[1] * 1000)
+    async with breaking(servicer) as address, make_client(address, retry_seconds=0.5) as client:
+        with pytest.raises(grpc.RpcError) as caught:
+            [message async for message in client.stream("a")]
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert servicer.calls > 1
+
+
+def test_pauses_grow_until_there_is_progress_and_end_with_patience_or_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coordinator.client.retries.time.monotonic", lambda: now)
+    monkeypatch.setattr("random.uniform", max)
+    now, error = 100.0, Unavailable()
+    retries = Retries(patience=10.0, timeout=30.0)
+    pauses = []
+    for _ in range(6):
+        pauses.append(retries.pause(error))
+        now += pauses[-1]
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+    now = 109.5
+    with pytest.raises(Unavailable):
+        retries.pause(error)
+    retries.progress()
+    assert retries.pause(error) == 0.1
+    retries.progress()
+    now = 129.95
+    assert retries.remaining == pytest.approx(0.05)
+    with pytest.raises(Unavailable):
+        retries.pause(error)
+
+
+class Unavailable(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+
+def test_one_that_was_aborted_before_it_came_as_far_again_has_ended() -> None:
+    replay = Replay()
+    replay.begin()
+    replay.fresh(pb.GenerateStreamResponse(chunk=pb.GenerateChunk(token_ids=[1, 2, 3], text="abc")))
+    replay.begin()
+    end = pb.GenerateResponse(token_ids=[1, 2], finish_reason="abort")
+    assert replay.fresh(pb.GenerateStreamResponse(complete=end)) is not None
+    for other in (
+        pb.GenerateResponse(token_ids=[1, 7], finish_reason="abort"),
+        pb.GenerateResponse(token_ids=[1, 2], finish_reason="stop"),
+    ):
+        replay = Replay()
+        replay.begin()
+        replay.fresh(pb.GenerateStreamResponse(chunk=pb.GenerateChunk(token_ids=[1, 2, 3], text="abc")))
+        with pytest.raises(DivergedError):
+            replay.fresh(pb.GenerateStreamResponse(complete=other))
 
 
 @CLIENTS

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import AsyncClient
+from coordinator.client import AsyncClient, DivergedError
+from coordinator.commands.generate import GenerateSettings, generate
 from coordinator.commands.prompts import PromptFileError, own_prompts, read_prompts
 from coordinator.commands.up import UpSettings, running
 from coordinator.fakes import FakeDraft, FakeTarget, byte_tokenizer
@@ -289,3 +290,15 @@ async def test_up_says_which_process_failed(tmp_path: Path) -> None:
     assert "is not a model folder" in err
     assert "the target worker ended with status 1" in err
     assert "Traceback" not in err
+
+
+def test_a_stream_that_cannot_go_on_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def stream(*_: object, **__: object) -> AsyncIterator[None]:
+        raise DivergedError("sample 0 has other tokens from its token 3 on")
+        yield
+
+    monkeypatch.setattr(AsyncClient, "stream", stream)
+    assert generate(GenerateSettings(prompt="a")) == 1
+    assert capsys.readouterr().err == "specpool generate: sample 0 has other tokens from its token 3 on\n"

@@ -421,3 +421,19 @@ async def test_a_coordinator_that_cannot_go_on_stops_and_says_why(monkeypatch: p
             await served.process.wait_stopped()
         assert caught.group_contains(ZeroDivisionError)
         served.process._running = asyncio.ensure_future(asyncio.sleep(0))  # has failed, and has said so
+
+
+async def test_a_draft_that_loses_what_others_would_copy_costs_a_cache_miss() -> None:
+    """A sequence that waits its turn is grouped by what it could copy when its turn came to wait."""
+    settings = {"policy": "exspec", "prefer_group": "oldest", "max_batch_size": 2, "window_size": 8}
+    async with serving(RecordingTarget(), **settings) as served:
+        requests = [make_request([i] * 40, 24, temperature=1.0, n=4) for i in range(1, 4)]
+        calls = [served.stub.Generate(request) for request in requests]
+        for calls_so_far in (4, 8, 12, 16):
+            await served.until(lambda _, least=calls_so_far: served.target.calls >= least)
+            served.draft.forget()
+            served.target.forget()
+        for request, response in zip(requests, await asyncio.gather(*calls), strict=True):
+            for sample in (response, *response.other_samples):
+                check_tokens(served.target, request, sample)
+        await served.until_idle()

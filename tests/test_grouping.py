@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coordinator.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy
 from coordinator.pool import Pool
 from coordinator.ready import ReadySet
-from coordinator.sequence import GenerationRequest, Sequence
+from coordinator.sequence import GenerationRequest, Prefix, Sequence
 
 
 def sequence(sequence_id: int, length: int, max_tokens: int = 8, waited_since: int = 0) -> Sequence:
@@ -244,3 +244,16 @@ def test_the_ready_set_keeps_both_orders(steps: list[tuple[bool, int]]) -> None:
         assert sum(map(len, ready.by_shape.values())) == len(model)
         if model:
             assert ready.oldest is model[0]
+
+
+def test_a_sequence_is_grouped_by_the_shape_it_had_when_it_became_ready() -> None:
+    """What it could copy of another may be lost meanwhile."""
+    source, member = sequence(0, 40), sequence(1, 40)
+    source.target_length = source.draft_length = 39
+    member.target_prefix = member.draft_prefix = Prefix(source, 39)
+    for policy in (Exspec(GroupingLimits(2, 2, 8, prefer)) for prefer in ("largest", "oldest")):
+        ready = ReadySet([member])
+        source.target_length = source.draft_length = 0
+        assert policy.choose(ready, 0).sequences == [member]
+        assert ready.pop(1) is member
+        source.target_length = source.draft_length = 39

@@ -90,7 +90,7 @@ def samples(response: pb.GenerateResponse) -> list[pb.GenerateResponse]:
     return [response, *response.other_samples]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(asked, min_size=1, max_size=7), forget=st.booleans())
 def test_reuse_changes_nothing_but_the_work(both: Both, mix: list[Asked], forget: bool) -> None:
     """In any company, with slots taken away and caches lost in between."""
@@ -146,6 +146,15 @@ async def test_requests_of_one_system_prompt_that_come_at_once_work_it_off_once(
         asking = [service.client.generate((*system, *make_prompt((i, 5))), max_tokens=4) for i in range(1, 6)]
         cached = [response.usage.cached_tokens for response in await asyncio.gather(*asking)]
         assert sorted(cached) == [0, 100, 100, 100, 100]
+
+
+@pytest.mark.parametrize(("slots", "window"), [(2, 2), (4, 4), (1, 1), (6, 3)])
+async def test_samples_beyond_the_slots_begin_with_what_the_others_have(
+    tiny_pair: tuple[Path, Path], slots: int, window: int
+) -> None:
+    async with serving_pair(*tiny_pair, worker={"max_sequences": slots}, window_size=window) as service:
+        response = await service.client.generate(make_prompt((0, 100)), max_tokens=6, temperature=1.0, n=9)
+        assert [sample.usage.cached_tokens for sample in samples(response)] == [0, *[99] * 8]
 
 
 async def test_a_worker_that_needed_the_slot_costs_a_round_and_nothing_else(tiny_pair: tuple[Path, Path]) -> None:
