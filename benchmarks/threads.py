@@ -1,4 +1,4 @@
-"""How many CPU threads each worker should have, and whether they should spin while they wait: a demo for each choice.
+"""How many CPU threads each worker should have, and how long they should spin while they wait: a demo for each choice.
 
     python -m benchmarks.threads [--repeats 3] [--num-prompts 8] [--max-tokens 32]
 
@@ -15,6 +15,8 @@ from typing import Any
 
 from benchmarks.report import finish, progress, show
 
+# Turns of a loop before a thread sleeps; the largest is without end.
+SPIN_COUNTS = (0, 3_000, 30_000, 300_000, 10**12)
 MEASURES = ("plain_tokens_per_s", "speculative_tokens_per_s")
 
 
@@ -29,28 +31,28 @@ def main() -> None:
     )
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    choices = [(threads, policy) for threads in sorted({max(1, cores // 2), cores}) for policy in ("PASSIVE", "ACTIVE")]
-    runs: dict[tuple[int, str], list[dict[str, Any]]] = {choice: [] for choice in choices}
+    choices = [(threads, spin) for threads in sorted({max(1, cores // 2), cores}) for spin in SPIN_COUNTS]
+    runs: dict[tuple[int, int], list[dict[str, Any]]] = {choice: [] for choice in choices}
     plan = [choice for _ in range(options.repeats) for choice in choices]
     for choice in progress(plan, "demos"):
         runs[choice].append(_demo(*choice, options))
     rows = [
         {
             "threads": threads,
-            "waiting": policy,
+            "spin_count": spin,
             **{name: statistics.median(run[name] for run in found) for name in MEASURES},
         }
-        for (threads, policy), found in runs.items()
+        for (threads, spin), found in runs.items()
     ]
     show(f"two workers on {cores} cores, tokens/s", rows)
     finish("threads", {"cores": cores, "choices": rows}, None)
 
 
-def _demo(threads: int, policy: str, options: argparse.Namespace) -> dict[str, Any]:
+def _demo(threads: int, spin: int, options: argparse.Namespace) -> dict[str, Any]:
     flags = ["--threads", str(threads), "--repeats", "1", "--num-prompts", str(options.num_prompts)]
     flags += ["--max-tokens", str(options.max_tokens)]
     command = [sys.executable, "-m", "coordinator.cli", "demo", *flags]
-    environment = {**os.environ, "OMP_WAIT_POLICY": policy}
+    environment = {**os.environ, "GOMP_SPINCOUNT": str(spin)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as demo:
         try:
             out, _ = demo.communicate(timeout=options.limit_seconds)

@@ -13,13 +13,13 @@ from coordinator.commands.generate import answers
 from coordinator.commands.prompts import own_prompts
 from coordinator.commands.up import UpSettings, running
 
-MAX_TOKENS = 64
+MAX_TOKENS = 32
 
 
 @pytest.mark.real_pair
 async def test_32_chats_in_batches_of_8_are_those_of_plain_decoding_alone() -> None:
     async with (
-        running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address,
+        running(UpSettings(port=0, drain_seconds=1, log_level="warning", prefix_reuse=False)) as address,
         AsyncClient(address) as client,
     ):
         info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())

@@ -49,7 +49,7 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Returns when it serves."""
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, "GOMP_SPINCOUNT": "30000"}
         self._process = await asyncio.create_subprocess_exec(*self._command, env=environment)
         async with open_channel(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)

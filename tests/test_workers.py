@@ -739,7 +739,7 @@ def processes(
     """Started together, since most of their time is spent on imports."""
     empty = tmp_path_factory.mktemp("empty")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "30000", "PYTHONUNBUFFERED": "1"}
 
     def start(module: str, model: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", module, "--model", str(model), "--port", "0", "--threads", "1"]

@@ -30,6 +30,7 @@ class DemoSettings(UpSettings):
 
     port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
     log_level: LogLevel = Field("error", description="least severe messages logged")
+    prefix_reuse: bool = Field(False, description="copy cached prompts; then the first run alone works them off")
     drain_seconds: Seconds = Field(5.0, ge=0, description="time that running calls get at the end")
     prompts: Path | None = Field(
         None, description="JSONL file of prompts; - for standard input; default: a small set of our own"

@@ -19,6 +19,8 @@ from rpc.settings import ENV_PREFIX
 KILL_AFTER_SECONDS = 5.0
 RESTART_SECONDS = 1.0
 PROBE_SECONDS = 0.2
+# Turns of a loop, well below a millisecond.
+SPIN_COUNT = "30000"
 
 
 class ProcessFailedError(Exception):
@@ -98,9 +100,10 @@ async def kill(processes: list[asyncio.subprocess.Process]) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of the processes: no settings of ours, and threads that sleep rather than spin.
+    """The environment of the processes: no settings of ours, and threads that spin between two operations but not long.
 
-    Target and draft take turns. Threads that spin while the other works take the cores from it (README, "Decisions").
+    Target and draft take turns. Threads that spin while the other works take the cores from it, and to wake one that
+    sleeps takes longer than many operations do (README, "Decisions").
     """
     inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
-    return {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **inherited}
+    return {"GOMP_SPINCOUNT": SPIN_COUNT, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **inherited}

@@ -39,6 +39,7 @@ class UpSettings(ListeningSettings):
     window_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time")
     max_batch_size: int | None = Field(None, ge=1, le=MAX_WINDOW_SIZE, description="sequences in a round; default: all")
     policy: PolicyName = Field("ragged", description="who is batched with whom: ragged, exspec or eqspec")
+    prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
     kv_layout: Literal["slots", "padded"] = Field("slots", description="where sequences lie in both workers' caches")
     max_model_len: int = Field(2048, ge=16, le=UINT32_MAX, description="positions a sequence can have")
     num_speculative_tokens: int = Field(
@@ -132,6 +133,7 @@ def _services(settings: UpSettings, target: str, draft: str | None) -> list[Serv
     arguments += ["--policy", settings.policy, *_server_flags(settings)]
     arguments += ["--max-batch-size", str(settings.max_batch_size or settings.window_size)]
     arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
+    arguments += ["--prefix-reuse" if settings.prefix_reuse else "--no-prefix-reuse"]
     for worker in workers:
         arguments += [f"--{worker.name.split()[0]}-address", worker.address]
     address = join_address(REACHABLE.get(settings.host, settings.host), port)
