@@ -267,10 +267,27 @@ async def test_the_request_id_and_the_seed_come_back() -> None:
         assert len({"", "mine", drawn[0].request_id, drawn[1].request_id}) == 4
 
 
-async def test_timings_are_in_order() -> None:
+async def test_timings_add_up() -> None:
     async with serving() as served:
         timings = (await served.stub.Generate(make_request())).timings
-        assert 0 <= timings.queue_s <= timings.time_to_first_token_s <= timings.total_s
+        assert min(timings.queue_s, timings.prefill_s, timings.decode_s) > 0
+        assert timings.queue_s + timings.prefill_s == pytest.approx(timings.time_to_first_token_s)
+        assert timings.time_to_first_token_s + timings.decode_s == pytest.approx(timings.total_s)
+
+
+async def test_timings_of_what_never_began_are_all_queue() -> None:
+    async with serving(RecordingTarget(slots=1), with_draft=False) as served:
+        served.target.open.clear()
+        running = served.stub.Generate(make_request())
+        await served.until(lambda info: info.running == 1)
+        waiting = served.stub.Generate(make_request(request_id="waits"))
+        await served.until(lambda info: info.queued == 1)
+        await served.stub.Abort(pb.AbortRequest(request_id="waits"))
+        timings = (await waiting).timings
+        assert timings.queue_s == timings.total_s > 0
+        assert timings.prefill_s == timings.decode_s == timings.time_to_first_token_s == 0
+        served.target.open.set()
+        await running
 
 
 async def begun(served: Serving, request: pb.GenerateRequest) -> tuple[Any, pb.GenerateStreamResponse]:
