@@ -27,6 +27,7 @@ WORKER_KEYS = {
     "lease_seconds",
     "max_forward_tokens",
     "max_sequences",
+    "memory_budget",
     "model",
 }
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from engine.layout import LAYOUTS, KVLayout
 from engine.lean import LeanModel, is_lean
 from engine.linear import can_prepack, prepack_linears
 from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
-from engine.memory import default_kv_memory
+from engine.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, weight_bytes
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
 from engine.packing import Span, pack
@@ -46,6 +46,8 @@ class EngineInfo:
     kv_bytes_per_token: int
     kv_bytes_total: int
     kv_layout: str
+    weight_bytes: int
+    activation_bytes: int
 
 
 class Engine:
@@ -73,6 +75,10 @@ class Engine:
             activate_in_pieces(self._model)
             self.tiles = choose_tiles(self._model, self._kv_heads, self._query_groups, self._head_dim)
         self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
+        self.footprint = Footprint(
+            weights=weight_bytes(self._model),
+            activations=activation_bytes(config, self._dtype, self.vocab_size, self._max_forward_tokens),
+        )
         self.kv_layout = options.kv_layout
         self.slots, self.layout = self._reserve(options)
         self.realign_ns = 0
@@ -118,6 +124,8 @@ class Engine:
             kv_bytes_per_token=per_token,
             kv_bytes_total=per_token * self.layout.arena.columns * self.slots.total,
             kv_layout=self.kv_layout,
+            weight_bytes=self.footprint.weights,
+            activation_bytes=self.footprint.activations,
         )
 
     @contextmanager
@@ -149,15 +157,19 @@ class Engine:
         # Attended columns are a multiple of the tile, counted from the sequence's start.
         columns = round_up(self.max_model_len, self.tiles.kv) + (self.tiles.kv if layout.spare_columns else 0)
         per_slot = self._kv_bytes_per_token() * columns
-        budget = default_kv_memory(self._device) if options.kv_memory is None else int(options.kv_memory)
-        slots = min(options.max_sequences, budget // per_slot)
+        limit = self._limit(options)
+        slots = min(options.max_sequences, limit.kv_bytes // per_slot)
         if slots < 1:
             raise UnsupportedModelError(
-                f"kv_memory of {budget:,} bytes holds no sequence of {columns} positions ({per_slot:,} bytes): "
-                "lower max_model_len or raise kv_memory"
+                f"{limit} holds no sequence of {columns} positions ({per_slot:,} bytes): "
+                f"lower max_model_len or raise {limit.name}"
             )
         if slots < options.max_sequences:
-            log.warning("kv_memory holds %d sequences of %d positions, not %d", slots, columns, options.max_sequences)
+            log.warning(
+                "%s holds %d sequences of %d positions, not %d", limit.name, slots, columns, options.max_sequences
+            )
+        self.footprint = replace(self.footprint, kv=slots * per_slot)
+        log.info("memory: %s", self.footprint)
         layers = self.loaded.config.num_hidden_layers
         try:
             arena = KVArena(layers, slots, self._kv_heads, columns, self._head_dim, self._dtype, self._device)
@@ -166,6 +178,14 @@ class Engine:
                 f"a KV cache of {slots * per_slot:,} bytes cannot be allocated: {first_line(error)}"
             ) from error
         return SlotTable(slots), layout(arena)
+
+    def _limit(self, options: EngineOptions) -> KVLimit:
+        """What the KV cache may take."""
+        if options.memory_budget is not None:
+            return KVLimit("memory_budget", int(options.memory_budget), self.footprint)
+        if options.kv_memory is not None:
+            return KVLimit("kv_memory", int(options.kv_memory))
+        return KVLimit("kv_memory", default_kv_memory(self._device))
 
     @torch.inference_mode()
     def _refuse_other_logits(self, own: torch.Tensor) -> None:

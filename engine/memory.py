@@ -1,14 +1,73 @@
-"""How much memory a KV cache may come to take where nobody says so."""
+"""What an engine takes of its device's memory, computed from the model before anything is reserved."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 GPU_SHARE = 0.8
 CPU_SHARE = 0.4
 """Less, because draft and target often have one machine between them."""
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# Tensors of the width of a hidden state, of an intermediate one, and of logits (in float32) that live at a time.
+HIDDEN_COPIES, INTERMEDIATE_COPIES, LOGIT_COPIES = 8, 4, 2
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes."""
+
+    weights: int
+    activations: int
+    """Of one pass, at most."""
+    kv: int = 0
+    """Of the KV cache, all slots."""
+
+    def __str__(self) -> str:
+        parts = [f"{name} {_readable(count)}" for name, count in vars(self).items()]
+        return f"{_readable(sum(vars(self).values()))}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class KVLimit:
+    """A limit under the `name` of the option that set it; with `others`, it is that of all together."""
+
+    name: str
+    given: int
+    others: Footprint | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """What is left for the KV cache."""
+        return max(0, self.given - (self.others.weights + self.others.activations if self.others else 0))
+
+    def __str__(self) -> str:
+        if self.others is None:
+            return f"{self.name} of {self.given:,} bytes"
+        return (
+            f"{self.name} of {self.given:,} bytes, less {self.others.weights:,} of weights and "
+            f"{self.others.activations:,} of activations,"
+        )
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of all weights of a module, those in a layout of oneDNN's own too; each once."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        packed = vars(module).get("weight")
+        tensors |= {} if packed is None else {id(packed): packed}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int) -> int:
+    """Of a pass of so many rows, all of which have logits: an estimate from above."""
+    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    per_row = HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * intermediate
+    row_bytes: int = per_row * dtype.itemsize + LOGIT_COPIES * vocab_size * torch.float32.itemsize
+    return rows * row_bytes
 
 
 def default_kv_memory(device: torch.device) -> int:
@@ -25,3 +84,7 @@ def _available_to_process() -> int:
     if limit == "max":
         return available
     return min(available, max(0, int(limit) - int(psutil.Process().memory_info().rss)))
+
+
+def _readable(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,8 +1,8 @@
 """How to run a model: what both workers can be told."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ByteSize, Field
+from pydantic import BaseModel, ByteSize, Field, model_validator
 
 
 class EngineOptions(BaseModel, frozen=True, extra="forbid"):
@@ -22,6 +22,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         description="KV cache, such as 8GiB; default: what max_sequences need, at most 80% of a GPU's or 40% of a "
         "machine's free memory",
     )
+    memory_budget: ByteSize | None = Field(
+        None, description="weights, activations and KV cache together, such as 16GiB; instead of kv_memory"
+    )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",
         description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
@@ -29,3 +32,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     lean: bool = Field(True, description="run the Llama family by our own fused pass, not by the library's modules")
     max_forward_tokens: int = Field(512, ge=1, le=2**20, description="tokens in one forward pass; more take several")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the model; default: torch's choice")
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.kv_memory is not None and self.memory_budget is not None:
+            raise ValueError("give kv_memory or memory_budget, not both")
+        return self

@@ -137,6 +137,8 @@ class WorkerServicer:
             kv_bytes_per_token=info.kv_bytes_per_token,
             kv_bytes_total=info.kv_bytes_total,
             kv_layout=info.kv_layout,
+            weight_bytes=info.weight_bytes,
+            activation_bytes=info.activation_bytes,
         )
         return pb.GetWorkerInfoResponse(model=model, load=load)
 

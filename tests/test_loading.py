@@ -270,6 +270,24 @@ def test_the_limit_of_a_container_counts_too(
     assert "holds no sequence" in refusal(tiny_pair[0])
 
 
+def test_a_budget_is_for_weights_activations_and_cache_together(tiny_pair: tuple[Path, Path]) -> None:
+    engine = load_engine(tiny_pair[0], max_sequences=4)
+    one, others = engine.footprint.kv // 4, engine.footprint.weights + engine.footprint.activations
+    stored = sum(weight.nbytes for weight in stored_weights(tiny_pair[0]))
+    assert stored <= engine.footprint.weights < 1.01 * stored  # rotary frequencies are not stored
+    assert load_engine(tiny_pair[0], max_sequences=4, memory_budget=others + 3 * one).slots.total == 3
+    assert load_engine(tiny_pair[0], max_sequences=4, memory_budget=others + 99 * one).slots.total == 4
+    message = refusal(tiny_pair[0], memory_budget=others + one - 1)
+    for number in (others + one - 1, engine.footprint.weights, engine.footprint.activations, one):
+        assert f"{number:,}" in message
+    assert "raise memory_budget" in message
+    assert "holds no sequence" in refusal(tiny_pair[0], memory_budget=1)
+
+
+def stored_weights(folder: Path) -> list[torch.Tensor]:
+    return [tensor for path in folder.glob("*.safetensors") for tensor in load_file(path).values()]
+
+
 def test_memory_that_nobody_can_have_is_refused(tmp_path: Path) -> None:
     positions = 10**12
     folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
@@ -477,6 +495,7 @@ def test_different_vocabularies_have_different_fingerprints() -> None:
         {"threads": 0},
         {"dtype": "int8"},
         {"kv_memory": "much"},
+        {"kv_memory": "1MiB", "memory_budget": "1GiB"},
         {"no_such_option": 1},
     ],
 )

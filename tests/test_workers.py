@@ -497,6 +497,8 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         kv_bytes_per_token=info.kv_bytes_per_token,
         kv_bytes_total=info.kv_bytes_total,
         kv_layout="slots",
+        weight_bytes=info.weight_bytes,
+        activation_bytes=info.activation_bytes,
     )
 
 
