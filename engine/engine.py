@@ -17,7 +17,7 @@ from engine.layout import LAYOUTS, KVLayout
 from engine.lean import LeanModel, is_lean
 from engine.linear import can_prepack, prepack_linears
 from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
-from engine.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, weight_bytes
+from engine.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, release_files, weight_bytes
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
 from engine.packing import Span, pack
@@ -70,6 +70,8 @@ class Engine:
             self._model = LeanModel(loaded.model)
         if can_prepack(self._dtype, self._device):
             prepack_linears(self._model)
+        if self._device.type == "cpu":
+            release_files(self._model)
         self.tiles = Tiles()
         if exact:
             activate_in_pieces(self._model)
@@ -173,7 +175,7 @@ class Engine:
         layers = self.loaded.config.num_hidden_layers
         try:
             arena = KVArena(layers, slots, self._kv_heads, columns, self._head_dim, self._dtype, self._device)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise UnsupportedModelError(
                 f"a KV cache of {slots * per_slot:,} bytes cannot be allocated: {first_line(error)}"
             ) from error

@@ -1,14 +1,17 @@
 """The KV cache: one slot a sequence in one arena. How many of a slot's positions count is an integer elsewhere
 (`engine.slots`), and in which column a position lies is the layout's choice (`engine.layout`)."""
 
+import math
+
+import numpy as np
 import torch
 
 
 class KVArena:
     """Keys and values of all layers, each [slots, kv_heads, columns, head_dim].
 
-    Zeroed once, because attention multiplies masked values by zero and a NaN would survive that; on Linux the pages of
-    positions that were never used are not resident.
+    Zeroed once, because attention multiplies masked values by zero and a NaN would survive that. On a CPU the system
+    does it, page by page, so that positions that were never used take no memory.
     """
 
     def __init__(
@@ -22,7 +25,7 @@ class KVArena:
         device: torch.device,
     ) -> None:
         self.slots, self.columns, self.device = slots, columns, device
-        self._storage = torch.zeros(layers, 2, slots, kv_heads, columns, head_dim, dtype=dtype, device=device)
+        self._storage = _zeros((layers, 2, slots, kv_heads, columns, head_dim), dtype, device)
         self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
 
     def write(
@@ -43,3 +46,10 @@ class KVArena:
         """Copies `count` columns of a slot, of all layers, from column `source` on to column `destination` on."""
         columns = self._storage[:, :, slot, :, source : source + count].clone()  # the two ranges may overlap
         self._storage[:, :, slot, :, destination : destination + count] = columns
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """RuntimeError or MemoryError if there is no room. `torch.zeros` would write every page of the host's memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

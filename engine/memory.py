@@ -53,6 +53,12 @@ class KVLimit:
         )
 
 
+def release_files(model: nn.Module) -> None:
+    """Copies what is left of the weights in mapped files: a few of them keep a whole file resident."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def weight_bytes(model: nn.Module) -> int:
     """Of all weights of a module, those in a layout of oneDNN's own too; each once."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -8,6 +8,7 @@ from typing import Any
 
 import gguf
 import huggingface_hub.constants
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from engine import attention, memory
+from engine.kv_cache import KVArena
 from engine.loading import TokenizerFiles, UnsupportedModelError, load_model
 from engine.options import EngineOptions
 
@@ -282,6 +284,28 @@ def test_a_budget_is_for_weights_activations_and_cache_together(tiny_pair: tuple
         assert f"{number:,}" in message
     assert "raise memory_budget" in message
     assert "holds no sequence" in refusal(tiny_pair[0], memory_budget=1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("lean", [True, False])
+def test_no_file_of_weights_stays_mapped(tmp_path: Path, lean: bool) -> None:
+    engine = load_engine(save_model(tmp_path / "some-model", small_config("llama")), lean=lean)
+    assert "some-model" not in Path("/proc/self/maps").read_text()
+    assert engine.bitwise
+
+
+def test_positions_that_were_never_used_take_no_memory() -> None:
+    process, before = psutil.Process(), psutil.Process().memory_info().rss
+    arena = KVArena(4, 8, 4, 4096, 128, torch.bfloat16, torch.device("cpu"))
+    assert arena.keys[3].shape == (8, 4, 4096, 128)
+    row = torch.ones(1, 4, 128, dtype=torch.bfloat16)
+    for layer in range(4):
+        arena.write(layer, torch.tensor([5]), torch.tensor([7]), row, row)
+        assert arena.keys[layer].count_nonzero() == row.numel()
+    del arena
+    arena = KVArena(4, 8, 4, 4096, 128, torch.bfloat16, torch.device("cpu"))
+    arena.write(0, torch.tensor([5]), torch.tensor([7]), row, row)
+    assert process.memory_info().rss - before < 64 * 2**20, "of 512 MiB"
 
 
 def stored_weights(folder: Path) -> list[torch.Tensor]:
