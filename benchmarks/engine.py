@@ -63,7 +63,7 @@ def main() -> None:
     parts = [where_the_time_goes(engine, batch, length) for batch, length in PROFILED if length in options.lengths]
     show("share of a plain step in %", parts)
     result = {
-        "model": engine.info().model, "dtype": engine.info().dtype, "device": engine.info().device,
+        "model": "/".join(Path(options.model).parts[-2:]), "dtype": engine.info().dtype, "device": engine.info().device,
         "threads": options.threads, "bandwidth_gb_s": round(bandwidth / 1e9, 1), "bitwise": engine.bitwise,
         "steps": rows, "parts": parts,
     }  # fmt: skip

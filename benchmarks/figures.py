@@ -29,6 +29,9 @@ def realign_figure(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
+MILLISECONDS = (10, 20, 50, 100, 200, 500)
+
+
 def engine_figure(rows: list[dict[str, Any]]) -> Figure:
     """Milliseconds of a step by sequences: plain steps and their limit for each cached length, and the library's."""
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
@@ -48,6 +51,7 @@ def engine_figure(rows: list[dict[str, Any]]) -> Figure:
     for axes in (plain, verify):
         axes.set(xscale="log", yscale="log", xlabel="sequences", ylabel="ms a step")
         axes.set_xticks(batches, labels=map(str, batches))
+        axes.set_yticks(MILLISECONDS, labels=map(str, MILLISECONDS))
         axes.minorticks_off()
         axes.legend(fontsize="x-small")
     return figure
