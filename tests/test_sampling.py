@@ -46,7 +46,7 @@ def processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorLis
     """The same rules by transformers, in the same order."""
     found = LogitsProcessorList()
     if params.logit_bias:
-        found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
+        found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
     if params.min_tokens and params.stop_token_ids:
         stops = list(params.stop_token_ids)
         found.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_tokens, stops))
