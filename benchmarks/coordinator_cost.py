@@ -13,14 +13,12 @@ import random
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import grpc
 from specpool.v1 import generation_pb2 as pb
 
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, progress, seconds_of, show
 from coordinator.client import AsyncClient
 from coordinator.fakes import FakeDraft, FakeTarget
 from coordinator.grouping import POLICIES, GroupingLimits, Policy
@@ -110,7 +108,7 @@ async def _run(client: AsyncClient, options: argparse.Namespace) -> dict[str, fl
 async def _wait_ready(client: AsyncClient) -> None:
     for _ in range(100):
         with contextlib.suppress(grpc.aio.AioRpcError):  # it is still starting
-            info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+            info = await client.server_info()
             if info.target.state == info.draft.state == "ready":
                 return
         await asyncio.sleep(0.1)
@@ -126,19 +124,13 @@ def measure_choice(name: str) -> float:
         pool.submit([Sequence(i, GenerationRequest(str(i), prompt, 1000, frozenset(), 4))])
     pool.admit()
     policy = POLICIES[name](GroupingLimits(max_batch_size=8, min_group_size=4))
-    return statistics.median(_timed(lambda: _choose(pool, policy)) for _ in range(CHOICES)) * 1000
+    return statistics.median(seconds_of(lambda: _choose(pool, policy)) for _ in range(CHOICES)) * 1000
 
 
 def _choose(pool: Pool, policy: Policy) -> None:
     group = policy.choose(pool.ready, pool.rounds).sequences
     pool.begin_round(group)
     pool.end_round(group)
-
-
-def _timed(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _start(stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:

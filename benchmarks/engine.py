@@ -10,7 +10,6 @@ printed is JSON.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.figures import engine_figure
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, progress, seconds_of, show
 from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
 from engine.options import EngineOptions
@@ -114,12 +113,7 @@ def engine_step(engine: Engine, batch: int, cached: int, tokens: int) -> Step:
 
 def fastest(step: Step, times: int) -> float:
     """Seconds of the fastest of a few."""
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return min(seconds_of(step) for _ in range(times))
 
 
 def summary(

@@ -10,15 +10,13 @@ import argparse
 import asyncio
 from pathlib import Path
 
-import grpc
 from specpool.v1 import common_pb2
-from specpool.v1 import generation_pb2 as pb
 
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, progress, show
 from coordinator.client import AsyncClient
-from coordinator.commands.generate import answers
+from coordinator.commands.generate import sure_answers
 from coordinator.commands.prompts import PromptLine
 from coordinator.commands.up import UpSettings, running
 from engine.embedded_pair import embedded_pair
@@ -63,7 +61,7 @@ async def _serve(
     async with running(settings) as address, AsyncClient(address) as client:
         served = await _answers(client, lines, options.concurrency, options.k, options.max_tokens, "served")
         alone = await _answers(client, lines, 1, 0, options.max_tokens, "alone, k = 0")
-        info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
+        info = await client.model_info()
     return served, alone, common_pb2.Equivalence.Name(info.target.equivalence)
 
 
@@ -71,11 +69,9 @@ async def _answers(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, k: int, max_tokens: int, what: str
 ) -> list[list[int]]:
     found = []
-    responses = answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k)
+    responses = sure_answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k)
     for _ in progress(lines, what):
         response = await anext(responses)
-        if isinstance(response, grpc.aio.AioRpcError):
-            raise response
         found.append(list(response.token_ids))
     return found
 

@@ -5,6 +5,14 @@ from pathlib import Path
 
 from coordinator.commands.prompts import PromptLine, own_prompts, read_prompts
 
+# Prompts of a run per request at a time, and the fewest of a run.
+LOAD, FEWEST_PROMPTS = 2, 4
+
+
+def number_of_prompts(concurrency: int) -> int:
+    """Prompts of a run that keeps so many requests in flight."""
+    return max(FEWEST_PROMPTS, LOAD * concurrency)
+
 
 def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
     """`count` prompts, repeated if there are fewer. A line of the file is as for `specpool generate`, or a question of

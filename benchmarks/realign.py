@@ -19,7 +19,7 @@ from specpool.v1 import generation_pb2 as pb
 
 from benchmarks.figures import realign_figure
 from benchmarks.peers import Peers
-from benchmarks.prompts import load_prompts
+from benchmarks.prompts import load_prompts, number_of_prompts
 from benchmarks.report import console, finish, progress, show
 from coordinator.client import AsyncClient
 from coordinator.commands.processes import Service
@@ -32,8 +32,6 @@ from engine.embedded_pair import embedded_pair
 POLICIES, LAYOUTS = ("ragged", "exspec", "eqspec"), ("slots", "padded")
 SPECULATIVE = [f"{policy}/{layout}" for policy in POLICIES for layout in LAYOUTS]
 PLAIN, PEERS = "plain", ("generate", "generate_batch")
-# Prompts of a run per place in the batch, and the fewest of a run.
-LOAD, FEWEST_PROMPTS = 2, 4
 Run = dict[str, Any]
 
 
@@ -80,11 +78,6 @@ async def measure(options: argparse.Namespace) -> list[Run]:
     return [summary(kind, batch, found, plain[batch]) for (kind, batch), found in runs.items()]
 
 
-def number_of_prompts(batch: int) -> int:
-    """Prompts of a run."""
-    return max(FEWEST_PROMPTS, LOAD * batch)
-
-
 @asynccontextmanager
 async def workers(layout: str, options: argparse.Namespace) -> AsyncIterator[tuple[str, str]]:
     """Both workers with this layout; yields the addresses of target and draft."""
@@ -92,7 +85,7 @@ async def workers(layout: str, options: argparse.Namespace) -> AsyncIterator[tup
     for kind, model in (("target", options.target), ("draft", options.draft)):
         port = free_port()
         flags = ["--model", model, "--port", str(port), "--kv-layout", layout, "--log-level", "warning"]
-        flags += ["--max-model-len", "2048", "--max-sequences", str(LOAD * max(options.batches) + FEWEST_PROMPTS)]
+        flags += ["--max-model-len", "2048", "--max-sequences", str(number_of_prompts(max(options.batches)))]
         services.append(Service(f"{kind} worker", f"{kind}_worker.server", flags, f"127.0.0.1:{port}"))
     console.print(f"starting the workers, layout {layout}")
     try:
@@ -128,7 +121,7 @@ async def serve(
                 *(client.generate(line.prompt, max_tokens=options.max_tokens) for line in lines)
             )
             seconds = time.perf_counter() - began
-            info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+            info = await client.server_info()
     finally:
         process.server.stop()
         await process.wait_stopped()

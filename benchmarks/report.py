@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,13 @@ T = TypeVar("T")
 def progress(things: Sequence[T], what: str) -> Iterable[T]:
     """The things, with a bar that says how far they are worked off."""
     return track(things, what, console=console, transient=True)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

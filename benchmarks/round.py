@@ -13,19 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import grpc
 from specpool.v1 import generation_pb2 as pb
 
-from benchmarks.prompts import load_prompts
+from benchmarks.prompts import load_prompts, number_of_prompts
 from benchmarks.report import finish, progress, show
 from coordinator.client import AsyncClient
-from coordinator.commands.generate import answers
+from coordinator.commands.generate import sure_answers
 from coordinator.commands.prompts import PromptLine
 from coordinator.commands.up import UpSettings, running
 
 CONCURRENCIES, DRAFTED = (1, 4, 8, 16), (0, 4)
-# Prompts of a run per request at a time, and the fewest of a run.
-LOAD, FEWEST_PROMPTS = 2, 4
 STAGES = {"models": ("draft", "verify"), "realign": ("realign",), "wire": ("wire",), "schedule": ("schedule",)}
 
 
@@ -46,7 +43,7 @@ def main() -> None:
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each concurrency and draft length: medians over the repeats."""
-    lines = load_prompts(options.prompts, LOAD * max(CONCURRENCIES))
+    lines = load_prompts(options.prompts, number_of_prompts(max(CONCURRENCIES)))
     settings = UpSettings(
         port=0, log_level="error", drain_seconds=1, prefix_reuse=False, target=options.target, draft=options.draft
     )
@@ -55,7 +52,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     async with running(settings) as address, AsyncClient(address) as client:
         await run(client, lines[:2], 1, max(DRAFTED), options.max_tokens)  # warms up both workers
         for concurrency, k in progress([case for _ in range(options.repeats) for case in cases], "runs"):
-            some = lines[: max(FEWEST_PROMPTS, LOAD * concurrency)]
+            some = lines[: number_of_prompts(concurrency)]
             found[concurrency, k].append(await run(client, some, concurrency, k, options.max_tokens))
     return [
         {"concurrency": case[0], "k": case[1], **{name: median(runs, name) for name in runs[0]}}
@@ -73,9 +70,7 @@ async def run(
 ) -> dict[str, float]:
     """All prompts once: speed, milliseconds of a round, and shares of the time."""
     before, began, tokens = await counters(client), time.perf_counter(), 0
-    async for response in answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k):
-        if isinstance(response, grpc.aio.AioRpcError):
-            raise response
+    async for response in sure_answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k):
         tokens += len(response.token_ids)
     seconds, after = time.perf_counter() - began, await counters(client)
     spent = {

@@ -11,7 +11,6 @@ draft, the target without one of its layers, stands for a good one. The last lin
 import argparse
 import copy
 import statistics
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, progress, seconds_of, show
 from engine.embedded_pair import embedded_pair
 from engine.sampling import SamplingParams, choose_token
 
@@ -94,11 +93,7 @@ def cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
     """Median milliseconds of one choice after a context of some length."""
     context = [i % 1000 for i in range(CONTEXT_TOKENS)]
     params = SamplingParams(**rules, prompt_length=CONTEXT_TOKENS // 2)
-    seconds = []
-    for _ in range(CHOICES):
-        began = time.perf_counter()
-        choose_token(logits, params, context)
-        seconds.append(time.perf_counter() - began)
+    seconds = [seconds_of(lambda: choose_token(logits, params, context)) for _ in range(CHOICES)]
     return round(statistics.median(seconds) * 1000, 2)
 
 

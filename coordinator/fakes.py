@@ -171,7 +171,6 @@ class FakeTarget(FakeWorker):
                 tokens.append(draft)
                 gained.append(draft)
             gained.append(self.choose(tokens))
-        self.caches[key] = tokens
         return target_worker_pb2.VerifyResult(
             sequence_id=item.sequence_id, status=status, token_ids=gained, cached_length=len(tokens)
         )

@@ -4,7 +4,6 @@ One product for queries, keys and values, one for gate and up, rotary tables loo
 families differ in is settled when the weights are taken over, so that the pass is the same for all.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +15,10 @@ from engine.activations import in_pieces
 from engine.attention import attend
 from engine.packing import PackedBatch
 
-
-@dataclass(frozen=True)
-class _Family:
-    """What is special about an architecture. Norms inside a residual branch, and of heads, are found by their names."""
-
-    interleaved: bool = False
-    """Rotary pairs are neighbours, not half a head apart."""
-
-
-FAMILIES = {
-    "llama": _Family(),  # and Vicuna, SmolLM
-    "mistral": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(),
-    "glm": _Family(interleaved=True),
-    "glm4": _Family(interleaved=True),
-}
+# Rotary pairs are neighbours, not half a head apart.
+INTERLEAVED = {"glm", "glm4"}
+# Llama is Vicuna and SmolLM too. Norms inside a residual branch, and of heads, are found by their names.
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 
 # Rotary tables begin with so many positions, and grow with the longest sequence.
 FIRST_POSITIONS = 4096
@@ -58,7 +44,7 @@ class LeanModel(nn.Module):
         self._embedding, self._norm, self._head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head
         self._rotary_embedding = inner.rotary_emb
         self._rotary = self._rotary_tables(FIRST_POSITIONS)
-        order = _head_order(len(inner.rotary_emb.inv_freq), self._head_dim, FAMILIES[config.model_type].interleaved)
+        order = _head_order(len(inner.rotary_emb.inv_freq), self._head_dim, config.model_type in INTERLEAVED)
         self._layers = nn.ModuleList()
         for index in range(len(inner.layers)):
             self._layers.append(_Layer(inner.layers[index], index, order))

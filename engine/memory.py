@@ -59,13 +59,16 @@ def release_files(model: nn.Module) -> None:
         parameter.data = parameter.data.clone()
 
 
+def weights_of(model: nn.Module) -> list[torch.Tensor]:
+    """All weights of a module, those in a layout of oneDNN's own too; each once."""
+    packed = (vars(module).get("weight") for module in model.modules())
+    weights = (*model.parameters(), *(weight for weight in packed if weight is not None))
+    return list({id(weight): weight for weight in weights}.values())
+
+
 def weight_bytes(model: nn.Module) -> int:
-    """Of all weights of a module, those in a layout of oneDNN's own too; each once."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    for module in model.modules():
-        packed = vars(module).get("weight")
-        tensors |= {} if packed is None else {id(packed): packed}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    """Of all weights and buffers of a module."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*weights_of(model), *model.buffers()))
 
 
 def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int) -> int:

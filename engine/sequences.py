@@ -75,8 +75,8 @@ class SequenceEngine:
     def choose(self, coordinator_id: str, spans: Mapping[int, Span]) -> dict[int, Choices]:
         """Runs the spans, by sequence id, in one forward pass. A token is chosen after each of their last tokens."""
         logits = self.engine.forward(list(spans.values()))
-        best = logits.argmax(-1).split([span.num_logits for span in spans.values()])
-        rows = logits.split([span.num_logits for span in spans.values()])
+        counts = [span.num_logits for span in spans.values()]
+        best, rows = logits.argmax(-1).split(counts), logits.split(counts)
         chosen = {}
         for sequence_id, largest, own in zip(spans, best, rows, strict=True):
             slot = self.engine.slots[coordinator_id, sequence_id]

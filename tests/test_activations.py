@@ -16,20 +16,20 @@ from engine.engine import Engine
 from engine.packing import Span
 
 
-@pytest.fixture(params=[1, 2, 5])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("features", [1536, 160, 40_000])
 @pytest.mark.parametrize(
     "function", [silu, activations._InPieces(nn.GELU()), activations._InPieces(ACT2FN["gelu_new"])]
 )
-def test_a_row_has_the_same_bits_among_any_others(features: int, function: object) -> None:
+def test_a_row_has_the_same_bits_among_any_others(features: int, function: object, threads: int) -> None:
+    torch.set_num_threads(threads)
     x = torch.randn(300 if features < 10_000 else 5, 2 * features)[:, :features]  # as half of a product
     alone = torch.cat([in_pieces(function, row[None]) for row in x])  # type: ignore[arg-type]
     for count in (2, 7, 22, 96, 271, 300):
@@ -59,21 +59,13 @@ def long_passes_differ(engine: Engine) -> bool:
 def test_long_passes_are_bitwise_too(tmp_path: Path, architecture: str, lean: bool, threads_of_engine: int) -> None:
     sizes = {"n_layer": 2, "n_head": 4} if architecture == "gpt2" else {"intermediate_size": 160}
     folder = save_model(tmp_path, small_config(architecture, **sizes))
-    before = torch.get_num_threads()
-    try:
-        engine = load_engine(folder, threads=threads_of_engine, lean=lean)
-        assert not engine.bitwise or not long_passes_differ(engine)
-        assert engine.bitwise or architecture == "gpt2"
-    finally:
-        torch.set_num_threads(before)
+    engine = load_engine(folder, threads=threads_of_engine, lean=lean)
+    assert not engine.bitwise or not long_passes_differ(engine)
+    assert engine.bitwise or architecture == "gpt2"
 
 
 def test_the_self_test_notices_divided_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.lean.in_pieces", lambda function, x: function(x))
     folder = save_model(tmp_path, small_config("llama", intermediate_size=160))
-    before = torch.get_num_threads()
-    try:
-        engine = load_engine(folder, threads=2)
-        assert engine.bitwise is not long_passes_differ(engine)
-    finally:
-        torch.set_num_threads(before)
+    engine = load_engine(folder, threads=2)
+    assert engine.bitwise is not long_passes_differ(engine)

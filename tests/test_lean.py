@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from engine.attention import LibraryModel
 from engine.engine import Engine
 from engine.lean import FAMILIES, LeanModel, is_lean
+from engine.memory import weights_of
 from engine.packing import Span
 
 THETA = {"rope_theta": 10_000.0}
@@ -75,7 +76,7 @@ def test_the_logits_are_the_librarys_and_bitwise(tmp_path: Path, variant: str) -
 
 
 def test_every_family_is_tested() -> None:
-    assert {architecture for architecture, _ in VARIANTS.values()} == set(FAMILIES)
+    assert {architecture for architecture, _ in VARIANTS.values()} == FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -94,17 +95,8 @@ def test_what_it_does_not_know_is_left_to_the_library(architecture: str, changes
 def test_no_weight_is_kept_twice(tmp_path: Path, dtype: str) -> None:
     engine = load_engine(save_random(tmp_path, "llama", {}), dtype=dtype)
     assert sum(weight.numel() for weight in engine.loaded.model.parameters()) == engine.loaded.config.hidden_size
-    kept = sum(tensor.numel() for tensor in tensors_of(engine._model))
+    kept = sum(weight.numel() for weight in weights_of(engine._model))
     assert kept <= engine.info().parameters
-
-
-def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Weights of a module, prepacked ones too."""
-    weights = {id(weight): weight for weight in module.parameters()}
-    for child in module.modules():
-        packed = vars(child).get("weight")
-        weights |= {} if packed is None else {id(packed): packed}
-    return list(weights.values())
 
 
 def test_the_rotary_tables_grow_with_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

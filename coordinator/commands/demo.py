@@ -17,7 +17,7 @@ from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
 from coordinator.client import AsyncClient
-from coordinator.commands.generate import answers
+from coordinator.commands.generate import sure_answers
 from coordinator.commands.processes import ProcessFailedError
 from coordinator.commands.prompts import PromptLine, own_prompts, read_prompt_file
 from coordinator.commands.up import UpSettings, running
@@ -100,7 +100,7 @@ async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[s
             for _ in range(settings.repeats):  # in turns, so that a noisy machine is noisy for both
                 plain.append(await _run(client, lines, settings, 0, progress, task))
                 speculative.append(await _run(client, lines, settings, settings.num_speculative_tokens, progress, task))
-            info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
+            info = await client.model_info()
     return _result(plain, speculative, info), speculative[0].responses[0].text
 
 
@@ -110,9 +110,7 @@ async def _run(
     began = time.perf_counter()
     responses = []
     options = {"max_tokens": settings.max_tokens, "num_speculative_tokens": k}
-    async for response in answers(client, lines, settings.concurrency, **options):
-        if isinstance(response, grpc.aio.AioRpcError):
-            raise response
+    async for response in sure_answers(client, lines, settings.concurrency, **options):
         responses.append(response)
         if task is not None:
             progress.advance(task)  # type: ignore[arg-type]

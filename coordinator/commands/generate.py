@@ -94,6 +94,16 @@ async def answers(
             task.cancel()
 
 
+async def sure_answers(
+    client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
+) -> AsyncIterator[pb.GenerateResponse]:
+    """The same where no line may fail: raises the first error."""
+    async for response in answers(client, lines, concurrency, **options):
+        if isinstance(response, grpc.aio.AioRpcError):
+            raise response
+        yield response
+
+
 def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, object]:
     """What `--json` prints for a prompt."""
     statistics = MessageToDict(
