@@ -7,7 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.packing import AttentionCall, PackedBatch
+from engine.attention_plan import AttentionCall
+from engine.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
 
@@ -50,10 +51,11 @@ def attend(
     scaling: float | None,
 ) -> torch.Tensor:
     """Caches the new tokens' keys and values, then attends from them. Returns [rows, heads, dim]."""
-    arena, tokens = batch.arena, batch.tokens
+    arena, tokens, plan = batch.arena, batch.tokens, batch.attention
+    assert plan is not None
     arena.write(layer, batch.slots, batch.columns, key[:tokens], value[:tokens])
-    results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in batch.calls]
-    return torch.cat(results)[batch.result_rows]
+    results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in plan.calls]
+    return torch.cat(results)[plan.result_rows]
 
 
 def _attend(

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from engine.activations import activate_in_pieces
-from engine.attention import PACKED_ATTENTION, LibraryModel
+from engine.attention import PACKED_ATTENTION
+from engine.attention_plan import plan_attention
 from engine.exactness import choose_tiles, self_test
+from engine.forward import forward_pass
 from engine.kv_cache import KVArena
 from engine.layout import LAYOUTS, KVLayout
-from engine.lean import LeanModel, is_lean
-from engine.linear import can_prepack, prepack_linears
 from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
-from engine.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, release_files, weight_bytes
+from engine.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, weight_bytes
+from engine.native.model import NativeModel
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
 from engine.packing import Span, pack
@@ -65,15 +65,9 @@ class Engine:
         self._query_groups = heads // self._kv_heads
         self._device, self._dtype = loaded.model.device, loaded.model.dtype
         own_logits = self._own_logits()
-        self._model: nn.Module = LibraryModel(loaded.model)
-        if options.lean and is_lean(config):
-            self._model = LeanModel(loaded.model)
-        if can_prepack(self._dtype, self._device):
-            prepack_linears(self._model)
-        if self._device.type == "cpu":
-            release_files(self._model)
+        self._model = forward_pass(loaded, options)
         self.tiles = Tiles()
-        if exact:
+        if exact and not self._attends_itself:
             activate_in_pieces(self._model)
             self.tiles = choose_tiles(self._model, self._kv_heads, self._query_groups, self._head_dim)
         self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
@@ -139,6 +133,11 @@ class Engine:
         self._synchronize()
         self.realign_ns += time.perf_counter_ns() - began
 
+    @property
+    def _attends_itself(self) -> bool:
+        """Whether the pass needs neither a grid of shapes nor a plan of attention calls."""
+        return isinstance(self._model, NativeModel)
+
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -146,8 +145,12 @@ class Engine:
     def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
         with self.realigning():
             starts = self.layout.align(spans)
-        gather = self._device.type != "cpu"
-        batch = pack(spans, starts, self.layout.arena, self.tiles, self._query_groups, gather)
+        arena = self.layout.arena
+        batch = pack(spans, starts, arena, self.tiles)
+        if not self._attends_itself:
+            gather = self._device.type != "cpu"
+            plan = plan_attention(spans, starts, arena, self.tiles, self._query_groups, gather)
+            batch = replace(batch, attention=plan)
         logits: torch.Tensor = self._model(batch)
         return logits[: batch.num_logits]
 

@@ -14,14 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.activations import in_pieces
 from engine.attention import attend
 from engine.packing import PackedBatch
+from engine.rotary import RotaryTables, head_order, rotate
 
 # Rotary pairs are neighbours, not half a head apart.
 INTERLEAVED = {"glm", "glm4"}
 # Llama is Vicuna and SmolLM too. Norms inside a residual branch, and of heads, are found by their names.
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
-
-# Rotary tables begin with so many positions, and grow with the longest sequence.
-FIRST_POSITIONS = 4096
 
 
 def is_lean(config: PreTrainedConfig) -> bool:
@@ -39,101 +37,73 @@ class LeanModel(nn.Module):
         super().__init__()
         config: Any = model.config
         inner: Any = model.model
-        self._eps: float = config.rms_norm_eps
-        self._head_dim: int = inner.layers[0].self_attn.head_dim
-        self._embedding, self._norm, self._head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head
-        self._rotary_embedding = inner.rotary_emb
-        self._rotary = self._rotary_tables(FIRST_POSITIONS)
-        order = _head_order(len(inner.rotary_emb.inv_freq), self._head_dim, config.model_type in INTERLEAVED)
-        self._layers = nn.ModuleList()
+        self.eps: float = config.rms_norm_eps
+        self.head_dim: int = inner.layers[0].self_attn.head_dim
+        self.embedding, self.norm, self.head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head
+        self.rotary = RotaryTables(inner.rotary_emb, self.head_dim, self.norm)
+        order = head_order(len(inner.rotary_emb.inv_freq), self.head_dim, config.model_type in INTERLEAVED)
+        self.layers = nn.ModuleList()
         for index in range(len(inner.layers)):
-            self._layers.append(_Layer(inner.layers[index], index, order))
+            self.layers.append(LeanLayer(inner.layers[index], index, order))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, vocab_size] of the rows that the batch asks for, padding included."""
-        hidden = embedding(batch.input_ids, self._embedding)  # [rows, hidden]
-        if batch.longest > len(self._rotary[0]):
-            self._rotary = self._rotary_tables(2 * batch.longest)
-        cos, sin = self._rotary
-        rotation = cos[batch.positions], sin[batch.positions]  # [rows, 1, head_dim]
-        for layer in self._layers:
+        hidden = embedding(batch.input_ids, self.embedding)  # [rows, hidden]
+        cos, sin = self.rotary(batch.longest)
+        rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
+        for layer in self.layers:
             hidden = layer(hidden, batch, rotation)
-        wanted = rms_norm(hidden[batch.logit_rows], self._norm.shape, self._norm, self._eps)
-        logits: torch.Tensor = self._head(wanted)
+        wanted = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
+        logits: torch.Tensor = self.head(wanted)
         return logits
 
-    def _rotary_tables(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine of so many positions, [positions, 1, head_dim]; 1 and 0 for what is not rotated."""
-        cos, sin = self._rotary_embedding(self._norm, torch.arange(positions, device=self._norm.device)[None])
-        angles = cos.shape[-1] // 2  # they come twice, for both members of a pair
-        rest = (positions, self._head_dim // 2 - angles)
-        cos = torch.cat([cos[0, :, :angles], torch.ones(rest).to(cos)], -1)
-        sin = torch.cat([sin[0, :, :angles], torch.zeros(rest).to(sin)], -1)
-        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
-
-class _Layer(nn.Module):
+class LeanLayer(nn.Module):
     """One decoder layer."""
 
     def __init__(self, layer: Any, index: int, order: torch.Tensor) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self._index, self._head_dim, self._scaling = index, attention.head_dim, attention.scaling
-        self._eps = layer.input_layernorm.variance_epsilon
+        self.index, self.head_dim, self.scaling = index, attention.head_dim, attention.scaling
+        self.eps = layer.input_layernorm.variance_epsilon
         query, key = _reordered(attention.q_proj, order), _reordered(attention.k_proj, order)
-        self._kv_heads = key.out_features // self._head_dim
-        self._heads = query.out_features // self._head_dim
-        self._qkv = _joined(query, key, attention.v_proj)
-        self._out = attention.o_proj
-        self._gate_up = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else _joined(mlp.gate_proj, mlp.up_proj)
-        self._down = mlp.down_proj
-        self._before_attention, self._before_mlp = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        self._after_attention = _norm_weight(layer, "post_self_attn_layernorm")
-        self._after_mlp = _norm_weight(layer, "post_mlp_layernorm")
-        self._head_norms = None  # [heads + kv_heads, head_dim]
+        self.kv_heads = key.out_features // self.head_dim
+        self.heads = query.out_features // self.head_dim
+        self.qkv = _joined(query, key, attention.v_proj)
+        self.out = attention.o_proj
+        self.gate_up = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else _joined(mlp.gate_proj, mlp.up_proj)
+        self.down = mlp.down_proj
+        self.before_attention, self.before_mlp = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.after_attention = _norm_weight(layer, "post_self_attn_layernorm")
+        self.after_mlp = _norm_weight(layer, "post_mlp_layernorm")
+        self.head_norms = None  # [heads + kv_heads, head_dim]
         if hasattr(attention, "q_norm"):
-            query_norm = attention.q_norm.weight.expand(self._heads, -1)
-            self._head_norms = torch.cat([query_norm, attention.k_norm.weight.expand(self._kv_heads, -1)])
+            query_norm = attention.q_norm.weight.expand(self.heads, -1)
+            self.head_norms = torch.cat([query_norm, attention.k_norm.weight.expand(self.kv_heads, -1)])
 
     def forward(
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         """The hidden states [rows, hidden] after this layer."""
-        attended = self._out(self._attend(self._normed(hidden, self._before_attention), batch, rotation))
-        hidden = hidden + self._normed(attended, self._after_attention)
-        gate, up = self._gate_up(self._normed(hidden, self._before_mlp)).chunk(2, dim=-1)
-        return hidden + self._normed(self._down(in_pieces(silu, gate) * up), self._after_mlp)
+        attended = self.out(self._attend(self._normed(hidden, self.before_attention), batch, rotation))
+        hidden = hidden + self._normed(attended, self.after_attention)
+        gate, up = self.gate_up(self._normed(hidden, self.before_mlp)).chunk(2, dim=-1)
+        return hidden + self._normed(self.down(in_pieces(silu, gate) * up), self.after_mlp)
 
     def _attend(
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        heads = self._qkv(hidden).view(len(hidden), -1, self._head_dim)  # [rows, heads + 2 kv_heads, head_dim]
-        query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
-        if self._head_norms is not None:
-            query_key = rms_norm(query_key, (self._head_dim,), eps=self._eps) * self._head_norms
-        query, key = _rotate(query_key, *rotation).split([self._heads, self._kv_heads], dim=1)
-        return attend(batch, self._index, query, key, value, self._scaling).view(len(hidden), -1)
+        heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)  # [rows, heads + 2 kv_heads, head_dim]
+        query_key, value = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
+        if self.head_norms is not None:
+            query_key = rms_norm(query_key, (self.head_dim,), eps=self.eps) * self.head_norms
+        query, key = rotate(query_key, *rotation).split([self.heads, self.kv_heads], dim=1)
+        return attend(batch, self.index, query, key, value, self.scaling).view(len(hidden), -1)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return x if weight is None else rms_norm(x, weight.shape, weight, self._eps)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding [rows, heads, head_dim]; the sine of the first half of a head comes negated."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
-
-
-def _head_order(angles: int, head_dim: int, interleaved: bool) -> torch.Tensor:
-    """In which order to take the features of a head so that the members of each rotary pair are half a head apart.
-
-    Queries and keys in the same order have the same products.
-    """
-    rotated = torch.arange(2 * angles)
-    first, second = (rotated[0::2], rotated[1::2]) if interleaved else (rotated[:angles], rotated[angles:])
-    rest = torch.arange(2 * angles, head_dim)
-    return torch.cat([first, rest[: len(rest) // 2], second, rest[len(rest) // 2 :]])
+        return x if weight is None else rms_norm(x, weight.shape, weight, self.eps)
 
 
 def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:

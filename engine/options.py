@@ -30,6 +30,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
     )
     lean: bool = Field(True, description="run the Llama family by our own fused pass, not by the library's modules")
+    native: bool = Field(
+        True, description="compile that pass for this processor, where there is a C compiler (CPU, float32)"
+    )
     max_forward_tokens: int = Field(512, ge=1, le=2**20, description="tokens in one forward pass; more take several")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the model; default: torch's choice")
 

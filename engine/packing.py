@@ -1,12 +1,16 @@
-"""Packs the new tokens of many sequences into one row. The only place where anything is padded."""
+"""Packs the new tokens of many sequences into one row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.kv_cache import KVArena
-from engine.numerics import Tiles, round_up
+from engine.numerics import Tiles
+
+if TYPE_CHECKING:
+    from engine.attention_plan import AttentionPlan
 
 
 @dataclass(frozen=True)
@@ -26,19 +30,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """Sequences attended in one call: B neighbouring or listed slots, Q query rows each, over the same columns.
-
-    Or one slot B times, whose query rows are attended by themselves.
-    """
-
-    slots: slice | torch.Tensor  # a slice is a view of the arena, a tensor [B] a gather
-    columns: slice  # kv_length of them
-    query_index: torch.Tensor  # [B, Q] packed index of each query row; padding repeats the sequence's first
-    mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: all is
-
-
-@dataclass(frozen=True)
 class PackedBatch:
     """One forward pass: T tokens of all spans in one row, followed by padding."""
 
@@ -51,28 +42,22 @@ class PackedBatch:
     columns: torch.Tensor  # [T] where in its slot each token is cached
     logit_rows: torch.Tensor  # [R, padded like rows] packed index of each row of logits
     num_logits: int  # R
-    calls: tuple[AttentionCall, ...]
-    result_rows: torch.Tensor  # [rows] where the result of each is among the B * Q of all calls, one behind the other
+    attention: "AttentionPlan | None" = None
+    """None: the model attends by itself."""
 
 
-def pack(
-    spans: Sequence[Span], starts: Sequence[int], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
-) -> PackedBatch:
+def pack(spans: Sequence[Span], starts: Sequence[int], arena: KVArena, tiles: Tiles) -> PackedBatch:
     """Lays out the spans one behind the other, in their order.
 
-    `starts`: the column of each span's sequence in which its position 0 lies. `query_groups`: query heads per KV head,
-    folded into the query rows. `gather`: attend to scattered slots by copying them together (one call), rather than by
-    a call for each run of neighbours (no copy).
+    `starts`: the column of each span's sequence in which its position 0 lies.
     """
-    device = arena.keys[0].device
-    placed: list[_Placed] = []
+    device = arena.device
     token_ids: list[int] = []
     positions: list[int] = []
     columns: list[int] = []
     slots: list[int] = []
     logit_rows: list[int] = []
     for span, start in zip(spans, starts, strict=True):
-        placed.append(_Placed(span, len(token_ids), start))
         token_ids.extend(span.token_ids)
         positions.extend(range(span.start, span.end))
         columns.extend(range(start + span.start, start + span.end))
@@ -81,8 +66,6 @@ def pack(
     tokens, num_logits = len(token_ids), len(logit_rows)
     padding = tiles.rows(tokens) - tokens
     logit_padding = tiles.rows(num_logits) - num_logits if num_logits else 0
-    runs = _runs(placed, tiles, gather)
-    result_rows = _result_rows(runs, tokens, tiles)
     return PackedBatch(
         arena=arena,
         tokens=tokens,
@@ -93,111 +76,4 @@ def pack(
         columns=torch.tensor(columns, device=device),
         logit_rows=torch.tensor(logit_rows + logit_rows[:1] * logit_padding, device=device, dtype=torch.long),
         num_logits=num_logits,
-        calls=tuple(_attention_call(run, tiles, query_groups, arena) for run in runs),
-        result_rows=torch.tensor(result_rows + result_rows[:1] * padding, device=device),
     )
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A span with the packed index of its first token, and the column of its sequence's position 0."""
-
-    span: Span
-    first: int
-    start: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """What decides which columns its tokens see."""
-        return self.start, self.span.start, self.span.end
-
-
-def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool) -> list[list[_Placed]]:
-    """Spans to attend together: few-token spans of neighbouring slots; a long one alone.
-
-    Exact results depend on how far into the attended columns a sequence starts: then only equal starts go together.
-    """
-    runs: list[list[_Placed]] = []
-    short = 1 if tiles.by_row else max(tiles.query, 16)
-    for this in sorted(placed, key=lambda this: (this.start if tiles.exact else 0, this.span.slot)):
-        previous = runs[-1][-1] if runs else None
-        joins = (
-            previous is not None
-            and (gather or previous.span.slot + 1 == this.span.slot)
-            and (not tiles.exact or previous.start == this.start)
-            and max(len(previous.span.token_ids), len(this.span.token_ids)) <= short
-        )
-        if joins:
-            runs[-1].append(this)
-        else:
-            runs.append([this])
-    return runs
-
-
-def _query_rows(run: list[_Placed], tiles: Tiles) -> int:
-    """Query rows of each sequence of a call."""
-    return round_up(max(len(this.span.token_ids) for this in run), tiles.query)
-
-
-def _result_rows(runs: list[list[_Placed]], tokens: int, tiles: Tiles) -> list[int]:
-    """Where the result of each packed token is among those of all calls."""
-    found = [0] * tokens
-    at = 0
-    for run in runs:
-        rows = _query_rows(run, tiles)
-        for this in run:
-            count = len(this.span.token_ids)
-            found[this.first : this.first + count] = range(at, at + count)
-            at += rows
-    return found
-
-
-def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: KVArena) -> AttentionCall:
-    device = arena.device
-    longest = _query_rows(run, tiles)
-    left = min(this.start for this in run)
-    kv_length = min(round_up(max(this.start + this.span.end for this in run) - left, tiles.kv), arena.columns - left)
-    query_index: list[list[int]] = []
-    for this in run:
-        count = len(this.span.token_ids)
-        query_index.append([*range(this.first, this.first + count), *[this.first] * (longest - count)])
-    if tiles.by_row:
-        query_index = [[row] for rows in query_index for row in rows]
-    slots = [this.span.slot for this in run]
-    neighbours = slots == list(range(slots[0], slots[0] + len(slots)))
-    return AttentionCall(
-        slots=slice(slots[0], slots[0] + len(slots)) if neighbours else torch.tensor(slots, device=device),
-        columns=slice(left, left + kv_length),
-        query_index=torch.tensor(query_index, device=device),
-        mask=_mask(run, longest, left, kv_length, query_groups, tiles.by_row, device),
-    )
-
-
-def _mask(
-    run: list[_Placed],
-    longest: int,
-    left: int,
-    kv_length: int,
-    query_groups: int,
-    by_row: bool,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """Which of the columns each query row sees; sequences of equal length share one mask, or need none."""
-    alike = len({this.shape for this in run}) == 1
-    if alike and longest == 1 and kv_length == run[0].span.end:
-        return None
-    starts: list[int] = []
-    last_seen: list[list[int]] = []
-    for this in run[:1] if alike else run:
-        start, begin, end = this.start - left, this.span.start, this.span.end
-        starts.append(start)
-        last_seen.append([*range(start + begin, start + end), *[start + begin] * (longest - end + begin)])
-    if by_row:
-        starts = [start for start, rows in zip(starts, last_seen, strict=True) for _ in rows]
-        last_seen, longest = [[last] for rows in last_seen for last in rows], 1
-    column = torch.arange(kv_length, device=device)
-    visible = column <= torch.tensor(last_seen, device=device)[..., None]  # [B or 1, Q, kv_length]
-    if any(starts):
-        visible &= column >= torch.tensor(starts, device=device)[:, None, None]
-    mask = visible[:, None, None].expand(len(starts), 1, query_groups, longest, kv_length)
-    return mask.reshape(len(starts), 1, query_groups * longest, kv_length)

@@ -19,6 +19,7 @@ from tiny_models import (
 )
 from tiny_pair import MAX_MODEL_LEN, tiny_config
 
+from engine.attention_plan import plan_attention
 from engine.engine import Engine, _chunks
 from engine.numerics import Tiles
 from engine.packing import Span, pack
@@ -344,7 +345,8 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
     spans = [Span(slots[i], s.start, s.token_ids, s.num_logits) for i, s in enumerate(spans)]
     starts = [max(span.end for span in spans) - span.end if padded else 0 for span in spans]
     start_of = dict(zip([span.slot for span in spans], starts, strict=True))
-    batch = pack(spans, starts, engine.layout.arena, tiles, query_groups=3, gather=gather)
+    batch = pack(spans, starts, engine.layout.arena, tiles)
+    plan = plan_attention(spans, starts, engine.layout.arena, tiles, query_groups=3, gather=gather)
     places = [(span.slot, position) for span in spans for position in range(span.start, span.end)]
     assert batch.tokens == len(places)
     assert len(batch.input_ids) == len(batch.positions) == tiles.rows(len(places))
@@ -356,11 +358,11 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
     assert batch.columns.tolist() == [start_of[slot] + position for slot, position in places]
 
     if gather and all(len(span.token_ids) <= 8 for span in spans):
-        assert len(batch.calls) == (len(set(starts)) if tiles.exact else 1)
+        assert len(plan.calls) == (len(set(starts)) if tiles.exact else 1)
     attended = []
-    results = {row: packed for packed, row in enumerate(batch.result_rows[: batch.tokens].tolist())}
+    results = {row: packed for packed, row in enumerate(plan.result_rows[: batch.tokens].tolist())}
     at = 0
-    for call in batch.calls:
+    for call in plan.calls:
         assert gather or isinstance(call.slots, slice), "keys were copied"
         kv_length = call.columns.stop - call.columns.start
         assert kv_length % tiles.kv == 0
@@ -385,16 +387,18 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
         assert masks.any(-1).all(), "a query row that sees nothing would be NaN"
         attended += [results[row] for row in results.keys() & set(here)]
     assert sorted(attended) == list(range(batch.tokens))
-    assert len(batch.result_rows) == len(batch.input_ids)
+    assert len(plan.result_rows) == len(batch.input_ids)
 
 
 def test_sequences_of_equal_length_share_one_mask_or_need_none(engine: Engine) -> None:
     spans = [Span(slot, 40, [1] * 5, 5) for slot in (2, 3, 4)]
-    (call,) = pack(spans, [0] * 3, engine.layout.arena, Tiles(2, 1, 8, 64), query_groups=3, gather=False).calls
+    (call,) = plan_attention(
+        spans, [0] * 3, engine.layout.arena, Tiles(2, 1, 8, 64), query_groups=3, gather=False
+    ).calls
     assert call.slots == slice(2, 5), "keys were copied"
     assert call.mask is not None
     assert call.mask.shape == (1, 1, 3 * 8, 64)
     steps = [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
-    (call,) = pack(steps, [7] * 3, engine.layout.arena, Tiles(), query_groups=3, gather=False).calls
+    (call,) = plan_attention(steps, [7] * 3, engine.layout.arena, Tiles(), query_groups=3, gather=False).calls
     assert call.mask is None
     assert call.columns == slice(7, 48)

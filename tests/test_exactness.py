@@ -97,7 +97,7 @@ def test_where_every_row_count_differs_all_passes_have_one_shape(
     monkeypatch.setattr(exactness, "_rows_agree", lambda *_: False)
     uniform = load_engine(tiny_pair[0], lean=lean)
     shapes = set()
-    head = uniform._model._head if lean else uniform.loaded.model.get_output_embeddings()
+    head = uniform._model.head if lean else uniform.loaded.model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, x: shapes.add(x[0].shape[-2]))
     assert rows_that_differ(uniform) == 0
     assert shapes - {0} == {64}

@@ -13,6 +13,7 @@ from engine.attention import LibraryModel
 from engine.engine import Engine
 from engine.lean import FAMILIES, LeanModel, is_lean
 from engine.memory import weights_of
+from engine.native.model import NativeModel
 from engine.packing import Span
 
 THETA = {"rope_theta": 10_000.0}
@@ -64,12 +65,16 @@ def logits_of(engine: Engine) -> torch.Tensor:
     return torch.cat([first, rest, engine.forward([Span(2, 59, tokens[59:], 1)])])
 
 
+PASSES: dict[bool, type] = {False: LeanModel, True: NativeModel}
+
+
+@pytest.mark.parametrize("native", PASSES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_logits_are_the_librarys_and_bitwise(tmp_path: Path, variant: str) -> None:
+def test_the_logits_are_the_librarys_and_bitwise(tmp_path: Path, variant: str, native: bool) -> None:
     folder = save_random(tmp_path, *VARIANTS[variant])
-    library, lean = load_engine(folder, lean=False), load_engine(folder)
+    library, lean = load_engine(folder, lean=False), load_engine(folder, native=native)
     assert isinstance(library._model, LibraryModel)
-    assert isinstance(lean._model, LeanModel)
+    assert isinstance(lean._model, PASSES[native])
     torch.testing.assert_close(logits_of(lean), logits_of(library), atol=2e-5, rtol=1e-4)
     assert lean.bitwise
     assert rows_that_differ(lean) == 0
@@ -100,7 +105,7 @@ def test_no_weight_is_kept_twice(tmp_path: Path, dtype: str) -> None:
 
 
 def test_the_rotary_tables_grow_with_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.lean.FIRST_POSITIONS", 16)
+    monkeypatch.setattr("engine.rotary.FIRST_POSITIONS", 16)
     folder = save_random(tmp_path, "qwen3", {})
     grown, library = load_engine(folder), load_engine(folder, lean=False)
     torch.testing.assert_close(logits_of(grown), logits_of(library), atol=2e-5, rtol=1e-4)

@@ -1,0 +1,48 @@
+"""Compiles the forward pass for this processor, with the compiler of this machine."""
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("decoder.c")
+FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+TIMEOUT_SECONDS = 60.0
+
+
+@functools.cache
+def compile_decoder(head_dim: int, groups: int) -> ctypes.CDLL | None:
+    """The library for heads of this size and so many query heads per KV head; None if it cannot be had here.
+
+    Nothing is kept on disk: compiling takes less time than it would to tell whether a file fits this processor.
+    """
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or platform.system() != "Linux":
+        log.info("no C compiler: the forward pass is that of torch's operations")
+        return None
+    processor = "-march=native" if platform.machine() == "x86_64" else "-mcpu=native"
+    sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
+    with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
+        library = f"{folder}/decoder.so"
+        command = [compiler, *FLAGS, processor, *sizes, str(SOURCE), "-o", library, *_openmp(), "-lm"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            return ctypes.CDLL(library)
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = (getattr(error, "stderr", None) or str(error)).strip()
+            log.warning("the forward pass could not be compiled, and is that of torch's operations: %s", reason)
+            return None
+
+
+def _openmp() -> list[str]:
+    """The OpenMP library that torch has loaded: a second one would bring threads that compete with torch's own."""
+    loaded = re.findall(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
+    return ["-Wl,--as-needed", loaded[0]] if loaded else []

@@ -1,0 +1,364 @@
+/* One forward pass of a Llama-like decoder over packed rows, in float32, on the threads of OpenMP.
+
+   What is computed for a row does not depend on which other rows there are: a product adds up its terms in their order,
+   with a lane of a vector for every output, and everything else works on one row alone. So rows have the same bits in
+   every batch by construction, and no shape needs padding.
+
+   HEAD_DIM (a multiple of LANES) and GROUPS (query heads per KV head) are known when this is compiled. The structures
+   are mirrored in model.py. */
+
+#include <math.h>
+#include <stdint.h>
+
+#define LANES 16
+#define PANEL (2 * LANES)
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* Rows of a product that are worked on together: as many as there are registers for two sums each. Vectors are as long
+   as AVX-512 has them; elsewhere the compiler takes several registers for one. */
+#if defined(__AVX512F__)
+#define TILE 8
+#define SUMS 16
+#else
+#define TILE 3
+#define SUMS 6
+#endif
+
+/* Vectors of a head that are summed together, for all query heads of a KV head. */
+#define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / LANES ? SUMS / GROUPS : HEAD_DIM / LANES)
+
+/* How far ahead weights are fetched from memory, in floats. The time of a product of few rows is that of reading its
+   weights, and the processor's own fetching stops at every page. */
+#define AHEAD 2048
+
+extern int omp_get_thread_num(void);
+
+/* y = W x + b. The weight lies in panels of PANEL outputs, [outputs / PANEL, inputs, PANEL]; `outputs` is a multiple. */
+typedef struct {
+    const float *weight;
+    const float *bias; /* [outputs], or null */
+    int64_t inputs, outputs;
+} Linear;
+
+typedef struct {
+    Linear query_key_value, out, gate_up, down;
+    const float *before_attention, *before_mlp; /* weights of norms, [hidden] */
+    const float *after_attention, *after_mlp;   /* likewise, or null */
+    const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
+    float *keys, *values;                       /* [slots, kv_heads, columns, HEAD_DIM] */
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    int64_t num_layers, hidden, intermediate, kv_heads, columns;
+    const float *cosines, *sines; /* [positions, HEAD_DIM], of the first half of a head negated */
+    const float *embedding;       /* [vocabulary, hidden]; null: the head's panels */
+    const float *norm;
+    Linear head;
+    float eps, scaling;
+} Model;
+
+typedef struct {
+    int64_t rows, results, threads;
+    const int64_t *token_ids, *positions, *slots, *columns; /* [rows] */
+    const int64_t *result_rows;                             /* [results]: of these the logits are wanted */
+    float *workspace;
+    int64_t scores; /* floats of a thread's scores */
+    float *logits;  /* [results, head.outputs] */
+} Batch;
+
+#define HEADS(model) (GROUPS * (model)->kv_heads)
+
+/* --- Vectors */
+
+static inline vec load(const float *at) { return *(const vec *)at; }
+
+static inline void store(float *at, vec x) { *(vec *)at = x; }
+
+static inline vec larger(vec x, vec y) {
+    ivec mask = x > y;
+    return (vec)(((ivec)x & mask) | ((ivec)y & ~mask));
+}
+
+#if defined(__clang__)
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (ivec){__VA_ARGS__})
+#endif
+
+/* Runs of 2 * width lanes of two vectors, each folded to its half: a run of the first, one of the second, and so on. Of
+   LANES vectors, folded in pairs four times, the last has in lane i the sum of all lanes of vector i. */
+#define FOLDED(x, y, width) (SHUFFLE(x, y, ALL_FROM(width, 0)) + SHUFFLE(x, y, ALL_FROM(width, width)))
+#define FROM(lane, width, plus) (lane) + (plus) + ((lane) % (2 * (width)) < (width) ? 0 : LANES - (width))
+#define ALL_FROM(w, p) \
+    FROM(0, w, p), FROM(1, w, p), FROM(2, w, p), FROM(3, w, p), FROM(4, w, p), FROM(5, w, p), FROM(6, w, p), \
+    FROM(7, w, p), FROM(8, w, p), FROM(9, w, p), FROM(10, w, p), FROM(11, w, p), FROM(12, w, p), FROM(13, w, p), \
+    FROM(14, w, p), FROM(15, w, p)
+
+/* Lanes, folded in halves until one is left. */
+static inline float folded(vec x, int take_larger) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++)
+            lanes[i] = !take_larger                  ? lanes[i] + lanes[i + width]
+                       : lanes[i] > lanes[i + width] ? lanes[i]
+                                                     : lanes[i + width];
+    return lanes[0];
+}
+
+/* e^x to about two units in the last place: 2^n times a polynomial in what is left of x. */
+static inline vec exponential(vec x) {
+    const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves no fraction */
+    const vec least = (vec){0} - 87.0f, most = (vec){0} + 88.0f;
+    x = larger(x, least);
+    x = (vec){0} - larger((vec){0} - x, (vec){0} - most);
+    vec n = (x * 1.44269504f + round) - round;
+    vec rest = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts */
+    vec p = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.0f;
+    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return p * (vec)power;
+}
+
+/* --- Products */
+
+/* `rows` is a constant wherever this is called, so that all sums stay in registers. */
+static inline __attribute__((always_inline)) void tile(
+    int rows, int fetch, const Linear *linear, const float *weight, const float *bias, const float *x, float *out) {
+    vec left[TILE], right[TILE];
+    for (int r = 0; r < rows; r++) {
+        left[r] = bias ? load(bias) : (vec){0};
+        right[r] = bias ? load(bias + LANES) : (vec){0};
+    }
+    for (int64_t k = 0; k < linear->inputs; k++, weight += PANEL) {
+        if (fetch) {
+            __builtin_prefetch(weight + AHEAD, 0, 2);
+            __builtin_prefetch(weight + AHEAD + LANES, 0, 2);
+        }
+        vec w = load(weight), v = load(weight + LANES);
+        for (int r = 0; r < rows; r++) {
+            float factor = x[r * linear->inputs + k];
+            left[r] += w * factor;
+            right[r] += v * factor;
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        store(out + r * linear->outputs, left[r]);
+        store(out + r * linear->outputs + LANES, right[r]);
+    }
+}
+
+/* x [rows, inputs] to out [rows, outputs]. */
+static void apply(const Linear *linear, int64_t rows, const float *x, float *out) {
+#pragma omp for schedule(static)
+    for (int64_t at = 0; at < linear->outputs; at += PANEL) {
+        const float *weight = linear->weight + at * linear->inputs;
+        const float *bias = linear->bias ? linear->bias + at : 0;
+        for (int64_t row = 0; row < rows; row += TILE) {
+            const float *from = x + row * linear->inputs;
+            float *to = out + row * linear->outputs + at;
+            int fetch = row == 0; /* later tiles find the panel in the cache */
+            switch (rows - row) {
+#define OF_ROWS(n) tile(n, fetch, linear, weight, bias, from, to); break;
+            case 1: OF_ROWS(1)
+            case 2: OF_ROWS(2)
+#if TILE > 3
+            case 3: OF_ROWS(3)
+            case 4: OF_ROWS(4)
+            case 5: OF_ROWS(5)
+            case 6: OF_ROWS(6)
+            case 7: OF_ROWS(7)
+#endif
+            default: OF_ROWS(TILE)
+            }
+        }
+    }
+}
+
+/* --- One row */
+
+/* x / rms(x) * weight, of `size` features; `out` may be `x`. */
+static void normalise(const float *x, const float *weight, int64_t size, float eps, float *out) {
+    vec squares = {0};
+    for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
+    float scale = 1.0f / sqrtf(folded(squares, 0) / size + eps);
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+}
+
+static void embed(const Model *model, int64_t token, float *out) {
+    const float *panel = model->head.weight + token / PANEL * PANEL * model->hidden + token % PANEL;
+    for (int64_t i = 0; i < model->hidden; i++)
+        out[i] = model->embedding ? model->embedding[token * model->hidden + i] : panel[i * PANEL];
+}
+
+static void rotate(const float *cosines, const float *sines, float *head) {
+    for (int i = 0; i < HEAD_DIM / 2; i++) {
+        float first = head[i], second = head[i + HEAD_DIM / 2];
+        head[i] = first * cosines[i] + second * sines[i];
+        head[i + HEAD_DIM / 2] = second * cosines[i + HEAD_DIM / 2] + first * sines[i + HEAD_DIM / 2];
+    }
+}
+
+/* Norms and rotates queries and keys of a row in place, and caches its keys and values. */
+static void cache(const Model *model, const Layer *layer, const Batch *batch, int64_t row, float *heads) {
+    int64_t rotated = HEADS(model) + model->kv_heads;
+    int64_t position = batch->positions[row] * HEAD_DIM;
+    for (int64_t h = 0; h < rotated; h++) {
+        float *head = heads + h * HEAD_DIM;
+        if (layer->head_norms) normalise(head, layer->head_norms + h * HEAD_DIM, HEAD_DIM, model->eps, head);
+        rotate(model->cosines + position, model->sines + position, head);
+    }
+    const float *key = heads + HEADS(model) * HEAD_DIM, *value = heads + rotated * HEAD_DIM;
+    for (int64_t h = 0; h < model->kv_heads; h++) {
+        int64_t to = ((batch->slots[row] * model->kv_heads + h) * model->columns + batch->columns[row]) * HEAD_DIM;
+        for (int i = 0; i < HEAD_DIM; i += LANES) {
+            store(layer->keys + to + i, load(key + h * HEAD_DIM + i));
+            store(layer->values + to + i, load(value + h * HEAD_DIM + i));
+        }
+    }
+}
+
+/* Of a query with the keys of LANES positions from `at` on; of those from `count` on the last key is taken. */
+static inline vec products(const float *query, const float *keys, int64_t at, int64_t count) {
+    vec sums[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        const float *key = keys + (at + lane < count ? at + lane : count - 1) * HEAD_DIM;
+        sums[lane] = load(query) * load(key);
+        for (int i = LANES; i < HEAD_DIM; i += LANES) sums[lane] += load(query + i) * load(key + i);
+    }
+    for (int i = 0; i < 8; i++) sums[i] = FOLDED(sums[i], sums[i + 8], 8);
+    for (int i = 0; i < 4; i++) sums[i] = FOLDED(sums[i], sums[i + 4], 4);
+    for (int i = 0; i < 2; i++) sums[i] = FOLDED(sums[i], sums[i + 2], 2);
+    return FOLDED(sums[0], sums[1], 1);
+}
+
+/* Of `width` vectors of a head: the values of `count` positions, each by its score, over the scores' total. */
+static inline __attribute__((always_inline)) void weigh(
+    int width, const float *values, int64_t count, const float *scores, int64_t stride, const float *total, float *out) {
+    vec sums[GROUPS][WIDTH];
+    for (int g = 0; g < GROUPS; g++)
+        for (int v = 0; v < width; v++) sums[g][v] = (vec){0};
+    for (int64_t at = 0; at < count; at++)
+        for (int g = 0; g < GROUPS; g++)
+            for (int v = 0; v < width; v++)
+                sums[g][v] += load(values + at * HEAD_DIM + v * LANES) * scores[g * stride + at];
+    for (int g = 0; g < GROUPS; g++)
+        for (int v = 0; v < width; v++) store(out + g * HEAD_DIM + v * LANES, sums[g][v] / total[g]);
+}
+
+/* The query heads of one KV head attend from `count` cached positions. `scores` has room for GROUPS times `stride`. */
+static void attend(const float *query, const float *keys, const float *values, int64_t count, float scaling,
+                   float *scores, int64_t stride, float *out) {
+    for (int64_t at = 0; at < count; at += LANES)
+        for (int g = 0; g < GROUPS; g++)
+            store(scores + g * stride + at, products(query + g * HEAD_DIM, keys, at, count) * scaling);
+    float total[GROUPS];
+    for (int g = 0; g < GROUPS; g++) {
+        float *score = scores + g * stride;
+        for (int64_t at = count; at % LANES; at++) score[at] = -INFINITY;
+        vec most = load(score), sum = {0};
+        for (int64_t at = LANES; at < count; at += LANES) most = larger(most, load(score + at));
+        float largest = folded(most, 1);
+        for (int64_t at = 0; at < count; at += LANES) {
+            vec weight = exponential(load(score + at) - largest);
+            store(score + at, weight);
+            /* Beyond `count` a weight is tiny, but not zero. */
+            if (at + LANES > count)
+                for (int64_t i = count; i < at + LANES; i++) score[i] = 0;
+            sum += load(score + at);
+        }
+        total[g] = folded(sum, 0);
+    }
+    int64_t done = 0;
+    for (; done + WIDTH * LANES <= HEAD_DIM; done += WIDTH * LANES)
+        weigh(WIDTH, values + done, count, scores, stride, total, out + done);
+    if (HEAD_DIM / LANES % WIDTH) weigh(HEAD_DIM / LANES % WIDTH, values + done, count, scores, stride, total, out + done);
+}
+
+/* silu(gate) * up */
+static void gate(const float *gate_up, int64_t size, float *out) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        vec x = load(gate_up + i);
+        store(out + i, x / (1.0f + exponential((vec){0} - x)) * load(gate_up + size + i));
+    }
+}
+
+/* --- The pass */
+
+/* Floats that `forward` needs besides the scores of its threads. */
+int64_t workspace_floats(const Model *model, int64_t rows) {
+    const Layer *layer = model->layers;
+    int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + HEADS(model) * HEAD_DIM +
+                      layer->out.outputs + layer->gate_up.outputs + model->intermediate;
+    return rows * per_row;
+}
+
+/* hidden += norm(branch), of all rows. */
+static void add(const Model *model, int64_t rows, const float *norm, float *branch, int64_t stride, float *hidden) {
+#pragma omp for
+    for (int64_t row = 0; row < rows; row++) {
+        float *from = branch + row * stride, *to = hidden + row * model->hidden;
+        if (norm) normalise(from, norm, model->hidden, model->eps, from);
+        for (int64_t i = 0; i < model->hidden; i += LANES) store(to + i, load(to + i) + load(from + i));
+    }
+}
+
+static void normalise_rows(const Model *model, const float *norm, int64_t rows, const int64_t *chosen,
+                           const float *hidden, float *out) {
+#pragma omp for
+    for (int64_t row = 0; row < rows; row++)
+        normalise(hidden + (chosen ? chosen[row] : row) * model->hidden, norm, model->hidden, model->eps,
+                  out + row * model->hidden);
+}
+
+/* Caches the rows' keys and values, and computes the logits of those that are wanted. */
+void forward(const Model *model, const Batch *batch) {
+    const Layer *last = model->layers + model->num_layers;
+    int64_t rows = batch->rows, heads_stride = model->layers->query_key_value.outputs;
+    int64_t attended_stride = HEADS(model) * HEAD_DIM, branch_stride = model->layers->out.outputs;
+    int64_t gate_stride = model->layers->gate_up.outputs;
+    float *hidden = batch->workspace, *normed = hidden + rows * model->hidden;
+    float *heads = normed + rows * model->hidden, *attended = heads + rows * heads_stride;
+    float *branch = attended + rows * attended_stride, *gate_up = branch + rows * branch_stride;
+    float *gated = gate_up + rows * gate_stride, *scores = gated + rows * model->intermediate;
+
+#pragma omp parallel num_threads(batch->threads)
+    {
+#pragma omp for
+        for (int64_t row = 0; row < rows; row++) embed(model, batch->token_ids[row], hidden + row * model->hidden);
+        for (const Layer *layer = model->layers; layer < last; layer++) {
+            normalise_rows(model, layer->before_attention, rows, 0, hidden, normed);
+            apply(&layer->query_key_value, rows, normed, heads);
+#pragma omp for
+            for (int64_t row = 0; row < rows; row++) cache(model, layer, batch, row, heads + row * heads_stride);
+#pragma omp for schedule(dynamic)
+            for (int64_t task = 0; task < rows * model->kv_heads; task++) {
+                int64_t head = task / rows, row = task % rows, seen = batch->positions[row] + 1;
+                int64_t first = (batch->slots[row] * model->kv_heads + head) * model->columns +
+                                batch->columns[row] - batch->positions[row];
+                attend(heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first * HEAD_DIM,
+                       layer->values + first * HEAD_DIM, seen, model->scaling,
+                       scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores,
+                       attended + row * attended_stride + head * GROUPS * HEAD_DIM);
+            }
+            apply(&layer->out, rows, attended, branch);
+            add(model, rows, layer->after_attention, branch, branch_stride, hidden);
+            normalise_rows(model, layer->before_mlp, rows, 0, hidden, normed);
+            apply(&layer->gate_up, rows, normed, gate_up);
+#pragma omp for
+            for (int64_t row = 0; row < rows; row++)
+                gate(gate_up + row * gate_stride, model->intermediate, gated + row * model->intermediate);
+            apply(&layer->down, rows, gated, branch);
+            add(model, rows, layer->after_mlp, branch, branch_stride, hidden);
+        }
+        normalise_rows(model, model->norm, batch->results, batch->result_rows, hidden, normed);
+        apply(&model->head, batch->results, normed, batch->logits);
+    }
+}

@@ -1,0 +1,146 @@
+"""The lean pass as one call of compiled code: float32 on a CPU, where a compiler is at hand."""
+
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from engine.kv_cache import KVArena
+from engine.lean import LeanModel
+from engine.native.compiler import compile_decoder
+from engine.numerics import round_up
+from engine.packing import PackedBatch
+
+# As in decoder.c, like the structures below.
+LANES, PANEL = 16, 32
+_NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
+
+
+class _Linear(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in (*_NORMS, "keys", "values")),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        ("layers", POINTER(_Layer)),
+        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "kv_heads", "columns")),
+        *((name, c_void_p) for name in ("cosines", "sines", "embedding", "norm")),
+        ("head", _Linear),
+        ("eps", c_float),
+        ("scaling", c_float),
+    )
+
+
+class _Batch(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "results", "threads")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "columns", "result_rows", "workspace")),
+        ("scores", c_int64),
+        ("logits", c_void_p),
+    )
+
+
+class NativeModel(nn.Module):
+    """Takes the weights out of a lean model, layer by layer: there is never a second copy of all of them."""
+
+    def __init__(self, lean: LeanModel) -> None:
+        """`lean`: one that `can_compile`."""
+        super().__init__()
+        first: Any = lean.layers[0]
+        self._groups = first.heads // first.kv_heads
+        library = compile_decoder(first.head_dim, self._groups)
+        assert library is not None
+        self._forward, self._workspace_floats = library.forward, library.workspace_floats
+        self._workspace_floats.restype = c_int64
+        self._rotary, self._vocab_size = lean.rotary, lean.head.out_features
+        self._workspace = torch.empty(0)
+        self._arena: KVArena | None = None
+        self._layers = (_Layer * len(lean.layers))()
+        tied = lean.embedding.data_ptr() == lean.head.weight.data_ptr()
+        self._model = _Model(
+            layers=self._layers,
+            num_layers=len(lean.layers),
+            hidden=lean.norm.numel(),
+            intermediate=first.down.in_features,
+            kv_heads=first.kv_heads,
+            embedding=None if tied else self._kept(lean.embedding),
+            norm=self._kept(lean.norm),
+            head=self._linear(lean.head),
+            eps=lean.eps,
+            scaling=first.scaling,
+        )
+        for index, layer in enumerate(lean.layers):
+            self._layers[index] = self._layer(layer)
+            lean.layers[index] = nn.Identity()
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, vocab_size] of the rows that the batch asks for."""
+        self._point_to(batch.arena)
+        tables = self._rotary(batch.longest)
+        self._model.cosines, self._model.sines = (table.data_ptr() for table in tables)
+        threads, scores = torch.get_num_threads(), round_up(batch.longest, LANES)
+        floats = self._workspace_floats(byref(self._model), c_int64(batch.tokens))
+        floats += threads * self._groups * scores
+        if floats > len(self._workspace):
+            self._workspace = torch.empty(floats)
+        logits = torch.empty(batch.num_logits, self._model.head.outputs)
+        arguments = _Batch(
+            rows=batch.tokens,
+            results=batch.num_logits,
+            threads=threads,
+            token_ids=batch.input_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            columns=batch.columns.data_ptr(),
+            result_rows=batch.logit_rows.data_ptr(),
+            workspace=self._workspace.data_ptr(),
+            scores=scores,
+            logits=logits.data_ptr(),
+        )
+        self._forward(byref(self._model), byref(arguments))
+        return logits[:, : self._vocab_size]
+
+    def _point_to(self, arena: KVArena) -> None:
+        if arena is not self._arena:
+            self._arena, self._model.columns = arena, arena.columns
+            for layer, keys, values in zip(self._layers, arena.keys, arena.values, strict=True):
+                layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+
+    def _layer(self, layer: Any) -> _Layer:
+        return _Layer(
+            **{name: self._linear(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")},
+            **{name: self._kept(getattr(layer, name)) for name in _NORMS},
+        )
+
+    def _linear(self, linear: nn.Linear) -> _Linear:
+        outputs, inputs = linear.weight.shape
+        missing = -outputs % PANEL
+        panels = pad(linear.weight, (0, 0, 0, missing)).view(-1, PANEL, inputs).transpose(1, 2)
+        bias = None if linear.bias is None else pad(linear.bias, (0, missing))
+        return _Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
+
+    def _kept(self, weight: torch.Tensor | None) -> int | None:
+        """The address of a copy, which lives as long as this model and no file does."""
+        if weight is None:
+            return None
+        copy = weight.detach().clone(memory_format=torch.contiguous_format)
+        self.register_buffer(f"weight_{len(list(self.buffers()))}", copy, persistent=False)
+        return copy.data_ptr()
+
+
+def can_compile(lean: LeanModel) -> bool:
+    """Whether a model can be run so on this machine."""
+    layer: Any = lean.layers[0]
+    sizes = (layer.head_dim, lean.norm.numel(), layer.down.in_features)
+    suits = lean.norm.device.type == "cpu" and lean.norm.dtype == torch.float32
+    suits = suits and all(size % LANES == 0 for size in sizes)
+    return suits and compile_decoder(layer.head_dim, layer.heads // layer.kv_heads) is not None
