@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+NATIVE = {"x86_64": "-march=native"}
+"""Elsewhere it is -mcpu=native."""
 TIMEOUT_SECONDS = 60.0
 
 
@@ -28,7 +30,7 @@ def compile_decoder(head_dim: int, groups: int) -> ctypes.CDLL | None:
     if compiler is None or platform.system() != "Linux":
         log.info("no C compiler: the forward pass is that of torch's operations")
         return None
-    processor = "-march=native" if platform.machine() == "x86_64" else "-mcpu=native"
+    processor = NATIVE.get(platform.machine(), "-mcpu=native")
     sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
     with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
         library = f"{folder}/decoder.so"

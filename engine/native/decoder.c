@@ -225,11 +225,11 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
     }
 }
 
-/* Of a query with the keys of LANES positions from `at` on; of those from `count` on the last key is taken. */
-static inline vec products(const float *query, const float *keys, int64_t at, int64_t count) {
+/* Of a query with the first `count` of LANES keys; for others the last of them is taken. */
+static inline __attribute__((always_inline)) vec products(const float *query, const float *keys, int count) {
     vec sums[LANES];
     for (int lane = 0; lane < LANES; lane++) {
-        const float *key = keys + (at + lane < count ? at + lane : count - 1) * HEAD_DIM;
+        const float *key = keys + (lane < count ? lane : count - 1) * HEAD_DIM;
         sums[lane] = load(query) * load(key);
         for (int i = LANES; i < HEAD_DIM; i += LANES) sums[lane] += load(query + i) * load(key + i);
     }
@@ -245,10 +245,12 @@ static inline __attribute__((always_inline)) void weigh(
     vec sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (vec){0};
-    for (int64_t at = 0; at < count; at++)
+    for (int64_t at = 0; at < count; at++) {
+        for (int v = 0; v < width; v++) __builtin_prefetch(values + at * HEAD_DIM + v * LANES + AHEAD, 0, 2);
         for (int g = 0; g < GROUPS; g++)
             for (int v = 0; v < width; v++)
                 sums[g][v] += load(values + at * HEAD_DIM + v * LANES) * scores[g * stride + at];
+    }
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) store(out + g * HEAD_DIM + v * LANES, sums[g][v] / total[g]);
 }
@@ -256,9 +258,17 @@ static inline __attribute__((always_inline)) void weigh(
 /* The query heads of one KV head attend from `count` cached positions. `scores` has room for GROUPS times `stride`. */
 static void attend(const float *query, const float *keys, const float *values, int64_t count, float scaling,
                    float *scores, int64_t stride, float *out) {
-    for (int64_t at = 0; at < count; at += LANES)
+    int64_t whole = count - count % LANES;
+    for (int64_t at = 0; at < whole; at += LANES) {
+        const float *block = keys + at * HEAD_DIM;
+        for (int i = 0; i < LANES * HEAD_DIM; i += LANES) __builtin_prefetch(block + AHEAD + i, 0, 2);
         for (int g = 0; g < GROUPS; g++)
-            store(scores + g * stride + at, products(query + g * HEAD_DIM, keys, at, count) * scaling);
+            store(scores + g * stride + at, products(query + g * HEAD_DIM, block, LANES) * scaling);
+    }
+    for (int g = 0; whole < count && g < GROUPS; g++) {
+        vec rest = products(query + g * HEAD_DIM, keys + whole * HEAD_DIM, count - whole);
+        store(scores + g * stride + whole, rest * scaling);
+    }
     float total[GROUPS];
     for (int g = 0; g < GROUPS; g++) {
         float *score = scores + g * stride;

@@ -1,0 +1,130 @@
+"""The compiled pass: the same on any number of threads and for any processor, and never needed."""
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import decode_alone, load_engine, random_tokens, rows_that_differ, save_model, small_config
+from tiny_pair import tiny_config
+
+from engine.lean import LeanModel
+from engine.native import compiler
+from engine.native.model import NativeModel
+from engine.packing import Span
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    compiler.compile_decoder.cache_clear()
+    yield
+    compiler.compile_decoder.cache_clear()
+
+
+@pytest.mark.parametrize("processor", ["-march=x86-64-v3", "-march=x86-64"])
+def test_other_processors_get_other_vectors_and_results_as_exact(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("flags of another kind of processor")
+    here = load_engine(tiny_pair[0])
+    compiler.compile_decoder.cache_clear()
+    monkeypatch.setitem(compiler.NATIVE, "x86_64", processor)
+    there = load_engine(tiny_pair[0])
+    assert isinstance(there._model, NativeModel)
+    tokens = random_tokens(80)
+    torch.testing.assert_close(decode_alone(there, tokens), decode_alone(here, tokens), atol=1e-4, rtol=1e-4)
+    assert there.bitwise
+    assert rows_that_differ(there) == 0
+
+
+def test_the_number_of_threads_changes_no_bit(tiny_pair: tuple[Path, Path]) -> None:
+    engine, tokens = load_engine(tiny_pair[0]), random_tokens(200)
+    before = torch.get_num_threads()
+    logits = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            first = engine.forward([Span(1, 0, tokens[:170], 20), Span(2, 0, tokens[:3], 1)])
+            logits.append(torch.cat([first, engine.forward([Span(1, 170, tokens[170:], 30)])]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(logits[0], others) for others in logits[1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(2, 1, 16), (14, 2, 64), (32, 2, 16), (4, 4, 128), (6, 2, 80), (5, 1, 96)],
+)
+def test_heads_of_any_size_and_grouping(tmp_path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    folder = save_model(tmp_path, tiny_config(hidden_size=16 * heads, num_hidden_layers=2, **shape))
+    compiled, lean = load_engine(folder), load_engine(folder, native=False)
+    assert isinstance(compiled._model, NativeModel)
+    tokens = random_tokens(70)
+    torch.testing.assert_close(decode_alone(compiled, tokens), decode_alone(lean, tokens), atol=1e-4, rtol=1e-4)
+    assert rows_that_differ(compiled) == 0
+
+
+def test_large_numbers_neither_overflow_nor_lose_their_order(tmp_path: Path) -> None:
+    """Scores and gates far beyond what an exponential can hold."""
+    folder = save_model(tmp_path, small_config("llama"), weight=4.0)
+    compiled, lean = load_engine(folder), load_engine(folder, native=False)
+    tokens = random_tokens(60)
+    own, other = decode_alone(compiled, tokens), decode_alone(lean, tokens)
+    assert torch.isfinite(own).all()
+    torch.testing.assert_close(own, other, atol=1e-3 * float(other.abs().max()), rtol=1e-2)
+
+
+def test_columns_beyond_what_was_ever_written_are_not_read(tiny_pair: tuple[Path, Path]) -> None:
+    engine, tokens = load_engine(tiny_pair[0]), random_tokens(37)
+    logits = engine.forward([Span(7, 0, tokens, 5)])
+    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
+        tensor[:7] = torch.nan
+        tensor[7, :, 37:] = torch.nan
+    assert torch.equal(engine.forward([Span(7, 0, tokens, 5)]), logits)
+
+
+# --- Where it cannot be had
+
+
+def assert_done_without(folder: Path, **options: object) -> None:
+    engine = load_engine(folder, **options)
+    assert not isinstance(engine._model, NativeModel)
+    assert engine.bitwise
+
+
+def test_without_a_compiler_torch_does_it(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert_done_without(tiny_pair[0])
+
+
+def test_a_compiler_that_fails_is_reported(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "FLAGS", ("--no-such-flag",))
+    assert_done_without(tiny_pair[0])
+    assert "could not be compiled" in caplog.text
+    assert "no-such-flag" in caplog.text
+
+
+def test_a_file_that_is_no_library_is_reported(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "true")
+    assert_done_without(tiny_pair[0])
+    assert "could not be compiled" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", [{"head_dim": 24}, {"hidden_size": 40}, {"intermediate_size": 100}])
+def test_sizes_that_are_no_whole_vectors_are_left_to_torch(tmp_path: Path, sizes: dict[str, int]) -> None:
+    assert_done_without(save_model(tmp_path, small_config("llama", **sizes)))
+
+
+def test_half_precision_is_left_to_torch(tiny_pair: tuple[Path, Path]) -> None:
+    assert isinstance(load_engine(tiny_pair[0], dtype="bfloat16")._model, LeanModel)
+
+
+def test_it_can_be_switched_off(tiny_pair: tuple[Path, Path]) -> None:
+    assert_done_without(tiny_pair[0], native=False)
