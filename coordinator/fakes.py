@@ -8,7 +8,7 @@ protocol. `FakeTarget.continuation` says what plain decoding gives.
 import random
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -159,6 +159,13 @@ class FakeTarget(FakeWorker):
         forward_ns = time.perf_counter_ns() - began
         return target_worker_pb2.VerifyResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
 
+    async def VerifyStream(
+        self, requests: AsyncIterator[target_worker_pb2.VerifyRequest], context: Any
+    ) -> AsyncIterator[target_worker_pb2.VerifyResponse]:
+        """Round after round."""
+        async for request in requests:
+            yield await self.Verify(request, context)
+
     def _verify(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> target_worker_pb2.VerifyResult:
         status, tokens = self._realign(key, item)
         if status != common_pb2.ITEM_STATUS_OK:
@@ -194,6 +201,13 @@ class FakeDraft(FakeWorker):
         results = [self._propose((request.coordinator_id, item.sequence_id), item) for item in request.items]
         forward_ns = time.perf_counter_ns() - began
         return draft_worker_pb2.ProposeResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+
+    async def ProposeStream(
+        self, requests: AsyncIterator[draft_worker_pb2.ProposeRequest], context: Any
+    ) -> AsyncIterator[draft_worker_pb2.ProposeResponse]:
+        """Round after round."""
+        async for request in requests:
+            yield await self.Propose(request, context)
 
     def _propose(self, key: tuple[str, int], item: draft_worker_pb2.ProposeItem) -> draft_worker_pb2.ProposeResult:
         status, tokens = self._realign(key, item)

@@ -19,6 +19,7 @@ from specpool.v1 import (
 
 from coordinator.counters import Timed
 from coordinator.round import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from coordinator.round_calls import RoundCalls
 from coordinator.sequence import GenerationRequest, TokenLogprobs
 from coordinator.tokenizer import TokenizerFiles
 from rpc.channel import open_channel
@@ -76,12 +77,16 @@ class WorkerLink:
         self._channel = open_channel(address)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._stub: Any = self._make_stub(self._channel)
+        self._rounds = self._make_rounds()
         self._ready = asyncio.Event()
         self._probe_now = asyncio.Event()
         self._rest_seconds = 0.0
         self._to_release: set[int] = set()
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        raise NotImplementedError
+
+    def _make_rounds(self) -> RoundCalls:
         raise NotImplementedError
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
@@ -141,7 +146,7 @@ class WorkerLink:
         released = sorted(self._to_release)
         request = common_pb2.ReleaseRequest(coordinator_id=self._coordinator_id, sequence_ids=released)
         try:
-            await self._call(self._stub.Release, request)
+            await self._answer(self._stub.Release(request, timeout=self._timeout))
         except (WorkerUnreachableError, WorkerRefusedError):
             return False
         self._to_release.difference_update(released)
@@ -149,13 +154,14 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Closes the connection."""
+        self._rounds.close()
         await self._channel.close(None)
 
-    async def _call(self, method: Any, request: Any) -> tuple[Any, float]:
+    async def _answer(self, call: Awaitable[Any]) -> tuple[Any, float]:
         """The response and the seconds it took. WorkerUnreachableError, WorkerRefusedError."""
         began = time.perf_counter()
         try:
-            response = await method(request, timeout=self._timeout)
+            response = await call
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
             if error.code() not in _UNREACHABLE:
@@ -200,6 +206,7 @@ class WorkerLink:
             self._ready.set()
         else:
             self._ready.clear()
+            self._rounds.close()  # a worker that drains waits for open streams
         if changed and self.on_change is not None:
             await self.on_change()
 
@@ -211,6 +218,9 @@ class TargetLink(WorkerLink):
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
+
+    def _make_rounds(self) -> RoundCalls:
+        return RoundCalls(self._stub.VerifyStream, self._stub.Verify, self._timeout)
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
         if self.info is not None:
@@ -252,7 +262,7 @@ class TargetLink(WorkerLink):
                 for item in items
             ],
         )
-        response, elapsed = await self._call(self._stub.Verify, request)
+        response, elapsed = await self._answer(self._rounds(request))
         return [_verdict(result) for result in response.results], _timed(elapsed, response)
 
 
@@ -265,6 +275,9 @@ class DraftLink(WorkerLink):
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
+
+    def _make_rounds(self) -> RoundCalls:
+        return RoundCalls(self._stub.ProposeStream, self._stub.Propose, self._timeout)
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
         await self._target.wait_ready()
@@ -302,7 +315,7 @@ class DraftLink(WorkerLink):
             ],
         )
         try:
-            response, elapsed = await self._call(self._stub.Propose, request)
+            response, elapsed = await self._answer(self._rounds(request))
         except WorkerRefusedError as error:
             await self._rest(str(error))
             raise

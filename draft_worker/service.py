@@ -1,5 +1,6 @@
 """The draft worker's RPCs: protobuf in, protobuf out, and the proposer in between."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from specpool.v1 import draft_worker_pb2 as pb
@@ -33,6 +34,13 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
             for item, proposal in zip(request.items, proposals, strict=True)
         ]
         return pb.ProposeResponse(round_id=request.round_id, results=results, **spent)
+
+    async def ProposeStream(
+        self, requests: AsyncIterator[pb.ProposeRequest], context: Any
+    ) -> AsyncIterator[pb.ProposeResponse]:
+        """Round after round."""
+        async for request in requests:
+            yield await self.Propose(request, context)
 
 
 def _items(request: pb.ProposeRequest, vocab_size: int, max_model_len: int) -> list[ProposeItem]:

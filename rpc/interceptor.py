@@ -16,15 +16,19 @@ Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps unary and server-streaming handlers. Requests are parsed inside: a malformed one is an error too."""
+    """Wraps handlers. Requests are parsed inside: a malformed one is an error too."""
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
     ) -> Handler:
         handler = await continuation(details)
-        # Reflection and health's Watch take streams or need no wrapping: they are libraries with errors of their own.
-        if handler is None or handler.request_streaming or details.method.startswith("/grpc."):
+        # Reflection and health are libraries with errors of their own.
+        if handler is None or details.method.startswith("/grpc."):
             return handler
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                _both_streaming(handler), response_serializer=handler.response_serializer
+            )
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 _streaming(handler), response_serializer=handler.response_serializer
@@ -46,6 +50,18 @@ def _streaming(handler: Handler) -> Callable[[bytes, Any], AsyncIterator[Any]]:
     async def behaviour(payload: bytes, context: Any) -> AsyncIterator[Any]:
         try:
             async for response in handler.unary_stream(_parse(handler, payload), context):
+                yield response
+        except Exception as error:
+            await _abort(error, context)
+
+    return behaviour
+
+
+def _both_streaming(handler: Handler) -> Callable[[AsyncIterator[bytes], Any], AsyncIterator[Any]]:
+    async def behaviour(payloads: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        try:
+            requests = (_parse(handler, payload) async for payload in payloads)
+            async for response in handler.stream_stream(requests, context):
                 yield response
         except Exception as error:
             await _abort(error, context)

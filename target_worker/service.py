@@ -1,5 +1,6 @@
 """The target worker's RPCs: protobuf in, protobuf out, and the verifier in between."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from specpool.v1 import target_worker_pb2 as pb
@@ -35,6 +36,13 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
             for item, verdict in zip(request.items, verdicts, strict=True)
         ]
         return pb.VerifyResponse(round_id=request.round_id, results=results, **spent)
+
+    async def VerifyStream(
+        self, requests: AsyncIterator[pb.VerifyRequest], context: Any
+    ) -> AsyncIterator[pb.VerifyResponse]:
+        """Round after round."""
+        async for request in requests:
+            yield await self.Verify(request, context)
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
         """The target's tokenizer."""

@@ -97,12 +97,16 @@ class Worker:
         return list((await self.respond(*items, coordinator_id=coordinator_id, round_id=round_id)).results)
 
     async def respond(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> Any:
+        request = self.request(*items, coordinator_id=coordinator_id, round_id=round_id)
+        return await (self.stub.Propose if self.role is DRAFT else self.stub.Verify)(request)
+
+    def request(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> Any:
+        kind = draft_worker_pb2.ProposeRequest if self.role is DRAFT else target_worker_pb2.VerifyRequest
         number = next(self.rounds) if round_id is None else round_id
-        if self.role is DRAFT:
-            request = draft_worker_pb2.ProposeRequest(coordinator_id=coordinator_id, round_id=number, items=items)
-            return await self.stub.Propose(request)
-        request = target_worker_pb2.VerifyRequest(coordinator_id=coordinator_id, round_id=number, items=items)
-        return await self.stub.Verify(request)
+        return kind(coordinator_id=coordinator_id, round_id=number, items=items)
+
+    def open_stream(self) -> Any:
+        return (self.stub.ProposeStream if self.role is DRAFT else self.stub.VerifyStream)()
 
     def item(self, sequence_id: int, base_length: int, token_ids: Sequence[int]) -> Any:
         """Work that both roles know: append tokens, and answer with one more."""
@@ -586,13 +590,30 @@ async def test_a_coordinator_without_a_name_is_refused(worker: Worker) -> None:
     [b"\x0a\x02\xff\xfe", b"\x0a\x03a", b"\xff\xff\xff"],
     ids=["coordinator_id is not UTF-8", "cut off", "no protobuf"],
 )
-@pytest.mark.parametrize("method", ["round", "Release"])
+@pytest.mark.parametrize("method", ["round", "rounds", "Release"])
 async def test_a_malformed_request_is_a_bad_request(worker: Worker, payload: bytes, method: str) -> None:
-    if method == "round":
-        method = "Propose" if worker.role is DRAFT else "Verify"
-    call = worker.channel.unary_unary(f"/specpool.v1.{worker.role.name}/{method}")
-    error = await failure(call(payload))
+    one = "Propose" if worker.role is DRAFT else "Verify"
+    if method == "rounds":
+        stream = worker.channel.stream_stream(f"/specpool.v1.{worker.role.name}/{one}Stream")()
+        await stream.write(payload)
+        error = await failure(stream.read())
+    else:
+        call = worker.channel.unary_unary(f"/specpool.v1.{worker.role.name}/{one if method == 'round' else method}")
+        error = await failure(call(payload))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_rounds_of_a_stream_are_answered_in_their_order_until_one_is_refused(worker: Worker) -> None:
+    stream = worker.open_stream()
+    prompts = ([5], [6, 7])
+    for prompt in prompts:
+        await stream.write(worker.request(worker.item(prompt[0], 0, prompt)))
+    results = [(await stream.read()).results[0] for _ in prompts]
+    assert [tokens_of(result) for result in results] == [worker.continuation(prompt, 1) for prompt in prompts]
+    await stream.write(worker.request(worker.item(1, 0, [5]), coordinator_id=""))
+    error = await failure(stream.read())
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert violated_fields(error) == ["coordinator_id"]
 
 
 async def test_an_exception_inside_is_internal_and_shows_nothing_of_the_inside(

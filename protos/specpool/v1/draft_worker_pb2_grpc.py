@@ -41,6 +41,11 @@ class DraftWorkerServiceStub:
                 request_serializer=specpool_dot_v1_dot_draft__worker__pb2.ProposeRequest.SerializeToString,
                 response_deserializer=specpool_dot_v1_dot_draft__worker__pb2.ProposeResponse.FromString,
                 _registered_method=True)
+        self.ProposeStream = channel.stream_stream(
+                '/specpool.v1.DraftWorkerService/ProposeStream',
+                request_serializer=specpool_dot_v1_dot_draft__worker__pb2.ProposeRequest.SerializeToString,
+                response_deserializer=specpool_dot_v1_dot_draft__worker__pb2.ProposeResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/specpool.v1.DraftWorkerService/Release',
                 request_serializer=specpool_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
@@ -59,6 +64,18 @@ class DraftWorkerServiceServicer:
 
     def Propose(self, request, context):
         """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProposeStream(self, request_iterator, context):
+        """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
+        the stream; what was served before stays valid.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +102,11 @@ def add_DraftWorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Propose': grpc.unary_unary_rpc_method_handler(
                     servicer.Propose,
+                    request_deserializer=specpool_dot_v1_dot_draft__worker__pb2.ProposeRequest.FromString,
+                    response_serializer=specpool_dot_v1_dot_draft__worker__pb2.ProposeResponse.SerializeToString,
+            ),
+            'ProposeStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ProposeStream,
                     request_deserializer=specpool_dot_v1_dot_draft__worker__pb2.ProposeRequest.FromString,
                     response_serializer=specpool_dot_v1_dot_draft__worker__pb2.ProposeResponse.SerializeToString,
             ),
@@ -125,6 +147,33 @@ class DraftWorkerService:
             request,
             target,
             '/specpool.v1.DraftWorkerService/Propose',
+            specpool_dot_v1_dot_draft__worker__pb2.ProposeRequest.SerializeToString,
+            specpool_dot_v1_dot_draft__worker__pb2.ProposeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProposeStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/specpool.v1.DraftWorkerService/ProposeStream',
             specpool_dot_v1_dot_draft__worker__pb2.ProposeRequest.SerializeToString,
             specpool_dot_v1_dot_draft__worker__pb2.ProposeResponse.FromString,
             options,

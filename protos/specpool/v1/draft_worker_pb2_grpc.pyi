@@ -35,7 +35,16 @@ class DraftWorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftWorkerServiceAsyncStub: ...
     Propose: _grpc.UnaryUnaryMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]
-    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer."""
+    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    ProposeStream: _grpc.StreamStreamMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]
+    """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
+    the stream; what was served before stays valid.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]
     """Frees sequences. Unknown ones are ignored, so that it can be repeated.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -51,7 +60,16 @@ class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Propose: _aio.UnaryUnaryMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]  # type: ignore[assignment]
-    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer."""
+    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    ProposeStream: _aio.StreamStreamMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]  # type: ignore[assignment]
+    """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
+    the stream; what was served before stays valid.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+    """
     Release: _aio.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Frees sequences. Unknown ones are ignored, so that it can be repeated.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
@@ -70,7 +88,22 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_worker_pb2.ProposeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_draft_worker_pb2.ProposeResponse, _abc.Awaitable[_draft_worker_pb2.ProposeResponse]]:
-        """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer."""
+        """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def ProposeStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_draft_worker_pb2.ProposeRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_draft_worker_pb2.ProposeResponse], _abc.AsyncIterator[_draft_worker_pb2.ProposeResponse]]:
+        """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
+        the stream; what was served before stays valid.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        """
 
     @_abc_1.abstractmethod
     def Release(

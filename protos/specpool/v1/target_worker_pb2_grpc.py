@@ -41,6 +41,11 @@ class TargetWorkerServiceStub:
                 request_serializer=specpool_dot_v1_dot_target__worker__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=specpool_dot_v1_dot_target__worker__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.VerifyStream = channel.stream_stream(
+                '/specpool.v1.TargetWorkerService/VerifyStream',
+                request_serializer=specpool_dot_v1_dot_target__worker__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=specpool_dot_v1_dot_target__worker__pb2.VerifyResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/specpool.v1.TargetWorkerService/Release',
                 request_serializer=specpool_dot_v1_dot_common__pb2.ReleaseRequest.SerializeToString,
@@ -65,6 +70,18 @@ class TargetWorkerServiceServicer:
     def Verify(self, request, context):
         """Realigns every sequence's cache, appends its tokens, and verifies its draft tokens in the same forward pass.
         Without draft tokens this is plain decoding. Idempotent: repeating a round repeats its answer.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyStream(self, request_iterator, context):
+        """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
+        the stream; what was served before stays valid.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +115,11 @@ def add_TargetWorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Verify': grpc.unary_unary_rpc_method_handler(
                     servicer.Verify,
+                    request_deserializer=specpool_dot_v1_dot_target__worker__pb2.VerifyRequest.FromString,
+                    response_serializer=specpool_dot_v1_dot_target__worker__pb2.VerifyResponse.SerializeToString,
+            ),
+            'VerifyStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.VerifyStream,
                     request_deserializer=specpool_dot_v1_dot_target__worker__pb2.VerifyRequest.FromString,
                     response_serializer=specpool_dot_v1_dot_target__worker__pb2.VerifyResponse.SerializeToString,
             ),
@@ -143,6 +165,33 @@ class TargetWorkerService:
             request,
             target,
             '/specpool.v1.TargetWorkerService/Verify',
+            specpool_dot_v1_dot_target__worker__pb2.VerifyRequest.SerializeToString,
+            specpool_dot_v1_dot_target__worker__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/specpool.v1.TargetWorkerService/VerifyStream',
             specpool_dot_v1_dot_target__worker__pb2.VerifyRequest.SerializeToString,
             specpool_dot_v1_dot_target__worker__pb2.VerifyResponse.FromString,
             options,

@@ -37,6 +37,14 @@ class TargetWorkerServiceStub:
     Verify: _grpc.UnaryUnaryMultiCallable[_target_worker_pb2.VerifyRequest, _target_worker_pb2.VerifyResponse]
     """Realigns every sequence's cache, appends its tokens, and verifies its draft tokens in the same forward pass.
     Without draft tokens this is plain decoding. Idempotent: repeating a round repeats its answer.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    VerifyStream: _grpc.StreamStreamMultiCallable[_target_worker_pb2.VerifyRequest, _target_worker_pb2.VerifyResponse]
+    """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
+    the stream; what was served before stays valid.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     Release: _grpc.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]
     """Frees sequences. Unknown ones are ignored, so that it can be repeated.
@@ -57,6 +65,14 @@ class TargetWorkerServiceAsyncStub(TargetWorkerServiceStub):
     Verify: _aio.UnaryUnaryMultiCallable[_target_worker_pb2.VerifyRequest, _target_worker_pb2.VerifyResponse]  # type: ignore[assignment]
     """Realigns every sequence's cache, appends its tokens, and verifies its draft tokens in the same forward pass.
     Without draft tokens this is plain decoding. Idempotent: repeating a round repeats its answer.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    VerifyStream: _aio.StreamStreamMultiCallable[_target_worker_pb2.VerifyRequest, _target_worker_pb2.VerifyResponse]  # type: ignore[assignment]
+    """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
+    the stream; what was served before stays valid.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     Release: _aio.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Frees sequences. Unknown ones are ignored, so that it can be repeated.
@@ -80,6 +96,20 @@ class TargetWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_target_worker_pb2.VerifyResponse, _abc.Awaitable[_target_worker_pb2.VerifyResponse]]:
         """Realigns every sequence's cache, appends its tokens, and verifies its draft tokens in the same forward pass.
         Without draft tokens this is plain decoding. Idempotent: repeating a round repeats its answer.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def VerifyStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_target_worker_pb2.VerifyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_target_worker_pb2.VerifyResponse], _abc.AsyncIterator[_target_worker_pb2.VerifyResponse]]:
+        """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
+        the stream; what was served before stays valid.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
 
     @_abc_1.abstractmethod
