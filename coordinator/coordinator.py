@@ -10,7 +10,7 @@ from itertools import count
 
 from coordinator.generation import Generation, Piece, Sample
 from coordinator.grouping import POLICIES, GroupingLimits
-from coordinator.pool import DuplicateRequestError, Pool, PoolFullError
+from coordinator.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
 from coordinator.round import Commit
 from coordinator.rounds import RoundLoop
 from coordinator.sequence import FinishReason, GenerationRequest, Prefix, Sequence
@@ -93,8 +93,10 @@ class Coordinator:
 
     def fit_window(self) -> None:
         """Call when the target is ready: more sequences than its slots would only take turns in rebuilding caches."""
-        self.pool.slots = self.target.slots_total
+        load = self.target.load_at_start
+        self.pool.slots = load.slots_total
         self.pool.window_size = min(self.settings.usable_window, self.pool.slots)
+        self.pool.kv_room = KVRoom(load.kv_positions_total, load.kv_positions_multiple)
 
     async def slots_released(self) -> None:
         """Returns when nothing is generated and the workers were told of all that left."""

@@ -7,6 +7,7 @@ worker still holds its slot.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain
 
 from coordinator.prefixes import PrefixIndex
@@ -25,6 +26,20 @@ class DuplicateRequestError(Exception):
     """A request of that id is in flight."""
 
 
+@dataclass(frozen=True)
+class KVRoom:
+    """Positions that the target worker has room for, all sequences together, in multiples of so many for each."""
+
+    positions: int = 0
+    """0: any number."""
+    multiple: int = 1
+
+    def taken_by(self, sequence: Sequence) -> int:
+        """Positions that are kept for a sequence."""
+        multiple = max(1, self.multiple)
+        return -(-sequence.max_length // multiple) * multiple
+
+
 class Pool:
     """At most `window_size` sequences are generated at a time, at most `queue_size` wait for room.
 
@@ -38,6 +53,7 @@ class Pool:
         queue. `prefix_reuse`: sequences begin with what is cached of others."""
         self.window_size, self.queue_size = window_size, queue_size
         self.slots = slots or window_size
+        self.kv_room = KVRoom()
         self.rounds = 0
         self._by_length, self._prefix_reuse = by_length, prefix_reuse
         self._last_length = 0
@@ -47,6 +63,8 @@ class Pool:
         self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
+        self._kept: dict[int, int] = {}
+        """Positions of those in the window and of those leaving."""
         self._prefixes = PrefixIndex()
         self._by_request: dict[str, dict[int, Sequence]] = {}
 
@@ -98,21 +116,29 @@ class Pool:
         self._unpark()
         admitted = []
         for _ in range(min(self.queued, self.room if most is None else min(most, self.room))):
-            sequence = self._queue.pop(self._next())
+            chosen = self._next()
+            if not self._fits(self._queue[chosen]):
+                break  # who waits longest is not passed over for ever by shorter ones
+            self._passed_over = 0 if chosen == next(iter(self._queue)) else self._passed_over + 1
+            sequence = self._queue.pop(chosen)
+            self._last_length = sequence.prompt_length
             self._enter(sequence)
             admitted.append(sequence)
         return admitted
 
     def _next(self) -> int:
         """Who enters: whose prompt is nearest to the last one's in length, or who was passed over too often."""
-        chosen = oldest = next(iter(self._queue))
         if self._by_length and self._passed_over < MOST_PASSED_OVER:
-            chosen = min(self._queue, key=lambda waiting: abs(self._queue[waiting].prompt_length - self._last_length))
-        self._passed_over = 0 if chosen == oldest else self._passed_over + 1
-        self._last_length = self._queue[chosen].prompt_length
-        return chosen
+            return min(self._queue, key=lambda waiting: abs(self._queue[waiting].prompt_length - self._last_length))
+        return next(iter(self._queue))
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether the target worker has room for all that it can become; alone it always has."""
+        kept = sum(self._kept.values()) + self.kv_room.taken_by(sequence)
+        return not self._kept or not self.kv_room.positions or kept <= self.kv_room.positions
 
     def _enter(self, sequence: Sequence) -> None:
+        self._kept[sequence.sequence_id] = self.kv_room.taken_by(sequence)
         self._find_prefix(sequence)
         if self._prefix_reuse:
             self._prefixes.add(sequence)
@@ -199,7 +225,9 @@ class Pool:
 
     def released(self, sequence_ids: Iterable[int]) -> None:
         """The workers have freed these sequences: the window has room again."""
-        self._leaving.difference_update(sequence_ids)
+        for sequence_id in sequence_ids:
+            self._leaving.discard(sequence_id)
+            self._kept.pop(sequence_id, None)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in two places or the window is exceeded."""
@@ -207,4 +235,6 @@ class Pool:
         places = [set(self._queue), set(self._parked), ready, set(self._in_round), self._leaving]
         assert len(set().union(*places)) == sum(map(len, places)), "a sequence is in two places"
         assert sum(map(len, places[1:])) <= self.window_size, "the window is exceeded"
+        assert set(self._kept) == set().union(*places[1:]), "positions kept for others than those in the window"
+        assert len(self._kept) < 2 or not self.kv_room.positions or sum(self._kept.values()) <= self.kv_room.positions
         assert len(self._queue) <= self.queue_size + self.room, "the queue is exceeded"

@@ -38,6 +38,8 @@ class ProposeItem:
     """Whose cached positions these are, if they are to be copied."""
     beginning: GenerationRequest | None = None
     """How the tokens are chosen, on first contact."""
+    max_length: int | None = None
+    """Positions that it can reach, likewise."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class VerifyItem:
     """Whose cached positions these are, if they are to be copied."""
     beginning: GenerationRequest | None = None
     """How the tokens are chosen, on first contact."""
+    max_length: int | None = None
+    """Positions that it can reach, likewise."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,9 @@ class Round:
             # A target may have rows of its output head, and so tokens, that the draft has not.
             if taken and max(taken) < draft_vocab_size:
                 k = wanted if base + len(taken) == length else 0
-                first = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
-                items.append(ProposeItem(sequence.sequence_id, base, taken, k, *first))
+                prefix, beginning = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
+                reach = min(sequence.max_length, draft_max_len) if beginning else None
+                items.append(ProposeItem(sequence.sequence_id, base, taken, k, prefix, beginning, reach))
         return items
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
@@ -148,10 +153,21 @@ class Round:
                 (tokens, room), drafts = _take(sequence.token_ids, base, room), ()
             if tokens:
                 partial = base + len(tokens) < len(sequence.token_ids)
-                first = _first_contact(sequence, sequence.target_length, base, sequence.target_prefix)
+                prefix, beginning = _first_contact(sequence, sequence.target_length, base, sequence.target_prefix)
                 self._copied[sequence.sequence_id] = base
-                logprobs = sequence.request.logprobs
-                items.append(VerifyItem(sequence.sequence_id, base, tokens, drafts, partial, logprobs, *first))
+                items.append(
+                    VerifyItem(
+                        sequence_id=sequence.sequence_id,
+                        base_length=base,
+                        token_ids=tokens,
+                        draft_token_ids=drafts,
+                        prefill_only=partial,
+                        logprobs=sequence.request.logprobs,
+                        prefix_sequence_id=prefix,
+                        beginning=beginning,
+                        max_length=sequence.max_length if beginning else None,
+                    )
+                )
         return items
 
     def commit(self, verdicts: Items[Verdict]) -> list[Commit]:

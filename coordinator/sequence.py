@@ -198,6 +198,11 @@ class Sequence:
         return length, length - self.target_base, draft_lacks, self.draft_limit
 
     @property
+    def max_length(self) -> int:
+        """Positions that it can reach, drafts included."""
+        return len(self.request.prompt_ids) + self.request.max_tokens
+
+    @property
     def draft_limit(self) -> int:
         """Draft tokens that the next round can use: one token more than was accepted is always gained."""
         remaining = self.request.max_tokens - self.num_generated

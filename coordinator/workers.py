@@ -70,7 +70,7 @@ class WorkerLink:
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
         self.info: common_pb2.ModelInfo | None = None
-        self.slots_total = 0
+        self.load_at_start = common_pb2.WorkerLoad()
         self.on_change: Callable[[], Awaitable[None]] | None = None
         self._coordinator_id = coordinator_id
         self._timeout = timeout_seconds
@@ -184,7 +184,7 @@ class WorkerLink:
                 request = common_pb2.GetWorkerInfoRequest()
                 response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
                 await self._check(response.model)
-                self.info, self.slots_total = response.model, response.load.slots_total
+                self.info, self.load_at_start = response.model, response.load
                 await self._set_state(LinkState.READY, "")
             if self._to_release and self.is_ready:
                 await self.release(())
@@ -258,6 +258,7 @@ class TargetLink(WorkerLink):
                     logprobs=item.logprobs,
                     sampling=_sampling(item.beginning),
                     prefix_sequence_id=item.prefix_sequence_id,
+                    max_length=item.max_length,
                 )
                 for item in items
             ],
@@ -310,6 +311,7 @@ class DraftLink(WorkerLink):
                     num_draft_tokens=item.num_draft_tokens,
                     sampling=_sampling(item.beginning),
                     prefix_sequence_id=item.prefix_sequence_id,
+                    max_length=item.max_length,
                 )
                 for item in items
             ],

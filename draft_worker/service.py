@@ -9,7 +9,15 @@ from specpool.v1 import draft_worker_pb2_grpc
 from draft_worker.proposer import Proposal, ProposeItem, Proposer
 from engine.sampling import SamplingParams
 from rpc.sampling import read_sampling
-from rpc.worker_service import WorkerServicer, check_item, require_coordinator, timed, wire_status
+from rpc.worker_service import (
+    RoundLimits,
+    WorkerServicer,
+    check_item,
+    require_coordinator,
+    round_limits,
+    timed,
+    wire_status,
+)
 
 
 class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServiceServicer):
@@ -20,7 +28,7 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
         require_coordinator(request.coordinator_id)
 
         def propose(proposer: Proposer) -> tuple[list[Proposal], dict[str, int]]:
-            items = _items(request, proposer.engine.vocab_size, proposer.engine.max_model_len)
+            items = _items(request, round_limits(proposer, request.coordinator_id))
             return timed(proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items))
 
         proposals, spent = await self._host.run(propose, request.coordinator_id)
@@ -43,10 +51,10 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
             yield await self.Propose(request, context)
 
 
-def _items(request: pb.ProposeRequest, vocab_size: int, max_model_len: int) -> list[ProposeItem]:
+def _items(request: pb.ProposeRequest, limits: RoundLimits) -> list[ProposeItem]:
     seen: set[int] = set()
     for index, item in enumerate(request.items):
-        check_item(index, item, vocab_size, max_model_len, max(0, item.num_draft_tokens - 1), seen)
+        check_item(index, item, limits, max(0, item.num_draft_tokens - 1), seen)
     return [
         ProposeItem(
             sequence_id=item.sequence_id,
@@ -54,6 +62,7 @@ def _items(request: pb.ProposeRequest, vocab_size: int, max_model_len: int) -> l
             token_ids=tuple(item.token_ids),
             sampling=read_sampling(item, index, SamplingParams),
             prefix_sequence_id=item.prefix_sequence_id if item.HasField("prefix_sequence_id") else None,
+            max_length=item.max_length if item.HasField("max_length") else None,
             num_draft_tokens=item.num_draft_tokens,
         )
         for index, item in enumerate(request.items)

@@ -53,7 +53,7 @@ def attend(
     """Caches the new tokens' keys and values, then attends from them. Returns [rows, heads, dim]."""
     arena, tokens, plan = batch.arena, batch.tokens, batch.attention
     assert plan is not None
-    arena.write(layer, batch.slots, batch.columns, key[:tokens], value[:tokens])
+    arena.write(layer, batch.columns, key[:tokens], value[:tokens])
     results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in plan.calls]
     return torch.cat(results)[plan.result_rows]
 
@@ -63,13 +63,12 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of one call. Returns [B * Q, heads, dim]."""
     _, heads, dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads = len(keys)
     batch, length = call.query_index.shape
     # Query heads that share a KV head become query rows of it, so that no key is ever copied for them.
     q = query[call.query_index].transpose(1, 2)  # [B, heads, Q, dim]
     q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
-    k = keys[call.slots, :, call.columns].expand(batch, -1, -1, -1)  # [B, kv_heads, kv_length, dim]
-    v = values[call.slots, :, call.columns].expand(batch, -1, -1, -1)
+    k, v = call.attended(keys), call.attended(values)
     attended = scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scaling)
     return attended.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch * length, heads, dim)
 

@@ -2,25 +2,39 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from engine.kv_cache import KVArena
 from engine.numerics import Tiles, round_up
-from engine.packing import Span
+from engine.packing import Place, Span
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Sequences attended in one call: B neighbouring or listed slots, Q query rows each, over the same columns.
+    """Sequences attended in one call: B of them, Q query rows each, over as many columns from their origins on.
 
-    Or one slot B times, whose query rows are attended by themselves.
+    Or one sequence whose B query rows are attended by themselves.
     """
 
-    slots: slice | torch.Tensor  # a slice is a view of the arena, a tensor [B] a gather
-    columns: slice  # kv_length of them
+    origins: tuple[int, ...]  # columns of the arena from which on each sequence is attended
+    kv_length: int
+    gathered: torch.Tensor | None  # [B * kv_length] their columns, if they do not lie at equal distances
     query_index: torch.Tensor  # [B, Q] packed index of each query row; padding repeats the sequence's first
     mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: all is
+
+    def attended(self, cache: torch.Tensor) -> torch.Tensor:
+        """Of keys or values [kv_heads, columns, dim] what is attended, [B, kv_heads, kv_length, dim]: copied only if it
+        must be."""
+        kv_heads, columns, dim = cache.shape
+        count = len(self.origins)
+        if self.gathered is not None:
+            return cache[:, self.gathered].view(kv_heads, count, self.kv_length, dim).transpose(0, 1)
+        stride = self.origins[1] - self.origins[0] if count > 1 else 0
+        shape, strides = (count, kv_heads, self.kv_length, dim), (stride * dim, columns * dim, dim, 1)
+        view = cache.as_strided(shape, strides, cache.storage_offset() + self.origins[0] * dim)
+        return view.expand(len(self.query_index), -1, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -32,18 +46,17 @@ class AttentionPlan:
 
 
 def plan_attention(
-    spans: Sequence[Span], starts: Sequence[int], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
+    spans: Sequence[Span], places: Sequence[Place], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
 ) -> AttentionPlan:
-    """The plan for spans that are packed in this order.
+    """The plan for spans that are packed in this order, whose sequences are at these places.
 
-    `starts`: the column of each span's sequence in which its position 0 lies. `query_groups`: query heads per KV head,
-    folded into the query rows. `gather`: attend to scattered slots by copying them together (one call), rather than by
-    a call for each run of neighbours (no copy).
+    `query_groups`: query heads per KV head, folded into the query rows. `gather`: attend to sequences that lie anywhere
+    by copying them together (one call), rather than by a call for those at equal distances (no copy).
     """
     placed: list[_Placed] = []
     tokens = 0
-    for span, start in zip(spans, starts, strict=True):
-        placed.append(_Placed(span, tokens, start))
+    for span, place in zip(spans, places, strict=True):
+        placed.append(_Placed(span, tokens, place.origin, place.start))
         tokens += len(span.token_ids)
     runs = _runs(placed, tiles, gather)
     result_rows = _result_rows(runs, tokens, tiles)
@@ -56,10 +69,11 @@ def plan_attention(
 
 @dataclass(frozen=True)
 class _Placed:
-    """A span with the packed index of its first token, and the column of its sequence's position 0."""
+    """A span with the packed index of its first token, and its sequence's place."""
 
     span: Span
     first: int
+    origin: int
     start: int
 
     @property
@@ -69,17 +83,18 @@ class _Placed:
 
 
 def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool) -> list[list[_Placed]]:
-    """Spans to attend together: few-token spans of neighbouring slots; a long one alone.
+    """Spans to attend together: few-token spans of sequences at equal distances; a long one alone.
 
     Exact results depend on how far into the attended columns a sequence starts: then only equal starts go together.
     """
     runs: list[list[_Placed]] = []
     short = 1 if tiles.by_row else max(tiles.query, 16)
-    for this in sorted(placed, key=lambda this: (this.start if tiles.exact else 0, this.span.slot)):
-        previous = runs[-1][-1] if runs else None
+    for this in sorted(placed, key=lambda this: (this.start if tiles.exact else 0, this.origin)):
+        run = runs[-1] if runs else []
+        previous = run[-1] if run else None
         joins = (
             previous is not None
-            and (gather or previous.span.slot + 1 == this.span.slot)
+            and (gather or len(run) == 1 or this.origin - previous.origin == run[1].origin - run[0].origin)
             and (not tiles.exact or previous.start == this.start)
             and max(len(previous.span.token_ids), len(this.span.token_ids)) <= short
         )
@@ -112,18 +127,21 @@ def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: 
     device = arena.device
     longest = _query_rows(run, tiles)
     left = min(this.start for this in run)
-    kv_length = min(round_up(max(this.start + this.span.end for this in run) - left, tiles.kv), arena.columns - left)
+    kv_length = round_up(max(this.start + this.span.end for this in run) - left, tiles.kv)
+    kv_length = min(kv_length, arena.columns - left - max(this.origin for this in run))
     query_index: list[list[int]] = []
     for this in run:
         count = len(this.span.token_ids)
         query_index.append([*range(this.first, this.first + count), *[this.first] * (longest - count)])
     if tiles.by_row:
         query_index = [[row] for rows in query_index for row in rows]
-    slots = [this.span.slot for this in run]
-    neighbours = slots == list(range(slots[0], slots[0] + len(slots)))
+    origins = tuple(this.origin + left for this in run)
+    distances = {after - before for before, after in pairwise(origins)}
+    columns = [column for origin in origins for column in range(origin, origin + kv_length)]
     return AttentionCall(
-        slots=slice(slots[0], slots[0] + len(slots)) if neighbours else torch.tensor(slots, device=device),
-        columns=slice(left, left + kv_length),
+        origins=origins,
+        kv_length=kv_length,
+        gathered=torch.tensor(columns, device=device) if len(distances) > 1 else None,
         query_index=torch.tensor(query_index, device=device),
         mask=_mask(run, longest, left, kv_length, query_groups, tiles.by_row, device),
     )

@@ -12,6 +12,7 @@ from engine.activations import activate_in_pieces
 from engine.attention import PACKED_ATTENTION
 from engine.attention_plan import plan_attention
 from engine.exactness import choose_tiles, self_test
+from engine.extents import Extents
 from engine.forward import forward_pass
 from engine.kv_cache import KVArena
 from engine.layout import LAYOUTS, KVLayout
@@ -20,7 +21,7 @@ from engine.memory import Footprint, KVLimit, activation_bytes, default_kv_memor
 from engine.native.model import NativeModel
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
-from engine.packing import Span, pack
+from engine.packing import Place, Span, pack
 from engine.slots import SlotTable
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ class EngineInfo:
     slots_in_use: int
     kv_bytes_per_token: int
     kv_bytes_total: int
+    kv_positions_total: int
+    kv_positions_free: int
+    kv_positions_multiple: int
     kv_layout: str
     weight_bytes: int
     activation_bytes: int
@@ -118,7 +122,10 @@ class Engine:
             slots_total=self.slots.total,
             slots_in_use=self.slots.in_use,
             kv_bytes_per_token=per_token,
-            kv_bytes_total=per_token * self.layout.arena.columns * self.slots.total,
+            kv_bytes_total=per_token * self.layout.arena.columns,
+            kv_positions_total=self.slots.extents.columns,
+            kv_positions_free=self.slots.extents.free,
+            kv_positions_multiple=self.slots.extents.multiple,
             kv_layout=self.kv_layout,
             weight_bytes=self.footprint.weights,
             activation_bytes=self.footprint.activations,
@@ -146,10 +153,11 @@ class Engine:
         with self.realigning():
             starts = self.layout.align(spans)
         arena = self.layout.arena
-        batch = pack(spans, starts, arena, self.tiles)
+        places = [Place(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
+        batch = pack(spans, places, arena, self.tiles)
         if not self._attends_itself:
             gather = self._device.type != "cpu"
-            plan = plan_attention(spans, starts, arena, self.tiles, self._query_groups, gather)
+            plan = plan_attention(spans, places, arena, self.tiles, self._query_groups, gather)
             batch = replace(batch, attention=plan)
         logits: torch.Tensor = self._model(batch)
         return logits[: batch.num_logits]
@@ -158,31 +166,37 @@ class Engine:
         return 2 * int(self.loaded.config.num_hidden_layers) * self._kv_heads * self._head_dim * self._dtype.itemsize
 
     def _reserve(self, options: EngineOptions) -> tuple[SlotTable, KVLayout]:
-        layout = LAYOUTS[options.kv_layout]
+        layout, per_token = LAYOUTS[options.kv_layout], self._kv_bytes_per_token()
         # Attended columns are a multiple of the tile, counted from the sequence's start.
-        columns = round_up(self.max_model_len, self.tiles.kv) + (self.tiles.kv if layout.spare_columns else 0)
-        per_slot = self._kv_bytes_per_token() * columns
+        longest = round_up(self.max_model_len, self.tiles.kv) + (self.tiles.kv if layout.spare_columns else 0)
+        multiple = longest if layout.spare_columns else self.tiles.kv
         limit = self._limit(options)
-        slots = min(options.max_sequences, limit.kv_bytes // per_slot)
-        if slots < 1:
+        wanted = options.max_sequences * longest
+        columns = min(wanted, limit.kv_bytes // per_token // multiple * multiple)
+        if columns < longest:
             raise UnsupportedModelError(
-                f"{limit} holds no sequence of {columns} positions ({per_slot:,} bytes): "
+                f"{limit} holds no sequence of {longest} positions ({longest * per_token:,} bytes): "
                 f"lower max_model_len or raise {limit.name}"
             )
-        if slots < options.max_sequences:
+        if columns < wanted:
             log.warning(
-                "%s holds %d sequences of %d positions, not %d", limit.name, slots, columns, options.max_sequences
+                "%s holds %d positions, not %d sequences of %d",
+                limit.name,
+                columns,
+                options.max_sequences,
+                longest,
             )
-        self.footprint = replace(self.footprint, kv=slots * per_slot)
+        self.footprint = replace(self.footprint, kv=columns * per_token)
         log.info("memory: %s", self.footprint)
         layers = self.loaded.config.num_hidden_layers
         try:
-            arena = KVArena(layers, slots, self._kv_heads, columns, self._head_dim, self._dtype, self._device)
+            arena = KVArena(layers, self._kv_heads, columns, self._head_dim, self._dtype, self._device)
         except (RuntimeError, MemoryError) as error:
             raise UnsupportedModelError(
-                f"a KV cache of {slots * per_slot:,} bytes cannot be allocated: {first_line(error)}"
+                f"a KV cache of {columns * per_token:,} bytes cannot be allocated: {first_line(error)}"
             ) from error
-        return SlotTable(slots), layout(arena)
+        extents = Extents(options.max_sequences, longest, columns, multiple)
+        return SlotTable(options.max_sequences, extents), layout(arena, extents)
 
     def _limit(self, options: EngineOptions) -> KVLimit:
         """What the KV cache may take."""
@@ -207,7 +221,7 @@ class Engine:
             raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {first_line(error)}") from error
         # A layer that attends in its own way leaves its keys untouched.
         cached = slice(0, len(PROBE_TOKENS))
-        foreign = [layer for layer, keys in enumerate(self.layout.arena.keys) if not keys[0, :, cached].any()]
+        foreign = [layer for layer, keys in enumerate(self.layout.arena.keys) if not keys[:, cached].any()]
         if foreign:
             raise UnsupportedModelError(f"layers {foreign} of this {kind} model have another kind of attention or none")
         # Rounding is far below this in every dtype, and another mask, scale or order of heads is far above.

@@ -23,7 +23,9 @@ def forward_pass(loaded: LoadedModel, options: EngineOptions) -> nn.Module:
     if options.lean and is_lean(loaded.config):
         model = lean = LeanModel(loaded.model)
         if options.native and can_compile(lean):
-            return NativeModel(lean)
+            model = NativeModel(lean)
+            release_files(loaded.model)
+            return model
     if can_prepack(dtype, device):
         prepack_linears(model)
     if device == torch.device("cpu"):

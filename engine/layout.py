@@ -3,18 +3,24 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from engine.extents import Extents
 from engine.kv_cache import KVArena
 from engine.packing import Span
 
 
 class KVLayout(ABC):
-    """Position p of a sequence lies in column `start + p` of its slot; `align` says where sequences start."""
+    """Position p of a sequence lies in column `start + p` of its extent; `align` says where sequences start."""
 
     spare_columns = False
-    """Whether a sequence of full length may start behind column 0, so that slots need room beyond it."""
+    """Whether any sequence may start behind column 0, so that all extents must be longer than the longest of them."""
 
-    def __init__(self, arena: KVArena) -> None:
-        self.arena = arena
+    def __init__(self, arena: KVArena, extents: Extents) -> None:
+        self.arena, self.extents = arena, extents
+        extents.move = arena.move
+
+    def origin(self, slot: int) -> int:
+        """Where in the arena a slot's extent begins."""
+        return self.extents.origins[slot]
 
     @abstractmethod
     def align(self, spans: Sequence[Span]) -> list[int]:
@@ -22,11 +28,11 @@ class KVLayout(ABC):
 
     def copy(self, source: int, destination: int, count: int) -> None:
         """Copies the first `count` positions of one slot's sequence into another slot."""
-        self.arena.copy(source, destination, 0, count)
+        self.arena.move(self.origin(source), self.origin(destination), count)
 
 
 class SlotLayout(KVLayout):
-    """In place: every sequence starts at column 0 for ever, and what was rejected is overwritten. Nothing moves."""
+    """In place: every sequence starts at column 0 for ever, and what was rejected is overwritten. No pass moves it."""
 
     def align(self, spans: Sequence[Span]) -> list[int]:
         """All start at column 0."""
@@ -43,9 +49,9 @@ class PaddedLayout(KVLayout):
 
     spare_columns = True
 
-    def __init__(self, arena: KVArena) -> None:
-        super().__init__(arena)
-        self._starts = [0] * arena.slots
+    def __init__(self, arena: KVArena, extents: Extents) -> None:
+        super().__init__(arena, extents)
+        self._starts = [0] * len(extents.origins)
 
     def align(self, spans: Sequence[Span]) -> list[int]:
         """Right-aligns the sequences. Those of equal length, in this pass and the last, stay where they are."""
@@ -53,14 +59,15 @@ class PaddedLayout(KVLayout):
         starts = [right_edge - span.end for span in spans]
         for span, start in zip(spans, starts, strict=True):
             if span.start and start != self._starts[span.slot]:
-                self.arena.move(span.slot, self._starts[span.slot], start, span.start)
+                origin = self.origin(span.slot)
+                self.arena.move(origin + self._starts[span.slot], origin + start, span.start)
             self._starts[span.slot] = start
         return starts
 
     def copy(self, source: int, destination: int, count: int) -> None:
         """To the same columns, wherever they are: the next pass will move them."""
-        self._starts[destination] = self._starts[source]
-        self.arena.copy(source, destination, self._starts[source], count)
+        start = self._starts[destination] = self._starts[source]
+        self.arena.move(self.origin(source) + start, self.origin(destination) + start, count)
 
 
 LAYOUTS: dict[str, type[KVLayout]] = {"slots": SlotLayout, "padded": PaddedLayout}

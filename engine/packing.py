@@ -38,30 +38,37 @@ class PackedBatch:
     longest: int  # positions of the longest sequence
     input_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    slots: torch.Tensor  # [T]
-    columns: torch.Tensor  # [T] where in its slot each token is cached
+    columns: torch.Tensor  # [T] where in the arena each token is cached
     logit_rows: torch.Tensor  # [R, padded like rows] packed index of each row of logits
     num_logits: int  # R
     attention: "AttentionPlan | None" = None
     """None: the model attends by itself."""
 
 
-def pack(spans: Sequence[Span], starts: Sequence[int], arena: KVArena, tiles: Tiles) -> PackedBatch:
-    """Lays out the spans one behind the other, in their order.
+@dataclass(frozen=True)
+class Place:
+    """Where a sequence lies in the arena: its extent begins at column `origin`, position 0 is `start` columns later."""
 
-    `starts`: the column of each span's sequence in which its position 0 lies.
-    """
+    origin: int
+    start: int = 0
+
+    @property
+    def first(self) -> int:
+        """The column of position 0."""
+        return self.origin + self.start
+
+
+def pack(spans: Sequence[Span], places: Sequence[Place], arena: KVArena, tiles: Tiles) -> PackedBatch:
+    """Lays out the spans one behind the other, in their order; `places` are those of their sequences."""
     device = arena.device
     token_ids: list[int] = []
     positions: list[int] = []
     columns: list[int] = []
-    slots: list[int] = []
     logit_rows: list[int] = []
-    for span, start in zip(spans, starts, strict=True):
+    for span, place in zip(spans, places, strict=True):
         token_ids.extend(span.token_ids)
         positions.extend(range(span.start, span.end))
-        columns.extend(range(start + span.start, start + span.end))
-        slots.extend([span.slot] * len(span.token_ids))
+        columns.extend(range(place.first + span.start, place.first + span.end))
         logit_rows.extend(range(len(token_ids) - span.num_logits, len(token_ids)))
     tokens, num_logits = len(token_ids), len(logit_rows)
     padding = tiles.rows(tokens) - tokens
@@ -72,7 +79,6 @@ def pack(spans: Sequence[Span], starts: Sequence[int], arena: KVArena, tiles: Ti
         longest=max(span.end for span in spans),
         input_ids=torch.tensor(token_ids + token_ids[:1] * padding, device=device),
         positions=torch.tensor(positions + positions[:1] * padding, device=device),
-        slots=torch.tensor(slots, device=device),
         columns=torch.tensor(columns, device=device),
         logit_rows=torch.tensor(logit_rows + logit_rows[:1] * logit_padding, device=device, dtype=torch.long),
         num_logits=num_logits,

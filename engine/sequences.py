@@ -24,6 +24,8 @@ class Extension:
     token_ids: tuple[int, ...]
     sampling: SamplingParams | None = None
     prefix_sequence_id: int | None = None
+    max_length: int | None = None
+    """Positions that it can reach, drafts included; None: as many as the model has."""
 
 
 @dataclass(frozen=True)
@@ -91,26 +93,36 @@ class SequenceEngine:
     def _realign(self, coordinator_id: str, round_id: int, item: Extension) -> Realignment:
         slots, key = self.engine.slots, (coordinator_id, item.sequence_id)
         if item.prefix_sequence_id is not None and key not in slots:
-            copied = self._copy(key, (coordinator_id, item.prefix_sequence_id), item.base_length)
+            copied = self._copy(key, (coordinator_id, item.prefix_sequence_id), item)
             if copied is not Realignment.OK:
                 return copied
-        state = slots.realign(key, round_id, item.base_length)
+        state = slots.realign(key, round_id, item.base_length, item.max_length)
         if state is Realignment.OK and (item.base_length == 0 or item.prefix_sequence_id is not None):
             slots[key].sampling = self._known_part(item.sampling)
         return state
 
-    def _copy(self, key: SequenceKey, source_key: SequenceKey, length: int) -> Realignment:
+    def _copy(self, key: SequenceKey, source_key: SequenceKey, item: Extension) -> Realignment:
         """Begins a sequence with what is cached of another."""
-        source = self.engine.slots.find(source_key)
+        slots, length = self.engine.slots, item.base_length
+        source = slots.find(source_key)
         if source is None or source.cached_length < length:
             return Realignment.CACHE_MISS
-        slot = self.engine.slots.take(key)
-        if slot is None:
-            return Realignment.NO_SLOT
-        if slot.index != source.index:  # a released source may have lost its slot to this very sequence
+        slot = slots.take(key, item.max_length, spared=source_key)
+        if slot is not None:
             self.engine.layout.copy(source.index, slot.index, length)
+        elif source_key in slots:
+            return Realignment.NO_SLOT
+        else:  # there is room only where the released source is
+            slot = slots.inherit(key, source_key, item.max_length)
+            if slot is None:
+                return Realignment.CACHE_MISS
         slot.cached_length, slot.token_ids = length, source.token_ids[:length]
         return Realignment.OK
+
+    def room(self, coordinator_id: str, sequence_id: int) -> int | None:
+        """Positions that the sequence has room for; None if it has no slot yet."""
+        key = (coordinator_id, sequence_id)
+        return self.engine.slots[key].room if key in self.engine.slots else None
 
     def _known_part(self, sampling: SamplingParams | None) -> SamplingParams | None:
         """Without ids that the model does not know: a draft may have fewer rows in its output head than the target."""

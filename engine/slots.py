@@ -8,6 +8,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.extents import Extents
+
 if TYPE_CHECKING:
     from engine.sampling import SamplingParams
 
@@ -26,9 +28,11 @@ class Realignment(enum.Enum):
 
 @dataclass
 class Slot:
-    """A sequence's place in the arena."""
+    """A sequence's place in the cache."""
 
     index: int
+    room: int = 0
+    """Positions that there is room for."""
     cached_length: int = 0
     round_id: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -40,8 +44,10 @@ class Slot:
 class SlotTable:
     """Slots of all coordinators' sequences; a coordinator that falls silent loses its own."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, extents: Extents | None = None) -> None:
+        """`extents`: what the slots share; by default every slot has one of its own."""
         self.total = slots
+        self.extents = Extents(slots, longest=1) if extents is None else extents
         self._free = list(range(slots - 1, -1, -1))
         self._slots: dict[SequenceKey, Slot] = {}
         self._released: OrderedDict[SequenceKey, Slot] = OrderedDict()
@@ -53,16 +59,16 @@ class SlotTable:
         """Slots of sequences that were not released."""
         return len(self._slots)
 
-    def realign(self, key: SequenceKey, round_id: int, base_length: int) -> Realignment:
+    def realign(self, key: SequenceKey, round_id: int, base_length: int, max_length: int | None = None) -> Realignment:
         """Makes the sequence's cache exactly `base_length` positions long, or says why it cannot; then nothing changed.
 
-        `base_length` 0 starts the sequence anew, in a slot of its own.
+        `base_length` 0 starts the sequence anew, in a slot of its own with room for `max_length` positions.
         """
         slot = self._slots.get(key)
         if slot is not None and round_id < slot.round_id:
             return Realignment.STALE_ROUND
         if slot is None and base_length == 0:
-            slot = self.take(key)
+            slot = self.take(key, max_length)
             if slot is None:
                 return Realignment.NO_SLOT
         if slot is None or slot.cached_length < base_length:
@@ -76,20 +82,43 @@ class SlotTable:
     def __contains__(self, key: SequenceKey) -> bool:
         return key in self._slots
 
-    def take(self, key: SequenceKey) -> Slot | None:
-        """A slot for a sequence that has none, with nothing in it that counts; None if all are taken."""
-        if (stale := self._released.pop(key, None)) is not None:
-            self._free.append(stale.index)
-        if self._free:
-            # The lowest free slot: neighbours are attended without copying.
-            index = min(self._free)
-            self._free.remove(index)
-        elif self._released:
-            index = self._released.popitem(last=False)[1].index
-        else:
+    def take(self, key: SequenceKey, max_length: int | None = None, spared: SequenceKey | None = None) -> Slot | None:
+        """A slot for a sequence that has none, with nothing in it that counts; None if there is no room.
+
+        What was released gives way, but for `spared`.
+        """
+        needed = self.extents.room_for(max_length)
+        victims = [released for released in self._released if released not in (key, spared)]
+        if key in self._released:
+            victims.insert(0, key)
+        held = sum(self.extents.length(self._released[victim].index) for victim in victims)
+        if not (self._free or victims) or self.extents.free + held < needed:
             return None
-        slot = self._slots[key] = Slot(index)
+        for victim in victims:
+            if victim != key and self._free and self.extents.free >= needed:
+                break
+            self._evict(victim)
+        index = min(self._free)  # neighbours are attended without copying
+        self._free.remove(index)
+        self.extents.reserve(index, needed)
+        slot = self._slots[key] = Slot(index, needed)
         return slot
+
+    def inherit(self, key: SequenceKey, source: SequenceKey, max_length: int | None = None) -> Slot | None:
+        """The slot of a released sequence, with what is cached in it, for another; None if it cannot be made to fit."""
+        slot, needed = self._released[source], self.extents.room_for(max_length)
+        if not self.extents.lengthen(slot.index, needed):
+            return None
+        del self._released[source]
+        inherited = self._slots[key] = Slot(
+            slot.index, self.extents.length(slot.index), slot.cached_length, token_ids=slot.token_ids
+        )
+        return inherited
+
+    def _evict(self, key: SequenceKey) -> None:
+        index = self._released.pop(key).index
+        self.extents.release(index)
+        self._free.append(index)
 
     def find(self, key: SequenceKey) -> Slot | None:
         """What is cached of a sequence, released or not, to copy from. A released one counts as used again."""
@@ -115,10 +144,11 @@ class SlotTable:
             del self._last_seen[owner]
         expired = self.release([key for key in self._slots if key[0] in gone])
         for key in [key for key in self._released if key[0] in gone]:
-            self._free.append(self._released.pop(key).index)
+            self._evict(key)
         return expired
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot is lost or held twice."""
         held = [slot.index for slot in (*self._slots.values(), *self._released.values())]
         assert sorted(held + self._free) == list(range(self.total)), "slots lost or held twice"
+        self.extents.check_integrity()

@@ -11,6 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pydantic import Field
@@ -139,6 +141,9 @@ class WorkerServicer:
             kv_layout=info.kv_layout,
             weight_bytes=info.weight_bytes,
             activation_bytes=info.activation_bytes,
+            kv_positions_total=info.kv_positions_total,
+            kv_positions_free=info.kv_positions_free,
+            kv_positions_multiple=info.kv_positions_multiple,
         )
         return pb.GetWorkerInfoResponse(model=model, load=load)
 
@@ -149,11 +154,27 @@ def require_coordinator(coordinator_id: str) -> None:
         raise InvalidArgumentError("coordinator_id", "must not be empty")
 
 
-def check_item(index: int, item: Any, vocab_size: int, max_model_len: int, drafts: int, seen: set[int]) -> None:
+@dataclass(frozen=True)
+class RoundLimits:
+    """What the items of a round are checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    room: Callable[[int], int | None]
+    """Positions that a sequence has room for; None if it is new."""
+
+
+def round_limits(backend: Any, coordinator_id: str) -> RoundLimits:
+    """Those of a coordinator at a backend with an engine."""
+    return RoundLimits(backend.engine.vocab_size, backend.engine.max_model_len, partial(backend.room, coordinator_id))
+
+
+def check_item(index: int, item: Any, limits: RoundLimits, drafts: int, seen: set[int]) -> None:
     """InvalidArgumentError if an item of a round could not be served whatever is cached.
 
     `drafts`: positions that it takes beyond its tokens. `seen`: sequences of the round so far; this one joins them.
     """
+    vocab_size, max_model_len = limits.vocab_size, limits.max_model_len
     field = f"items[{index}]"
     if item.sequence_id in seen:
         raise InvalidArgumentError(f"{field}.sequence_id", f"{item.sequence_id} occurs twice in the round")
@@ -164,9 +185,14 @@ def check_item(index: int, item: Any, vocab_size: int, max_model_len: int, draft
         raise InvalidArgumentError(f"{field}.token_ids", "must not be empty")
     if max(item.token_ids) >= vocab_size:
         raise InvalidArgumentError(f"{field}.token_ids", f"{max(item.token_ids)} is not below {vocab_size}")
+    asked = item.max_length if item.HasField("max_length") else max_model_len
+    if asked > max_model_len:
+        raise InvalidArgumentError(f"{field}.max_length", f"{asked} is above {max_model_len}")
+    room = limits.room(item.sequence_id)
+    most = min(max_model_len, asked if room is None else room)
     end = item.base_length + len(item.token_ids) + drafts
-    if end > max_model_len:
-        raise InvalidArgumentError(field, f"would reach {end} positions of at most {max_model_len}")
+    if end > most:
+        raise InvalidArgumentError(field, f"would reach {end} positions of at most {most}")
 
 
 def timed(backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:

@@ -9,7 +9,15 @@ from specpool.v1 import target_worker_pb2_grpc
 from engine.sampling import SamplingParams
 from rpc.errors import InvalidArgumentError
 from rpc.sampling import logprobs_message, read_sampling
-from rpc.worker_service import WorkerServicer, check_item, require_coordinator, timed, wire_status
+from rpc.worker_service import (
+    RoundLimits,
+    WorkerServicer,
+    check_item,
+    require_coordinator,
+    round_limits,
+    timed,
+    wire_status,
+)
 from target_worker.verifier import Verdict, Verifier, VerifyItem
 
 
@@ -21,7 +29,7 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
         require_coordinator(request.coordinator_id)
 
         def verify(verifier: Verifier) -> tuple[list[Verdict], dict[str, int]]:
-            items = _items(request, verifier.engine.vocab_size, verifier.engine.max_model_len)
+            items = _items(request, round_limits(verifier, request.coordinator_id))
             return timed(verifier, lambda: verifier.verify(request.coordinator_id, request.round_id, items))
 
         verdicts, spent = await self._host.run(verify, request.coordinator_id)
@@ -55,15 +63,15 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
         )
 
 
-def _items(request: pb.VerifyRequest, vocab_size: int, max_model_len: int) -> list[VerifyItem]:
+def _items(request: pb.VerifyRequest, limits: RoundLimits) -> list[VerifyItem]:
     seen: set[int] = set()
     for index, item in enumerate(request.items):
-        check_item(index, item, vocab_size, max_model_len, len(item.draft_token_ids), seen)
+        check_item(index, item, limits, len(item.draft_token_ids), seen)
         if item.draft_token_ids and item.prefill_only:
             raise InvalidArgumentError(f"items[{index}].draft_token_ids", "must be empty with prefill_only")
-        if item.draft_token_ids and max(item.draft_token_ids) >= vocab_size:
+        if item.draft_token_ids and max(item.draft_token_ids) >= limits.vocab_size:
             largest = max(item.draft_token_ids)
-            raise InvalidArgumentError(f"items[{index}].draft_token_ids", f"{largest} is not below {vocab_size}")
+            raise InvalidArgumentError(f"items[{index}].draft_token_ids", f"{largest} is not below {limits.vocab_size}")
     return [
         VerifyItem(
             sequence_id=item.sequence_id,
@@ -71,6 +79,7 @@ def _items(request: pb.VerifyRequest, vocab_size: int, max_model_len: int) -> li
             token_ids=tuple(item.token_ids),
             sampling=read_sampling(item, index, SamplingParams),
             prefix_sequence_id=item.prefix_sequence_id if item.HasField("prefix_sequence_id") else None,
+            max_length=item.max_length if item.HasField("max_length") else None,
             draft_token_ids=tuple(item.draft_token_ids),
             prefill_only=item.prefill_only,
             logprobs=item.logprobs if item.HasField("logprobs") else None,

@@ -59,7 +59,7 @@ def long_passes_differ(engine: Engine) -> bool:
 def test_long_passes_are_bitwise_too(tmp_path: Path, architecture: str, lean: bool, threads_of_engine: int) -> None:
     sizes = {"n_layer": 2, "n_head": 4} if architecture == "gpt2" else {"intermediate_size": 160}
     folder = save_model(tmp_path, small_config(architecture, **sizes))
-    engine = load_engine(folder, threads=threads_of_engine, lean=lean)
+    engine = load_engine(folder, threads=threads_of_engine, lean=lean, native=False)
     assert not engine.bitwise or not long_passes_differ(engine)
     assert engine.bitwise or architecture == "gpt2"
 
@@ -67,5 +67,5 @@ def test_long_passes_are_bitwise_too(tmp_path: Path, architecture: str, lean: bo
 def test_the_self_test_notices_divided_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.lean.in_pieces", lambda function, x: function(x))
     folder = save_model(tmp_path, small_config("llama", intermediate_size=160))
-    engine = load_engine(folder, threads=2)
+    engine = load_engine(folder, threads=2, native=False)
     assert engine.bitwise is not long_passes_differ(engine)

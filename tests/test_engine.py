@@ -21,8 +21,9 @@ from tiny_pair import MAX_MODEL_LEN, tiny_config
 
 from engine.attention_plan import plan_attention
 from engine.engine import Engine, _chunks
+from engine.kv_cache import KVArena
 from engine.numerics import Tiles
-from engine.packing import Span, pack
+from engine.packing import Place, Span, pack
 
 # Lengths on both sides of the attention tiles that CPUs need (64, 128, 256), and small ones.
 LONGEST = 264
@@ -50,15 +51,16 @@ def truth(engine: Engine) -> Truth:
     logits, keys, values = [], [], []
     for tokens in token_ids:
         logits.append(decode_alone(engine, tokens))
-        keys.append([layer[0, :, :LONGEST].clone() for layer in engine.layout.arena.keys])
-        values.append([layer[0, :, :LONGEST].clone() for layer in engine.layout.arena.values])
+        keys.append([layer[:, :LONGEST].clone() for layer in engine.layout.arena.keys])
+        values.append([layer[:, :LONGEST].clone() for layer in engine.layout.arena.values])
     return Truth(token_ids, logits, keys, values)
 
 
 def assert_same_cache(engine: Engine, truth: Truth, sequence: int, slot: int, length: int) -> None:
     for layer, (keys, values) in enumerate(zip(truth.keys[sequence], truth.values[sequence], strict=True)):
-        assert torch.equal(engine.layout.arena.keys[layer][slot, :, :length], keys[:, :length])
-        assert torch.equal(engine.layout.arena.values[layer][slot, :, :length], values[:, :length])
+        columns = slice(engine.layout.origin(slot), engine.layout.origin(slot) + length)
+        assert torch.equal(engine.layout.arena.keys[layer][:, columns], keys[:, :length])
+        assert torch.equal(engine.layout.arena.values[layer][:, columns], values[:, :length])
 
 
 # --- The model's own logits
@@ -180,23 +182,22 @@ def test_the_last_position_can_be_used(engine: Engine) -> None:
 
 @pytest.mark.parametrize("dirt", [0.0, 1e4, -1e30])
 def test_what_a_slot_held_before_leaves_no_trace(engine: Engine, truth: Truth, dirt: float) -> None:
+    extent = slice(engine.layout.origin(3), engine.layout.origin(4))
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
-        tensor[3] = dirt
+        tensor[:, extent] = dirt
     for length in (1, 30, 256):
         assert torch.equal(engine.forward([Span(3, 0, truth.token_ids[0][:length], 1)])[0], truth.logits[0][length - 1])
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
-        tensor[3] = 0.0
+        tensor[:, extent] = 0.0
 
 
 def test_no_slot_but_its_own_is_written(engine: Engine, truth: Truth) -> None:
     before = [tensor.clone() for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values)]
     engine.forward([Span(1, 4, truth.token_ids[0][:13], 2), Span(6, 0, truth.token_ids[1][:3], 1)])
     for old, new in zip(before, (*engine.layout.arena.keys, *engine.layout.arena.values), strict=True):
-        changed = (old != new).any(1).any(-1).nonzero().tolist()
-        assert {(slot, position) for slot, position in changed} <= {
-            *((1, position) for position in range(4, 17)),
-            *((6, position) for position in range(3)),
-        }
+        first, second = engine.layout.origin(1), engine.layout.origin(6)
+        changed = (old != new).any(0).any(-1).nonzero().flatten().tolist()
+        assert set(changed) <= {*range(first + 4, first + 17), *range(second, second + 3)}
 
 
 def test_the_cache_stays_free_of_nan(engine: Engine) -> None:
@@ -269,7 +270,7 @@ def test_an_overflow_does_not_outlive_its_sequence(tiny_pair: tuple[Path, Path])
     cache = torch.full((20, 2, 16), torch.inf, dtype=torch.float16)
     cache[::2] = torch.nan
     for layer in range(3):
-        engine.layout.arena.write(layer, torch.zeros(20, dtype=torch.long), torch.arange(5, 25), cache, cache)
+        engine.layout.arena.write(layer, torch.arange(5, 25), cache, cache)
     assert torch.equal(engine.forward([Span(0, 0, tokens, 12)]), clean)
 
 
@@ -285,13 +286,18 @@ def test_info_describes_model_and_memory(engine: Engine, tiny_pair: tuple[Path, 
     assert (info.slots_total, info.slots_in_use) == (8, 0)
     assert info.kv_bytes_total == sum(t.numel() * 4 for t in (*engine.layout.arena.keys, *engine.layout.arena.values))
     assert info.kv_bytes_total >= 8 * MAX_MODEL_LEN * info.kv_bytes_per_token
+    assert info.kv_positions_total == info.kv_positions_free == info.kv_bytes_total // info.kv_bytes_per_token
+    engine.slots.take(("c", 1), 60)
+    assert engine.info().kv_positions_free == info.kv_positions_total - 60
+    engine.slots.release([("c", 1)])
 
 
-def test_memory_for_fewer_sequences_gives_fewer_slots(tiny_pair: tuple[Path, Path]) -> None:
+def test_less_memory_holds_fewer_positions_of_as_many_sequences(tiny_pair: tuple[Path, Path]) -> None:
     full = load_engine(tiny_pair[0], max_sequences=4).info()
-    per_slot = full.kv_bytes_total // 4
-    assert load_engine(tiny_pair[0], max_sequences=4, kv_memory=3 * per_slot - 1).info().slots_total == 2
-    assert load_engine(tiny_pair[0], max_sequences=4, kv_memory=9 * per_slot).info().slots_total == 4
+    few = load_engine(tiny_pair[0], max_sequences=4, kv_memory=full.kv_bytes_total // 2 + 5).info()
+    assert (few.slots_total, few.kv_positions_total) == (4, full.kv_positions_total // 2)
+    most = load_engine(tiny_pair[0], max_sequences=4, kv_memory=9 * full.kv_bytes_total).info()
+    assert most.kv_positions_total == full.kv_positions_total
 
 
 def test_one_slot_is_enough(tiny_pair: tuple[Path, Path]) -> None:
@@ -344,18 +350,23 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
 ) -> None:
     spans = [Span(slots[i], s.start, s.token_ids, s.num_logits) for i, s in enumerate(spans)]
     starts = [max(span.end for span in spans) - span.end if padded else 0 for span in spans]
+    # Any origins: extents are of different lengths.
+    origins = {slot: tiles.kv * (11 * slot + slot * slot) for slot in range(8)}
+    where = [Place(origins[span.slot], start) for span, start in zip(spans, starts, strict=True)]
     start_of = dict(zip([span.slot for span in spans], starts, strict=True))
-    batch = pack(spans, starts, engine.layout.arena, tiles)
-    plan = plan_attention(spans, starts, engine.layout.arena, tiles, query_groups=3, gather=gather)
+    arena = KVArena(1, 1, origins[7] + 1024, 1, torch.float32, torch.device("cpu"))
+    arena.keys[0][0, :, 0] = torch.arange(arena.columns)
+    batch = pack(spans, where, arena, tiles)
+    plan = plan_attention(spans, where, arena, tiles, query_groups=3, gather=gather)
     places = [(span.slot, position) for span in spans for position in range(span.start, span.end)]
     assert batch.tokens == len(places)
     assert len(batch.input_ids) == len(batch.positions) == tiles.rows(len(places))
     assert batch.input_ids[: batch.tokens].tolist() == [token for span in spans for token in span.token_ids]
-    assert list(zip(batch.slots.tolist(), batch.positions[: batch.tokens].tolist(), strict=True)) == places
+    assert batch.positions[: batch.tokens].tolist() == [position for _, position in places]
     wanted = [(s.slot, position) for s in spans for position in range(s.end - s.num_logits, s.end)]
     assert [places[row] for row in batch.logit_rows[: batch.num_logits].tolist()] == wanted
 
-    assert batch.columns.tolist() == [start_of[slot] + position for slot, position in places]
+    assert batch.columns.tolist() == [origins[slot] + start_of[slot] + position for slot, position in places]
 
     if gather and all(len(span.token_ids) <= 8 for span in spans):
         assert len(plan.calls) == (len(set(starts)) if tiles.exact else 1)
@@ -363,14 +374,15 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
     results = {row: packed for packed, row in enumerate(plan.result_rows[: batch.tokens].tolist())}
     at = 0
     for call in plan.calls:
-        assert gather or isinstance(call.slots, slice), "keys were copied"
-        kv_length = call.columns.stop - call.columns.start
+        assert gather or call.gathered is None, "keys were copied"
+        kv_length = call.kv_length
         assert kv_length % tiles.kv == 0
+        columns = call.attended(arena.keys[0])[:, 0, :, 0].int().tolist()
+        assert all(found == list(range(found[0], found[0] + kv_length)) for found in columns)
         assert call.query_index.shape[1] % tiles.query == 0
-        members = range(8)[call.slots] if isinstance(call.slots, slice) else call.slots.tolist()
         length = call.query_index.shape[1]
         masks = torch.ones(1, 1, 3 * length, kv_length, dtype=torch.bool) if call.mask is None else call.mask
-        masks = masks.expand(len(members), -1, -1, -1)
+        masks = masks.expand(len(columns), -1, -1, -1)
         here = range(at, at + call.query_index.numel())
         at = here.stop
         for row in results.keys() & set(here):
@@ -378,8 +390,7 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
             slot, position = places[packed]
             member, query = divmod(row - here.start, length)
             assert call.query_index[member, query] == packed
-            assert members[member] == slot
-            first = start_of[slot] - call.columns.start
+            first = origins[slot] + start_of[slot] - columns[member][0]
             assert first == 0 or not tiles.exact
             mask = masks[member, 0].reshape(3, length, -1)[:, query]
             assert mask.sum(-1).tolist() == [position + 1] * 3
@@ -392,13 +403,25 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
 
 def test_sequences_of_equal_length_share_one_mask_or_need_none(engine: Engine) -> None:
     spans = [Span(slot, 40, [1] * 5, 5) for slot in (2, 3, 4)]
-    (call,) = plan_attention(
-        spans, [0] * 3, engine.layout.arena, Tiles(2, 1, 8, 64), query_groups=3, gather=False
-    ).calls
-    assert call.slots == slice(2, 5), "keys were copied"
+    arena = engine.layout.arena
+    places = [Place(origin) for origin in (128, 512, 896)]
+    (call,) = plan_attention(spans, places, arena, Tiles(2, 1, 8, 64), query_groups=3, gather=False).calls
+    assert call.attended(arena.keys[0]).data_ptr() == arena.keys[0][:, 128:].data_ptr(), "keys were copied"
     assert call.mask is not None
     assert call.mask.shape == (1, 1, 3 * 8, 64)
     steps = [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
-    (call,) = plan_attention(steps, [7] * 3, engine.layout.arena, Tiles(), query_groups=3, gather=False).calls
+    places = [Place(origin, start=7) for origin in (128, 512, 896)]
+    (call,) = plan_attention(steps, places, arena, Tiles(), query_groups=3, gather=False).calls
     assert call.mask is None
-    assert call.columns == slice(7, 48)
+    assert (call.origins, call.kv_length) == ((135, 519, 903), 41)
+
+
+def test_sequences_at_unequal_distances_are_attended_apart_or_copied_together(engine: Engine) -> None:
+    arena, spans = engine.layout.arena, [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
+    places = [Place(origin) for origin in (128, 512, 832)]
+    apart = plan_attention(spans, places, arena, Tiles(), query_groups=3, gather=False).calls
+    assert [call.origins for call in apart] == [(128, 512), (832,)]
+    (together,) = plan_attention(spans, places, arena, Tiles(), query_groups=3, gather=True).calls
+    torch.testing.assert_close(
+        together.attended(arena.keys[0]), torch.cat([call.attended(arena.keys[0]) for call in apart])
+    )

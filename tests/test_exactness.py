@@ -93,9 +93,9 @@ def test_where_every_row_count_differs_all_passes_have_one_shape(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, lean: bool
 ) -> None:
     """Such as on a GPU, whose libraries choose a kernel for every number of rows."""
-    assert load_engine(tiny_pair[0]).tiles.max_rows == exactness.ROW_COUNTS[-1]
+    assert load_engine(tiny_pair[0], native=False).tiles.max_rows == exactness.ROW_COUNTS[-1]
     monkeypatch.setattr(exactness, "_rows_agree", lambda *_: False)
-    uniform = load_engine(tiny_pair[0], lean=lean)
+    uniform = load_engine(tiny_pair[0], lean=lean, native=False)
     shapes = set()
     head = uniform._model.head if lean else uniform.loaded.model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, x: shapes.add(x[0].shape[-2]))
@@ -164,17 +164,18 @@ def test_the_self_test_notices_results_that_depend_on_the_batch(
         return real(q, *arguments, **features) * (1 + 1e-6 * (q.shape[0] > 1))
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", attend)
-    assert not load_engine(tiny_pair[0]).bitwise
+    assert not load_engine(tiny_pair[0], native=False).bitwise
 
 
 def test_the_self_test_notices_results_that_depend_on_the_slot(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine_under_test = load_engine(tiny_pair[0])
+    engine_under_test = load_engine(tiny_pair[0], native=False)
     real = engine_under_test.layout.arena.write
 
-    def write(layer: int, slots: torch.Tensor, positions: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        real(layer, slots, positions, key, value * (1 + 1e-6 * (slots > 0))[:, None, None])
+    def write(layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        first_slot = columns < engine_under_test.layout.origin(1)
+        real(layer, columns, key, value * (1 + 1e-6 * ~first_slot)[:, None, None])
 
     monkeypatch.setattr(engine_under_test.layout.arena, "write", write)
     assert not self_test(engine_under_test)
@@ -185,7 +186,7 @@ def test_without_a_grid_the_engine_claims_no_more_than_is_true(
 ) -> None:
     """On most processors nothing is equal then, and the engine must say so."""
     monkeypatch.setattr(engine, "choose_tiles", lambda *_: Tiles())
-    careless = load_engine(tiny_pair[0])
+    careless = load_engine(tiny_pair[0], native=False)
     assert careless.tiles == Tiles()
     assert not careless.bitwise or rows_that_differ(careless) == 0
 

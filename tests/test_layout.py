@@ -1,6 +1,7 @@
 """Both KV layouts give the same bits; the padded one keeps its batch right-aligned and moves no more than it must."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from tiny_models import decode_alone, load_engine, random_tokens
 
 from engine.engine import Engine
+from engine.extents import Extents
 from engine.kv_cache import KVArena
-from engine.layout import LAYOUTS, PaddedLayout, SlotLayout
+from engine.layout import LAYOUTS, KVLayout, PaddedLayout, SlotLayout
 from engine.packing import Span
 
 SEQUENCES, LONGEST = 4, 300
@@ -28,9 +30,10 @@ def truth(tiny_pair: tuple[Path, Path]) -> list[torch.Tensor]:
     return [decode_alone(slots, random_tokens(LONGEST, seed)) for seed in range(SEQUENCES)]
 
 
-def arena(slots: int = 4, columns: int = 64) -> KVArena:
+def layout_of(kind: type[KVLayout], slots: int = 4, columns: int = 64) -> Any:
     """Every position of a slot holds a number of its own, once `write` put it there."""
-    return KVArena(2, slots, 1, columns, 1, torch.float32, torch.device("cpu"))
+    arena = KVArena(2, 1, slots * columns, 1, torch.float32, torch.device("cpu"))
+    return kind(arena, Extents(slots, columns))
 
 
 def write(layout: PaddedLayout | SlotLayout, spans: list[Span]) -> list[int]:
@@ -40,7 +43,7 @@ def write(layout: PaddedLayout | SlotLayout, spans: list[Span]) -> list[int]:
         positions = torch.arange(span.start, span.end)
         numbers = positions.float()[:, None, None]
         for layer in range(2):
-            layout.arena.write(layer, torch.full_like(positions, span.slot), start + positions, numbers, -numbers)
+            layout.arena.write(layer, layout.origin(span.slot) + start + positions, numbers, -numbers)
     return starts
 
 
@@ -78,7 +81,7 @@ def test_padded_rows_equal_decoding_alone_in_slots(
 
 @given(rounds=rounds)
 def test_padding_never_accumulates_and_nothing_is_lost(rounds: list[dict[int, tuple[int, int]]]) -> None:
-    layout = PaddedLayout(arena(SEQUENCES, columns=LONGEST))
+    layout = layout_of(PaddedLayout, SEQUENCES, columns=LONGEST)
     cached = [0] * SEQUENCES
     for round_ in rounds:
         spans = []
@@ -90,7 +93,8 @@ def test_padding_never_accumulates_and_nothing_is_lost(rounds: list[dict[int, tu
         assert len({start + span.end for start, span in zip(starts, spans, strict=True)}) == 1, "not right-aligned"
         assert min(starts) == 0, "columns that nobody needs"
         for span, start in zip(spans, starts, strict=True):
-            found = layout.arena.keys[1][span.slot, 0, start : start + span.end, 0]
+            first = layout.origin(span.slot) + start
+            found = layout.arena.keys[1][0, first : first + span.end, 0]
             assert found.tolist() == list(range(span.end))
         for i, (fed, rejected) in round_.items():
             cached[i] += fed - min(rejected, fed)
@@ -103,7 +107,7 @@ def moves(layout: PaddedLayout, monkeypatch: pytest.MonkeyPatch) -> list[tuple[i
 
 
 def test_sequences_of_equal_length_never_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = PaddedLayout(arena())
+    layout = layout_of(PaddedLayout)
     moved = moves(layout, monkeypatch)
     layout.align([Span(slot, 0, [0] * 9, 0) for slot in range(3)])
     layout.align([Span(slot, 9, [0] * 5, 5) for slot in range(3)])
@@ -113,26 +117,26 @@ def test_sequences_of_equal_length_never_move(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_drafting_steps_of_a_padded_batch_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = PaddedLayout(arena())
+    layout = layout_of(PaddedLayout)
     layout.align([Span(0, 0, [0] * 9, 0), Span(1, 0, [0] * 4, 0)])
     moved = moves(layout, monkeypatch)
     for step in range(5):
         assert layout.align([Span(0, 9 + step, [0], 1), Span(1, 4 + step, [0], 1)]) == [0, 5]
     layout.align([Span(1, 9, [0], 1)])  # alone, it is the longest
-    assert moved == [(1, 5, 0, 9)]
+    assert moved == [(64 + 5, 64, 9)]
 
 
 def test_what_was_rejected_moves_nobody_but_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = PaddedLayout(arena())
+    layout = layout_of(PaddedLayout)
     layout.align([Span(0, 0, [0] * 9, 0), Span(1, 0, [0] * 9, 0), Span(2, 0, [0] * 4, 0)])
     moved = moves(layout, monkeypatch)
     # Sequence 1 lost two tokens, the others went on: only its positions are in the wrong columns.
     layout.align([Span(0, 9, [0] * 3, 3), Span(1, 7, [0] * 3, 3), Span(2, 4, [0] * 3, 3)])
-    assert moved == [(1, 0, 2, 7)]
+    assert moved == [(64, 64 + 2, 7)]
 
 
 def test_slots_move_nothing() -> None:
-    layout = SlotLayout(arena())
+    layout = layout_of(SlotLayout)
     assert layout.align([Span(0, 5, [0] * 3, 3), Span(2, 40, [0], 1)]) == [0, 0]
     assert set(LAYOUTS) == {"slots", "padded"}
 

@@ -240,7 +240,7 @@ def test_too_little_memory_is_refused_with_the_numbers(tiny_pair: tuple[Path, Pa
     message = refusal(tiny_pair[0], kv_memory=needed - 1)
     assert f"{needed - 1:,} bytes" in message
     assert f"{needed:,} bytes" in message
-    assert str(engine.layout.arena.keys[0].shape[2]) in message
+    assert str(engine.layout.arena.columns) in message
     assert "max_model_len" in message
 
 
@@ -254,9 +254,9 @@ def test_slots_are_as_many_as_a_share_of_the_free_memory_holds(
 ) -> None:
     one = load_engine(tiny_pair[0], max_sequences=1).info().kv_bytes_total
     with_free_memory(monkeypatch, int(3.5 * one / memory.CPU_SHARE))
-    assert load_engine(tiny_pair[0], max_sequences=4096).slots.total == 3
-    assert "kv_memory holds 3 sequences of" in caplog.text
-    assert load_engine(tiny_pair[0], max_sequences=5, kv_memory=5 * one).slots.total == 5
+    assert one <= load_engine(tiny_pair[0], max_sequences=4096).info().kv_bytes_total <= 3.5 * one
+    assert "not 4096 sequences of" in caplog.text
+    assert load_engine(tiny_pair[0], max_sequences=5, kv_memory=5 * one).info().kv_bytes_total == 5 * one
     with_free_memory(monkeypatch, one)
     assert "holds no sequence" in refusal(tiny_pair[0])
 
@@ -273,17 +273,22 @@ def test_the_limit_of_a_container_counts_too(
 
 
 def test_a_budget_is_for_weights_activations_and_cache_together(tiny_pair: tuple[Path, Path]) -> None:
-    engine = load_engine(tiny_pair[0], max_sequences=4)
+    engine = load_engine(tiny_pair[0], native=False, max_sequences=4)
     one, others = engine.footprint.kv // 4, engine.footprint.weights + engine.footprint.activations
     stored = sum(weight.nbytes for weight in stored_weights(tiny_pair[0]))
     assert stored <= engine.footprint.weights < 1.01 * stored  # rotary frequencies are not stored
-    assert load_engine(tiny_pair[0], max_sequences=4, memory_budget=others + 3 * one).slots.total == 3
-    assert load_engine(tiny_pair[0], max_sequences=4, memory_budget=others + 99 * one).slots.total == 4
-    message = refusal(tiny_pair[0], memory_budget=others + one - 1)
+    assert (
+        load_engine(tiny_pair[0], native=False, max_sequences=4, memory_budget=others + 3 * one).footprint.kv == 3 * one
+    )
+    assert (
+        load_engine(tiny_pair[0], native=False, max_sequences=4, memory_budget=others + 99 * one).footprint.kv
+        == 4 * one
+    )
+    message = refusal(tiny_pair[0], native=False, memory_budget=others + one - 1)
     for number in (others + one - 1, engine.footprint.weights, engine.footprint.activations, one):
         assert f"{number:,}" in message
     assert "raise memory_budget" in message
-    assert "holds no sequence" in refusal(tiny_pair[0], memory_budget=1)
+    assert "holds no sequence" in refusal(tiny_pair[0], native=False, memory_budget=1)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
@@ -296,15 +301,15 @@ def test_no_file_of_weights_stays_mapped(tmp_path: Path, lean: bool) -> None:
 
 def test_positions_that_were_never_used_take_no_memory() -> None:
     process, before = psutil.Process(), psutil.Process().memory_info().rss
-    arena = KVArena(4, 8, 4, 4096, 128, torch.bfloat16, torch.device("cpu"))
-    assert arena.keys[3].shape == (8, 4, 4096, 128)
+    arena = KVArena(4, 4, 8 * 4096, 128, torch.bfloat16, torch.device("cpu"))
+    assert arena.keys[3].shape == (4, 8 * 4096, 128)
     row = torch.ones(1, 4, 128, dtype=torch.bfloat16)
     for layer in range(4):
-        arena.write(layer, torch.tensor([5]), torch.tensor([7]), row, row)
+        arena.write(layer, torch.tensor([20_487]), row, row)
         assert arena.keys[layer].count_nonzero() == row.numel()
     del arena
-    arena = KVArena(4, 8, 4, 4096, 128, torch.bfloat16, torch.device("cpu"))
-    arena.write(0, torch.tensor([5]), torch.tensor([7]), row, row)
+    arena = KVArena(4, 4, 8 * 4096, 128, torch.bfloat16, torch.device("cpu"))
+    arena.write(0, torch.tensor([20_487]), row, row)
     assert process.memory_info().rss - before < 64 * 2**20, "of 512 MiB"
 
 
@@ -349,7 +354,7 @@ def test_logits_that_are_not_the_models_own_are_refused(
 ) -> None:
     real = attention.scaled_dot_product_attention
     monkeypatch.setattr(attention, "scaled_dot_product_attention", lambda q, *rest, **more: real(4 * q, *rest, **more))
-    assert "own logits" in refusal(tiny_pair[0])
+    assert "own logits" in refusal(tiny_pair[0], native=False)
 
 
 # --- Refused for what is not there or is no model

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.grouping import GroupingLimits, Ragged
-from coordinator.pool import DuplicateRequestError, Pool, PoolFullError
+from coordinator.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
 from coordinator.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
 # Few, so that ids are used again, as clients do: also while an aborted namesake is still in its round.
@@ -30,9 +30,16 @@ def make_sequence(
 class PoolMachine(RuleBasedStateMachine):
     """`waiting` and `inside` are what the pool should hold; `group` plays a round."""
 
-    @initialize(window_size=st.integers(1, 4), queue_size=st.integers(0, 4))
-    def start(self, window_size: int, queue_size: int) -> None:
+    @initialize(
+        window_size=st.integers(1, 4),
+        queue_size=st.integers(0, 4),
+        positions=st.sampled_from([0, 1, 20, 40, 90]),
+        multiple=st.sampled_from([0, 1, 16]),
+    )
+    def start(self, window_size: int, queue_size: int, positions: int, multiple: int) -> None:
         self.pool = Pool(window_size, queue_size)
+        self.pool.kv_room = KVRoom(positions, multiple)
+        self.kept: dict[int, int] = {}
         self.ids = count(1)
         self.waiting: list[Sequence] = []
         self.inside: list[Sequence] = []
@@ -65,7 +72,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        expected = self.waiting[: self.room()]
+        expected: list[Sequence] = []
+        gone = set(self.kept) - {sequence.sequence_id for sequence in self.inside} - self.left
+        for sequence_id in gone:
+            del self.kept[sequence_id]
+        for sequence in self.waiting[: self.room()]:
+            needed = self.pool.kv_room.taken_by(sequence)
+            if self.kept and 0 < self.pool.kv_room.positions < sum(self.kept.values()) + needed:
+                break
+            self.kept[sequence.sequence_id] = needed
+            expected.append(sequence)
         assert self.pool.admit() == expected
         self.inside += expected
         del self.waiting[: len(expected)]

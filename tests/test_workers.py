@@ -22,7 +22,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
-from tiny_models import load_engine, random_tokens
+from tiny_models import forget_all, load_engine, random_tokens
 from tiny_pair import MAX_MODEL_LEN
 from tokenizers import Tokenizer
 
@@ -33,7 +33,6 @@ from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
 from engine.engine import Engine
 from engine.packing import Span
-from engine.slots import SlotTable
 from rpc.channel import MAX_WORKER_MESSAGE_BYTES
 from rpc.server import Server
 from rpc.settings import ServerSettings
@@ -162,7 +161,7 @@ def engines(tiny_pair: tuple[Path, Path]) -> dict[str, Engine]:
 @asynccontextmanager
 async def serving(role: Role, engine: Engine) -> AsyncIterator[Worker]:
     """A loaded worker with empty slots."""
-    engine.slots = SlotTable(SLOTS)
+    forget_all(engine, SLOTS)
     host = WorkerHost(lambda: role.backend(engine))
     server = Server(ServerSettings(drain_seconds=0), MAX_WORKER_MESSAGE_BYTES)
     server.add(f"specpool.v1.{role.name}", role.register, role.servicer(host))
@@ -503,6 +502,9 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         kv_layout="slots",
         weight_bytes=info.weight_bytes,
         activation_bytes=info.activation_bytes,
+        kv_positions_total=info.kv_positions_total,
+        kv_positions_free=info.kv_positions_total - MAX_MODEL_LEN,
+        kv_positions_multiple=1,
     )
 
 
@@ -568,6 +570,24 @@ async def test_a_bad_draft_is_refused_by_name(target: Worker, item: target_worke
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert violated_fields(error) == [field]
     assert target.engine.slots.in_use == 0
+
+
+async def test_a_sequence_has_the_room_that_it_asked_for_and_no_more(worker: Worker) -> None:
+    def item(sequence_id: int, base_length: int, token_ids: list[int], max_length: int) -> Any:
+        wanted = worker.item(sequence_id, base_length, token_ids)
+        wanted.max_length = max_length
+        return wanted
+
+    error = await failure(worker.round(item(1, 0, [5], MAX_MODEL_LEN + 1)))
+    assert violated_fields(error) == ["items[0].max_length"]
+    error = await failure(worker.round(item(1, 0, [5] * 7, 6)))
+    assert "would reach 7 positions of at most 6" in error.details()
+    assert worker.engine.slots.in_use == 0
+    await worker.round(item(1, 0, [5] * 5, 6))
+    assert worker.engine.slots["c", 1].room == 6
+    await worker.round(worker.item(1, 5, [6]))
+    error = await failure(worker.round(worker.item(1, 6, [7])))
+    assert "would reach 7 positions of at most 6" in error.details()
 
 
 @pytest.mark.parametrize("k", [3, 2**32 - 1])
@@ -674,7 +694,7 @@ async def test_a_worker_that_loads_is_unavailable_and_says_so_and_serves_then(
     role: Role, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines[role.name]
-    engine.slots = SlotTable(SLOTS)
+    forget_all(engine, SLOTS)
     loaded = threading.Event()
 
     def load() -> Any:
@@ -718,7 +738,7 @@ async def test_a_draining_worker_finishes_the_round_it_is_in(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines[TARGET.name]
-    engine.slots = SlotTable(SLOTS)
+    forget_all(engine, SLOTS)
     running, finish = threading.Event(), threading.Event()
 
     class SlowVerifier(Verifier):

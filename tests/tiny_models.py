@@ -11,8 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from coordinator.fakes import EOS_TOKEN_ID, VOCAB_SIZE
 from engine.engine import Engine
+from engine.extents import Extents
 from engine.options import EngineOptions
 from engine.packing import Span
+from engine.slots import SlotTable
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,
@@ -53,6 +55,13 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
 def load_engine(folder: Path, exact: bool = True, **options: Any) -> Engine:
     """An engine on one thread."""
     return Engine.load(EngineOptions(model=str(folder), **{"threads": 1, "max_sequences": 8, **options}), exact)
+
+
+def forget_all(engine: Engine, slots: int) -> None:
+    """Leaves the engine with so many slots, all of them free; those beyond are for spans of the test's own."""
+    old = engine.layout.extents
+    extents = Extents(len(old.origins), old.longest, old.columns, old.multiple)
+    engine.slots, engine.layout = SlotTable(slots, extents), type(engine.layout)(engine.layout.arena, extents)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

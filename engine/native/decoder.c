@@ -47,7 +47,7 @@ typedef struct {
     const float *before_attention, *before_mlp; /* weights of norms, [hidden] */
     const float *after_attention, *after_mlp;   /* likewise, or null */
     const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
-    float *keys, *values;                       /* [slots, kv_heads, columns, HEAD_DIM] */
+    float *keys, *values;                       /* [kv_heads, columns, HEAD_DIM] */
 } Layer;
 
 typedef struct {
@@ -62,8 +62,8 @@ typedef struct {
 
 typedef struct {
     int64_t rows, results, threads;
-    const int64_t *token_ids, *positions, *slots, *columns; /* [rows] */
-    const int64_t *result_rows;                             /* [results]: of these the logits are wanted */
+    const int64_t *token_ids, *positions, *columns; /* [rows]; a column is where the row's position is cached */
+    const int64_t *result_rows;                     /* [results]: of these the logits are wanted */
     float *workspace;
     int64_t scores; /* floats of a thread's scores */
     float *logits;  /* [results, head.outputs] */
@@ -217,7 +217,7 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
     }
     const float *key = heads + HEADS(model) * HEAD_DIM, *value = heads + rotated * HEAD_DIM;
     for (int64_t h = 0; h < model->kv_heads; h++) {
-        int64_t to = ((batch->slots[row] * model->kv_heads + h) * model->columns + batch->columns[row]) * HEAD_DIM;
+        int64_t to = (h * model->columns + batch->columns[row]) * HEAD_DIM;
         for (int i = 0; i < HEAD_DIM; i += LANES) {
             store(layer->keys + to + i, load(key + h * HEAD_DIM + i));
             store(layer->values + to + i, load(value + h * HEAD_DIM + i));
@@ -351,8 +351,7 @@ void forward(const Model *model, const Batch *batch) {
 #pragma omp for schedule(dynamic)
             for (int64_t task = 0; task < rows * model->kv_heads; task++) {
                 int64_t head = task / rows, row = task % rows, seen = batch->positions[row] + 1;
-                int64_t first = (batch->slots[row] * model->kv_heads + head) * model->columns +
-                                batch->columns[row] - batch->positions[row];
+                int64_t first = head * model->columns + batch->columns[row] - batch->positions[row];
                 attend(heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first * HEAD_DIM,
                        layer->values + first * HEAD_DIM, seen, model->scaling,
                        scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores,

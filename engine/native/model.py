@@ -43,7 +43,7 @@ class _Model(Structure):
 class _Batch(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "results", "threads")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "columns", "result_rows", "workspace")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "columns", "result_rows", "workspace")),
         ("scores", c_int64),
         ("logits", c_void_p),
     )
@@ -99,7 +99,6 @@ class NativeModel(nn.Module):
             threads=threads,
             token_ids=batch.input_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
-            slots=batch.slots.data_ptr(),
             columns=batch.columns.data_ptr(),
             result_rows=batch.logit_rows.data_ptr(),
             workspace=self._workspace.data_ptr(),
