@@ -77,7 +77,7 @@ def test_package_imports_nothing_it_must_not(package: str) -> None:
 
 def test_the_check_sees_imports() -> None:
     assert "torch" in set().union(*map(top_levels, sources("engine")))
-    assert "grpc" in top_levels(ROOT / "coordinator/round_calls.py", "coordinator/workers.py")
+    assert "grpc" in top_levels(ROOT / "coordinator/workers.py")
 
 
 @pytest.mark.parametrize("module", PURE)
