@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
 
 # Settings that only workers have, by name, since their code needs torch.
 WORKER_KEYS = {
+    "cuda_graphs",
     "device",
     "dtype",
     "kv_layout",
@@ -29,6 +30,7 @@ WORKER_KEYS = {
     "max_sequences",
     "memory_budget",
     "model",
+    "native",
 }
 
 

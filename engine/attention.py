@@ -8,6 +8,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine.attention_plan import AttentionCall
+from engine.kernels import attend_extents, splits_for
 from engine.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
@@ -51,9 +52,12 @@ def attend(
     scaling: float | None,
 ) -> torch.Tensor:
     """Caches the new tokens' keys and values, then attends from them. Returns [rows, heads, dim]."""
-    arena, tokens, plan = batch.arena, batch.tokens, batch.attention
-    assert plan is not None
-    arena.write(layer, batch.columns, key[:tokens], value[:tokens])
+    arena, plan = batch.arena, batch.attention
+    arena.write(layer, batch.columns, key, value)
+    if plan is None:
+        splits, factor = splits_for(batch.longest), query.shape[-1] ** -0.5 if scaling is None else scaling
+        keys, values = arena.keys[layer], arena.values[layer]
+        return attend_extents(query, keys, values, batch.positions, batch.columns, factor, splits)
     results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in plan.calls]
     return torch.cat(results)[plan.result_rows]
 
@@ -75,6 +79,9 @@ def _attend(
 
 class LibraryModel(torch.nn.Module):
     """Runs packed batches by the library's own modules: any architecture."""
+
+    plans_attention = True
+    """Whether batches need an attention plan."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from engine.attention_plan import plan_attention
 from engine.exactness import choose_tiles, self_test
 from engine.extents import Extents
 from engine.forward import forward_pass
+from engine.graphs import RecordedModel
 from engine.kv_cache import KVArena
 from engine.layout import LAYOUTS, KVLayout
 from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
@@ -27,6 +28,8 @@ from engine.slots import SlotTable
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = list(range(8))
+# Rows of a recorded pass are a multiple of this where results need not be exact.
+FEW_SHAPES = 8
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,11 @@ class Engine:
         self._device, self._dtype = loaded.model.device, loaded.model.dtype
         own_logits = self._own_logits()
         self._model = forward_pass(loaded, options)
-        self.tiles = Tiles()
-        if exact and not self._attends_itself:
+        self.tiles = Tiles(row_multiple=FEW_SHAPES) if isinstance(self._model, RecordedModel) else Tiles()
+        if exact and not isinstance(self._model, NativeModel):  # which is exact in every shape
             activate_in_pieces(self._model)
-            self.tiles = choose_tiles(self._model, self._kv_heads, self._query_groups, self._head_dim)
+            attention = (self._kv_heads, self._query_groups, self._head_dim)
+            self.tiles = choose_tiles(self._model, attention if self._model.plans_attention else None)
         self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
         self.footprint = Footprint(
             weights=weight_bytes(self._model),
@@ -140,13 +144,8 @@ class Engine:
         self._synchronize()
         self.realign_ns += time.perf_counter_ns() - began
 
-    @property
-    def _attends_itself(self) -> bool:
-        """Whether the pass needs neither a grid of shapes nor a plan of attention calls."""
-        return isinstance(self._model, NativeModel)
-
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self.layout.spare_columns:  # the other layout rarely moves anything
             torch.cuda.synchronize(self._device)
 
     def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -155,7 +154,7 @@ class Engine:
         arena = self.layout.arena
         places = [Place(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
         batch = pack(spans, places, arena, self.tiles)
-        if not self._attends_itself:
+        if self._model.plans_attention:
             gather = self._device.type != "cpu"
             plan = plan_attention(spans, places, arena, self.tiles, self._query_groups, gather)
             batch = replace(batch, attention=plan)

@@ -36,8 +36,11 @@ DISTINCT_FEATURES = 1024
 
 
 @torch.inference_mode()
-def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: int) -> Tiles:
-    """The cheapest grid under which every linear layer's shape and attention give the same bits whatever the batch."""
+def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Tiles:
+    """The cheapest grid under which every linear layer's shape and attention give the same bits whatever the batch.
+
+    `attention`: KV heads, query heads for each, and their size; None if attention is exact in every shape.
+    """
     linears = {
         (type(module), module.in_features, module.out_features, module.bias is not None)
         for module in model.modules()
@@ -49,11 +52,13 @@ def choose_tiles(model: nn.Module, kv_heads: int, query_groups: int, head_dim: i
         probe = _linear_probe(kind, inputs, outputs, biased, noise)
         # What one layer needs is enough for all before it: each grid's row counts are among those of the one before.
         rows = _first(ROW_GRIDS[ROW_GRIDS.index(rows) :], partial(_rows_agree, *probe))
-    attention = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, query_groups, head_dim, noise))
+    grid = (1, 1)
+    if attention is not None:
+        grid = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, *attention, noise))
     # More rows than were probed are worked off in several passes.
     probed = min((_row_counts(outputs)[-1] for _, _, outputs, _ in linears), default=ROW_COUNTS[-1])
     most = rows[0] if rows == ROW_GRIDS[-1] else probed
-    tiles = Tiles(*rows, *attention, max_rows=most)
+    tiles = Tiles(*rows, *grid, max_rows=most)
     log.info("exact numerics with %s", tiles)
     return tiles
 

@@ -3,9 +3,9 @@
 import logging
 
 import torch
-from torch import nn
 
 from engine.attention import LibraryModel
+from engine.graphs import CudaGraphs, RecordedModel
 from engine.lean import LeanModel, is_lean
 from engine.linear import can_prepack, prepack_linears
 from engine.loading import LoadedModel
@@ -16,18 +16,30 @@ from engine.options import EngineOptions
 log = logging.getLogger(__name__)
 
 
-def forward_pass(loaded: LoadedModel, options: EngineOptions) -> nn.Module:
-    """A module that computes the logits of packed batches, and has taken over the weights of the library's model."""
+ForwardPass = LibraryModel | LeanModel | NativeModel | RecordedModel
+"""Computes the logits of packed batches."""
+
+
+def forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPass:
+    """The fastest pass that this model can have here; it has taken over the weights of the library's model."""
     device, dtype = loaded.model.device, loaded.model.dtype
-    model: nn.Module = LibraryModel(loaded.model)
+    model: LibraryModel | LeanModel = LibraryModel(loaded.model)
     if options.lean and is_lean(loaded.config):
         model = lean = LeanModel(loaded.model)
         if options.native and can_compile(lean):
-            model = NativeModel(lean)
+            native = NativeModel(lean)
             release_files(loaded.model)
-            return model
+            return native
+        if not lean.plans_attention and records_passes(device, options):
+            lean.rotary(loaded.max_model_len)  # recorded passes go on using these tables
+            return RecordedModel(lean, CudaGraphs())
     if can_prepack(dtype, device):
         prepack_linears(model)
     if device == torch.device("cpu"):
         release_files(model)
     return model
+
+
+def records_passes(device: torch.device, options: EngineOptions) -> bool:
+    """Whether passes are to be recorded there."""
+    return device.type == "cuda" and options.cuda_graphs

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.activations import in_pieces
 from engine.attention import attend
+from engine.kernels import attends_by_kernels
 from engine.packing import PackedBatch
 from engine.rotary import RotaryTables, head_order, rotate
 
@@ -35,6 +36,8 @@ class LeanModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        self.plans_attention = not attends_by_kernels(model.device)
+        """Whether batches need an attention plan."""
         config: Any = model.config
         inner: Any = model.model
         self.eps: float = config.rms_norm_eps

@@ -33,6 +33,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     native: bool = Field(
         True, description="compile that pass for this processor, where there is a C compiler (CPU, float32)"
     )
+    cuda_graphs: bool = Field(True, description="record that pass on a GPU, for one launch instead of hundreds")
     max_forward_tokens: int = Field(512, ge=1, le=2**20, description="tokens in one forward pass; more take several")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the model; default: torch's choice")
 

@@ -1,11 +1,13 @@
 """Packs the new tokens of many sequences into one row."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
+from engine.kernels import splits_for
 from engine.kv_cache import KVArena
 from engine.numerics import Tiles
 
@@ -31,18 +33,45 @@ class Span:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward pass: T tokens of all spans in one row, followed by padding."""
+    """One forward pass: T tokens of all spans in one row, followed by padding, which repeats the first token."""
 
     arena: KVArena
     tokens: int  # T
+    rows: int
     longest: int  # positions of the longest sequence
-    input_ids: torch.Tensor  # [rows]
-    positions: torch.Tensor  # [rows]
-    columns: torch.Tensor  # [T] where in the arena each token is cached
-    logit_rows: torch.Tensor  # [R, padded like rows] packed index of each row of logits
     num_logits: int  # R
+    numbers: torch.Tensor  # all that differs between passes of one shape, moved to the device at once
     attention: "AttentionPlan | None" = None
     """None: the model attends by itself."""
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[rows]"""
+        return self.numbers[: self.rows]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[rows]"""
+        return self.numbers[self.rows : 2 * self.rows]
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """[rows] where in the arena each token is cached."""
+        return self.numbers[2 * self.rows : 3 * self.rows]
+
+    @property
+    def logit_rows(self) -> torch.Tensor:
+        """[R, padded like rows] packed index of each row of logits."""
+        return self.numbers[3 * self.rows :]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What a pass without an attention plan depends on beside its numbers."""
+        return self.rows, len(self.numbers) - 3 * self.rows, splits_for(self.longest)
+
+    def with_numbers(self, numbers: torch.Tensor) -> "PackedBatch":
+        """The same with other numbers."""
+        return replace(self, numbers=numbers)
 
 
 @dataclass(frozen=True)
@@ -60,7 +89,6 @@ class Place:
 
 def pack(spans: Sequence[Span], places: Sequence[Place], arena: KVArena, tiles: Tiles) -> PackedBatch:
     """Lays out the spans one behind the other, in their order; `places` are those of their sequences."""
-    device = arena.device
     token_ids: list[int] = []
     positions: list[int] = []
     columns: list[int] = []
@@ -73,13 +101,15 @@ def pack(spans: Sequence[Span], places: Sequence[Place], arena: KVArena, tiles: 
     tokens, num_logits = len(token_ids), len(logit_rows)
     padding = tiles.rows(tokens) - tokens
     logit_padding = tiles.rows(num_logits) - num_logits if num_logits else 0
+    padded = [numbers + numbers[:1] * padding for numbers in (token_ids, positions, columns)]
+    numbers = torch.tensor(
+        [*chain(*padded), *logit_rows, *logit_rows[:1] * logit_padding], pin_memory=arena.device.type == "cuda"
+    )
     return PackedBatch(
         arena=arena,
         tokens=tokens,
+        rows=tokens + padding,
         longest=max(span.end for span in spans),
-        input_ids=torch.tensor(token_ids + token_ids[:1] * padding, device=device),
-        positions=torch.tensor(positions + positions[:1] * padding, device=device),
-        columns=torch.tensor(columns, device=device),
-        logit_rows=torch.tensor(logit_rows + logit_rows[:1] * logit_padding, device=device, dtype=torch.long),
         num_logits=num_logits,
+        numbers=numbers.to(arena.device, non_blocking=True),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
@@ -78,12 +79,13 @@ class SequenceEngine:
         """Runs the spans, by sequence id, in one forward pass. A token is chosen after each of their last tokens."""
         logits = self.engine.forward(list(spans.values()))
         counts = [span.num_logits for span in spans.values()]
-        best, rows = logits.argmax(-1).split(counts), logits.split(counts)
+        best = iter(logits.argmax(-1).tolist())  # the one place where a pass on a GPU is waited for
         chosen = {}
-        for sequence_id, largest, own in zip(spans, best, rows, strict=True):
+        for sequence_id, own in zip(spans, logits.split(counts), strict=True):
+            largest = list(islice(best, len(own)))
             slot = self.engine.slots[coordinator_id, sequence_id]
             by_rules = None if slot.sampling is None else choose_tokens(own, slot.sampling, slot.token_ids)
-            chosen[sequence_id] = Choices(largest.tolist() if by_rules is None else by_rules, own)
+            chosen[sequence_id] = Choices(largest if by_rules is None else by_rules, own)
         return chosen
 
     def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:

@@ -1,8 +1,12 @@
 """Fixtures that several files share."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"  # read once, when kernels are imported: they run on the CPU
+
 from tiny_pair import make_tiny_pair
 
 

@@ -75,7 +75,7 @@ def test_a_kernel_that_sums_in_another_order_for_some_row_counts_is_noticed(
     """Also in half precision, where most results look the same in either order."""
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: matmul(x, self.weight, backwards=differs(len(x))))
     model = nn.Sequential(nn.Linear(13, 6, bias=False), nn.Linear(24, 5)).to(dtype)
-    tiles = choose_tiles(model, kv_heads=1, query_groups=1, head_dim=16)
+    tiles = choose_tiles(model, attention=(1, 1, 16))
     assert (tiles.min_rows, tiles.row_multiple) == expected
 
 
@@ -84,7 +84,7 @@ def test_a_row_that_depends_on_its_place_is_noticed(monkeypatch: pytest.MonkeyPa
         return torch.cat([matmul(row[None], self.weight, backwards=i % 3 == 2) for i, row in enumerate(x)])
 
     monkeypatch.setattr(nn.Linear, "forward", forward)
-    tiles = choose_tiles(nn.Sequential(nn.Linear(16, 4)), kv_heads=1, query_groups=1, head_dim=16)
+    tiles = choose_tiles(nn.Sequential(nn.Linear(16, 4)), attention=(1, 1, 16))
     assert (tiles.min_rows, tiles.row_multiple) == ROW_GRIDS[-1]
 
 
@@ -116,12 +116,12 @@ def test_an_attention_that_depends_on_the_length_behind_it_is_noticed(
         return real(q, k, v, attn_mask=attn_mask)
 
     monkeypatch.setattr(exactness, "scaled_dot_product_attention", attend)
-    tiles = choose_tiles(nn.Sequential(nn.Linear(8, 8)).to(dtype), kv_heads=2, query_groups=2, head_dim=16)
+    tiles = choose_tiles(nn.Sequential(nn.Linear(8, 8)).to(dtype), attention=(2, 2, 16))
     assert tiles.kv % 512 == 0
 
 
 def test_the_grid_found_is_one_of_those_known() -> None:
-    tiles = choose_tiles(nn.Sequential(nn.Linear(48, 32)), kv_heads=1, query_groups=4, head_dim=16)
+    tiles = choose_tiles(nn.Sequential(nn.Linear(48, 32)), attention=(1, 4, 16))
     assert (tiles.min_rows, tiles.row_multiple) in ROW_GRIDS
     assert (tiles.query, tiles.kv) in ATTENTION_GRIDS
 
@@ -131,7 +131,7 @@ def test_layers_that_only_extend_linear_are_left_to_the_self_test() -> None:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
             return super().forward(x), x
 
-    choose_tiles(nn.Sequential(Router(8, 8)), kv_heads=1, query_groups=1, head_dim=16)
+    choose_tiles(nn.Sequential(Router(8, 8)), attention=(1, 1, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -141,7 +141,7 @@ def test_every_row_count_agrees_under_the_grid_found(dtype: torch.dtype, shape: 
     model = nn.Sequential(nn.Linear(*shape, bias=False, dtype=dtype), nn.LayerNorm(1, dtype=dtype))
     if can_prepack(dtype, CPU):
         prepack_linears(model)
-    tiles = choose_tiles(model, kv_heads=1, query_groups=1, head_dim=16)
+    tiles = choose_tiles(model, attention=(1, 1, 16))
     if (tiles.min_rows, tiles.row_multiple) == ROW_GRIDS[-1]:
         pytest.skip("no grid that was tested suits this machine")
     x = torch.randn(320, shape[0]).to(dtype)

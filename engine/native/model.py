@@ -52,6 +52,8 @@ class _Batch(Structure):
 class NativeModel(nn.Module):
     """Takes the weights out of a lean model, layer by layer: there is never a second copy of all of them."""
 
+    plans_attention = False
+
     def __init__(self, lean: LeanModel) -> None:
         """`lean`: one that `can_compile`."""
         super().__init__()

@@ -1,0 +1,122 @@
+"""Attention over extents on a GPU, without copying keys: split along the cache at fixed positions (flash-decoding).
+
+What is computed for a row depends on its own positions alone, so its bits are the same in every batch by construction.
+"""
+
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # comes with torch for CUDA, and only there
+    triton = None
+
+# Positions that one program attends from, and those that it takes at a time.
+SPLIT, BLOCK = 512, 64
+# A matrix product on the GPU takes at least so many rows: query heads that share a KV head, and padding.
+LEAST_ROWS = 16
+
+
+def attends_by_kernels(device: torch.device) -> bool:
+    """Whether `attend_extents` is to be used there."""
+    return device.type == "cuda" and triton is not None
+
+
+def splits_for(longest: int) -> int:
+    """Programs along the cache for sequences of at most so many positions: a power of two, for few different shapes."""
+    return 1 << (-(-longest // SPLIT) - 1).bit_length()
+
+
+def attend_extents(
+    query: torch.Tensor,  # [rows, heads, dim]
+    keys: torch.Tensor,  # [kv_heads, columns, dim]
+    values: torch.Tensor,  # likewise
+    positions: torch.Tensor,  # [rows]
+    columns: torch.Tensor,  # [rows] where each row's own position is cached; those before it lie before it
+    scaling: float,
+    splits: int,
+) -> torch.Tensor:
+    """Attention of every row from all positions up to its own. Returns [rows, heads, dim]."""
+    rows, heads, dim = query.shape
+    kv_heads, total, _ = keys.shape
+    groups, query = heads // kv_heads, query.contiguous()
+    shape = {"HEADS": heads, "GROUPS": groups, "DIM": dim, "SPLIT": SPLIT}
+    padded = {"WIDTH": triton.next_power_of_2(dim), "HEIGHT": max(LEAST_ROWS, triton.next_power_of_2(groups))}
+    parts = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=query.device)
+    marks = torch.empty(2, rows, splits, heads, dtype=torch.float32, device=query.device)
+    _attend_split[(rows, kv_heads, splits)](
+        query, keys, values, positions, columns, parts, marks[0], marks[1], scaling, total, splits,
+        **shape, **padded, BLOCK=BLOCK,
+    )  # fmt: skip
+    attended = torch.empty_like(query)
+    _join_splits[(rows, heads)](
+        parts, marks[0], marks[1], positions, attended, splits, HEADS=heads, DIM=dim, SPLIT=SPLIT, WIDTH=padded["WIDTH"]
+    )
+    return attended
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _attend_split(
+        query: Any, keys: Any, values: Any, positions: Any, columns: Any, parts: Any, largest: Any, weights: Any,
+        scaling: Any, total: Any, splits: Any,
+        HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
+        WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    ) -> None:  # fmt: skip
+        """One row's query heads of one KV head, over the positions of one split: values by weight, not yet divided."""
+        row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        position = tl.load(positions + row)
+        begin = split * SPLIT
+        if begin <= position:
+            end = tl.minimum(begin + SPLIT, position + 1)
+            first = kv_head.to(tl.int64) * total + tl.load(columns + row) - position
+            group, feature = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
+            heads = kv_head * GROUPS + group
+            known = (group[:, None] < GROUPS) & (feature[None, :] < DIM)
+            q = tl.load(query + (row * HEADS + heads[:, None]) * DIM + feature[None, :], mask=known, other=0.0)
+            most = tl.full([HEIGHT], float("-inf"), tl.float32)
+            weight = tl.zeros([HEIGHT], tl.float32)
+            summed = tl.zeros([HEIGHT, WIDTH], tl.float32)
+            for at in range(begin, end, BLOCK):
+                seen = at + tl.arange(0, BLOCK)
+                place = (first + seen)[:, None] * DIM + feature[None, :]
+                there = (seen[:, None] < end) & (feature[None, :] < DIM)
+                k = tl.load(keys + place, mask=there, other=0.0)
+                v = tl.load(values + place, mask=there, other=0.0)
+                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+                score = tl.where(seen[None, :] < end, score, float("-inf"))
+                more = tl.maximum(most, tl.max(score, 1))
+                kept = tl.exp(most - more)
+                p = tl.exp(score - more[:, None])
+                weight = weight * kept + tl.sum(p, 1)
+                summed = summed * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+                most = more
+            place = (row * splits + split) * HEADS + heads
+            tl.store(parts + place[:, None] * DIM + feature[None, :], summed, mask=known)
+            tl.store(largest + place, most, mask=group < GROUPS)
+            tl.store(weights + place, weight, mask=group < GROUPS)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _join_splits(
+        parts: Any, largest: Any, weights: Any, positions: Any, attended: Any, splits: Any,
+        HEADS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
+    ) -> None:  # fmt: skip
+        """One query head of one row: its splits, one after the other."""
+        row, head, feature = tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
+        most = tl.full([1], float("-inf"), tl.float32)
+        weight = tl.zeros([1], tl.float32)
+        summed = tl.zeros([WIDTH], tl.float32)
+        for split in range(0, tl.load(positions + row) // SPLIT + 1):
+            place = (row * splits + split) * HEADS + head
+            its_most = tl.load(largest + place)
+            more = tl.maximum(most, its_most)
+            kept, taken = tl.exp(most - more), tl.exp(its_most - more)
+            part = tl.load(parts + place * DIM + feature, mask=feature < DIM, other=0.0)
+            weight = weight * kept + tl.load(weights + place) * taken
+            summed = summed * kept + part * taken
+            most = more
+        result = (summed / weight).to(attended.dtype.element_ty)
+        tl.store(attended + (row * HEADS + head) * DIM + feature, result, mask=feature < DIM)
