@@ -1,6 +1,7 @@
 """What a step of the engine costs by shape, beside transformers and beside what reading the weights alone would take.
 
     python -m benchmarks.engine [--model FOLDER] [--threads N] [--repeats 5] [--output FOLDER]
+    python -m benchmarks.engine --shape qwen3-8b --device cuda --dtype bfloat16     (random weights of that shape)
 
 A step is one forward pass: of one token for each sequence (plain), or of k + 1 (verify), with random caches of a given
 length. `transformers` does the plain step on its own cache. The limit is the time to read weights and KV cache once, at
@@ -10,18 +11,22 @@ printed is JSON.
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.figures import engine_figure
 from benchmarks.report import finish, progress, seconds_of, show
+from benchmarks.shapes import SHAPES, random_loaded, random_model
 from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
+from engine.native.model import NativeModel
 from engine.options import EngineOptions
 from engine.packing import Span
 
@@ -32,6 +37,11 @@ MOST_ROWS = 64
 MOST_PEER_POSITIONS = 8192
 PROFILED = ((1, 512), (8, 512))
 READ_BYTES = 2**29
+MEASURED_STEPS = 5
+# Parts of the names of torch's operations and kernels.
+OPERATIONS = {
+    "products": ("linear", "addmm", "aten::mm", "gemm", "gemv"), "attention": ("attention", "attend", "softmax", "bmm"),
+}  # fmt: skip
 
 Step = Callable[[], object]
 Row = dict[str, Any]
@@ -40,7 +50,11 @@ Row = dict[str, Any]
 def main() -> None:
     """Parses the command line, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(embedded_pair().target))
+    parser.add_argument("--model", help="folder; by default the embedded target")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--no-peer", action="store_true", help="leave transformers out, which needs weights of its own")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--repeats", type=int, default=5)
@@ -48,46 +62,66 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    longest, most = max(options.lengths) + DRAFTED + 1, max(BATCHES)
-    engine = Engine.load(
-        EngineOptions(model=options.model, max_model_len=longest, max_sequences=most, threads=options.threads),
-        exact=True,
-    )
+    model = options.shape or options.model or str(embedded_pair().target)
+    engine = load(model, options)
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
         tensor.normal_()
-    bandwidth = measure_bandwidth(options.repeats)
-    rows = measure(engine, Peer(options.model), options, bandwidth)
+    bandwidth = measure_bandwidth(options.device, options.repeats)
+    peer = None if options.no_peer else Peer(model, options)
+    rows = measure(engine, peer, options, bandwidth)
     for length in options.lengths:
         show(f"{length} tokens cached, {options.threads} threads", [row for row in rows if row["cached"] == length])
     parts = [where_the_time_goes(engine, batch, length) for batch, length in PROFILED if length in options.lengths]
     show("share of a plain step in %", parts)
     result = {
-        "model": "/".join(Path(options.model).parts[-2:]), "dtype": engine.info().dtype, "device": engine.info().device,
+        "model": "/".join(Path(model).parts[-2:]), "dtype": engine.info().dtype, "device": engine.info().device,
         "threads": options.threads, "bandwidth_gb_s": round(bandwidth / 1e9, 1), "bitwise": engine.bitwise,
         "steps": rows, "parts": parts,
     }  # fmt: skip
     finish("engine", result, options.output, engine_figure(rows))
 
 
+def load(model: str, options: argparse.Namespace) -> Engine:
+    """The engine, with room for the largest step."""
+    longest, most = max(options.lengths) + DRAFTED + 1, max(BATCHES)
+    settings = EngineOptions(
+        model=model,
+        device=options.device,
+        dtype=options.dtype,
+        max_model_len=longest,
+        max_sequences=most,
+        threads=options.threads,
+    )
+    if options.shape is None:
+        return Engine.load(settings, exact=True)
+    loaded = random_loaded(options.shape, options.device, getattr(torch, options.dtype))
+    return Engine(replace(loaded, max_model_len=longest), settings, exact=True)
+
+
 class Peer:
     """The library's own decoding step, with a cache of random content."""
 
-    def __init__(self, model: str) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    def __init__(self, model: str, options: argparse.Namespace) -> None:
+        self._device, self._dtype = options.device, getattr(torch, options.dtype)
+        if options.shape is not None:
+            self._model: Any = random_model(options.shape, options.device, self._dtype, "sdpa")
+        else:
+            self._model = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype).to(self._device).eval()
 
     def step(self, batch: int, cached: int) -> Step:
         """A step of `batch` sequences; the cache grows by a token every time."""
         config = self._model.config
-        kv_heads, head_dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         cache = DynamicCache(config=config)
         for layer in range(config.num_hidden_layers):
-            keys, values = torch.randn(2, batch, kv_heads, cached, head_dim)
+            keys, values = torch.randn(2, batch, kv_heads, cached, head_dim, device=self._device, dtype=self._dtype)
             cache.update(keys, values, layer)
-        token_ids = torch.full((batch, 1), 5)
+        token_ids = torch.full((batch, 1), 5, device=self._device)
         return torch.inference_mode()(lambda: self._model(token_ids, past_key_values=cache, use_cache=True))
 
 
-def measure(engine: Engine, peer: Peer, options: argparse.Namespace, bandwidth: float) -> list[Row]:
+def measure(engine: Engine, peer: Peer | None, options: argparse.Namespace, bandwidth: float) -> list[Row]:
     """One row for each shape: medians over the repeats."""
     shapes = [(batch, length) for length in options.lengths for batch in BATCHES]
     found: dict[tuple[int, int, str], list[float]] = {}
@@ -95,7 +129,7 @@ def measure(engine: Engine, peer: Peer, options: argparse.Namespace, bandwidth: 
         kinds: dict[str, Step] = {"plain": engine_step(engine, batch, length, 1)}
         if batch * (DRAFTED + 1) <= MOST_ROWS:
             kinds["verify"] = engine_step(engine, batch, length, DRAFTED + 1)
-        if batch * length <= MOST_PEER_POSITIONS:
+        if peer is not None and batch * length <= MOST_PEER_POSITIONS:
             kinds["transformers"] = peer.step(batch, length)
         for step in kinds.values():
             step()
@@ -113,7 +147,14 @@ def engine_step(engine: Engine, batch: int, cached: int, tokens: int) -> Step:
 
 def fastest(step: Step, times: int) -> float:
     """Seconds of the fastest of a few."""
-    return min(seconds_of(step) for _ in range(times))
+    return min(seconds_of(lambda: finished(step)) for _ in range(times))
+
+
+def finished(step: Step) -> None:
+    """A step and all that it launched."""
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def summary(
@@ -144,34 +185,33 @@ def weight_bytes_read(engine: Engine) -> int:
     return (info.parameters - embedding) * itemsize
 
 
-def measure_bandwidth(repeats: int) -> float:
-    """Bytes per second at which all threads read a tensor far larger than any cache."""
-    tensor = torch.ones(READ_BYTES // 4)
+def measure_bandwidth(device: str, repeats: int) -> float:
+    """Bytes per second at which the device reads a tensor far larger than any cache."""
+    tensor = torch.ones(READ_BYTES // 4, device=device)
     return READ_BYTES / min(fastest(tensor.sum, 3) for _ in range(repeats))
 
 
 def where_the_time_goes(engine: Engine, batch: int, cached: int) -> Row:
     """Shares of a step: products, attention, and all that is neither."""
     step = engine_step(engine, batch, cached, 1)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step()
-    own = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
-    whole = sum(own.values())
-
-    def share(*parts: str) -> float:
-        mine = sum(time for name, time in own.items() if any(part in name for part in parts))
-        return round(float(100 * mine / whole), 1)
-
-    products, attention = share("linear", "addmm", "aten::mm"), share("attention", "softmax", "bmm")
-    cache = share("index")
-    return {
-        "sequences": batch,
-        "cached": cached,
-        "products": products,
-        "attention": attention,
-        "rows and cache": cache,
-        "the rest": round(100 - products - attention - cache, 1),
-    }
+    if isinstance(engine._model, NativeModel):
+        began = time.perf_counter()
+        with engine._model.measured() as seconds:
+            for _ in range(MEASURED_STEPS):
+                step()
+        whole = time.perf_counter() - began
+        shares = {name: round(100 * spent / whole, 1) for name, spent in seconds.items()}
+    else:
+        with profile() as profiler:
+            finished(step)
+        events = profiler.key_averages()
+        own = {event.key: event.self_device_time_total or event.self_cpu_time_total for event in events}
+        whole = sum(own.values())
+        shares = {
+            name: round(100 * sum(spent for key, spent in own.items() if any(part in key for part in parts)) / whole, 1)
+            for name, parts in OPERATIONS.items()
+        }
+    return {"sequences": batch, "cached": cached, **shares, "the rest": round(100 - sum(shares.values()), 1)}
 
 
 if __name__ == "__main__":

@@ -86,6 +86,19 @@ def test_columns_beyond_what_was_ever_written_are_not_read(tiny_pair: tuple[Path
     assert torch.equal(engine.forward([Span(7, 0, tokens, 5)]), logits)
 
 
+def test_measured_passes_are_the_same_and_say_where_their_time_went(tiny_pair: tuple[Path, Path]) -> None:
+    engine, tokens = load_engine(tiny_pair[0]), random_tokens(50)
+    assert isinstance(engine._model, NativeModel)
+    logits = engine.forward([Span(1, 0, tokens, 5)])
+    with engine._model.measured() as seconds:
+        assert torch.equal(engine.forward([Span(1, 0, tokens, 5)]), logits)
+    assert set(seconds) == {"products", "attention", "rows and cache"}
+    assert all(spent > 0 for spent in seconds.values())
+    with engine._model.measured() as again:
+        pass
+    assert set(again.values()) == {0.0}
+
+
 # --- Where it cannot be had
 
 

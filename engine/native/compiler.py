@@ -21,9 +21,10 @@ TIMEOUT_SECONDS = 60.0
 
 
 @functools.cache
-def compile_decoder(head_dim: int, groups: int) -> ctypes.CDLL | None:
+def compile_decoder(head_dim: int, groups: int, measured: bool = False) -> ctypes.CDLL | None:
     """The library for heads of this size and so many query heads per KV head; None if it cannot be had here.
 
+    `measured`: it keeps the time of its stages.
     Nothing is kept on disk: compiling takes less time than it would to tell whether a file fits this processor.
     """
     compiler = shutil.which(os.environ.get("CC", "cc"))
@@ -31,7 +32,7 @@ def compile_decoder(head_dim: int, groups: int) -> ctypes.CDLL | None:
         log.info("no C compiler: the forward pass is that of torch's operations")
         return None
     processor = NATIVE.get(platform.machine(), "-mcpu=native")
-    sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
+    sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}", *(["-DMEASURED"] if measured else []))
     with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
         library = f"{folder}/decoder.so"
         command = [compiler, *FLAGS, processor, *sizes, str(SOURCE), "-o", library, *_openmp(), "-lm"]

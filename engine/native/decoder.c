@@ -35,6 +35,22 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 
 extern int omp_get_thread_num(void);
 
+/* Where the time goes, of the first thread, in seconds since the library was loaded: between the ends of stages. */
+enum { PRODUCTS, ATTENTION, ROWS };
+#ifdef MEASURED
+extern double omp_get_wtime(void);
+double stage_seconds[ROWS + 1];
+static double last_end;
+#define END_OF(stage)                                                \
+    if (omp_get_thread_num() == 0) {                                 \
+        double now = omp_get_wtime();                                \
+        if (stage >= 0) stage_seconds[stage] += now - last_end;      \
+        last_end = now;                                              \
+    }
+#else
+#define END_OF(stage)
+#endif
+
 /* y = W x + b. The weight lies in panels of PANEL outputs, [outputs / PANEL, inputs, PANEL]; `outputs` is a multiple. */
 typedef struct {
     const float *weight;
@@ -341,13 +357,17 @@ void forward(const Model *model, const Batch *batch) {
 
 #pragma omp parallel num_threads(batch->threads)
     {
+        END_OF(-1)
 #pragma omp for
         for (int64_t row = 0; row < rows; row++) embed(model, batch->token_ids[row], hidden + row * model->hidden);
         for (const Layer *layer = model->layers; layer < last; layer++) {
             normalise_rows(model, layer->before_attention, rows, 0, hidden, normed);
+            END_OF(ROWS)
             apply(&layer->query_key_value, rows, normed, heads);
+            END_OF(PRODUCTS)
 #pragma omp for
             for (int64_t row = 0; row < rows; row++) cache(model, layer, batch, row, heads + row * heads_stride);
+            END_OF(ROWS)
 #pragma omp for schedule(dynamic)
             for (int64_t task = 0; task < rows * model->kv_heads; task++) {
                 int64_t head = task / rows, row = task % rows, seen = batch->positions[row] + 1;
@@ -357,17 +377,25 @@ void forward(const Model *model, const Batch *batch) {
                        scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores,
                        attended + row * attended_stride + head * GROUPS * HEAD_DIM);
             }
+            END_OF(ATTENTION)
             apply(&layer->out, rows, attended, branch);
+            END_OF(PRODUCTS)
             add(model, rows, layer->after_attention, branch, branch_stride, hidden);
             normalise_rows(model, layer->before_mlp, rows, 0, hidden, normed);
+            END_OF(ROWS)
             apply(&layer->gate_up, rows, normed, gate_up);
+            END_OF(PRODUCTS)
 #pragma omp for
             for (int64_t row = 0; row < rows; row++)
                 gate(gate_up + row * gate_stride, model->intermediate, gated + row * model->intermediate);
+            END_OF(ROWS)
             apply(&layer->down, rows, gated, branch);
+            END_OF(PRODUCTS)
             add(model, rows, layer->after_mlp, branch, branch_stride, hidden);
         }
         normalise_rows(model, model->norm, batch->results, batch->result_rows, hidden, normed);
+        END_OF(ROWS)
         apply(&model->head, batch->results, normed, batch->logits);
+        END_OF(PRODUCTS)
     }
 }

@@ -1,6 +1,8 @@
 """The lean pass as one call of compiled code: float32 on a CPU, where a compiler is at hand."""
 
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from engine.packing import PackedBatch
 
 # As in decoder.c, like the structures below.
 LANES, PANEL = 16, 32
+STAGES = ("products", "attention", "rows and cache")
 _NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
 
 
@@ -58,8 +61,8 @@ class NativeModel(nn.Module):
         """`lean`: one that `can_compile`."""
         super().__init__()
         first: Any = lean.layers[0]
-        self._groups = first.heads // first.kv_heads
-        library = compile_decoder(first.head_dim, self._groups)
+        self._head_dim, self._groups = first.head_dim, first.heads // first.kv_heads
+        library = compile_decoder(self._head_dim, self._groups)
         assert library is not None
         self._forward, self._workspace_floats = library.forward, library.workspace_floats
         self._workspace_floats.restype = c_int64
@@ -109,6 +112,20 @@ class NativeModel(nn.Module):
         )
         self._forward(byref(self._model), byref(arguments))
         return logits[:, : self._vocab_size]
+
+    @contextmanager
+    def measured(self) -> Iterator[dict[str, float]]:
+        """Runs passes that keep the time of their stages; at the end the seconds of each are there, by name."""
+        library = compile_decoder(self._head_dim, self._groups, measured=True)
+        assert library is not None
+        stages, seconds = (c_double * len(STAGES)).in_dll(library, "stage_seconds"), dict[str, float]()
+        before, unmeasured = list(stages), self._forward
+        self._forward = library.forward
+        try:
+            yield seconds
+        finally:
+            self._forward = unmeasured
+            seconds.update({name: now - then for name, now, then in zip(STAGES, stages, before, strict=True)})
 
     def _point_to(self, arena: KVArena) -> None:
         if arena is not self._arena:
