@@ -29,9 +29,8 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 /* Vectors of a head that are summed together, for all query heads of a KV head. */
 #define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / LANES ? SUMS / GROUPS : HEAD_DIM / LANES)
 
-/* How far ahead weights are fetched from memory, in floats. The time of a product of few rows is that of reading its
-   weights, and the processor's own fetching stops at every page. */
-#define AHEAD 2048
+/* Inputs of a product that all rows are multiplied with before the next ones: their weights stay in the cache. */
+#define BLOCK 512
 
 extern int omp_get_thread_num(void);
 
@@ -145,57 +144,64 @@ static inline vec exponential(vec x) {
 
 /* --- Products */
 
-/* `rows` is a constant wherever this is called, so that all sums stay in registers. */
+/* Adds `count` terms to the sums of PANEL outputs; `rows` is a constant wherever this is called, so that all sums stay in
+   registers. `begin`: what the sums begin with, `step` floats from row to row; null: zero. `ahead` is fetched from memory
+   meanwhile, `fetched` floats for each term: the time of a product of few rows is that of reading its weights. */
 static inline __attribute__((always_inline)) void tile(
-    int rows, int fetch, const Linear *linear, const float *weight, const float *bias, const float *x, float *out) {
+    int rows, int64_t count, const float *weight, const float *ahead, int64_t fetched, const float *x, int64_t inputs,
+    const float *begin, int64_t step, float *out, int64_t outputs) {
     vec left[TILE], right[TILE];
     for (int r = 0; r < rows; r++) {
-        left[r] = bias ? load(bias) : (vec){0};
-        right[r] = bias ? load(bias + LANES) : (vec){0};
+        left[r] = begin ? load(begin + r * step) : (vec){0};
+        right[r] = begin ? load(begin + r * step + LANES) : (vec){0};
     }
-    for (int64_t k = 0; k < linear->inputs; k++, weight += PANEL) {
-        if (fetch) {
-            __builtin_prefetch(weight + AHEAD, 0, 2);
-            __builtin_prefetch(weight + AHEAD + LANES, 0, 2);
-        }
+    for (int64_t k = 0; k < count; k++, weight += PANEL, ahead += fetched) {
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + LANES, 0, 2);
         vec w = load(weight), v = load(weight + LANES);
         for (int r = 0; r < rows; r++) {
-            float factor = x[r * linear->inputs + k];
+            float factor = x[r * inputs + k];
             left[r] += w * factor;
             right[r] += v * factor;
         }
     }
     for (int r = 0; r < rows; r++) {
-        store(out + r * linear->outputs, left[r]);
-        store(out + r * linear->outputs + LANES, right[r]);
+        store(out + r * outputs, left[r]);
+        store(out + r * outputs + LANES, right[r]);
     }
 }
 
 /* x [rows, inputs] to out [rows, outputs]. */
 static void apply(const Linear *linear, int64_t rows, const float *x, float *out) {
+    if (rows == 0) return;
+    int64_t inputs = linear->inputs, outputs = linear->outputs, tiles = (rows + TILE - 1) / TILE;
+    int64_t blocks = (inputs + BLOCK - 1) / BLOCK, block = (inputs + blocks - 1) / blocks, fetched = PANEL / tiles;
 #pragma omp for schedule(static)
-    for (int64_t at = 0; at < linear->outputs; at += PANEL) {
-        const float *weight = linear->weight + at * linear->inputs;
-        const float *bias = linear->bias ? linear->bias + at : 0;
-        for (int64_t row = 0; row < rows; row += TILE) {
-            const float *from = x + row * linear->inputs;
-            float *to = out + row * linear->outputs + at;
-            int fetch = row == 0; /* later tiles find the panel in the cache */
-            switch (rows - row) {
-#define OF_ROWS(n) tile(n, fetch, linear, weight, bias, from, to); break;
-            case 1: OF_ROWS(1)
-            case 2: OF_ROWS(2)
+    for (int64_t at = 0; at < outputs; at += PANEL)
+        for (int64_t k = 0; k < inputs; k += block) {
+            int64_t count = inputs - k < block ? inputs - k : block;
+            const float *weight = linear->weight + at * inputs + k * PANEL;
+            for (int64_t row = 0; row < rows; row += TILE) {
+                const float *from = x + row * inputs + k, *ahead = weight + count * (PANEL + row / TILE * fetched);
+                float *to = out + row * outputs + at;
+                /* Every row begins with the bias, and goes on with what the last block left. */
+                const float *begin = k ? to : linear->bias ? linear->bias + at : 0;
+                int64_t step = k ? outputs : 0;
+                switch (rows - row) {
+#define OF_ROWS(n) tile(n, count, weight, ahead, fetched, from, inputs, begin, step, to, outputs); break;
+                case 1: OF_ROWS(1)
+                case 2: OF_ROWS(2)
 #if TILE > 3
-            case 3: OF_ROWS(3)
-            case 4: OF_ROWS(4)
-            case 5: OF_ROWS(5)
-            case 6: OF_ROWS(6)
-            case 7: OF_ROWS(7)
+                case 3: OF_ROWS(3)
+                case 4: OF_ROWS(4)
+                case 5: OF_ROWS(5)
+                case 6: OF_ROWS(6)
+                case 7: OF_ROWS(7)
 #endif
-            default: OF_ROWS(TILE)
+                default: OF_ROWS(TILE)
+                }
             }
         }
-    }
 }
 
 /* --- One row */
@@ -262,7 +268,7 @@ static inline __attribute__((always_inline)) void weigh(
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (vec){0};
     for (int64_t at = 0; at < count; at++) {
-        for (int v = 0; v < width; v++) __builtin_prefetch(values + at * HEAD_DIM + v * LANES + AHEAD, 0, 2);
+        for (int v = 0; v < width; v++) __builtin_prefetch(values + (at + 2 * LANES) * HEAD_DIM + v * LANES, 0, 2);
         for (int g = 0; g < GROUPS; g++)
             for (int v = 0; v < width; v++)
                 sums[g][v] += load(values + at * HEAD_DIM + v * LANES) * scores[g * stride + at];
@@ -277,7 +283,7 @@ static void attend(const float *query, const float *keys, const float *values, i
     int64_t whole = count - count % LANES;
     for (int64_t at = 0; at < whole; at += LANES) {
         const float *block = keys + at * HEAD_DIM;
-        for (int i = 0; i < LANES * HEAD_DIM; i += LANES) __builtin_prefetch(block + AHEAD + i, 0, 2);
+        for (int i = 0; i < LANES * HEAD_DIM; i += LANES) __builtin_prefetch(block + 2 * LANES * HEAD_DIM + i, 0, 2);
         for (int g = 0; g < GROUPS; g++)
             store(scores + g * stride + at, products(query + g * HEAD_DIM, block, LANES) * scaling);
     }
