@@ -2,10 +2,9 @@
 is an integer elsewhere (`engine.slots`), and in which column a position lies is the layout's choice
 (`engine.layout`)."""
 
-import math
-
-import numpy as np
 import torch
+
+from engine.memory import zeros
 
 
 class KVArena:
@@ -19,7 +18,7 @@ class KVArena:
         self, layers: int, kv_heads: int, columns: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.columns, self.device = columns, device
-        self._storage = _zeros((layers, 2, kv_heads, columns, head_dim), dtype, device)
+        self._storage = zeros((layers, 2, kv_heads, columns, head_dim), dtype, device)
         self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
 
     def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -33,10 +32,3 @@ class KVArena:
         """Copies `count` columns of all layers, from column `source` on, to `destination` on; they may overlap."""
         columns = self._storage[:, :, :, source : source + count].clone()
         self._storage[:, :, :, destination : destination + count] = columns
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """RuntimeError or MemoryError if there is no room. `torch.zeros` would write every page of the host's memory."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,9 +1,11 @@
 """What an engine takes of its device's memory, computed from the model before anything is reserved."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -51,6 +53,13 @@ class KVLimit:
             f"{self.name} of {self.given:,} bytes, less {self.others.weights:,} of weights and "
             f"{self.others.activations:,} of activations,"
         )
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU in large pages, and none of them before it is used. RuntimeError or MemoryError if there is no room."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def release_files(model: nn.Module) -> None:
