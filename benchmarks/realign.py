@@ -46,7 +46,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--k", type=int, default=4, help="draft tokens per round")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
+    every = [PLAIN, *SPECULATIVE, *PEERS]
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="ways to decode; plain is one always")
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
     parser.add_argument("--name", default="realign", help="name of the files there")
     options = parser.parse_args()
@@ -59,8 +60,8 @@ def main() -> None:
 
 async def measure(options: argparse.Namespace) -> list[Run]:
     """One row for each way to decode and batch: medians over the repeats."""
-    peers = None if options.no_peers else Peers(options.target)
-    kinds = [PLAIN, *SPECULATIVE, *(() if peers is None else PEERS)]
+    peers = Peers(options.target) if set(PEERS) & set(options.kinds) else None
+    kinds = list(dict.fromkeys([PLAIN, *options.kinds]))
     plan = [(kind, batch) for _ in range(options.repeats) for batch in options.batches for kind in kinds]
     runs: dict[tuple[str, int], list[Run]] = {}
     async with AsyncExitStack() as stack:
