@@ -11,7 +11,6 @@ printed is JSON.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from benchmarks.report import finish, progress, seconds_of, show
 from benchmarks.shapes import SHAPES, random_loaded, random_model
 from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
+from engine.memory import zeros
 from engine.native.model import NativeModel
 from engine.options import EngineOptions
 from engine.packing import Span
@@ -187,7 +187,7 @@ def weight_bytes_read(engine: Engine) -> int:
 
 def measure_bandwidth(device: str, repeats: int) -> float:
     """Bytes per second at which the device reads a tensor far larger than any cache."""
-    tensor = torch.ones(READ_BYTES // 4, device=device)
+    tensor = zeros((READ_BYTES // 4,), torch.float32, torch.device(device)).fill_(1.0)
     return READ_BYTES / min(fastest(tensor.sum, 3) for _ in range(repeats))
 
 
@@ -195,11 +195,8 @@ def where_the_time_goes(engine: Engine, batch: int, cached: int) -> Row:
     """Shares of a step: products, attention, and all that is neither."""
     step = engine_step(engine, batch, cached, 1)
     if isinstance(engine._model, NativeModel):
-        began = time.perf_counter()
         with engine._model.measured() as seconds:
-            for _ in range(MEASURED_STEPS):
-                step()
-        whole = time.perf_counter() - began
+            whole = seconds_of(lambda: [step() for _ in range(MEASURED_STEPS)])
         shares = {name: round(100 * spent / whole, 1) for name, spent in seconds.items()}
     else:
         with profile() as profiler:

@@ -1,0 +1,168 @@
+"""`specpool distill`: lets a target write, then trains a small draft on it. Every step goes on where it stopped."""
+
+import logging
+import random
+import time
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.corpus import Dialogues, Writer, gathered
+from distill.student import Student, most_frequent, save_trained
+from distill.template import ChatTemplate
+from distill.training import (
+    ACCEPTANCE_AT,
+    Checkpoint,
+    Example,
+    agreement,
+    batches,
+    examples_of,
+    learning_rate,
+    loss_of,
+    mean_acceptance_length,
+)
+from engine.embedded_pair import embedded_pair
+from engine.engine import Engine
+from engine.options import EngineOptions
+from rpc.server import configure_logging
+from rpc.settings import Settings
+
+log = logging.getLogger(__name__)
+console = Console()
+
+PROGRAM = "specpool-distill"
+DIALOGUES_PER_SHARD = 256
+
+
+class DistillSettings(Settings):
+    """Trains a small draft for a target on dialogues that the target writes itself."""
+
+    target: str | None = Field(None, description="folder of the target; default: the embedded one")
+    output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
+    dialogues: int = Field(20_000, ge=64, description="dialogues that the target writes")
+    held_out: int = Field(200, ge=8, description="of these, left out of training to tell how good the draft is")
+    max_sequences: int = Field(48, ge=1, description="dialogues written at a time")
+    layers: str = Field("0,1,29", description="the target's layers that the draft begins with")
+    output_tokens: int = Field(16_384, ge=256, description="tokens that the draft can propose: the most frequent ones")
+    epochs: float = Field(4.0, gt=0, description="passes over the dialogues")
+    batch_tokens: int = Field(4096, ge=64, description="tokens of a training step")
+    peak_rate: float = Field(5e-4, gt=0, description="the highest learning rate")
+    evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
+    seed: int = Field(0, ge=0, description="of what is written and of the order of training")
+    device: str = Field("cpu", description="where both run")
+    log_level: str = Field("warning", description="debug, info, warning or error")
+
+
+def main() -> None:
+    """Entry point."""
+    settings = DistillSettings.load(PROGRAM)
+    configure_logging(settings.log_level)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    target = settings.target or str(embedded_pair().target)
+    write(settings, target)
+    train(settings, target)
+
+
+def bar() -> Progress:
+    """A progress bar with room for what is known so far."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+    )
+
+
+def write(settings: DistillSettings, target: str) -> None:
+    """Writes what is missing of the dialogues, a file for every few of them."""
+    shards = -(-settings.dialogues // DIALOGUES_PER_SHARD)
+    missing = [number for number in range(shards) if not shard(settings, number).is_file()]
+    if not missing:
+        return
+    options = EngineOptions(
+        model=target, device=settings.device, max_sequences=settings.max_sequences, max_model_len=512
+    )
+    engine = Engine.load(options, exact=False)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
+    with bar() as progress:
+        task = progress.add_task("writing", total=shards * DIALOGUES_PER_SHARD)
+        progress.advance(task, (shards - len(missing)) * DIALOGUES_PER_SHARD)
+        # Dialogues overlap the files' edges, so what follows an interruption differs from what would have.
+        writer = Writer(engine, template, settings.seed + 1_000_003 * missing[0])
+        for number in missing:
+            finished = []
+            for dialogue in writer.write(DIALOGUES_PER_SHARD):
+                finished.append(dialogue)
+                progress.advance(task)
+            gathered(finished).save(shard(settings, number))
+
+
+def shard(settings: DistillSettings, number: int) -> Path:
+    """The file of so many dialogues."""
+    return settings.output / f"dialogues-{number:04}.safetensors"
+
+
+def train(settings: DistillSettings, target: str) -> None:
+    """Trains, evaluates now and then, and saves the best."""
+    torch.manual_seed(settings.seed)
+    files = sorted(settings.output.glob("dialogues-*.safetensors"))
+    everything = [example for file in files for example in examples_of(Dialogues.load(file))]
+    held_out, examples = everything[: settings.held_out], everything[settings.held_out :]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    student = student_of(settings, model, examples).to(settings.device)
+    weights = [weight for weight in student.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    checkpoint = Checkpoint(settings.output / "checkpoint.pt")
+    tokens = sum(len(example.token_ids) for example in examples)
+    steps = max(1, int(settings.epochs * tokens / settings.batch_tokens))
+    step, began = checkpoint.load(student, optimizer), time.monotonic()
+    chance = random.Random(settings.seed + step)
+    console.print(f"{len(examples):,} dialogues, {tokens:,} tokens, {steps:,} steps from {step:,}")
+    with bar() as progress:
+        task = progress.add_task("training", total=steps, completed=step)
+        while step < steps:
+            for batch in batches(examples, settings.batch_tokens, chance):
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step, steps, min(200, steps // 10 + 1), settings.peak_rate)
+                loss = loss_of(student, batch)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(weights, 1.0)
+                optimizer.step()
+                step += 1
+                progress.update(task, completed=step, description=f"training, loss {loss.item():.3f}")
+                if step % settings.evaluate_every == 0 or step == steps:
+                    progress.console.print(
+                        f"step {step:,}, {time.monotonic() - began:,.0f} s: {report(student, held_out)}"
+                    )
+                    checkpoint.save(student, optimizer, step)
+                    save_trained(settings.output / "draft.safetensors", student.trained())
+                if step == steps:
+                    break
+
+
+def student_of(settings: DistillSettings, model: torch.nn.Module, examples: list[Example]) -> Student:
+    """An untrained student, whose head has the tokens that the target chose most often."""
+    vocabulary = model.config.vocab_size  # type: ignore[union-attr]
+    counts = torch.zeros(vocabulary)
+    for example in examples:
+        counts += torch.bincount(example.top_ids[:, 0], minlength=vocabulary) + 0.01 * torch.bincount(
+            example.top_ids[:, 1:4].flatten(), minlength=vocabulary
+        )
+    rows = min(settings.output_tokens, vocabulary)
+    layers = [int(layer) for layer in settings.layers.split(",")]
+    return Student(model, layers, most_frequent(counts, rows, always=[]))  # type: ignore[arg-type]
+
+
+def report(student: Student, held_out: list[Example]) -> str:
+    """How often the student agrees with its target on dialogues that it never saw."""
+    agreed = agreement(student, held_out)
+    share = sum(map(sum, agreed)) / sum(map(len, agreed))
+    lengths = ", ".join(f"{mean_acceptance_length(agreed, k):.2f}" for k in ACCEPTANCE_AT)
+    return f"agreement {share:.3f}, mean acceptance length at k = 1 to 5: {lengths}"
+
+
+if __name__ == "__main__":
+    main()

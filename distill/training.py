@@ -1,0 +1,152 @@
+"""Trains a student on what its target wrote: the soft targets of every answer token, in one causal pass a batch."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import log_softmax
+
+from distill.corpus import Dialogues
+from distill.student import Student
+
+# Draft lengths for which the mean acceptance length is said.
+ACCEPTANCE_AT = (1, 2, 3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One dialogue, with the target's candidates for each answer token."""
+
+    token_ids: torch.Tensor  # [T] int64
+    answer_start: int
+    top_ids: torch.Tensor  # [T - answer_start, TOP]
+    top_logprobs: torch.Tensor  # likewise
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples padded on the right. A position's candidates are those of the token after it."""
+
+    token_ids: torch.Tensor  # [B, T]
+    attention_mask: torch.Tensor  # [B, T]
+    chosen: torch.Tensor  # [B, T] positions that are followed by an answer token
+    top_ids: torch.Tensor  # [chosen, TOP]
+    top_logprobs: torch.Tensor  # [chosen, TOP]
+
+
+def examples_of(dialogues: Dialogues) -> list[Example]:
+    """The dialogues one by one."""
+    examples = []
+    at = learned = 0
+    for length, start in zip(dialogues.lengths.tolist(), dialogues.answer_starts.tolist(), strict=True):
+        count = length - start
+        examples.append(
+            Example(
+                dialogues.token_ids[at : at + length].long(),
+                start,
+                dialogues.top_ids[learned : learned + count].long(),
+                dialogues.top_logprobs[learned : learned + count].float(),
+            )
+        )
+        at, learned = at + length, learned + count
+    return examples
+
+
+def batches(examples: Sequence[Example], tokens: int, chance: random.Random) -> Iterator[Batch]:
+    """All examples once, in batches of about so many tokens of about equal length, in random order."""
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].token_ids) + 8 * chance.random())
+    groups: list[list[Example]] = [[]]
+    for example in (examples[i] for i in order):
+        if groups[-1] and (len(groups[-1]) + 1) * len(example.token_ids) > tokens:
+            groups.append([])
+        groups[-1].append(example)
+    chance.shuffle(groups)
+    yield from map(collate, groups)
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """Pads examples to the longest of them."""
+    longest = max(len(example.token_ids) for example in examples)
+    token_ids = torch.zeros(len(examples), longest, dtype=torch.long)
+    mask, chosen = torch.zeros_like(token_ids), torch.zeros(len(examples), longest, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        length = len(example.token_ids)
+        token_ids[row, :length], mask[row, :length] = example.token_ids, 1
+        chosen[row, example.answer_start - 1 : length - 1] = True
+    return Batch(
+        token_ids,
+        mask,
+        chosen,
+        torch.cat([example.top_ids for example in examples]),
+        torch.cat([example.top_logprobs for example in examples]),
+    )
+
+
+def loss_of(student: Student, batch: Batch) -> torch.Tensor:
+    """Cross-entropy with the target's most probable tokens, of those that the student's head has."""
+    logits = student(batch.token_ids, batch.attention_mask, batch.chosen)
+    rows = student.row_of[batch.top_ids]  # [chosen, TOP], -1: not in the head
+    known = rows >= 0
+    weights = (batch.top_logprobs.exp() * known).clamp_min(0)
+    weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-6)
+    scores = log_softmax(logits, -1).gather(1, rows.clamp_min(0))
+    return -(weights * scores).sum(-1).mean()
+
+
+@torch.inference_mode()
+def agreement(student: Student, examples: Sequence[Example]) -> list[list[bool]]:
+    """Of each answer, whether the student's choice at each position is the target's."""
+    found = []
+    for group in (examples[i : i + 16] for i in range(0, len(examples), 16)):
+        batch = collate(group)
+        choice = student.output_ids[student(batch.token_ids, batch.attention_mask, batch.chosen).argmax(-1)]
+        same = (choice == batch.top_ids[:, 0]).split([len(example.top_ids) for example in group])
+        found += [one.tolist() for one in same]
+    return found
+
+
+def mean_acceptance_length(agreed: Sequence[Sequence[bool]], k: int) -> float:
+    """Tokens gained a round with k draft tokens, if the student agrees exactly where it does on the target's text."""
+    rounds = gained = 0
+    for answer in agreed:
+        at = 0
+        while at < len(answer):
+            accepted = 0
+            while accepted < k and at + accepted < len(answer) and answer[at + accepted]:
+                accepted += 1
+            rounds, gained, at = rounds + 1, gained + accepted + 1, at + accepted + 1
+    return gained / rounds if rounds else 0.0
+
+
+def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
+    """Linear warm-up, then a cosine to a twentieth."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass
+class Checkpoint:
+    """What training needs to go on where it stopped."""
+
+    path: Path
+
+    def save(self, student: Student, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """In one step."""
+        scratch = self.path.with_suffix(".part")
+        torch.save({"student": student.trained(), "optimizer": optimizer.state_dict(), "step": step}, scratch)
+        scratch.rename(self.path)
+
+    def load(self, student: Student, optimizer: torch.optim.Optimizer) -> int:
+        """The next step; 0 without a checkpoint."""
+        if not self.path.is_file():
+            return 0
+        state: dict[str, Any] = torch.load(self.path, weights_only=True)
+        student.load_state_dict({n: w for n, w in state["student"].items() if n != "output_ids"}, strict=False)
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
