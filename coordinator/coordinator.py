@@ -148,9 +148,9 @@ class Coordinator:
         if sequence.finish is not None:
             return
         self.pool.abort(sequence)
-        if sequence.text is not None and (rest := sequence.text.flush()):
+        if sequence.text is not None:
             generation, sample = self._samples[sequence.sequence_id]
-            generation.publish(sample, Piece((), rest))
+            generation.publish(sample, Piece((), sequence.text.flush))
         self._end(sequence, FinishReason.ABORT)
         self._loop.wake()
 
@@ -174,7 +174,7 @@ class Coordinator:
         if commit.sequence.sequence_id not in self._samples:
             return
         generation, sample = self._samples[commit.sequence.sequence_id]
-        generation.publish(sample, Piece(commit.token_ids, commit.text, commit.logprobs))
+        generation.publish(sample, Piece(commit.token_ids, commit.shown, commit.logprobs))
         if commit.sequence.finish is not None:
             self._end(commit.sequence, commit.sequence.finish.reason)
 

@@ -4,8 +4,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from coordinator.sequence import Sequence, TokenLogprobs
+from coordinator.text import ShownText
 from rpc.errors import WorkerFailedError
 
 
@@ -22,11 +24,16 @@ class Timings:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens that a round committed, and the text that can be shown now; log-probabilities if they were asked for."""
+    """Tokens that a round committed; log-probabilities if they were asked for."""
 
     token_ids: tuple[int, ...]
-    text: str
+    shown: ShownText
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @cached_property
+    def text(self) -> str:
+        """What can be shown now. Made here, so that no round waits for it; to be read in the order of the pieces."""
+        return self.shown()
 
 
 class Sample:

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from coordinator.sequence import GenerationRequest, Prefix, Sequence, TokenLogprobs
+from coordinator.text import ShownText
 
 # A draft may lack its own last token and the bonus token; up to so many are never worth a chunk of their own.
 FEW_TOKENS = 8
@@ -87,7 +88,7 @@ class Commit:
 
     sequence: Sequence
     token_ids: tuple[int, ...]
-    text: str
+    shown: ShownText
     logprobs: tuple[TokenLogprobs, ...]
     drafted: int
     accepted: int
@@ -196,10 +197,10 @@ class Round:
             # The draft's cache is right as far as its tokens were accepted.
             sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids) + accepted)
         sequence.target_length = verdict.cached_length
-        kept, text = sequence.commit(verdict.token_ids)
+        kept, shown = sequence.commit(verdict.token_ids)
         accepted = min(accepted, len(kept))  # what lies behind a stop is not counted
         sequence.speculation.add(drafted, accepted)
-        return Commit(sequence, tuple(kept), text, verdict.logprobs[: len(kept)], drafted, accepted)
+        return Commit(sequence, tuple(kept), shown, verdict.logprobs[: len(kept)], drafted, accepted)
 
     def _target_lost(self, sequence: Sequence, status: ItemStatus) -> None:
         if status is ItemStatus.CACHE_MISS:

@@ -4,8 +4,9 @@ import enum
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from coordinator.text import TextStream
+from coordinator.text import ShownText, TextStream
 
 Shape = tuple[int, int, int, int]
 """What must be equal for sequences to need no padding between them: tokens, tokens that each worker lacks, and draft
@@ -208,30 +209,41 @@ class Sequence:
         remaining = self.request.max_tokens - self.num_generated
         return min(self.request.num_speculative_tokens, remaining - 1)
 
-    def commit(self, gained: Items[int]) -> tuple[list[int], str]:
+    def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:
         """Appends verified tokens up to the first that ends the generation; returns those that were appended, and the
-        text that they allow to show."""
+        text that they allow to show, for whoever asks for it, in the order of the commits.
+
+        Only where a stop string may end the generation is text made here: rounds wait for this.
+        """
         kept: list[int] = []
+        unseen: list[int] = []
         shown = ""
         for token in gained:
             if self.finish is not None:
                 break
             kept.append(token)
             self.token_ids.append(token)
-            shown += self._accept(token)
-        if self.finish is not None and self.finish.matched_stop is None and self.text is not None:
-            shown += self.text.flush()
-        return kept, shown
+            if token in self.request.stop_token_ids:
+                self.finish = Finish(FinishReason.STOP, matched_token_id=token)
+                break
+            if self.text is not None and self.text.may_end:
+                shown += self._watch(self.text, token)
+            else:
+                unseen.append(token)
+            if self.finish is None and self.num_generated >= self.request.max_tokens:
+                self.finish = Finish(FinishReason.LENGTH)
+        ends = self.finish is not None and self.finish.matched_stop is None
+        return kept, partial(self._shown, shown, unseen, ends)
 
-    def _accept(self, token: int) -> str:
-        """Ends the generation if this token does; returns the text to show."""
-        if token in self.request.stop_token_ids:
-            self.finish = Finish(FinishReason.STOP, matched_token_id=token)
-            return ""
-        may_stop = self.num_generated >= self.request.sampling.min_tokens
-        shown = self.text.feed(token, may_stop) if self.text is not None else ""
-        if self.text is not None and self.text.matched is not None:
-            self.finish = Finish(FinishReason.STOP, matched_stop=self.text.matched)
-        elif self.num_generated >= self.request.max_tokens:
-            self.finish = Finish(FinishReason.LENGTH)
+    def _watch(self, text: TextStream, token: int) -> str:
+        """Ends the generation if this token completes a stop string; returns the text to show."""
+        shown = text.feed(token, may_stop=self.num_generated >= self.request.sampling.min_tokens)
+        if text.matched is not None:
+            self.finish = Finish(FinishReason.STOP, matched_stop=text.matched)
         return shown
+
+    def _shown(self, known: str, unseen: list[int], ends: bool) -> str:
+        if self.text is None:
+            return ""
+        more = "".join(self.text.feed(token) for token in unseen)
+        return known + more + (self.text.flush() if ends else "")

@@ -40,6 +40,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with await self._begin(request) as generation:
             request_id = generation.request_id
             async for sample, piece in generation.pieces():
+                if piece is not None and not (piece.token_ids or piece.text):
+                    continue  # an end that leaves nothing to show
                 if piece is not None:
                     yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
                 else:

@@ -1,6 +1,6 @@
 """The text of one generation as its tokens come: never half a character, and nothing of a stop string. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 
@@ -14,10 +14,16 @@ class Decoder(Protocol):
         """The text of what is left when no token will follow."""
 
 
+ShownText = Callable[[], str]
+"""Makes the text of some tokens when it is asked for, once, after that of all tokens before them."""
+
+
 class TextStream:
     """Holds back what may be the beginning of a stop string until it is known."""
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+        self.may_end = bool(stop)
+        """Whether the text can end the generation."""
         self.matched: str | None = None
         """The stop string that ended the text. Among several it is the one that begins first."""
         self._decoder, self._stop = decoder, stop

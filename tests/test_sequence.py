@@ -46,7 +46,7 @@ def test_commit_keeps_what_token_by_token_decoding_keeps(
 
 def test_a_stop_inside_an_accepted_run_cuts_the_run() -> None:
     sequence = make_sequence(stops=frozenset({7}))
-    assert sequence.commit([5, 7, 6, 6]) == ([5, 7], "")
+    assert sequence.commit([5, 7, 6, 6])[0] == [5, 7]
     assert sequence.finish == Finish(FinishReason.STOP, 7)
 
 
@@ -58,14 +58,14 @@ def test_a_stop_at_max_tokens_is_a_stop() -> None:
 
 def test_a_stop_token_in_the_prompt_stops_nothing() -> None:
     sequence = make_sequence(prompt=(7, 7), stops=frozenset({7}))
-    assert sequence.commit([5]) == ([5], "")
+    assert sequence.commit([5])[0] == [5]
     assert sequence.finish is None
 
 
 def test_nothing_is_committed_after_the_end() -> None:
     sequence = make_sequence(max_tokens=1)
     sequence.commit([5, 6])
-    assert sequence.commit([6]) == ([], "")
+    assert sequence.commit([6])[0] == []
     assert sequence.generated_ids == [5]
 
 

@@ -42,21 +42,24 @@ def reference(token_ids: list[int], stop: tuple[str, ...], min_tokens: int) -> t
     return "".join(PIECES[token] for token in token_ids), len(token_ids), False
 
 
-@given(token_ids=tokens, stop=stops, cuts=st.lists(st.integers(1, 5)), min_tokens=st.integers(0, 5))
+@given(token_ids=tokens, stop=stops, cuts=st.lists(st.integers(1, 5)), min_tokens=st.integers(0, 5), late=st.booleans())
 def test_the_output_ends_exactly_where_the_naive_one_does(
-    token_ids: list[int], stop: tuple[str, ...], cuts: list[int], min_tokens: int
+    token_ids: list[int], stop: tuple[str, ...], cuts: list[int], min_tokens: int, late: bool
 ) -> None:
     """Whatever runs of tokens are accepted at a time; and no part of a stop string is ever shown."""
     request = GenerationRequest("r", (0,), 99, frozenset(), 4, Sampling(min_tokens=min_tokens), stop)
     sequence = Sequence(0, request, TextStream(Pieces(), stop))
     text, count, stopped = reference(token_ids, stop, min_tokens)
-    shown, kept = "", []
+    shown, kept, pieces = "", [], []
     rest = iter(token_ids)
     for size in [*cuts, *[1] * len(token_ids)]:
         gained, piece = sequence.commit(list(islice(rest, size)))
         kept += gained
-        shown += piece
+        pieces.append(piece)
+        if not late:
+            shown += pieces.pop()()
         assert text.startswith(shown)
+    shown += "".join(piece() for piece in pieces)
     if not stopped:
         assert sequence.finish is None
         assert sequence.text is not None
