@@ -17,6 +17,11 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "demo": (DemoSettings, demo),
 }
 
+# Commands whose code needs torch: the module that runs in this process's place, and what it does.
+ELSEWHERE = {
+    "distill": ("distill.main", "Trains a small draft on what its target writes.")
+}
+
 # Settings that only workers have, by name, since their code needs torch.
 WORKER_KEYS = {
     "cuda_graphs",
@@ -57,6 +62,8 @@ def main() -> None:
 
 def run(name: str, arguments: list[str]) -> int:
     """Runs a command; returns its exit status."""
+    if name in ELSEWHERE:
+        os.execv(sys.executable, [sys.executable, "-m", ELSEWHERE[name][0], *arguments])
     if name not in COMMANDS:
         asked = name in ("-h", "--help")
         print(usage(), file=sys.stdout if asked else sys.stderr)
@@ -74,6 +81,7 @@ def known_keys() -> set[str]:
 def usage() -> str:
     """What `specpool --help` prints."""
     lines = [f"  {name:10}{_summary(settings)}" for name, (settings, _) in COMMANDS.items()]
+    lines += [f"  {name:10}{summary}" for name, (_, summary) in ELSEWHERE.items()]
     return "\n".join(
         ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]
     )

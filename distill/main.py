@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from distill.corpus import Dialogues, Writer, gathered
 from distill.student import Student, most_frequent, save_trained
@@ -29,7 +29,7 @@ from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
 from engine.options import EngineOptions
 from rpc.server import configure_logging
-from rpc.settings import Settings
+from rpc.settings import LogLevel, Settings
 
 log = logging.getLogger(__name__)
 console = Console()
@@ -54,7 +54,7 @@ class DistillSettings(Settings):
     evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
     seed: int = Field(0, ge=0, description="of what is written and of the order of training")
     device: str = Field("cpu", description="where both run")
-    log_level: str = Field("warning", description="debug, info, warning or error")
+    log_level: LogLevel = Field("warning", description="least severe messages logged")
 
 
 def main() -> None:
@@ -143,9 +143,9 @@ def train(settings: DistillSettings, target: str) -> None:
                     break
 
 
-def student_of(settings: DistillSettings, model: torch.nn.Module, examples: list[Example]) -> Student:
+def student_of(settings: DistillSettings, model: PreTrainedModel, examples: list[Example]) -> Student:
     """An untrained student, whose head has the tokens that the target chose most often."""
-    vocabulary = model.config.vocab_size  # type: ignore[union-attr]
+    vocabulary = int(model.config.vocab_size)
     counts = torch.zeros(vocabulary)
     for example in examples:
         counts += torch.bincount(example.top_ids[:, 0], minlength=vocabulary) + 0.01 * torch.bincount(
@@ -153,7 +153,7 @@ def student_of(settings: DistillSettings, model: torch.nn.Module, examples: list
         )
     rows = min(settings.output_tokens, vocabulary)
     layers = [int(layer) for layer in settings.layers.split(",")]
-    return Student(model, layers, most_frequent(counts, rows, always=[]))  # type: ignore[arg-type]
+    return Student(model, layers, most_frequent(counts, rows, always=[]))
 
 
 def report(student: Student, held_out: list[Example]) -> str:

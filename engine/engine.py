@@ -158,8 +158,12 @@ class Engine:
             gather = self._device.type != "cpu"
             plan = plan_attention(spans, places, arena, self.tiles, self._query_groups, gather)
             batch = replace(batch, attention=plan)
-        logits: torch.Tensor = self._model(batch)
-        return logits[: batch.num_logits]
+        logits: torch.Tensor = self._model(batch)[: batch.num_logits]
+        if self.loaded.output_ids is None:
+            return logits
+        known = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        known[:, self.loaded.output_ids.to(logits.device)] = logits
+        return known
 
     def _kv_bytes_per_token(self) -> int:
         return 2 * int(self.loaded.config.num_hidden_layers) * self._kv_heads * self._head_dim * self._dtype.itemsize
@@ -223,6 +227,8 @@ class Engine:
         foreign = [layer for layer, keys in enumerate(self.layout.arena.keys) if not keys[:, cached].any()]
         if foreign:
             raise UnsupportedModelError(f"layers {foreign} of this {kind} model have another kind of attention or none")
+        if self.loaded.output_ids is not None:
+            logits = logits[:, self.loaded.output_ids.to(logits.device)]
         # Rounding is far below this in every dtype, and another mask, scale or order of heads is far above.
         difference, largest = (logits - own).abs().max().item(), own.abs().max().item()
         if not difference <= 0.1 * largest:

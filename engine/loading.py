@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ValidationError
+from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -29,6 +31,9 @@ DEFAULT_MAX_MODEL_LEN = 4096
 
 
 NAMES_IN_A_MESSAGE = 3
+
+OUTPUT_HEAD = "output_head.safetensors"
+"""Beside a model's own files: `weight` [rows, hidden] of a head with rows for some tokens, and these: `output_ids`."""
 
 
 class UnsupportedModelError(Exception):
@@ -71,6 +76,8 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: TokenizerFiles
     max_model_len: int
+    output_ids: torch.Tensor | None = None
+    """The token of each row of the output head, where it has rows for some tokens only, as a trained draft's may."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -79,8 +86,9 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output head."""
-        return int(self.model.get_output_embeddings().out_features)
+        """Tokens that it knows: rows of the output head, if that has one for each."""
+        head: Any = self.model.get_output_embeddings() if self.output_ids is None else self.model.get_input_embeddings()
+        return int(head.weight.shape[0])
 
 
 def load_model(options: EngineOptions) -> LoadedModel:
@@ -114,7 +122,8 @@ def load_model(options: EngineOptions) -> LoadedModel:
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
         reason = f"{config.model_type} has a fixed choice of attentions" if fixed else first_line(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
-    return LoadedModel(options.model, model.to(device).eval(), files, max_model_len)
+    output_ids = _reduce_head(model, Path(options.model) / OUTPUT_HEAD)
+    return LoadedModel(options.model, model.to(device).eval(), files, max_model_len, output_ids)
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -155,6 +164,21 @@ def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
         raise UnsupportedModelError(
             f"this {kind} has a sliding window of {window} positions; serve it with max_model_len <= {window}"
         )
+
+
+def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
+    """Gives the model the head of this file, if there is one; returns the tokens of its rows."""
+    if not file.is_file():
+        return None
+    stored = load_file(file)
+    weight, output_ids = stored["weight"].to(model.dtype), stored["output_ids"].long()
+    known, hidden = model.get_input_embeddings().weight.shape  # type: ignore[misc]
+    if weight.shape != (len(output_ids), hidden) or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < known:
+        raise UnsupportedModelError(f"{file} has a head of {tuple(weight.shape)} for {len(output_ids)} tokens")
+    head = nn.Linear(hidden, len(output_ids), bias=False, device="meta")
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    model.set_output_embeddings(head)
+    return output_ids
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> TokenizerFiles:

@@ -20,8 +20,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from engine import attention, memory
 from engine.kv_cache import KVArena
-from engine.loading import TokenizerFiles, UnsupportedModelError, load_model
+from engine.loading import OUTPUT_HEAD, TokenizerFiles, UnsupportedModelError, load_model
 from engine.options import EngineOptions
+from engine.packing import Span
 
 
 @pytest.fixture(autouse=True)
@@ -535,3 +536,36 @@ def test_options_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None
 
 def test_memory_may_be_given_in_units() -> None:
     assert EngineOptions(model="m", kv_memory="2MiB").kv_memory == 2 * 2**20
+
+
+# --- Output heads with rows for some tokens
+
+
+def save_output_head(folder: Path, output_ids: list[int], weight: torch.Tensor | None = None) -> None:
+    rows = load_file(folder / "model.safetensors")["lm_head.weight"][output_ids] if weight is None else weight
+    save_file({"weight": rows.contiguous(), "output_ids": torch.tensor(output_ids)}, folder / OUTPUT_HEAD)
+
+
+@pytest.mark.parametrize("options", [{}, {"native": False}, {"lean": False}], ids=["native", "lean", "library"])
+def test_tokens_without_a_row_of_the_head_are_never_chosen(tmp_path: Path, options: dict[str, Any]) -> None:
+    folder, tokens, kept = save_model(tmp_path, tiny_config()), random_tokens(30), [3, 200, 7, 255, 90]
+    whole = load_engine(folder).forward([Span(0, 0, tokens, 30)])
+    save_output_head(folder, kept)
+    engine = load_engine(folder, **options)
+    assert engine.vocab_size == whole.shape[1]
+    assert engine.bitwise
+    logits = engine.forward([Span(0, 0, tokens, 30)])
+    torch.testing.assert_close(logits[:, kept], whole[:, kept], atol=1e-4, rtol=1e-4)
+    others = [token for token in range(engine.vocab_size) if token not in kept]
+    assert (logits[:, others] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("output_ids", "rows"), [([3, 257], None), ([3, -1], None), ([3, 4], (3, 64)), ([3, 4], (2, 32))]
+)
+def test_a_head_that_does_not_fit_is_refused(
+    tmp_path: Path, output_ids: list[int], rows: tuple[int, int] | None
+) -> None:
+    folder = save_model(tmp_path, tiny_config())
+    save_output_head(folder, output_ids, torch.zeros(rows or (2, tiny_config().hidden_size)))
+    assert OUTPUT_HEAD in refusal(folder)
