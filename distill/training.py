@@ -61,7 +61,8 @@ def batches(examples: Sequence[Example], tokens: int, chance: random.Random) -> 
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].token_ids) + 8 * chance.random())
     groups: list[list[Example]] = [[]]
     for example in (examples[i] for i in order):
-        if groups[-1] and (len(groups[-1]) + 1) * len(example.token_ids) > tokens:
+        longest = max(len(other.token_ids) for other in [*groups[-1], example])
+        if groups[-1] and (len(groups[-1]) + 1) * longest > tokens:
             groups.append([])
         groups[-1].append(example)
     chance.shuffle(groups)
