@@ -68,7 +68,7 @@ class Sample:
 
     def add(self, piece: Piece) -> None:
         """Notes what was committed."""
-        if self._first_token is None:
+        if piece.token_ids and self._first_token is None:
             self._first_token = time.monotonic()
         self.pieces.append(piece)
 
@@ -105,8 +105,9 @@ class Generation:
 
     async def finished(self) -> list[Sample]:
         """Waits for the end; returns all samples. WorkerFailedError."""
-        async for _ in self.pieces():
-            pass
+        async for _, piece in self.pieces():
+            if piece is not None:
+                _ = piece.text  # made piece by piece, or the last one would hold up everybody else
         return self.samples
 
     def publish(self, sample: Sample, piece: Piece) -> None:

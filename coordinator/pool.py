@@ -8,7 +8,7 @@ worker still holds its slot.
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 from coordinator.prefixes import PrefixIndex
 from coordinator.ready import ReadySet
@@ -106,7 +106,8 @@ class Pool:
         (request_id,) = {sample.request.request_id for sample in new.values()}
         if request_id in self._by_request:
             raise DuplicateRequestError(request_id)
-        if len(self._queue) + len(new) > self.queue_size + self.room:  # who finds room in the window will not wait
+        waiting = [*self._queue.values(), *new.values()]
+        if len(waiting) > self.queue_size + self._next_to_enter(waiting):  # who finds room in the window will not wait
             raise PoolFullError
         self._queue.update(new)
         self._by_request[request_id] = new
@@ -117,7 +118,7 @@ class Pool:
         admitted = []
         for _ in range(min(self.queued, self.room if most is None else min(most, self.room))):
             chosen = self._next()
-            if not self._fits(self._queue[chosen]):
+            if not self._next_to_enter([self._queue[chosen]]):
                 break  # who waits longest is not passed over for ever by shorter ones
             self._passed_over = 0 if chosen == next(iter(self._queue)) else self._passed_over + 1
             sequence = self._queue.pop(chosen)
@@ -132,10 +133,15 @@ class Pool:
             return min(self._queue, key=lambda waiting: abs(self._queue[waiting].prompt_length - self._last_length))
         return next(iter(self._queue))
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether the target worker has room for all that it can become; alone it always has."""
-        kept = sum(self._kept.values()) + self.kv_room.taken_by(sequence)
-        return not self._kept or not self.kv_room.positions or kept <= self.kv_room.positions
+    def _next_to_enter(self, waiting: Iterable[Sequence]) -> int:
+        """How many of these, in their order, the window has room for now. Alone a sequence always fits."""
+        number, kept = 0, sum(self._kept.values())
+        for sequence in islice(waiting, self.room):
+            kept += self.kv_room.taken_by(sequence)
+            if (self._kept or number) and 0 < self.kv_room.positions < kept:
+                break
+            number += 1
+        return number
 
     def _enter(self, sequence: Sequence) -> None:
         self._kept[sequence.sequence_id] = self.kv_room.taken_by(sequence)

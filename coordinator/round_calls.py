@@ -6,6 +6,9 @@ from typing import Any
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
+# What a stream may end in that broke while it waited, whatever the worker would say now.
+_MAY_BE_OLD = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
+
 
 class RoundCalls:
     """As many streams as rounds are under way at a time; single calls to a worker that knows no streams."""
@@ -14,6 +17,8 @@ class RoundCalls:
         """Two methods of a stub, for the same messages. `timeout_seconds`: for each round."""
         self._open_stream, self._single, self._timeout = stream, single, timeout_seconds
         self._idle: list[Any] = []
+        self._closed = 0
+        """How often: a stream that was in use then must not wait for another round."""
         self._has_streams = True
 
     async def __call__(self, request: Any) -> Any:
@@ -28,14 +33,25 @@ class RoundCalls:
         return await self._single(request, timeout=self._timeout)
 
     def close(self) -> None:
-        """Ends the streams that wait for a round; the next one opens another."""
+        """Ends the streams that wait for a round, and those in use after it; the next round opens another."""
+        self._closed += 1
+        self._has_streams = True  # the worker may be another one when it is back
         while self._idle:
             self._idle.pop().cancel()
 
     async def _by_stream(self, request: Any) -> Any:
-        stream = self._idle.pop() if self._idle else self._open_stream()
-        if stream.done():  # while it waited: that says nothing about the worker now
-            stream = self._open_stream()
+        if self._idle:
+            try:
+                return await self._exchange(self._idle.pop(), request)
+            except asyncio.InvalidStateError:  # it ended while it waited
+                pass
+            except AioRpcError as error:
+                if error.code() not in _MAY_BE_OLD:
+                    raise
+        return await self._exchange(self._open_stream(), request)
+
+    async def _exchange(self, stream: Any, request: Any) -> Any:
+        closed = self._closed
         try:
             async with asyncio.timeout(self._timeout):
                 await stream.write(request)
@@ -47,7 +63,10 @@ class RoundCalls:
             raise
         if response is grpc.aio.EOF:
             raise _failure(grpc.StatusCode.UNAVAILABLE, "the worker ended the stream")
-        self._idle.append(stream)
+        if closed == self._closed:
+            self._idle.append(stream)
+        else:
+            stream.cancel()
         return response
 
 

@@ -47,8 +47,8 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
         self, requests: AsyncIterator[pb.ProposeRequest], context: Any
     ) -> AsyncIterator[pb.ProposeResponse]:
         """Round after round."""
-        async for request in requests:
-            yield await self.Propose(request, context)
+        async for response in self._host.each(requests, lambda request: self.Propose(request, context)):
+            yield response
 
 
 def _items(request: pb.ProposeRequest, limits: RoundLimits) -> list[ProposeItem]:

@@ -58,7 +58,7 @@ def plan_attention(
     for span, place in zip(spans, places, strict=True):
         placed.append(_Placed(span, tokens, place.origin, place.start))
         tokens += len(span.token_ids)
-    runs = _runs(placed, tiles, gather)
+    runs = _runs(placed, tiles, gather, arena.columns)
     result_rows = _result_rows(runs, tokens, tiles)
     padding = tiles.rows(tokens) - tokens
     return AttentionPlan(
@@ -82,10 +82,11 @@ class _Placed:
         return self.start, self.span.start, self.span.end
 
 
-def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool) -> list[list[_Placed]]:
+def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool, columns: int) -> list[list[_Placed]]:
     """Spans to attend together: few-token spans of sequences at equal distances; a long one alone.
 
-    Exact results depend on how far into the attended columns a sequence starts: then only equal starts go together.
+    Exact results depend on how far into the attended columns a sequence starts: then only equal starts go together. All
+    of a call attend as many columns as its longest needs, and none may reach beyond the cache for it.
     """
     runs: list[list[_Placed]] = []
     short = 1 if tiles.by_row else max(tiles.query, 16)
@@ -97,12 +98,24 @@ def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool) -> list[list[_P
             and (gather or len(run) == 1 or this.origin - previous.origin == run[1].origin - run[0].origin)
             and (not tiles.exact or previous.start == this.start)
             and max(len(previous.span.token_ids), len(this.span.token_ids)) <= short
+            and _reach([*run, this], tiles) <= columns
         )
         if joins:
             runs[-1].append(this)
         else:
             runs.append([this])
     return runs
+
+
+def _kv_length(run: list[_Placed], tiles: Tiles) -> int:
+    """Columns that a call attends for each of its sequences."""
+    left = min(this.start for this in run)
+    return round_up(max(this.start + this.span.end for this in run) - left, tiles.kv)
+
+
+def _reach(run: list[_Placed], tiles: Tiles) -> int:
+    """The column behind the last one that a call attends."""
+    return max(this.origin for this in run) + min(this.start for this in run) + _kv_length(run, tiles)
 
 
 def _query_rows(run: list[_Placed], tiles: Tiles) -> int:
@@ -127,8 +140,8 @@ def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: 
     device = arena.device
     longest = _query_rows(run, tiles)
     left = min(this.start for this in run)
-    kv_length = round_up(max(this.start + this.span.end for this in run) - left, tiles.kv)
-    kv_length = min(kv_length, arena.columns - left - max(this.origin for this in run))
+    kv_length = _kv_length(run, tiles)
+    assert _reach(run, tiles) <= arena.columns, "a sequence without room for its own tile"
     query_index: list[list[int]] = []
     for this in run:
         count = len(this.span.token_ids)

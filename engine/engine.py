@@ -15,6 +15,7 @@ from engine.exactness import choose_tiles, self_test
 from engine.extents import Extents
 from engine.forward import forward_pass
 from engine.graphs import RecordedModel
+from engine.kernels import splits_for
 from engine.kv_cache import KVArena
 from engine.layout import LAYOUTS, KVLayout
 from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
@@ -78,10 +79,13 @@ class Engine:
             activate_in_pieces(self._model)
             attention = (self._kv_heads, self._query_groups, self._head_dim)
             self.tiles = choose_tiles(self._model, attention if self._model.plans_attention else None)
+            if isinstance(self._model, RecordedModel):
+                self.tiles = replace(self.tiles, row_multiple=max(FEW_SHAPES, self.tiles.row_multiple))
         self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
         self.footprint = Footprint(
             weights=weight_bytes(self._model),
-            activations=activation_bytes(config, self._dtype, self.vocab_size, self._max_forward_tokens),
+            activations=activation_bytes(config, self._dtype, self.vocab_size, self._max_forward_tokens)
+            + self._splits_bytes(heads),
         )
         self.kv_layout = options.kv_layout
         self.slots, self.layout = self._reserve(options)
@@ -167,6 +171,12 @@ class Engine:
 
     def _kv_bytes_per_token(self) -> int:
         return 2 * int(self.loaded.config.num_hidden_layers) * self._kv_heads * self._head_dim * self._dtype.itemsize
+
+    def _splits_bytes(self, heads: int) -> int:
+        """Of the parts of attention that are joined afterwards, where kernels attend."""
+        if self._model.plans_attention or isinstance(self._model, NativeModel):
+            return 0
+        return self._max_forward_tokens * splits_for(self.max_model_len) * heads * (self._head_dim + 2) * 4
 
     def _reserve(self, options: EngineOptions) -> tuple[SlotTable, KVLayout]:
         layout, per_token = LAYOUTS[options.kv_layout], self._kv_bytes_per_token()

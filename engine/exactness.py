@@ -189,8 +189,7 @@ def self_test(engine: "Engine") -> bool:
     chance = random.Random(0)
     steps, longest = 5, engine.max_model_len - 8
     lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
-    whole = engine.slots.extents.columns // engine.slots.extents.longest  # sequences that fit side by side
-    lengths = [n for n in lengths if n <= longest][: min(engine.slots.total, whole)]
+    lengths = [n for n in lengths if n <= longest]
     truth = [[chance.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
 
     alone = []
@@ -199,14 +198,20 @@ def self_test(engine: "Engine") -> bool:
         spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
         alone.append(torch.cat([engine.forward([span]) for span in spans]))
 
-    slots = list(range(len(lengths)))
-    chance.shuffle(slots)
+    # Extents without a column to spare, as many as there is room for, in any order.
+    keys = [("self-test", i) for i in range(len(lengths))]
+    taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in chance.sample(range(len(keys)), len(keys))}
+    members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]
     # All prompts but their last tokens in one pass of chunks, then everything that is left as one round of drafts.
-    engine.forward([Span(s, 0, t[: n - 1], 0) for s, n, t in zip(slots, lengths, truth, strict=True)])
-    drafts = [chance.randint(1, steps) for _ in lengths]
-    spans = [Span(s, n - 1, t[n - 1 : n + d], d + 1) for s, n, t, d in zip(slots, lengths, truth, drafts, strict=True)]
+    engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
+    drafts = [chance.randint(1, steps) for _ in members]
+    spans = [
+        Span(slot, n - 1, tokens[n - 1 : n + d], d + 1) for (slot, n, tokens, _), d in zip(members, drafts, strict=True)
+    ]
     together = engine.forward(spans).split([span.num_logits for span in spans])
-    same = all(torch.equal(rows, one[: len(rows)]) for rows, one in zip(together, alone, strict=True))
+    same = all(torch.equal(rows, one[: len(rows)]) for rows, (*_, one) in zip(together, members, strict=True))
+    engine.slots.release(keys)
+    engine.slots.drop_released()
     same = same and _long_passes_agree(engine)
     (log.info if same else log.warning)("self-test: equivalence is %s", "bitwise" if same else "numeric")
     return same

@@ -16,7 +16,7 @@ class Extents:
         Extents are multiples of `multiple` long, but never longer than `longest`."""
         self.longest, self.multiple = longest, multiple
         self.columns = slots * longest if columns is None else columns
-        self.origins = [min(slot * longest, self.columns - longest) for slot in range(slots)]
+        self.origins = [self._place(slot) for slot in range(slots)]
         """The first column of each slot. Of slots without an extent it is some place where a sequence fits."""
         self._lengths: dict[int, int] = {}
         self.move: Move = lambda source, destination, count: None
@@ -45,28 +45,30 @@ class Extents:
             assert origin is not None
         self.origins[slot], self._lengths[slot] = origin, columns
 
-    def lengthen(self, slot: int, columns: int) -> bool:
-        """Makes an extent at least so long without moving any other; False if that cannot be. What is in it is kept."""
+    def resize(self, slot: int, columns: int) -> bool:
+        """Makes an extent so long without moving any other; False if that cannot be. What fits is kept."""
         before, length = self.origins[slot], self._lengths[slot]
-        if columns <= length:
-            return True
-        del self._lengths[slot]
-        origin = self._gap(columns)
-        if origin is None:
-            self._lengths[slot] = length
-            return False
-        self.move(before, origin, length)
-        self.origins[slot], self._lengths[slot] = origin, columns
+        if columns > length:
+            origin = self._gap(columns, but_for=slot)
+            if origin is None:
+                return False
+            self.move(before, origin, length)
+            self.origins[slot] = origin
+        self._lengths[slot] = columns
         return True
 
     def release(self, slot: int) -> None:
         """Takes the slot's extent back."""
         del self._lengths[slot]
+        self.origins[slot] = self._place(slot)
 
-    def _gap(self, columns: int) -> int | None:
-        """The first place that is free for so many."""
+    def _place(self, slot: int) -> int:
+        return min(slot * self.longest, self.columns - self.longest)
+
+    def _gap(self, columns: int, but_for: int | None = None) -> int | None:
+        """The first place that is free for so many, or would be without a slot."""
         at = 0
-        for origin, length in self._in_order():
+        for origin, length in self._in_order(but_for):
             if origin - at >= columns:
                 return at
             at = origin + length
@@ -80,8 +82,8 @@ class Extents:
                 self.origins[slot] = at
             at += self._lengths[slot]
 
-    def _in_order(self) -> list[tuple[int, int]]:
-        return sorted((self.origins[slot], length) for slot, length in self._lengths.items())
+    def _in_order(self, but_for: int | None = None) -> list[tuple[int, int]]:
+        return sorted((self.origins[slot], length) for slot, length in self._lengths.items() if slot != but_for)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if two extents overlap, or one leaves the cache."""

@@ -16,6 +16,10 @@ Record = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
 """From a pass to what repeats it, reading and writing the same memory, and where its logits then are."""
 
 
+# Passes of more rows spend their time in products, and every recording takes memory.
+MOST_ROWS, MOST_RECORDINGS = 128, 64
+
+
 @dataclass(frozen=True)
 class Recording:
     """A pass that can be repeated with other numbers in `batch`."""
@@ -33,18 +37,13 @@ class RecordedModel(nn.Module):
     def __init__(self, model: nn.Module, record: Record) -> None:
         super().__init__()
         self.model = model
-        self._record = record
+        self._record: Record | None = record
         self._seen: set[tuple[int, ...]] = set()
-        self._recordings: dict[tuple[int, ...], Recording | None] = {}
+        self._recordings: dict[tuple[int, ...], Recording] = {}
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, vocab_size] of the rows that the batch asks for, padding included."""
-        if batch.shape not in self._seen:  # the first pass of a shape compiles and allocates what the others need
-            self._seen.add(batch.shape)
-            return self._launch(batch)
-        if batch.shape not in self._recordings:
-            self._recordings[batch.shape] = self._recording(batch)
-        recording = self._recordings[batch.shape]
+        recording = self._recordings.get(batch.shape) or self._recording(batch)
         if recording is None:
             return self._launch(batch)
         recording.batch.numbers.copy_(batch.numbers, non_blocking=True)
@@ -56,13 +55,21 @@ class RecordedModel(nn.Module):
         return logits
 
     def _recording(self, batch: PackedBatch) -> Recording | None:
+        """The recording of a shape that is seen for the second time: the first pass compiles and allocates for it."""
+        if self._record is None or batch.rows > MOST_ROWS or len(self._recordings) == MOST_RECORDINGS:
+            return None
+        if batch.shape not in self._seen:
+            self._seen.add(batch.shape)
+            return None
         own = batch.with_numbers(batch.numbers.clone())
         try:
             replay, logits = self._record(lambda: self._launch(own))
-        except RuntimeError as error:  # a graph is only faster
-            log.warning("passes of shape %s cannot be recorded: %s", batch.shape, error)
+        except RuntimeError as error:  # recorded passes are only faster
+            log.warning("passes cannot be recorded, and are launched: %s", error)
+            self._record = None
             return None
-        return Recording(own, replay, logits)
+        recording = self._recordings[batch.shape] = Recording(own, replay, logits)
+        return recording
 
 
 class CudaGraphs:
@@ -73,8 +80,12 @@ class CudaGraphs:
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
         """RuntimeError if the pass does what a graph cannot hold."""
+        stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = run()
+        except RuntimeError:
+            torch.cuda.set_stream(stream)  # where a capture that breaks off does not return to
+            raise
         return graph.replay, logits

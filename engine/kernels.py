@@ -3,9 +3,12 @@
 What is computed for a row depends on its own positions alone, so its bits are the same in every batch by construction.
 """
 
+import logging
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 try:
     import triton
@@ -19,9 +22,20 @@ SPLIT, BLOCK = 512, 64
 LEAST_ROWS = 16
 
 
-def attends_by_kernels(device: torch.device) -> bool:
-    """Whether `attend_extents` is to be used there."""
-    return device.type == "cuda" and triton is not None
+def attends_by_kernels(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether `attend_extents` is to be used there, for heads of these numbers and this size."""
+    if device.type != "cuda" or triton is None:
+        return False
+    cache, first = (
+        torch.zeros(kv_heads, 1, dim, device=device, dtype=dtype),
+        torch.zeros(1, dtype=torch.long).to(device),
+    )
+    try:
+        attend_extents(torch.zeros(1, heads, dim, device=device, dtype=dtype), cache, cache, first, first, 1.0, 1)
+    except Exception as error:  # whatever the compiler of this GPU says of these sizes
+        log.warning("attention is that of torch: %s", error)
+        return False
+    return True
 
 
 def splits_for(longest: int) -> int:
@@ -67,7 +81,7 @@ if triton is not None:
         WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
     ) -> None:  # fmt: skip
         """One row's query heads of one KV head, over the positions of one split: values by weight, not yet divided."""
-        row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         position = tl.load(positions + row)
         begin = split * SPLIT
         if begin <= position:
@@ -105,7 +119,7 @@ if triton is not None:
         HEADS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
     ) -> None:  # fmt: skip
         """One query head of one row: its splits, one after the other."""
-        row, head, feature = tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
+        row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
         most = tl.full([1], float("-inf"), tl.float32)
         weight = tl.zeros([1], tl.float32)
         summed = tl.zeros([WIDTH], tl.float32)

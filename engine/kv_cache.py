@@ -23,12 +23,13 @@ class KVArena:
 
     def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens at columns[t]."""
-        if key.dtype == torch.float16:  # where an overflow is in reach, and would outlive its sequence in the cache
-            key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
+        # Others attend to these columns too, with a weight of zero, and zero times an overflow is not zero.
+        key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
         self.keys[layer][:, columns] = key.transpose(0, 1)
         self.values[layer][:, columns] = value.transpose(0, 1)
 
     def move(self, source: int, destination: int, count: int) -> None:
         """Copies `count` columns of all layers, from column `source` on, to `destination` on; they may overlap."""
-        columns = self._storage[:, :, :, source : source + count].clone()
-        self._storage[:, :, :, destination : destination + count] = columns
+        # Layer by layer, or the copy would need as much memory again as the extent.
+        for cache in (*self.keys, *self.values):
+            cache[:, destination : destination + count] = cache[:, source : source + count].clone()

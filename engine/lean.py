@@ -36,8 +36,6 @@ class LeanModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.plans_attention = not attends_by_kernels(model.device)
-        """Whether batches need an attention plan."""
         config: Any = model.config
         inner: Any = model.model
         self.eps: float = config.rms_norm_eps
@@ -50,6 +48,10 @@ class LeanModel(nn.Module):
             self.layers.append(LeanLayer(inner.layers[index], index, order))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
+        layer: Any = self.layers[0]
+        heads = (layer.heads, layer.kv_heads, layer.head_dim)
+        self.plans_attention = not attends_by_kernels(self.norm.device, self.norm.dtype, *heads)
+        """Whether batches need an attention plan."""
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, vocab_size] of the rows that the batch asks for, padding included."""

@@ -103,6 +103,8 @@ def load_model(options: EngineOptions) -> LoadedModel:
     max_model_len = _max_model_len(config, options)
     refuse_unsupported(config, max_model_len)
     device = pick_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread: kernels and graphs go to the current one
     dtype: Any = options.dtype
     if options.dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16

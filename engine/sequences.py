@@ -109,7 +109,8 @@ class SequenceEngine:
         source = slots.find(source_key)
         if source is None or source.cached_length < length:
             return Realignment.CACHE_MISS
-        slot = slots.take(key, item.max_length, spared=source_key)
+        itself = key == source_key  # released, and back
+        slot = None if itself else slots.take(key, item.max_length, spared=source_key)
         if slot is not None:
             self.engine.layout.copy(source.index, slot.index, length)
         elif source_key in slots:

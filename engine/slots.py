@@ -89,7 +89,7 @@ class SlotTable:
         """
         needed = self.extents.room_for(max_length)
         victims = [released for released in self._released if released not in (key, spared)]
-        if key in self._released:
+        if key in self._released and key != spared:
             victims.insert(0, key)
         held = sum(self.extents.length(self._released[victim].index) for victim in victims)
         if not (self._free or victims) or self.extents.free + held < needed:
@@ -99,21 +99,27 @@ class SlotTable:
                 break
             self._evict(victim)
         index = min(self._free)  # neighbours are attended without copying
-        self._free.remove(index)
         self.extents.reserve(index, needed)
+        self._free.remove(index)
         slot = self._slots[key] = Slot(index, needed)
         return slot
 
     def inherit(self, key: SequenceKey, source: SequenceKey, max_length: int | None = None) -> Slot | None:
         """The slot of a released sequence, with what is cached in it, for another; None if it cannot be made to fit."""
         slot, needed = self._released[source], self.extents.room_for(max_length)
-        if not self.extents.lengthen(slot.index, needed):
+        if not self.extents.resize(slot.index, needed):
             return None
         del self._released[source]
-        inherited = self._slots[key] = Slot(
-            slot.index, self.extents.length(slot.index), slot.cached_length, token_ids=slot.token_ids
-        )
+        if key in self._released:
+            self._evict(key)
+        cached = min(slot.cached_length, needed)
+        inherited = self._slots[key] = Slot(slot.index, needed, cached, token_ids=slot.token_ids)
         return inherited
+
+    def drop_released(self) -> None:
+        """Forgets all that was released."""
+        for key in list(self._released):
+            self._evict(key)
 
     def _evict(self, key: SequenceKey) -> None:
         index = self._released.pop(key).index
@@ -151,4 +157,5 @@ class SlotTable:
         """Raises AssertionError if a slot is lost or held twice."""
         held = [slot.index for slot in (*self._slots.values(), *self._released.values())]
         assert sorted(held + self._free) == list(range(self.total)), "slots lost or held twice"
+        assert not self._slots.keys() & self._released.keys(), "a sequence is held and released"
         self.extents.check_integrity()

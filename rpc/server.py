@@ -26,6 +26,9 @@ PARENT_CHECK_SECONDS = 0.5
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a surprise
     ("grpc.keepalive_permit_without_calls", 1),
+    # A peer that vanished without a word holds no stream open for longer.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
 
@@ -46,6 +49,8 @@ class Server:
         self._stopping = asyncio.Event()
         self._orphaned: asyncio.Task[None] | None = None
         self._grace = settings.drain_seconds
+        self.on_drain: Callable[[], None] | None = None
+        """Called when the drain begins."""
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
 
@@ -103,6 +108,8 @@ class Server:
         await self._stopping.wait()
         log.info("draining for at most %g s", self._grace)
         await self.set_serving(False)
+        if self.on_drain is not None:
+            self.on_drain()
         await self._server.stop(self._grace)
         log.info("stopped")
 

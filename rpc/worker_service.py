@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -67,6 +67,8 @@ class WorkerHost:
         self._load = load
         self._thread = ModelThread()
         self._backend: Backend | None = None
+        self._streams: set[asyncio.Queue[Any]] = set()
+        self._draining = False
 
     @property
     def is_loaded(self) -> bool:
@@ -98,9 +100,40 @@ class WorkerHost:
             if freed:
                 log.warning("freed %d sequences of coordinators silent for %g s", freed, lease_seconds)
 
+    async def each(self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[Any]:
+        """Answers of a stream of rounds, until the caller or a drain ends it: between two rounds, never in one."""
+        waiting: asyncio.Queue[Any] = asyncio.Queue()
+        reading = asyncio.create_task(_read(requests, waiting))
+        self._streams.add(waiting)
+        try:
+            while not self._draining and (request := await waiting.get()) is not None:
+                if isinstance(request, Exception):
+                    raise request
+                yield await answer(request)
+        finally:
+            self._streams.discard(waiting)
+            reading.cancel()
+
+    def drain(self) -> None:
+        """Ends all streams of rounds after the round that they are in."""
+        self._draining = True
+        for waiting in self._streams:
+            waiting.put_nowait(None)
+
     def close(self) -> None:
         """Ends the model thread."""
         self._thread.close()
+
+
+async def _read(requests: AsyncIterator[Any], waiting: asyncio.Queue[Any]) -> None:
+    """Hands over the requests of a stream, what is wrong with one, and its end."""
+    try:
+        async for request in requests:
+            waiting.put_nowait(request)
+    except Exception as error:  # which is answered, by whoever reads the queue
+        waiting.put_nowait(error)
+    else:
+        waiting.put_nowait(None)
 
 
 class WorkerServicer:
@@ -235,6 +268,7 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
     """Listens at once, serves when the model is loaded, drains on SIGTERM. Raises what loading raises."""
     server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
     add_service(server)
+    server.on_drain = host.drain
     await server.start()
     server.stop_on_signals()
 

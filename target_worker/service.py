@@ -49,8 +49,8 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
         self, requests: AsyncIterator[pb.VerifyRequest], context: Any
     ) -> AsyncIterator[pb.VerifyResponse]:
         """Round after round."""
-        async for request in requests:
-            yield await self.Verify(request, context)
+        async for response in self._host.each(requests, lambda request: self.Verify(request, context)):
+            yield response
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
         """The target's tokenizer."""

@@ -39,14 +39,15 @@ class ExtentMachine(RuleBasedStateMachine):
             self.mark(slot)
 
     @rule(slot=st.integers(0, SLOTS - 1), length=st.integers(1, LONGEST))
-    def lengthen(self, slot: int, length: int) -> None:
+    def resize(self, slot: int, length: int) -> None:
         if slot not in self.marks:
             return
-        kept, before = self.marks[slot], self.extents.length(slot)
-        if self.extents.lengthen(slot, length):
-            assert self.extents.length(slot) == max(before, length)
+        before = self.extents.length(slot)
+        kept = self.marks[slot][: min(before, length)]
+        if self.extents.resize(slot, length):
+            assert self.extents.length(slot) == length
             origin = self.extents.origins[slot]
-            assert self.cache[origin : origin + before] == kept
+            assert self.cache[origin : origin + len(kept)] == kept
             self.mark(slot)
         else:
             assert length > before
@@ -56,6 +57,7 @@ class ExtentMachine(RuleBasedStateMachine):
         if self.marks.pop(slot, None):
             self.extents.release(slot)
             assert self.extents.length(slot) == 0
+            assert 0 <= self.extents.origins[slot] <= len(self.cache) - LONGEST
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -132,7 +134,7 @@ def test_a_source_is_spared_and_may_be_inherited() -> None:
     assert table.take(("a", 3), 8, spared=("a", 1)) is None
     slot = table.inherit(("a", 3), ("a", 1), 6)
     assert slot is not None
-    assert (slot.index, slot.room, slot.cached_length) == (0, 8, 8)
+    assert (slot.index, slot.room, slot.cached_length) == (0, 6, 6)
     assert table.find(("a", 1)) is None
     table.check_integrity()
 
@@ -151,3 +153,46 @@ def test_what_is_inherited_moves_where_it_has_room_or_stays() -> None:
     assert slot.room == 12
     assert moved == [(0, 12, 4)]
     table.check_integrity()
+
+
+def test_a_sequence_that_was_released_and_inherits_is_not_held_twice() -> None:
+    table = SlotTable(3, Extents(3, longest=16, columns=16))
+    filled(table, ("a", 1), 8)
+    filled(table, ("a", 2), 4)
+    filled(table, ("a", 3), 4)
+    table.release([("a", 1), ("a", 2)])
+    slot = table.inherit(("a", 2), ("a", 1), 8)
+    assert slot is not None
+    assert table.find(("a", 2)) is slot
+    table.check_integrity()
+    table.release([("a", 2), ("a", 3)])
+    table.drop_released()
+    assert table.extents.free == 16
+    table.check_integrity()
+
+
+def test_a_move_that_fails_loses_nothing() -> None:
+    """Such as for want of memory."""
+
+    def fail(source: int, destination: int, count: int) -> None:
+        raise MemoryError
+
+    table = SlotTable(4, Extents(4, longest=16, columns=16))
+    for sequence in range(4):
+        filled(table, ("a", sequence), 4)
+    table.release([("a", 0), ("a", 2)])
+    table.extents.move = fail
+    with pytest.raises(MemoryError):
+        table.take(("b", 0), 8)
+    table.check_integrity()
+    filled(table, ("b", 1), 4)
+    table.release([("b", 1)])
+    table.extents.release(table["a", 1].index)
+    table.extents.reserve(table["a", 1].index, 2)
+    table.release([("a", 1)])
+    with pytest.raises(MemoryError):
+        table.inherit(("b", 2), ("a", 1), 8)
+    table.check_integrity()
+    table.release([("a", 3)])
+    table.drop_released()
+    assert table.extents.free == 16

@@ -22,7 +22,7 @@ POSITIONS = [0, 1, 63, 64, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 100]
 @pytest.fixture
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines attend by the kernels, wherever they are."""
-    monkeypatch.setattr(lean, "attends_by_kernels", lambda device: True)
+    monkeypatch.setattr(lean, "attends_by_kernels", lambda *_: True)
     monkeypatch.setattr(exactness, "LONG_PASSES", (40,))  # an interpreter takes its time
 
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_recorded_is_launched(
     monkeypatch.setattr(forward, "CudaGraphs", lambda: refuse)
     engine = load_engine(save_random(tmp_path, *VARIANTS["llama"]), native=False, max_sequences=4, max_model_len=64)
     assert engine.bitwise
-    assert "cannot be recorded: operation not permitted" in caplog.text
+    assert "cannot be recorded, and are launched: operation not permitted" in caplog.text
 
 
 def test_a_draft_has_few_shapes(tmp_path: Path, recorder: Recorder) -> None:

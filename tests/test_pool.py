@@ -52,6 +52,18 @@ class PoolMachine(RuleBasedStateMachine):
     def room(self) -> int:
         return self.pool.window_size - len(self.inside) - len(self.left)
 
+    def next_to_enter(self, waiting: list[Sequence]) -> list[Sequence]:
+        for sequence_id in set(self.kept) - {sequence.sequence_id for sequence in self.inside} - self.left:
+            del self.kept[sequence_id]
+        entering: list[Sequence] = []
+        taken = sum(self.kept.values())
+        for sequence in waiting[: self.room()]:
+            taken += self.pool.kv_room.taken_by(sequence)
+            if (self.kept or entering) and 0 < self.pool.kv_room.positions < taken:
+                break
+            entering.append(sequence)
+        return entering
+
     def parked(self) -> list[Sequence]:
         return [s for s in self.inside if s.target_prefix is not None and s.target_prefix.is_coming]
 
@@ -63,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
         if any(other.request.request_id == request_id for other in self.in_flight()):
             with pytest.raises(DuplicateRequestError):
                 self.pool.submit(samples)
-        elif len(self.waiting) + n > self.pool.queue_size + self.room():
+        elif len(self.waiting) + n > self.pool.queue_size + len(self.next_to_enter([*self.waiting, *samples])):
             with pytest.raises(PoolFullError):
                 self.pool.submit(samples)
         else:
@@ -72,16 +84,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        expected: list[Sequence] = []
-        gone = set(self.kept) - {sequence.sequence_id for sequence in self.inside} - self.left
-        for sequence_id in gone:
-            del self.kept[sequence_id]
-        for sequence in self.waiting[: self.room()]:
-            needed = self.pool.kv_room.taken_by(sequence)
-            if self.kept and 0 < self.pool.kv_room.positions < sum(self.kept.values()) + needed:
-                break
-            self.kept[sequence.sequence_id] = needed
-            expected.append(sequence)
+        expected = self.next_to_enter(self.waiting)
+        self.kept.update((sequence.sequence_id, self.pool.kv_room.taken_by(sequence)) for sequence in expected)
         assert self.pool.admit() == expected
         self.inside += expected
         del self.waiting[: len(expected)]

@@ -572,6 +572,35 @@ async def test_a_bad_draft_is_refused_by_name(target: Worker, item: target_worke
     assert target.engine.slots.in_use == 0
 
 
+async def test_a_drain_ends_streams_that_wait_and_those_in_a_round_after_it(worker: Worker) -> None:
+    waiting, playing = worker.open_stream(), worker.open_stream()
+    for number, stream in enumerate((waiting, playing), 1):
+        await stream.write(worker.request(worker.item(number, 0, [5])))
+        await stream.read()
+    await playing.write(worker.request(worker.item(3, 0, [5])))
+    worker.host.drain()
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            answers = [await stream.read() for stream in (waiting, playing)]
+            assert answers[0] is grpc.aio.EOF
+            assert answers[1] is grpc.aio.EOF or await playing.read() is grpc.aio.EOF
+    finally:
+        worker.host._draining = False
+
+
+async def test_a_released_sequence_may_begin_with_itself(worker: Worker) -> None:
+    prompt = random_tokens(20)
+    for number in (7, 8):
+        await worker.round(worker.item(number, 0, prompt))
+    await worker.release(7)
+    again = worker.item(7, 19, prompt[19:])
+    again.prefix_sequence_id = 7
+    again.max_length = 40
+    (result,) = await worker.round(again)
+    assert tokens_of(result) == worker.continuation(prompt, 1)
+    worker.engine.slots.check_integrity()
+
+
 async def test_a_sequence_has_the_room_that_it_asked_for_and_no_more(worker: Worker) -> None:
     def item(sequence_id: int, base_length: int, token_ids: list[int], max_length: int) -> Any:
         wanted = worker.item(sequence_id, base_length, token_ids)

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -27,15 +28,15 @@ def compile_decoder(head_dim: int, groups: int, measured: bool = False) -> ctype
     `measured`: it keeps the time of its stages.
     Nothing is kept on disk: compiling takes less time than it would to tell whether a file fits this processor.
     """
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None or platform.system() != "Linux":
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not compiler or shutil.which(compiler[0]) is None or platform.system() != "Linux":
         log.info("no C compiler: the forward pass is that of torch's operations")
         return None
     processor = NATIVE.get(platform.machine(), "-mcpu=native")
     sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}", *(["-DMEASURED"] if measured else []))
     with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
         library = f"{folder}/decoder.so"
-        command = [compiler, *FLAGS, processor, *sizes, str(SOURCE), "-o", library, *_openmp(), "-lm"]
+        command = [*compiler, *FLAGS, processor, *sizes, str(SOURCE), "-o", library, *_openmp(), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
             return ctypes.CDLL(library)
@@ -47,5 +48,5 @@ def compile_decoder(head_dim: int, groups: int, measured: bool = False) -> ctype
 
 def _openmp() -> list[str]:
     """The OpenMP library that torch has loaded: a second one would bring threads that compete with torch's own."""
-    loaded = re.findall(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())
+    loaded = re.findall(r"/.*/libgomp.*", Path("/proc/self/maps").read_text())
     return ["-Wl,--as-needed", loaded[0]] if loaded else []

@@ -179,5 +179,7 @@ def can_compile(lean: LeanModel) -> bool:
     layer: Any = lean.layers[0]
     sizes = (layer.head_dim, lean.norm.numel(), layer.down.in_features)
     suits = lean.norm.device.type == "cpu" and lean.norm.dtype == torch.float32
-    suits = suits and all(size % LANES == 0 for size in sizes)
+    layers: list[Any] = list(lean.layers)
+    shapes = {(x.qkv.weight.shape, x.out.weight.shape, x.gate_up.weight.shape, x.down.weight.shape) for x in layers}
+    suits = suits and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)
     return suits and compile_decoder(layer.head_dim, layer.heads // layer.kv_heads) is not None
