@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("coordinator", "draft_worker", "target_worker", "engine", "rpc")
+PACKAGES = ("coordinator", "draft_worker", "target_worker", "engine", "distill", "rpc")
 
 FORBIDDEN = {
     "coordinator": {"torch", "engine", "draft_worker", "target_worker"},
     "rpc": {"torch", "coordinator", "engine", "draft_worker", "target_worker"},
     "draft_worker": {"coordinator", "target_worker"},
+    "distill": {"coordinator", "draft_worker", "target_worker", "specpool"},
     "target_worker": {"coordinator", "draft_worker"},
     "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "draft_worker", "target_worker"},
 }
