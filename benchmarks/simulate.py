@@ -1,0 +1,159 @@
+"""Adaptive draft lengths against the best fixed one in hindsight, by acceptance, batch and costs: no model, no clock.
+
+    python -m benchmarks.simulate [--answers 12] [--output FOLDER]
+
+The costs are stated, acceptance is drawn. "steady": each sequence has a rate of its own around the given one;
+"changing": halfway the good become bad. Every row says what share of the best fixed length's tokens per second was
+reached, which that length was, and how both compare with plain decoding. The last line printed is JSON.
+"""
+
+import argparse
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import finish, progress, show
+from coordinator.costs import RoundCosts, StepTimes
+from coordinator.draft_lengths import DraftLengths
+
+LONGEST = 8
+BATCHES, RATES = (1, 4, 16, 64), (0.05, 0.3, 0.5, 0.7, 0.9)
+# Seconds of a draft step of one sequence, of each further one, of a verification of one row, and of each further one.
+COSTS = {
+    "laptop": (0.003, 0.0004, 0.019, 0.0011),
+    "laptop, slow draft": (0.009, 0.0008, 0.019, 0.0011),
+    "two GPUs": (0.002, 0.00001, 0.008, 0.00002),
+    "two GPUs, slow draft": (0.006, 0.00001, 0.008, 0.00002),
+    "busy GPU": (0.002, 0.00005, 0.008, 0.0004),
+}
+EXCHANGE = 0.001
+LENGTH_OF_ANSWER = 100
+
+Rates = Callable[[random.Random, float], float]
+"""From a generator and the progress of a run, 0 to 1, to the rate of a sequence that begins."""
+
+
+@dataclass
+class Simulated:
+    """A sequence."""
+
+    number: int
+    right: list[bool]
+    """Of each token of its answer, whether the draft is right about it."""
+    at: int = 0
+
+
+def main() -> None:
+    """Parses the command line, simulates, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=12, help="for each place in the batch, at least 24 in all")
+    parser.add_argument("--output", type=Path, help="folder for the result")
+    options = parser.parse_args()
+    cells = list(itertools.product(COSTS, BATCHES, RATES, ("steady", "changing")))
+    rows = [row(*cell, answers=options.answers) for cell in progress(cells, "cells")]
+    worst = sorted(rows, key=lambda found: found["of_best"])[:12]
+    show("the least of all", worst)
+    show("the least by costs", [min((r for r in rows if r["costs"] == c), key=lambda r: r["of_best"]) for c in COSTS])
+    finish("simulate", {"answers": options.answers, "rows": rows}, options.output)
+
+
+def row(costs: str, batch: int, rate: float, kind: str, answers: int) -> dict[str, Any]:
+    """What adaptive lengths reach in one cell."""
+    rates, wanted = changing(rate) if kind == "changing" else steady(rate), max(24, answers * batch)
+    fixed = [speed_of_fixed(costs, batch, rates, k, wanted) for k in range(LONGEST + 1)]
+    adaptive = speed_of_adaptive(costs, batch, rates, wanted)
+    best = max(range(LONGEST + 1), key=fixed.__getitem__)
+    return {
+        "costs": costs, "batch": batch, "rate": rate, "kind": kind, "best_k": best,
+        "of_best": round(adaptive / fixed[best], 3), "of_plain": round(adaptive / fixed[0], 2),
+        "best_of_plain": round(fixed[best] / fixed[0], 2),
+    }  # fmt: skip
+
+
+def steady(rate: float) -> Rates:
+    """Around one rate all the time."""
+    return lambda chance, progress: min(0.98, max(0.0, chance.gauss(rate, 0.1)))
+
+
+def changing(rate: float) -> Rates:
+    """Halfway another rate."""
+    return lambda chance, progress: min(0.98, max(0.0, chance.gauss(rate if progress < 0.5 else 0.95 - rate, 0.1)))
+
+
+def true_costs(name: str) -> RoundCosts:
+    """What rounds really cost."""
+    draft, draft_more, verify, verify_more = COSTS[name]
+    rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    return RoundCosts(
+        StepTimes({n: draft + draft_more * (n - 1) for n in rows}),
+        StepTimes({n: verify + verify_more * (n - 1) for n in rows}),
+        EXCHANGE,
+    )
+
+
+def speed_of_fixed(costs: str, batch: int, rates: Rates, k: int, answers: int) -> float:
+    """Tokens per second with the same draft length always."""
+    return simulate(true_costs(costs), batch, rates, answers, lambda limits: {i: min(k, m) for i, m in limits.items()})
+
+
+def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> float:
+    """Tokens per second with chosen draft lengths, where costs were measured a fifth too low and too high."""
+    believed = true_costs(costs)
+    for times, wrong in ((believed.draft, 0.8), (believed.verify, 1.2)):
+        times._seconds = [seconds * wrong for seconds in times._seconds]
+    lengths = DraftLengths(believed, LONGEST)
+    return simulate(true_costs(costs), batch, rates, answers, lengths.choose, lengths)
+
+
+def simulate(
+    costs: RoundCosts,
+    batch: int,
+    rates: Rates,
+    answers: int,
+    choose: Callable[[dict[int, int]], dict[int, int]],
+    learner: DraftLengths | None = None,
+) -> float:
+    """Tokens per second of a batch whose sequences are replaced as they end, until all answers are there.
+
+    Whether the draft is right about a token is drawn once for all ways to choose.
+    """
+    chance = random.Random(0)
+    waiting = [drawn(chance, number, rates(chance, number / answers)) for number in range(answers)]
+    whole, seconds = sum(len(one.right) for one in waiting), 0.0
+    waiting.reverse()
+    playing: list[Simulated] = []
+    while waiting or playing:
+        while waiting and len(playing) < batch:
+            playing.append(waiting.pop())
+        chosen = choose({one.number: min(LONGEST, len(one.right) - one.at - 1) for one in playing})
+        drafting = [sum(k > j for k in chosen.values()) for j in range(max(chosen.values()))]
+        seconds += costs.seconds(len(playing), drafting)
+        for one in playing:
+            k, accepted = chosen[one.number], 0
+            while accepted < k and one.right[one.at + accepted]:
+                accepted += 1
+            one.at += accepted + 1
+            if learner is not None:
+                learner.observe(one.number, k, accepted)
+                if one.at >= len(one.right):
+                    learner.forget(one.number)
+        if learner is not None:
+            for count in filter(None, drafting):
+                learner.costs.draft.observe(count, costs.draft(count))
+            rows = len(playing) + sum(drafting)
+            learner.costs.verify.observe(rows, costs.verify(rows))
+        playing = [one for one in playing if one.at < len(one.right)]
+    return whole / seconds
+
+
+def drawn(chance: random.Random, number: int, rate: float) -> Simulated:
+    """A sequence of a random length, with what its draft is right about."""
+    length = chance.randint(LENGTH_OF_ANSWER // 2, 3 * LENGTH_OF_ANSWER // 2)
+    return Simulated(number, [chance.random() < rate for _ in range(length)])
+
+
+if __name__ == "__main__":
+    main()

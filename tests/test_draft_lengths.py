@@ -1,0 +1,164 @@
+"""Draft lengths: near the best there is, whatever the acceptance, the batch and the costs."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.simulate import COSTS, row
+from coordinator.costs import RoundCosts, StepTimes
+from coordinator.draft_lengths import STEPS, DraftLengths, expected_tokens
+
+ROWS = (1, 2, 4, 8, 16, 64)
+
+
+def line(first: float, more: float) -> StepTimes:
+    return StepTimes({rows: first + more * (rows - 1) for rows in ROWS})
+
+
+def costs(draft: float = 0.003, verify: float = 0.02, row: float = 0.001) -> RoundCosts:
+    return RoundCosts(line(draft, draft / 10), line(verify, row), exchange=0.001)
+
+
+# --- Costs
+
+
+@given(rows=st.integers(1, 200))
+def test_between_and_beyond_the_points_times_are_on_straight_lines(rows: int) -> None:
+    assert line(0.02, 0.001)(rows) == pytest.approx(0.02 + 0.001 * (rows - 1))
+
+
+def test_no_rows_take_no_time() -> None:
+    assert line(0.02, 0.001)(0) == 0.0
+
+
+@given(first=st.floats(0.001, 0.1), more=st.floats(0.0001, 0.01))
+def test_times_come_near_what_passes_take(first: float, more: float) -> None:
+    believed, true = line(0.02, 0.001), line(first, more)
+    for _ in range(400):
+        for rows in (1, 3, 8, 20, 64, 90):
+            believed.observe(rows, true(rows))
+    for rows in (1, 3, 8, 20, 64, 90):
+        assert believed(rows) == pytest.approx(true(rows), rel=0.1, abs=0.002)
+
+
+def test_a_round_is_its_draft_steps_its_verification_and_its_messages() -> None:
+    assert costs().seconds(4, []) == pytest.approx(0.02 + 3 * 0.001 + 0.001)
+    drafted = (0.003 + 3 * 0.0003) + 0.003
+    assert costs().seconds(4, [4, 1]) == pytest.approx(drafted + 0.02 + 8 * 0.001 + 2 * 0.001)
+
+
+# --- Choosing
+
+
+@given(
+    limits=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    history=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 8), st.integers(0, 8)), max_size=60),
+    longest=st.integers(0, 8),
+    draft=st.floats(0.0001, 0.1),
+    row_cost=st.floats(0.0, 0.02),
+)
+def test_nobody_drafts_more_than_it_can_use(
+    limits: list[int], history: list[tuple[int, int, int]], longest: int, draft: float, row_cost: float
+) -> None:
+    lengths = DraftLengths(costs(draft, row=row_cost), longest)
+    for sequence, drafted, accepted in history:
+        lengths.observe(sequence, drafted, min(drafted, accepted))
+        chosen = lengths.choose(dict(enumerate(limits)))
+        assert set(chosen) == set(range(len(limits)))
+        assert all(0 <= chosen[i] <= limit for i, limit in enumerate(limits))
+        assert max(chosen.values()) <= max(1, longest)
+
+
+def after(rate: float, rounds: int = 200, **knobs: float) -> DraftLengths:
+    """Lengths that have seen every draft token of sequence 0 accepted at this rate."""
+    lengths = DraftLengths(costs(**knobs), longest=8)
+    for number in range(rounds):
+        lengths.observe(0, 1, int((number + 1) * rate) - int(number * rate))
+    return lengths
+
+
+def test_good_drafts_are_long_and_bad_ones_are_none() -> None:
+    assert after(0.95).choose({0: 8})[0] >= 6
+    assert 1 <= after(0.5).choose({0: 8})[0] <= 3
+    assert after(0.05).choose({0: 8})[0] == 0
+
+
+def test_each_sequence_drafts_as_far_as_it_pays_for_it() -> None:
+    lengths = after(0.9)
+    for _ in range(100):
+        lengths.observe(1, 1, 0)
+    chosen = lengths.choose({0: 8, 1: 8})
+    assert chosen[0] > 3
+    assert chosen[1] == 0
+
+
+def test_a_newcomer_is_believed_to_be_like_the_others() -> None:
+    good, bad = after(0.9), after(0.02)
+    assert good.rate(99) > 0.8
+    assert bad.rate(99) < 0.1
+    assert good.choose({99: 8})[99] > bad.choose({99: 8})[99]
+
+
+def test_what_has_ended_is_forgotten() -> None:
+    lengths = after(0.9)
+    lengths.forget(0)
+    assert lengths._sequences == {}
+
+
+def test_probing_costs_next_to_nothing_and_never_stops() -> None:
+    lengths = after(0.02)
+    spent = plain = 0.0
+    probes = 0
+    for _ in range(4000):
+        drafted = lengths.choose({0: 8})[0]
+        plain += lengths.costs.seconds(1, [])
+        spent += lengths.costs.seconds(1, [1] * drafted)
+        probes += drafted > 0
+        lengths.observe(0, drafted, 0)
+    assert probes > 20
+    assert spent < 1.015 * plain
+
+
+def test_a_draft_that_becomes_good_is_noticed() -> None:
+    lengths = after(0.02)
+    for _ in range(3000):
+        drafted = lengths.choose({0: 8})[0]
+        lengths.observe(0, drafted, drafted)
+        if drafted > 3:
+            break
+    assert drafted > 3
+
+
+def test_near_ties_do_not_swing() -> None:
+    """A rate that wanders about the edge between two lengths."""
+    lengths = after(0.5)
+    chosen = []
+    for number in range(400):
+        k = lengths.choose({0: 8})[0]
+        chosen.append(k)
+        lengths.observe(0, 2, 1 if number % 2 else 2 * (number % 4 == 0))
+    swings = sum(before != now for before, now in pairwise(chosen))
+    assert swings <= 20
+
+
+@given(rate=st.floats(0, 1), k=st.integers(0, 8))
+def test_expected_tokens(rate: float, k: int) -> None:
+    assert 1 <= expected_tokens(rate, k) <= k + 1
+    assert expected_tokens(1.0, k) == k + 1
+
+
+def test_rates_are_told_apart_finely_enough() -> None:
+    assert STEPS >= 20
+
+
+@pytest.mark.parametrize("kind", ["steady", "changing"])
+@pytest.mark.parametrize(("batch", "rate"), [(1, 0.05), (1, 0.5), (4, 0.7), (16, 0.3), (64, 0.5)])
+@pytest.mark.parametrize("name", COSTS)
+def test_within_three_hundredths_of_the_best_fixed_length_in_hindsight(
+    name: str, batch: int, rate: float, kind: str
+) -> None:
+    found = row(name, batch, rate, kind, answers=6)
+    assert found["of_best"] >= 0.97, found
+    assert found["of_plain"] >= 0.97, found
