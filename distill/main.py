@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from distill.corpus import Dialogues, Writer, gathered
-from distill.student import Student, most_frequent, save_trained
+from distill.student import Student, load_trained, most_frequent, save_draft, save_trained
 from distill.template import ChatTemplate
 from distill.training import (
     ACCEPTANCE_AT,
@@ -141,6 +141,9 @@ def train(settings: DistillSettings, target: str) -> None:
                     save_trained(settings.output / "draft.safetensors", student.trained())
                 if step == steps:
                     break
+    folder = settings.output / "model"
+    save_draft(folder, target, load_trained(settings.output / "draft.safetensors"))
+    console.print(f"specpool up --target {target} --draft {folder}")
 
 
 def student_of(settings: DistillSettings, model: PreTrainedModel, examples: list[Example]) -> Student:

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-OUTPUT_IDS = "output_ids.safetensors"
-"""Beside a model's files: the tokens that its output head has rows for, as int32 under the name `output_ids`."""
+from engine.loading import OUTPUT_HEAD
 
 
 class Student(nn.Module):
@@ -49,6 +48,21 @@ class Student(nn.Module):
         """All that differs from the target, by name."""
         weights = {name: weight for name, weight in self.state_dict().items() if "embed_tokens" not in name}
         return {**weights, "output_ids": self.output_ids.int()}
+
+
+def save_draft(folder: Path, target: str, trained: dict[str, torch.Tensor]) -> None:
+    """Puts what was trained together with the target's embeddings, as a folder that a draft worker can load."""
+    whole: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    layers = 1 + max(int(name.split(".")[2]) for name in trained if name.startswith("body.layers."))
+    changes = {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    draft: Any = type(whole)(type(whole.config)(**{**whole.config.to_dict(), **changes}))
+    draft.model.embed_tokens.weight.data = whole.model.embed_tokens.weight.data
+    body = {name.removeprefix("body."): weight for name, weight in trained.items() if name.startswith("body.")}
+    missing = draft.model.load_state_dict(body, strict=False).missing_keys
+    assert missing == ["embed_tokens.weight"], missing
+    draft.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(target).save_pretrained(folder)
+    save_file({"weight": trained["head"].contiguous(), "output_ids": trained["output_ids"]}, folder / OUTPUT_HEAD)
 
 
 def most_frequent(counts: torch.Tensor, rows: int, always: list[int]) -> torch.Tensor:

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import corpus, training
 from distill.corpus import TOP, Dialogues, Writer, gathered
-from distill.student import Student, load_trained, most_frequent, save_trained
+from distill.student import Student, load_trained, most_frequent, save_draft, save_trained
 from distill.template import ChatTemplate
 from distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of, mean_acceptance_length
 from engine.engine import Engine
+from engine.packing import Span
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,23 @@ def test_what_was_trained_is_saved_without_the_embeddings(tmp_path: Path, tiny_p
     assert not any("embed" in name for name in again)
     assert again["output_ids"].tolist() == list(range(100))
     torch.testing.assert_close(again["head"], student.head.detach(), atol=1e-2, rtol=1e-2)
+
+
+def test_a_draft_worker_can_load_what_was_trained(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues
+) -> None:
+    kept = torch.arange(0, 257, 2)
+    student = student_of(tiny_pair, kept)
+    save_trained(tmp_path / "draft.safetensors", student.trained())
+    save_draft(tmp_path / "model", str(tiny_pair[0]), load_trained(tmp_path / "draft.safetensors"))
+    draft = load_engine(tmp_path / "model", exact=False)
+    target = load_engine(tiny_pair[0], exact=False)
+    assert draft.loaded.tokenizer.fingerprint == target.loaded.tokenizer.fingerprint
+    tokens = examples_of(dialogues)[0].token_ids
+    with torch.inference_mode():
+        expected = student(tokens[None], torch.ones(1, len(tokens)), torch.ones(1, len(tokens), dtype=torch.bool))
+    logits = draft.forward([Span(0, 0, tokens.tolist(), len(tokens))])
+    torch.testing.assert_close(logits[:, kept], expected, atol=0.05, rtol=0.05)  # saved in bfloat16
 
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
