@@ -101,11 +101,13 @@ def speed_of_fixed(costs: str, batch: int, rates: Rates, k: int, answers: int) -
 
 def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> float:
     """Tokens per second with chosen draft lengths, where costs were measured a fifth too low and too high."""
-    believed = true_costs(costs)
-    for times, wrong in ((believed.draft, 0.8), (believed.verify, 1.2)):
-        times._seconds = [seconds * wrong for seconds in times._seconds]
-    lengths = DraftLengths(believed, LONGEST)
-    return simulate(true_costs(costs), batch, rates, answers, lengths.choose, lengths)
+    true = true_costs(costs)
+    draft, verify = (
+        StepTimes({rows: seconds * wrong for rows, seconds in times.points.items()})
+        for times, wrong in ((true.draft, 0.8), (true.verify, 1.2))
+    )
+    lengths = DraftLengths(RoundCosts(draft, verify, EXCHANGE), LONGEST)
+    return simulate(true, batch, rates, answers, lengths.choose, lengths)
 
 
 def simulate(

@@ -59,9 +59,9 @@ class FakeWorker:
 
     async def stop(self) -> None:
         """Stops at once, as a killed process would, and forgets everything."""
-        self.forget()
         if self._server is not None:
             await self._server.stop(None)
+        self.forget()  # a round that was under way had its part in what there is to forget
 
     def _register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError

@@ -22,12 +22,15 @@ class TextStream:
     """Holds back what may be the beginning of a stop string until it is known."""
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
-        self.may_end = bool(stop)
-        """Whether the text can end the generation."""
         self.matched: str | None = None
         """The stop string that ended the text. Among several it is the one that begins first."""
         self._decoder, self._stop = decoder, stop
         self._held = ""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text can end the generation."""
+        return bool(self._stop)
 
     def feed(self, token_id: int, may_stop: bool = True) -> str:
         """The text that can be shown once this token has come.

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from distill.files import in_one_step
 from distill.template import ChatTemplate
 from engine.engine import Engine
 from engine.packing import Span
@@ -44,19 +45,13 @@ class Dialogues:
 
     def save(self, path: Path) -> None:
         """Writes them in one step, so that none is half there."""
-        scratch = path.with_suffix(".part")
-        save_file(vars(self), scratch)
-        scratch.rename(path)
+        with in_one_step(path) as scratch:
+            save_file(vars(self), scratch)
 
     @classmethod
     def load(cls, path: Path) -> "Dialogues":
         """What `save` wrote."""
         return cls(**load_file(path))
-
-    @property
-    def answer_tokens(self) -> int:
-        """Tokens that something can be learned from."""
-        return len(self.top_ids)
 
 
 @dataclass

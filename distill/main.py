@@ -1,6 +1,5 @@
 """`specpool distill`: lets a target write, then trains a small draft on it. Every step goes on where it stopped."""
 
-import logging
 import random
 import time
 from pathlib import Path
@@ -31,7 +30,6 @@ from engine.options import EngineOptions
 from rpc.server import configure_logging
 from rpc.settings import LogLevel, Settings
 
-log = logging.getLogger(__name__)
 console = Console()
 
 PROGRAM = "specpool-distill"

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from distill.files import in_one_step
 from engine.loading import OUTPUT_HEAD
 
 
@@ -74,10 +75,9 @@ def most_frequent(counts: torch.Tensor, rows: int, always: list[int]) -> torch.T
 
 def save_trained(path: Path, weights: dict[str, torch.Tensor]) -> None:
     """In one step, in bfloat16."""
-    scratch = path.with_suffix(".part")
     half = {name: w.bfloat16() if w.is_floating_point() else w for name, w in weights.items()}
-    save_file({name: weight.contiguous() for name, weight in half.items()}, scratch)
-    scratch.rename(path)
+    with in_one_step(path) as scratch:
+        save_file({name: weight.contiguous() for name, weight in half.items()}, scratch)
 
 
 def load_trained(path: Path) -> dict[str, torch.Tensor]:

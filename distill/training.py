@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 from distill.corpus import Dialogues
+from distill.files import in_one_step
 from distill.student import Student
 
 # Draft lengths for which the mean acceptance length is said.
@@ -139,9 +140,8 @@ class Checkpoint:
 
     def save(self, student: Student, optimizer: torch.optim.Optimizer, step: int) -> None:
         """In one step."""
-        scratch = self.path.with_suffix(".part")
-        torch.save({"student": student.trained(), "optimizer": optimizer.state_dict(), "step": step}, scratch)
-        scratch.rename(self.path)
+        with in_one_step(self.path) as scratch:
+            torch.save({"student": student.trained(), "optimizer": optimizer.state_dict(), "step": step}, scratch)
 
     def load(self, student: Student, optimizer: torch.optim.Optimizer) -> int:
         """The next step; 0 without a checkpoint."""

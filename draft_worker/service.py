@@ -8,11 +8,11 @@ from specpool.v1 import draft_worker_pb2_grpc
 
 from draft_worker.proposer import Proposal, ProposeItem, Proposer
 from engine.sampling import SamplingParams
-from rpc.sampling import read_sampling
 from rpc.worker_service import (
     RoundLimits,
     WorkerServicer,
     check_item,
+    extension_fields,
     require_coordinator,
     round_limits,
     timed,
@@ -57,12 +57,7 @@ def _items(request: pb.ProposeRequest, limits: RoundLimits) -> list[ProposeItem]
         check_item(index, item, limits, max(0, item.num_draft_tokens - 1), seen)
     return [
         ProposeItem(
-            sequence_id=item.sequence_id,
-            base_length=item.base_length,
-            token_ids=tuple(item.token_ids),
-            sampling=read_sampling(item, index, SamplingParams),
-            prefix_sequence_id=item.prefix_sequence_id if item.HasField("prefix_sequence_id") else None,
-            max_length=item.max_length if item.HasField("max_length") else None,
+            **extension_fields(item, index, SamplingParams),
             num_draft_tokens=item.num_draft_tokens,
         )
         for index, item in enumerate(request.items)

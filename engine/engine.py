@@ -29,7 +29,7 @@ from engine.slots import SlotTable
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = list(range(8))
-# Rows of a recorded pass are a multiple of this where results need not be exact.
+# Rows of a recorded pass are a multiple of this, at least.
 FEW_SHAPES = 8
 
 
@@ -74,13 +74,13 @@ class Engine:
         self._device, self._dtype = loaded.model.device, loaded.model.dtype
         own_logits = self._own_logits()
         self._model = forward_pass(loaded, options)
-        self.tiles = Tiles(row_multiple=FEW_SHAPES) if isinstance(self._model, RecordedModel) else Tiles()
+        self.tiles = Tiles()
         if exact and not isinstance(self._model, NativeModel):  # which is exact in every shape
             activate_in_pieces(self._model)
             attention = (self._kv_heads, self._query_groups, self._head_dim)
             self.tiles = choose_tiles(self._model, attention if self._model.plans_attention else None)
-            if isinstance(self._model, RecordedModel):
-                self.tiles = replace(self.tiles, row_multiple=max(FEW_SHAPES, self.tiles.row_multiple))
+        if isinstance(self._model, RecordedModel):
+            self.tiles = replace(self.tiles, row_multiple=max(FEW_SHAPES, self.tiles.row_multiple))
         self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
         self.footprint = Footprint(
             weights=weight_bytes(self._model),
@@ -166,7 +166,7 @@ class Engine:
         if self.loaded.output_ids is None:
             return logits
         known = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        known[:, self.loaded.output_ids.to(logits.device)] = logits
+        known[:, self.loaded.output_ids] = logits
         return known
 
     def _kv_bytes_per_token(self) -> int:
@@ -238,7 +238,7 @@ class Engine:
         if foreign:
             raise UnsupportedModelError(f"layers {foreign} of this {kind} model have another kind of attention or none")
         if self.loaded.output_ids is not None:
-            logits = logits[:, self.loaded.output_ids.to(logits.device)]
+            logits = logits[:, self.loaded.output_ids]
         # Rounding is far below this in every dtype, and another mask, scale or order of heads is far above.
         difference, largest = (logits - own).abs().max().item(), own.abs().max().item()
         if not difference <= 0.1 * largest:

@@ -1,7 +1,5 @@
 """Which forward pass a model gets: compiled for the processor, of few torch operations, or the library's own."""
 
-import logging
-
 import torch
 
 from engine.attention import LibraryModel
@@ -12,9 +10,6 @@ from engine.loading import LoadedModel
 from engine.memory import release_files
 from engine.native.model import NativeModel, can_compile
 from engine.options import EngineOptions
-
-log = logging.getLogger(__name__)
-
 
 ForwardPass = LibraryModel | LeanModel | NativeModel | RecordedModel
 """Computes the logits of packed batches."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ class RecordedModel(nn.Module):
         if batch.shape not in self._seen:
             self._seen.add(batch.shape)
             return None
-        own = batch.with_numbers(batch.numbers.clone())
+        own = replace(batch, numbers=batch.numbers.clone())
         try:
             replay, logits = self._record(lambda: self._launch(own))
         except RuntimeError as error:  # recorded passes are only faster

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_MODEL_LEN = 4096
 
-
 NAMES_IN_A_MESSAGE = 3
 
 OUTPUT_HEAD = "output_head.safetensors"
@@ -125,6 +124,8 @@ def load_model(options: EngineOptions) -> LoadedModel:
         reason = f"{config.model_type} has a fixed choice of attentions" if fixed else first_line(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
     output_ids = _reduce_head(model, Path(options.model) / OUTPUT_HEAD)
+    if output_ids is not None:
+        output_ids = output_ids.to(device)  # every pass needs them there
     return LoadedModel(options.model, model.to(device).eval(), files, max_model_len, output_ids)
 
 

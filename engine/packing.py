@@ -1,7 +1,7 @@
 """Packs the new tokens of many sequences into one row."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -68,10 +68,6 @@ class PackedBatch:
     def shape(self) -> tuple[int, ...]:
         """What a pass without an attention plan depends on beside its numbers."""
         return self.rows, len(self.numbers) - 3 * self.rows, splits_for(self.longest)
-
-    def with_numbers(self, numbers: torch.Tensor) -> "PackedBatch":
-        """The same with other numbers."""
-        return replace(self, numbers=numbers)
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # Reflection and health are libraries with errors of their own.
         if handler is None or details.method.startswith("/grpc."):
             return handler
+        serializer = handler.response_serializer
         if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                _both_streaming(handler), response_serializer=handler.response_serializer
-            )
+
+            def answer_all(payloads: AsyncIterator[bytes], context: Any) -> Any:
+                return handler.stream_stream((_parse(handler, payload) async for payload in payloads), context)
+
+            return grpc.stream_stream_rpc_method_handler(_streaming(answer_all), response_serializer=serializer)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                _streaming(handler), response_serializer=handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(_unary(handler), response_serializer=handler.response_serializer)
+
+            def answer(payload: bytes, context: Any) -> Any:
+                return handler.unary_stream(_parse(handler, payload), context)
+
+            return grpc.unary_stream_rpc_method_handler(_streaming(answer), response_serializer=serializer)
+        return grpc.unary_unary_rpc_method_handler(_unary(handler), response_serializer=serializer)
 
 
 def _unary(handler: Handler) -> Callable[[bytes, Any], Awaitable[Any]]:
@@ -46,22 +51,10 @@ def _unary(handler: Handler) -> Callable[[bytes, Any], Awaitable[Any]]:
     return behaviour
 
 
-def _streaming(handler: Handler) -> Callable[[bytes, Any], AsyncIterator[Any]]:
-    async def behaviour(payload: bytes, context: Any) -> AsyncIterator[Any]:
+def _streaming(answer: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def behaviour(received: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in handler.unary_stream(_parse(handler, payload), context):
-                yield response
-        except Exception as error:
-            await _abort(error, context)
-
-    return behaviour
-
-
-def _both_streaming(handler: Handler) -> Callable[[AsyncIterator[bytes], Any], AsyncIterator[Any]]:
-    async def behaviour(payloads: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        try:
-            requests = (_parse(handler, payload) async for payload in payloads)
-            async for response in handler.stream_stream(requests, context):
+            async for response in answer(received, context):
                 yield response
         except Exception as error:
             await _abort(error, context)

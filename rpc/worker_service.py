@@ -21,6 +21,7 @@ from specpool.v1 import common_pb2 as pb
 from rpc.channel import MAX_WORKER_MESSAGE_BYTES
 from rpc.errors import InvalidArgumentError, UnavailableError
 from rpc.model_thread import ModelThread
+from rpc.sampling import read_sampling
 from rpc.server import Server, configure_logging
 from rpc.settings import Seconds, ServerSettings
 
@@ -226,6 +227,18 @@ def check_item(index: int, item: Any, limits: RoundLimits, drafts: int, seen: se
     end = item.base_length + len(item.token_ids) + drafts
     if end > most:
         raise InvalidArgumentError(field, f"would reach {end} positions of at most {most}")
+
+
+def extension_fields(item: Any, index: int, sampling_type: Callable[..., Any]) -> dict[str, Any]:
+    """What the items of both workers begin with, as `engine.sequences.Extension` names it. InvalidArgumentError."""
+    return {
+        "sequence_id": item.sequence_id,
+        "base_length": item.base_length,
+        "token_ids": tuple(item.token_ids),
+        "sampling": read_sampling(item, index, sampling_type),
+        "prefix_sequence_id": item.prefix_sequence_id if item.HasField("prefix_sequence_id") else None,
+        "max_length": item.max_length if item.HasField("max_length") else None,
+    }
 
 
 def timed(backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:

@@ -8,11 +8,12 @@ from specpool.v1 import target_worker_pb2_grpc
 
 from engine.sampling import SamplingParams
 from rpc.errors import InvalidArgumentError
-from rpc.sampling import logprobs_message, read_sampling
+from rpc.sampling import logprobs_message
 from rpc.worker_service import (
     RoundLimits,
     WorkerServicer,
     check_item,
+    extension_fields,
     require_coordinator,
     round_limits,
     timed,
@@ -74,12 +75,7 @@ def _items(request: pb.VerifyRequest, limits: RoundLimits) -> list[VerifyItem]:
             raise InvalidArgumentError(f"items[{index}].draft_token_ids", f"{largest} is not below {limits.vocab_size}")
     return [
         VerifyItem(
-            sequence_id=item.sequence_id,
-            base_length=item.base_length,
-            token_ids=tuple(item.token_ids),
-            sampling=read_sampling(item, index, SamplingParams),
-            prefix_sequence_id=item.prefix_sequence_id if item.HasField("prefix_sequence_id") else None,
-            max_length=item.max_length if item.HasField("max_length") else None,
+            **extension_fields(item, index, SamplingParams),
             draft_token_ids=tuple(item.draft_token_ids),
             prefill_only=item.prefill_only,
             logprobs=item.logprobs if item.HasField("logprobs") else None,
