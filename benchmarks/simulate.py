@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.report import finish, progress, show
 from coordinator.costs import RoundCosts, StepTimes
-from coordinator.draft_lengths import DraftLengths
+from coordinator.draft_lengths import DraftLengths, Options
 
 LONGEST = 8
 BATCHES, RATES = (1, 4, 16, 64), (0.05, 0.3, 0.5, 0.7, 0.9)
@@ -100,14 +100,19 @@ def speed_of_fixed(costs: str, batch: int, rates: Rates, k: int, answers: int) -
 
 
 def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> float:
-    """Tokens per second with chosen draft lengths, where costs were measured a fifth too low and too high."""
-    true = true_costs(costs)
+    """Tokens per second with chosen draft lengths, where every cost was measured up to half too low or too high."""
+    true, chance = true_costs(costs), random.Random(1)
     draft, verify = (
-        StepTimes({rows: seconds * wrong for rows, seconds in times.points.items()})
-        for times, wrong in ((true.draft, 0.8), (true.verify, 1.2))
+        StepTimes({rows: seconds * 1.5 ** chance.uniform(-1, 1) for rows, seconds in times.points.items()})
+        for times in (true.draft, true.verify)
     )
     lengths = DraftLengths(RoundCosts(draft, verify, EXCHANGE), LONGEST)
-    return simulate(true, batch, rates, answers, lengths.choose, lengths)
+
+    def choose(limits: dict[int, int]) -> dict[int, int]:
+        chosen = lengths.choose({number: Options(limit) for number, limit in limits.items()})
+        return {number: length.by_model for number, length in chosen.items()}
+
+    return simulate(true, batch, rates, answers, choose, lengths)
 
 
 def simulate(
@@ -139,9 +144,9 @@ def simulate(
                 accepted += 1
             one.at += accepted + 1
             if learner is not None:
-                learner.observe(one.number, k, accepted)
+                learner.acceptance.add(one.number, k, accepted)
                 if one.at >= len(one.right):
-                    learner.forget(one.number)
+                    learner.acceptance.forget(one.number)
         if learner is not None:
             for count in filter(None, drafting):
                 learner.costs.draft.observe(count, costs.draft(count))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
+from coordinator.drafting import Drafting
 from coordinator.generation import Generation, Piece, Sample
 from coordinator.grouping import POLICIES, GroupingLimits
 from coordinator.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
@@ -53,12 +54,14 @@ class Coordinator:
         limits = GroupingLimits(
             settings.max_batch_size, settings.least_group_size, settings.max_wait_rounds, settings.prefer_group
         )
+        self.drafting = Drafting(settings.max_num_speculative_tokens)
         self._loop = RoundLoop(
             self.pool,
             POLICIES[settings.policy](limits),
             self.target,
             self.draft,
             settings.prefill_tokens,
+            self.drafting,
             self._publish,
             self._admitted,
             self._fail,

@@ -4,8 +4,15 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# How fast what rounds take replaces what was measured before: for all numbers of rows alike, and for those near by.
+# How fast what rounds take replaces what was believed before: for all numbers of rows alike, and for those near by. The
+# first rounds count for more, since what a busy machine measured at its start may be far off.
 SCALED_PER_ROUND, MOVED_PER_ROUND = 0.1, 0.02
+
+
+# No pass takes less: what is compared with it and divided by it stays a number.
+LEAST_SECONDS = 1e-6
+# Believed of workers that have not measured themselves.
+UNKNOWN_VERIFY, UNKNOWN_DRAFT = {1: 0.02, 64: 0.04}, {1: 0.002, 64: 0.004}
 
 
 class StepTimes:
@@ -15,14 +22,16 @@ class StepTimes:
         """Seconds by rows, for at least two numbers of rows."""
         assert len(points) > 1
         self._rows = sorted(points)
-        self._seconds = [points[rows] for rows in self._rows]
+        self._seconds = [max(LEAST_SECONDS, points[rows]) for rows in self._rows]
+        self._observed, self._observed_at = 0, [0] * len(points)
+        self._keep_plausible()
 
     def __call__(self, rows: float) -> float:
         """Seconds of a pass of so many rows; none takes no time."""
         if rows <= 0:
             return 0.0
         left, share = self._place(rows)
-        return max(0.0, self._seconds[left] * (1 - share) + self._seconds[left + 1] * share)
+        return max(LEAST_SECONDS, self._seconds[left] * (1 - share) + self._seconds[left + 1] * share)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Takes in what a pass took.
@@ -30,20 +39,32 @@ class StepTimes:
         All points move together first: a worker that is slower than it was is slower for every number of rows, and
         points that moved alone would make a row more seem dear or cheap. Then those beside it, the nearer one more.
         """
-        believed = self(rows)
-        if believed > 0:
-            scale = (seconds / believed) ** SCALED_PER_ROUND
-            self._seconds = [point * scale for point in self._seconds]
+        seconds = max(LEAST_SECONDS, seconds)
+        scale = (seconds / self(rows)) ** max(SCALED_PER_ROUND, 1 / (1 + self._observed))
+        self._observed += 1
+        self._seconds = [point * scale for point in self._seconds]
         left, share = self._place(rows)
         share = min(1.0, share)
-        error = MOVED_PER_ROUND * (seconds - self(rows)) / ((1 - share) ** 2 + share**2)
-        self._seconds[left] = max(0.0, self._seconds[left] + error * (1 - share))
-        self._seconds[left + 1] = max(0.0, self._seconds[left + 1] + error * share)
+        error = (seconds - self(rows)) / ((1 - share) ** 2 + share**2)
+        for at, part in ((left, 1 - share), (left + 1, share)):
+            weight = max(MOVED_PER_ROUND, 1 / (2 + self._observed_at[at])) * part
+            self._observed_at[at] += part > 0
+            self._seconds[at] = max(LEAST_SECONDS, self._seconds[at] + weight * error)
+        self._keep_plausible()
 
     @property
     def points(self) -> dict[int, float]:
         """Seconds by rows as they are believed now."""
         return dict(zip(self._rows, self._seconds, strict=True))
+
+    def _keep_plausible(self) -> None:
+        """More rows never take less time, nor more of it per row: what was observed more often corrects the other."""
+        for i in range(1, len(self._rows)):
+            least, most = self._seconds[i - 1], self._seconds[i - 1] * self._rows[i] / self._rows[i - 1]
+            if self._observed_at[i] > self._observed_at[i - 1]:
+                self._seconds[i - 1] = min(max(least, self._seconds[i] * least / most), self._seconds[i])
+            else:
+                self._seconds[i] = min(max(least, self._seconds[i]), most)
 
     def _place(self, rows: float) -> tuple[int, float]:
         """The point to the left, and how far to the next one it is: beyond 1 behind the last one."""
@@ -63,8 +84,9 @@ class RoundCosts:
     exchange: float
     """Seconds of a message to a worker and its answer, without the pass."""
 
-    def seconds(self, sequences: int, drafting: list[int]) -> float:
-        """Of a round of so many sequences, of which `drafting[j]` take part in draft step j."""
+    def seconds(self, sequences: int, drafting: list[int], found: int = 0) -> float:
+        """Of a round of so many sequences, of which `drafting[j]` take part in draft step j. `found`: draft tokens that
+        no model makes."""
         drafted = sum(self.draft(count) for count in drafting if count)
         exchanges = 2 if any(drafting) else 1
-        return drafted + self.verify(sequences + sum(drafting)) + exchanges * self.exchange
+        return drafted + self.verify(sequences + sum(drafting) + found) + exchanges * self.exchange

@@ -44,6 +44,14 @@ class GroupingCounters:
 
 
 @dataclass
+class DraftCounters:
+    """What became of the draft tokens of one method."""
+
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+
+
+@dataclass
 class Counters:
     """Sums since the start."""
 
@@ -54,12 +62,22 @@ class Counters:
     cache_misses: int = 0
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     grouping: GroupingCounters = field(default_factory=GroupingCounters)
+    draft_lengths: list[int] = field(default_factory=list)
+    """At index i: times that a sequence had i draft tokens verified."""
+    drafts: dict[str, DraftCounters] = field(default_factory=dict)
+    """By method."""
 
     def add_commit(self, commit: Commit) -> None:
         """Counts what one sequence gained."""
         self.completion_tokens += len(commit.token_ids)
         self.draft_tokens += commit.drafted
         self.accepted_draft_tokens += commit.accepted
+        self.draft_lengths.extend([0] * (commit.drafted + 1 - len(self.draft_lengths)))
+        self.draft_lengths[commit.drafted] += 1
+        if commit.drafted:
+            drafts = self.drafts.setdefault(commit.method, DraftCounters())
+            drafts.draft_tokens += commit.drafted
+            drafts.accepted_draft_tokens += commit.accepted
 
     def add_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
         """Counts where a round of `elapsed` seconds spent them."""

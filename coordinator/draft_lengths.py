@@ -1,147 +1,226 @@
-"""How many tokens to draft for each sequence of a round: as many as gain the most tokens per second. Pure.
+"""How many tokens each sequence of a round drafts, and by what: whatever gains the most tokens per second. Pure.
 
-A draft token is worth the chance that it and all before it are accepted; it costs a share of a draft step and a row of
-the verification. Nobody drafts where none of it pays.
+A draft token is worth the chance that it and all before it are accepted. It costs a row of the verification and, if the
+draft model makes it, a share of a draft step. Nobody drafts where none of it pays.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat, takewhile
+from itertools import accumulate, repeat
 from operator import mul
 
+from coordinator.acceptance import AcceptanceOfAll
 from coordinator.costs import RoundCosts
 
 # Acceptance rates are told apart in so many steps: few enough that sequences alike are counted, not looked at.
 STEPS = 32
-# What a sequence, and what all of them have shown fades by such a factor with every draft token; a sequence begins as
-# with so many tokens like all others'.
-FADING, FADING_OF_ALL, PRIOR_TOKENS = 0.985, 0.995, 10.0
 # Another plan must promise so much more before it replaces the last one.
 HYSTERESIS = 0.02
+# A plan serves for so many rounds, or until the number of sequences is another by such a share: its costs and the rates
+# of all change slowly.
+ROUNDS_OF_A_PLAN, CHANGE_OF_BATCH = 8, 0.25
 # Where nobody drafts, the share of the time that may be lost by trying whether that is still right, and the share of a
 # trial's time that counts as lost at least, however much it is expected to gain.
 PROBING_COST, LEAST_LOSS = 0.01, 0.1
+# The first trials need no saving: until then costs are not known from rounds.
+FIRST_TRIALS = 4
+# Where somebody drafts, one round of so many is plain: what plain decoding takes is not known from others.
+PLAIN_EVERY = 128
 
 
-@dataclass
-class Acceptance:
-    """The rate at which draft tokens are accepted, lately."""
+@dataclass(frozen=True)
+class Options:
+    """What a sequence could draft in the next round."""
 
-    fading: float = FADING
-    accepted: float = 0.0
-    tried: float = 0.0
+    limit: int
+    """Draft tokens that it can use."""
+    by_model: bool = True
+    """Whether the draft worker can be asked for them."""
+    lacking: int = 0
+    """Tokens that the draft worker would have to catch up with first, beyond those of every round."""
+    catch_up_rounds: int = 1
+    """Rounds that this serves."""
+    ngram_limit: int = 0
+    """Draft tokens that prompt lookup has found."""
+    ngram_rate: float = 0.0
+    """The rate at which these are expected to be accepted."""
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """Takes in a round. Behind the first token that was rejected, nothing was tried."""
-        tried = min(drafted, accepted + 1)
-        fading = self.fading**tried
-        self.accepted = self.accepted * fading + accepted
-        self.tried = self.tried * fading + tried
 
-    def rate(self, prior: float) -> float:
-        """Estimated, beginning with `prior`."""
-        return (self.accepted + PRIOR_TOKENS * prior) / (self.tried + PRIOR_TOKENS)
+@dataclass(frozen=True)
+class DraftLength:
+    """Draft tokens of one sequence: the model's, or if there are none, those of prompt lookup."""
+
+    by_model: int = 0
+    by_ngram: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a draft token must be worth to be drafted. Costs are in tokens: what the same time would gain otherwise."""
+
+    sequences: int = 0
+    speed: float = 0.0
+    """Tokens per second that are expected."""
+    row: float = 0.0
+    """The cost of a token more to verify."""
+    steps: tuple[float, ...] = ()
+    """Of the model's draft tokens one by one, beside their rows: for one sequence more that takes part in a step."""
+    shares: tuple[float, ...] = ()
+    """The same if all who take part share the step equally."""
 
 
 @dataclass
 class DraftLengths:
-    """Chooses draft lengths, and learns from what became of them."""
+    """Chooses draft lengths, and learns from what became of the model's."""
 
     costs: RoundCosts
     longest: int
     """Draft tokens of a sequence, at most."""
     first_rate: float = 0.6
     """Believed of a draft that was never tried."""
-    _all: Acceptance = field(default_factory=lambda: Acceptance(FADING_OF_ALL))
-    _sequences: dict[int, Acceptance] = field(default_factory=dict)
-    _plan: dict[int, int] = field(default_factory=dict)
-    """Draft length by step of the acceptance rate."""
+    plan: Plan = Plan()
+    """The last one."""
+    _age: int = 0
+    _by_ngram: Mapping[int, int] = field(default_factory=dict)
+    """By sequence: the tokens that prompt lookup drafted in the last round."""
     _saved: float = 0.0
     """Seconds that probing may cost."""
+    _trials: int = 0
+    _since_plain: int = PLAIN_EVERY - FIRST_TRIALS
 
-    def choose(self, limits: Mapping[int, int]) -> dict[int, int]:
-        """Draft tokens for each sequence id; `limits`: the most that each can use."""
-        steps = {sequence_id: self._step(sequence_id) for sequence_id in limits}
-        counts: dict[int, int] = {}
-        for sequence_id, step in steps.items():
-            if limits[sequence_id] > 0:
-                counts[step] = counts.get(step, 0) + 1
-        self._plan = self._best(counts, len(limits))
-        chosen = {i: min(limit, self._plan.get(steps[i], 0)) for i, limit in limits.items()}
-        if counts and not any(chosen.values()):
-            self._probe(chosen, limits)
+    def __post_init__(self) -> None:
+        self.acceptance = AcceptanceOfAll(self.first_rate)
+
+    def choose(self, options: Mapping[int, Options]) -> dict[int, DraftLength]:
+        """The draft length of each sequence id."""
+        self._age += 1
+        changed = abs(len(options) - self.plan.sequences) > CHANGE_OF_BATCH * self.plan.sequences
+        if changed or self._age >= ROUNDS_OF_A_PLAN:
+            self.plan, self._age = self._best(options), 0
+        chosen = {i: self._length(i, its) for i, its in options.items()}
+        self._by_ngram = {i: length.by_ngram for i, length in chosen.items() if not length.by_model}
+        self._since_plain += 1
+        if not self.plan.steps:
+            self._probe(chosen, options)
+        elif self._since_plain >= PLAIN_EVERY:
+            chosen = dict.fromkeys(options, DraftLength())
+        if not any(length.by_model or length.by_ngram for length in chosen.values()):
+            self._since_plain = 0
         return chosen
 
-    def observe(self, sequence_id: int, drafted: int, accepted: int) -> None:
-        """Takes in what became of a sequence's draft tokens."""
-        if drafted:
-            self._all.add(drafted, accepted)
-            self._sequences.setdefault(sequence_id, Acceptance()).add(drafted, accepted)
+    def _length(self, sequence_id: int, options: Options) -> DraftLength:
+        """What pays for one sequence: of what the model and prompt lookup offer, that which gains more."""
+        plan, rate = self.plan, _middle(_step(self.acceptance.rate(sequence_id)))
+        by_model = _paying(rate, [plan.row + step for step in plan.steps]) if options.by_model else 0
+        by_model = min(by_model, options.limit)
+        by_ngram = _paying(options.ngram_rate, [plan.row] * min(options.limit, options.ngram_limit))
+        if by_model and by_ngram:
+            gain = expected_tokens(rate, by_model) - 1 - sum(plan.shares[:by_model]) - plan.row * by_model
+            gain_by_ngram = expected_tokens(options.ngram_rate, by_ngram) - 1 - plan.row * by_ngram
+            return DraftLength(by_model if gain > gain_by_ngram else 0, by_ngram)
+        if by_model and self._catching_up(options) * plan.speed > expected_tokens(rate, by_model) - 1:
+            by_model = 0
+        return DraftLength(by_model, by_ngram)
 
-    def forget(self, sequence_id: int) -> None:
-        """A sequence has ended."""
-        self._sequences.pop(sequence_id, None)
+    def _catching_up(self, options: Options) -> float:
+        """Seconds a round."""
+        return self.costs.draft(1 + options.lacking / options.catch_up_rounds) - self.costs.draft(1)
 
-    def rate(self, sequence_id: int) -> float:
-        """The acceptance rate that is expected of a sequence."""
-        prior = self._all.rate(self.first_rate)
-        return self._sequences.get(sequence_id, Acceptance()).rate(prior)
+    def _best(self, options: Mapping[int, Options]) -> Plan:
+        """The plan that promises most, for sequences of which some go on with prompt lookup as in the last round."""
+        found = {i: min(self._by_ngram.get(i, 0), its.limit, its.ngram_limit) for i, its in options.items()}
+        gained = sum(expected_tokens(options[i].ngram_rate, k) - 1 for i, k in found.items() if k)
+        able = [i for i, its in options.items() if its.limit > 0 and its.by_model and not found[i]]
+        batch = _Batch(
+            self.costs, len(options), Counter(_step(self.acceptance.rate(i)) for i in able), sum(found.values()), gained
+        )
+        depth = min(len(self.plan.steps), self.longest)
+        best = batch.plan(depth)
+        for direction in (-1, 1):  # the speed has one summit
+            while 0 <= depth + direction <= self.longest and able:
+                other = batch.plan(depth + direction)
+                if other.speed <= best.speed * (1 + HYSTERESIS * (len(best.steps) == len(self.plan.steps))):
+                    break
+                best, depth = other, depth + direction
+        none = batch.plan(0)
+        return none if none.speed > best.speed * (1 + HYSTERESIS) else best
 
-    def _step(self, sequence_id: int) -> int:
-        return min(STEPS - 1, int(self.rate(sequence_id) * STEPS))
-
-    def _best(self, counts: dict[int, int], sequences: int) -> dict[int, int]:
-        """Draft length by step of the acceptance rate, for so many sequences of each."""
-        last = {step: self._plan.get(step, 0) for step in counts}
-        best, promised = last, self._speed(last, counts, sequences) * (1 + HYSTERESIS)
-        for depth in range(self.longest + 1):
-            plan = self._at_depth(depth, counts, sequences)
-            speed = self._speed(plan, counts, sequences)
-            if speed > promised:
-                best, promised = plan, speed
-        return best
-
-    def _at_depth(self, depth: int, counts: dict[int, int], sequences: int) -> dict[int, int]:
-        """The best plan of at most so many draft steps: whoever's token is worth its costs takes part in a step."""
-        plan = dict.fromkeys(counts, depth)
-        for _ in range(3):  # the speed decides what a second is worth, and that decides the plan
-            speed = self._speed(plan, counts, sequences)
-            rows = sequences + sum(counts[step] * k for step, k in plan.items())
-            row_cost = self.costs.verify(rows + 1) - self.costs.verify(rows)
-            drafting = self._drafting(plan, counts, depth)
-            # Where others draft too, one sequence more costs little; alone it would cost the whole step.
-            shares = [self.costs.draft(n) - self.costs.draft(n - 1) if n > 1 else 0.0 for n in drafting]
-            for step in counts:
-                worth = accumulate(repeat(_middle(step), depth), mul)
-                pays = (value >= speed * (row_cost + share) for value, share in zip(worth, shares, strict=True))
-                plan[step] = sum(takewhile(bool, pays))
-        return plan
-
-    def _speed(self, plan: Mapping[int, int], counts: Mapping[int, int], sequences: int) -> float:
-        """Tokens per second that are to be expected."""
-        gained = sum(counts[step] * (expected_tokens(_middle(step), k) - 1) for step, k in plan.items())
-        drafting = self._drafting(plan, counts, max(plan.values(), default=0))
-        return (sequences + gained) / self.costs.seconds(sequences, drafting)
-
-    def _drafting(self, plan: Mapping[int, int], counts: Mapping[int, int], depth: int) -> list[int]:
-        """Sequences that take part in each draft step."""
-        return [sum(counts[step] for step, k in plan.items() if k > j) for j in range(depth)]
-
-    def _probe(self, chosen: dict[int, int], limits: Mapping[int, int]) -> None:
-        """Now and then drafts one token for everybody, so that what changed is noticed: nearly as cheap as for one."""
-        able = [sequence_id for sequence_id, limit in limits.items() if limit > 0]
-        plain = self.costs.seconds(len(limits), [])
-        lost = self.costs.seconds(len(limits), [len(able)]) - plain
-        gained = sum(map(self.rate, able)) * plain / len(limits)
+    def _probe(self, chosen: dict[int, DraftLength], options: Mapping[int, Options]) -> None:
+        """Now and then has one token verified for everybody who lacks little, so that what changed is noticed."""
+        idle = {i: its for i, its in options.items() if its.limit > 0 and not chosen[i].by_ngram}
+        able, drafting = [i for i, its in idle.items() if its.by_model], True
+        if not able:
+            able, drafting = [i for i, its in idle.items() if its.ngram_limit], False
+        if not able:
+            return
+        plain = self.costs.seconds(len(options), [])
         self._saved += PROBING_COST * plain
-        if self._saved >= max(lost - gained, LEAST_LOSS * lost):
-            self._saved = 0.0
-            chosen.update(dict.fromkeys(able, 1))
+        least = min(options[i].lacking for i in able)
+        able = [i for i in able if options[i].lacking <= least + 1]
+        if drafting:
+            catching_up = self.costs.draft(1 + least * len(able)) - self.costs.draft(1)
+            lost = self.costs.seconds(len(options), [len(able)]) - plain + catching_up
+            gained = sum(map(self.acceptance.rate, able)) * plain / len(options)
+        else:
+            lost = self.costs.seconds(len(options), [], len(able)) - plain
+            gained = sum(options[i].ngram_rate for i in able) * plain / len(options)
+        if self._saved >= max(lost - gained, LEAST_LOSS * lost) or self._trials < FIRST_TRIALS:
+            self._saved, self._trials = 0.0, self._trials + 1
+            trial = DraftLength(by_model=1) if drafting else DraftLength(by_ngram=1)
+            chosen.update(dict.fromkeys(able, trial))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The sequences of a round: those that the model could draft for by step of their rate, and what others find."""
+
+    costs: RoundCosts
+    sequences: int
+    counts: Mapping[int, int]
+    found: int
+    gained: float
+
+    def plan(self, depth: int) -> Plan:
+        """The best one of at most so many draft steps: whoever's token is worth its costs takes part in a step."""
+        costs, lengths = self.costs, dict.fromkeys(self.counts, depth)
+        for _ in range(3):  # the speed decides what a second is worth, and that decides who takes part
+            speed, drafting = self._speed(lengths), self._drafting(lengths, depth)
+            rows = self.sequences + self.found + sum(drafting)
+            row = speed * (costs.verify(rows + 1) - costs.verify(rows))
+            # Where others draft too, one sequence more costs little; alone it would cost the whole step.
+            steps = [speed * (costs.draft(n) - costs.draft(n - 1)) if n > 1 else 0.0 for n in drafting]
+            lengths = {step: _paying(_middle(step), [row + share for share in steps]) for step in lengths}
+        depth = max(lengths.values(), default=0)
+        shares = [speed * costs.draft(n) / n for n in self._drafting(lengths, depth)]
+        return Plan(self.sequences, self._speed(lengths), row, tuple(steps[:depth]), tuple(shares))
+
+    def _speed(self, lengths: Mapping[int, int]) -> float:
+        """Tokens per second that are to be expected."""
+        gained = sum(self.counts[step] * (expected_tokens(_middle(step), k) - 1) for step, k in lengths.items())
+        drafting = self._drafting(lengths, max(lengths.values(), default=0))
+        return (self.sequences + self.gained + gained) / self.costs.seconds(self.sequences, drafting, self.found)
+
+    def _drafting(self, lengths: Mapping[int, int], depth: int) -> list[int]:
+        """Sequences that take part in each draft step."""
+        return [sum(self.counts[step] for step, k in lengths.items() if k > j) for j in range(depth)]
 
 
 def expected_tokens(rate: float, k: int) -> float:
     """Tokens gained in a round with k draft tokens."""
     return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
+
+
+def _paying(rate: float, costs: list[float]) -> int:
+    """How many draft tokens are worth what they cost, in tokens."""
+    length, worth = 0, rate
+    while length < len(costs) and worth >= costs[length]:
+        length, worth = length + 1, worth * rate
+    return length
+
+
+def _step(rate: float) -> int:
+    return min(STEPS - 1, int(rate * STEPS))
 
 
 def _middle(step: int) -> float:

@@ -6,10 +6,14 @@ that is. Long ones are cut in chunks, so that those who decode beside them never
 """
 
 import enum
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from types import MappingProxyType
 
-from coordinator.sequence import GenerationRequest, Prefix, Sequence, TokenLogprobs
+from coordinator.sequence import DraftMethod, GenerationRequest, Prefix, Sequence, TokenLogprobs
 from coordinator.text import ShownText
 
 # A draft may lack its own last token and the bonus token; up to so many are never worth a chunk of their own.
@@ -41,6 +45,8 @@ class ProposeItem:
     """How the tokens are chosen, on first contact."""
     max_length: int | None = None
     """Positions that it can reach, likewise."""
+    min_confidence: float = 0.0
+    """Drafting ends once the product of the draft's own probabilities is below this."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Proposal:
     status: ItemStatus
     draft_token_ids: tuple[int, ...]
     cached_length: int
+    confidences: tuple[float, ...] = ()
+    """The draft's own probability of each of them, if it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +100,40 @@ class Commit:
     logprobs: tuple[TokenLogprobs, ...]
     drafted: int
     accepted: int
+    method: DraftMethod
+    """By whom the draft tokens were."""
+    proposal: Proposal | None
+    """What the draft worker answered, of which not everything was verified."""
+
+
+@dataclass(frozen=True)
+class DraftOrder:
+    """What a sequence is to have drafted."""
+
+    by_model: int
+    """Tokens that the draft worker is asked for."""
+    go_on_above: float = 0.0
+    """It goes on only while the chance, by its own probabilities, that all of them are right is not below this."""
+    verify_above: float = 0.0
+    """Tokens are verified only as far as that chance is not below this."""
+    found: tuple[int, ...] = ()
+    """Tokens of prompt lookup, verified where there are none by the model."""
 
 
 class Round:
     """`prefill_tokens`: tokens of long catch-ups that each worker gets in one round, all sequences together."""
 
-    def __init__(self, round_id: int, group: Items[Sequence], prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        round_id: int,
+        group: Items[Sequence],
+        prefill_tokens: int,
+        orders: Mapping[int, DraftOrder] = MappingProxyType({}),
+    ) -> None:
+        """`orders`: by sequence id; without one, as many draft tokens by the model as the request allows."""
         self.round_id = round_id
         self.group = group
+        self._orders = {i.sequence_id: orders.get(i.sequence_id, DraftOrder(i.draft_limit)) for i in group}
         self.cache_misses = 0
         self._prefill_tokens = prefill_tokens
         self._sequences = {sequence.sequence_id: sequence for sequence in group}
@@ -112,9 +146,9 @@ class Round:
         items = []
         room = self._prefill_tokens
         for sequence in self._unfinished():
-            length, base = len(sequence.token_ids), sequence.draft_base
-            wanted = min(sequence.draft_limit, draft_max_len - length) if sequence.is_decoding else 0
-            useful = sequence.draft_limit > 0 and length < draft_max_len and self.round_id >= sequence.draft_rests_until
+            length, base, order = len(sequence.token_ids), sequence.draft_base, self._orders[sequence.sequence_id]
+            wanted = min(order.by_model, draft_max_len - length) if sequence.is_decoding else 0
+            useful = order.by_model > 0 and length < draft_max_len and self.round_id >= sequence.draft_rests_until
             if not useful or (wanted <= 0 and base == length):
                 continue
             taken, room = _take(sequence.token_ids, base, room)
@@ -123,7 +157,8 @@ class Round:
                 k = wanted if base + len(taken) == length else 0
                 prefix, beginning = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
                 reach = min(sequence.max_length, draft_max_len) if beginning else None
-                items.append(ProposeItem(sequence.sequence_id, base, taken, k, prefix, beginning, reach))
+                confidence = order.go_on_above if k else 0.0
+                items.append(ProposeItem(sequence.sequence_id, base, taken, k, prefix, beginning, reach, confidence))
         return items
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
@@ -132,12 +167,21 @@ class Round:
             sequence = self._sequences[proposal.sequence_id]
             if proposal.status is ItemStatus.OK:
                 self._proposals[proposal.sequence_id] = proposal
-                self._drafts[proposal.sequence_id] = _known(proposal.draft_token_ids, target_vocab_size)
+                self._drafts[proposal.sequence_id] = self._likely(
+                    _known(proposal.draft_token_ids, target_vocab_size), proposal
+                )
                 # Nothing that was drafted is committed yet.
                 sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids))
                 sequence.draft_prefix = None
             else:
                 self._draft_lost(sequence, proposal.status)
+
+    def _likely(self, token_ids: tuple[int, ...], proposal: Proposal) -> tuple[int, ...]:
+        """As many of the draft tokens as are likely enough, by the draft's own probabilities if it says them."""
+        chances = accumulate(proposal.confidences, mul)
+        least = self._orders[proposal.sequence_id].verify_above
+        unlikely = next((i for i, chance in enumerate(chances) if chance < least), len(token_ids))
+        return token_ids[:unlikely]
 
     def verify_items(self) -> list[VerifyItem]:
         """What to ask the target worker; sequences that were aborted meanwhile are left out."""
@@ -149,7 +193,7 @@ class Round:
             tokens: tuple[int, ...]
             drafts: tuple[int, ...]
             if sequence.is_decoding:
-                tokens, drafts = (sequence.token_ids[-1],), self._drafts.get(sequence.sequence_id, ())
+                tokens, drafts = (sequence.token_ids[-1],), self._draft_tokens(sequence.sequence_id)
             else:
                 (tokens, room), drafts = _take(sequence.token_ids, base, room), ()
             if tokens:
@@ -190,17 +234,33 @@ class Round:
                 sequence.target_length = verdict.cached_length
         return commits
 
+    def _draft_tokens(self, sequence_id: int) -> tuple[int, ...]:
+        """Those to be verified: the model's if there are any."""
+        return self._drafts.get(sequence_id, ()) or self._orders[sequence_id].found
+
     def _commit_one(self, sequence: Sequence, verdict: Verdict) -> Commit:
-        drafted = len(self._drafts.get(sequence.sequence_id, ()))
+        by_model, order = self._drafts.get(sequence.sequence_id, ()), self._orders[sequence.sequence_id]
+        drafted = len(by_model or order.found)
         accepted = len(verdict.token_ids) - 1
-        if (proposal := self._proposals.get(sequence.sequence_id)) is not None:
+        proposal = self._proposals.get(sequence.sequence_id)
+        if proposal is not None:
             # The draft's cache is right as far as its tokens were accepted.
-            sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids) + accepted)
+            right = _agreeing(proposal.draft_token_ids, verdict.token_ids)
+            sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids) + right)
         sequence.target_length = verdict.cached_length
         kept, shown = sequence.commit(verdict.token_ids)
         accepted = min(accepted, len(kept))  # what lies behind a stop is not counted
         sequence.speculation.add(drafted, accepted)
-        return Commit(sequence, tuple(kept), shown, verdict.logprobs[: len(kept)], drafted, accepted)
+        return Commit(
+            sequence=sequence,
+            token_ids=tuple(kept),
+            shown=shown,
+            logprobs=verdict.logprobs[: len(kept)],
+            drafted=drafted,
+            accepted=accepted,
+            method=DraftMethod.MODEL if by_model else DraftMethod.NGRAM,
+            proposal=proposal,
+        )
 
     def _target_lost(self, sequence: Sequence, status: ItemStatus) -> None:
         if status is ItemStatus.CACHE_MISS:
@@ -236,6 +296,12 @@ def _take(token_ids: list[int], cached: int, room: int) -> tuple[tuple[int, ...]
         return tuple(token_ids[cached:]), room
     count = min(missing, room)
     return tuple(token_ids[cached : cached + count]), room - count
+
+
+def _agreeing(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
+    """How many draft tokens are what the target chose: also of those that were not verified."""
+    pairs = enumerate(zip(drafted, gained, strict=False))
+    return next((i for i, (draft, own) in pairs if draft != own), min(len(drafted), len(gained)))
 
 
 def _known(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

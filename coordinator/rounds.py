@@ -10,7 +10,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
+from coordinator.costs import StepTimes
 from coordinator.counters import Counters, Timed
+from coordinator.drafting import Drafting, DraftWorker
 from coordinator.grouping import Group, Policy
 from coordinator.pool import Pool
 from coordinator.round import Commit, ItemStatus, Proposal, ProposeItem, Round, Verdict, VerifyItem
@@ -28,6 +30,8 @@ class Target(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def step_times(self) -> StepTimes: ...
     async def wait_ready(self) -> None: ...
     async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]: ...
     async def release(self, sequence_ids: set[int]) -> bool: ...
@@ -42,6 +46,8 @@ class Draft(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def step_times(self) -> StepTimes: ...
     async def propose(self, round_id: int, items: list[ProposeItem]) -> tuple[list[Proposal], Timed]: ...
     async def release(self, sequence_ids: set[int]) -> bool: ...
 
@@ -56,6 +62,7 @@ class RoundLoop:
         target: Target,
         draft: Draft | None,
         prefill_tokens: int,
+        drafting: Drafting,
         publish: Callable[[Commit], None],
         admitted: Callable[[Sequence], None],
         fail: Callable[[Sequence, str], None],
@@ -63,7 +70,7 @@ class RoundLoop:
         """`publish` gets every commit, `admitted` every newcomer of the window, `fail` every sequence given up on."""
         self.counters = Counters()
         self._pool, self._policy, self._target, self._draft = pool, policy, target, draft
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self._drafting = prefill_tokens, drafting
         self._publish, self._admitted, self._fail = publish, admitted, fail
         self._round_ids = count(1)
         self._work = asyncio.Event()
@@ -95,6 +102,7 @@ class RoundLoop:
             self._leavers.clear()
             if not (leaving := self._pool.leaving):
                 continue
+            self._drafting.forget(leaving)
             if self._draft is not None:
                 await self._draft.release(leaving)
             if await self._target.release(leaving):
@@ -138,14 +146,22 @@ class RoundLoop:
         """One round. False if no sequence of the group got anywhere."""
         began = time.perf_counter()
         same_length = group.same_length
-        round_ = Round(next(self._round_ids), group.sequences, self._prefill_tokens)
+        round_id = next(self._round_ids)
+        round_ = Round(
+            round_id,
+            group.sequences,
+            self._prefill_tokens,
+            self._drafting.orders(group.sequences, self._worker(round_id)),
+        )
         proposed = await self._propose(round_)
         items = round_.verify_items()
         if not items:
             return False
         verdicts, verified = await self._target.verify(round_.round_id, items)
+        self._drafting.observe_verification(items, verified)
         for commit in round_.commit(verdicts):
             self.counters.add_commit(commit)
+            self._drafting.observe(commit)
             self._publish(commit)
         self.counters.rounds += 1
         self.counters.cache_misses += round_.cache_misses
@@ -166,4 +182,13 @@ class RoundLoop:
             # The link has logged it; this round decodes plainly.
             return Timed(elapsed=time.perf_counter() - began)
         round_.take_proposals(proposals, self._target.vocab_size)
+        self._drafting.observe_proposals(items, proposals, timed)
         return timed
+
+    def _worker(self, round_id: int) -> DraftWorker | None:
+        """The draft worker, if it can be asked now."""
+        self._drafting.costs.verify = self._target.step_times
+        if self._draft is None or not self._draft.is_ready:
+            return None
+        self._drafting.costs.draft = self._draft.step_times
+        return DraftWorker(self._draft.max_model_len, round_id)

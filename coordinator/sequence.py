@@ -16,6 +16,14 @@ tokens of the next round."""
 DRAFT_MAY_LACK = 2
 
 
+class DraftMethod(enum.StrEnum):
+    """Who drafts: the draft worker's model, prompt lookup, or in each round whoever promises more."""
+
+    MODEL = "model"
+    NGRAM = "ngram"
+    BEST = "best"
+
+
 class FinishReason(enum.StrEnum):
     """Why a generation ended, as the public API says it."""
 
@@ -48,6 +56,12 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the choice is the model's largest logit."""
+        penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        return self.temperature == 0 and not (penalties or self.min_tokens or self.logit_bias)
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -67,6 +81,10 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     """The end-of-sequence tokens are among them, unless the request ignores them."""
     num_speculative_tokens: int
+    """Draft tokens of a round; if `adaptive`, at most."""
+    adaptive: bool = False
+    """Whether each round has as many draft tokens as pay for themselves."""
+    method: DraftMethod = DraftMethod.MODEL
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     """Strings that end the generation."""

@@ -1,9 +1,10 @@
 """What a coordinator can be told."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
+from coordinator.sequence import DraftMethod
 from rpc.settings import UINT32_MAX, Seconds, ServerSettings
 
 MAX_WINDOW_SIZE = 4096
@@ -11,6 +12,7 @@ MAX_WINDOW_SIZE = 4096
 MAX_SPECULATIVE_TOKENS = 16
 """What a request may ask for unless the settings say otherwise."""
 
+NumSpeculativeTokens = Annotated[int, Field(ge=0)] | Literal["adaptive"]
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 
 
@@ -44,7 +46,15 @@ class CoordinatorSettings(ServerSettings):
     )
     prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
     queue_size: int = Field(256, ge=0, le=UINT32_MAX, description="requests that may wait; more are refused")
-    num_speculative_tokens: int = Field(4, ge=0, description="draft tokens per round unless a request says otherwise")
+    num_speculative_tokens: NumSpeculativeTokens = Field(
+        "adaptive",
+        description="draft tokens per round unless a request says otherwise; adaptive: as many as pay for themselves",
+    )
+    draft_method: DraftMethod = Field(
+        DraftMethod.BEST,
+        description="who drafts unless a request says otherwise: the draft worker's model, ngram (prompt lookup: what "
+        "followed the last tokens when they came before), or best: in each round whoever promises more",
+    )
     max_num_speculative_tokens: int = Field(
         MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="the most that a request may ask for"
     )
@@ -79,6 +89,6 @@ class CoordinatorSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _speculation_within_limit(self) -> Self:
-        if self.num_speculative_tokens > self.max_num_speculative_tokens:
+        if self.num_speculative_tokens != "adaptive" and self.num_speculative_tokens > self.max_num_speculative_tokens:
             raise ValueError("num_speculative_tokens must not exceed max_num_speculative_tokens")
         return self

@@ -8,7 +8,7 @@ from typing import Any
 
 from specpool.v1 import generation_pb2 as pb
 
-from coordinator.sequence import GenerationRequest, Sampling
+from coordinator.sequence import DraftMethod, GenerationRequest, Sampling
 from coordinator.settings import CoordinatorSettings
 from coordinator.tokenizer import ChatTemplateError, TargetTokenizer
 from rpc.errors import InvalidArgumentError
@@ -49,6 +49,8 @@ def parse_request(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limit
         max_tokens=max_tokens,
         stop_token_ids=_stop_token_ids(params, tokenizer, limits),
         num_speculative_tokens=_num_speculative_tokens(request, limits),
+        adaptive=_is_adaptive(request, limits),
+        method=_draft_method(request, limits),
         sampling=replace(sampling, logit_bias=_logit_bias(params, limits)),
         stop=_stop(params),
         logprobs=_logprobs(params),
@@ -179,9 +181,25 @@ def _stop_token_ids(params: pb.SamplingParams, tokenizer: TargetTokenizer, limit
 
 
 def _num_speculative_tokens(request: pb.GenerateRequest, limits: Limits) -> int:
+    most = limits.settings.max_num_speculative_tokens
     if not request.speculative.HasField("num_speculative_tokens"):
-        return limits.settings.num_speculative_tokens
+        preset = limits.settings.num_speculative_tokens
+        return most if preset == "adaptive" else preset
     wanted = request.speculative.num_speculative_tokens
-    if wanted > (most := limits.settings.max_num_speculative_tokens):
+    if wanted > most:
         raise InvalidArgumentError("speculative.num_speculative_tokens", f"{wanted} is beyond the limit of {most}")
     return wanted
+
+
+def _is_adaptive(request: pb.GenerateRequest, limits: Limits) -> bool:
+    preset = limits.settings.num_speculative_tokens
+    return preset == "adaptive" and not request.speculative.HasField("num_speculative_tokens")
+
+
+def _draft_method(request: pb.GenerateRequest, limits: Limits) -> DraftMethod:
+    method = request.speculative.method
+    if method == pb.DRAFT_METHOD_UNSPECIFIED:
+        return limits.settings.draft_method
+    if method not in pb.DraftMethod.values():
+        raise InvalidArgumentError("speculative.method", f"{method} is none of the methods")
+    return DraftMethod(pb.DraftMethod.Name(method).removeprefix("DRAFT_METHOD_").lower())

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -17,6 +17,7 @@ from specpool.v1 import (
     target_worker_pb2_grpc,
 )
 
+from coordinator.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, StepTimes
 from coordinator.counters import Timed
 from coordinator.round import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from coordinator.round_calls import RoundCalls
@@ -65,12 +66,17 @@ class LinkState(StrEnum):
 class WorkerLink:
     """Base of both links. `keep_connected` runs for ever beside the calls and maintains `state`."""
 
+    _unknown_times: Mapping[int, float]
+    """Seconds by rows, believed of a worker that has not measured itself."""
+
     def __init__(self, address: str, coordinator_id: str, timeout_seconds: float) -> None:
         self.address = address
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
         self.info: common_pb2.ModelInfo | None = None
         self.load_at_start = common_pb2.WorkerLoad()
+        self.step_times = StepTimes(self._unknown_times)
+        """What passes are believed to take, anew whenever the worker was away."""
         self.on_change: Callable[[], Awaitable[None]] | None = None
         self._coordinator_id = coordinator_id
         self._timeout = timeout_seconds
@@ -185,6 +191,8 @@ class WorkerLink:
                 response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
                 await self._check(response.model)
                 self.info, self.load_at_start = response.model, response.load
+                measured = dict(zip(response.costs.rows, response.costs.seconds, strict=False))
+                self.step_times = StepTimes(measured if len(measured) > 1 else self._unknown_times)
                 await self._set_state(LinkState.READY, "")
             if self._to_release and self.is_ready:
                 await self.release(())
@@ -214,6 +222,7 @@ class WorkerLink:
 class TargetLink(WorkerLink):
     """The target worker; `tokenizer` is there as soon as it was ready once."""
 
+    _unknown_times = UNKNOWN_VERIFY
     tokenizer: TokenizerFiles | None = None
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
@@ -270,6 +279,8 @@ class TargetLink(WorkerLink):
 class DraftLink(WorkerLink):
     """The draft worker. It is left alone for a while after it was too slow or refused a round, longer each time."""
 
+    _unknown_times = UNKNOWN_DRAFT
+
     def __init__(self, address: str, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
         super().__init__(address, coordinator_id, timeout_seconds)
         self._target = target
@@ -312,6 +323,7 @@ class DraftLink(WorkerLink):
                     sampling=_sampling(item.beginning),
                     prefix_sequence_id=item.prefix_sequence_id,
                     max_length=item.max_length,
+                    min_confidence=item.min_confidence,
                 )
                 for item in items
             ],
@@ -326,7 +338,13 @@ class DraftLink(WorkerLink):
             raise WorkerRefusedError(self.reason)
         self._rest_seconds = 0.0
         proposals = [
-            Proposal(result.sequence_id, _STATUS[result.status], tuple(result.draft_token_ids), result.cached_length)
+            Proposal(
+                sequence_id=result.sequence_id,
+                status=_STATUS[result.status],
+                draft_token_ids=tuple(result.draft_token_ids),
+                cached_length=result.cached_length,
+                confidences=tuple(result.confidences),
+            )
             for result in response.results
         ]
         return proposals, _timed(elapsed, response)

@@ -1,7 +1,8 @@
 """Drafting: catch up with what was committed, then one forward pass for every further draft token of the batch."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.sequences import Extension, SequenceEngine
 from engine.slots import Realignment
@@ -12,15 +13,39 @@ class ProposeItem(Extension):
     """One sequence's part of a round."""
 
     num_draft_tokens: int = 0
+    min_confidence: float = 0.0
+    """Drafting ends early once the draft's own probabilities of the tokens so far have a product below this."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """`token_ids`: the draft tokens; empty unless realigned."""
+    """`token_ids`: the draft tokens; empty unless realigned. `confidences`: the draft's own probability of each."""
 
     realignment: Realignment
     token_ids: list[int]
     cached_length: int
+    confidences: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Draft:
+    """A draft that is being made."""
+
+    item: ProposeItem
+    token_ids: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    chance: float = 1.0
+    """That all of it is right, as far as the draft knows."""
+
+    @property
+    def goes_on(self) -> bool:
+        return len(self.token_ids) < self.item.num_draft_tokens and self.chance >= self.item.min_confidence
+
+    @property
+    def feed(self) -> tuple[int, ...]:
+        """The tokens of the next pass. The first one appends what the draft has not seen; after a full acceptance this
+        includes its own last token."""
+        return (self.token_ids[-1],) if self.token_ids else self.item.token_ids
 
 
 class Proposer(SequenceEngine):
@@ -29,39 +54,32 @@ class Proposer(SequenceEngine):
     def propose(self, coordinator_id: str, round_id: int, items: Sequence[ProposeItem]) -> list[Proposal]:
         """One proposal for each item, in their order."""
         realigned = self.realign(coordinator_id, round_id, items)
-        ready = [item for item, state in zip(items, realigned, strict=True) if state is Realignment.OK]
-        drafts: dict[int, list[int]] = {item.sequence_id: [] for item in ready}
-        # The first pass appends what the draft has not seen; after a full acceptance this includes its own last token.
-        feed = {item.sequence_id: item.token_ids for item in ready}
-        drafting = ready
-        while feed:
-            self._advance(coordinator_id, drafting, feed, drafts)
-            drafting = [item for item in drafting if len(drafts[item.sequence_id]) < item.num_draft_tokens]
-            feed = {item.sequence_id: (drafts[item.sequence_id][-1],) for item in drafting}
-        return [
-            Proposal(state, drafts.get(item.sequence_id, []), self._cached_length(coordinator_id, item, state))
-            for item, state in zip(items, realigned, strict=True)
-        ]
+        states = {item.sequence_id: state for item, state in zip(items, realigned, strict=True)}
+        drafts = [_Draft(item) for item in items if states[item.sequence_id] is Realignment.OK]
+        drafting = drafts
+        while drafting:
+            self._advance(coordinator_id, drafting)
+            drafting = [draft for draft in drafting if draft.goes_on]
+        made = {draft.item.sequence_id: self._proposal(coordinator_id, draft) for draft in drafts}
+        return [made.get(i, Proposal(state, [], 0)) for i, state in states.items()]
 
-    def _advance(
-        self,
-        coordinator_id: str,
-        items: Sequence[ProposeItem],
-        feed: dict[int, tuple[int, ...]],
-        drafts: dict[int, list[int]],
-    ) -> None:
-        """Feeds every item its tokens, and adds the draft's choice to those that want one."""
+    def _advance(self, coordinator_id: str, drafts: Sequence[_Draft]) -> None:
+        """Feeds every draft its tokens, and adds the model's choice to those that want one."""
         spans = {
-            item.sequence_id: self.span(
-                coordinator_id, item.sequence_id, feed[item.sequence_id], min(1, item.num_draft_tokens)
+            draft.item.sequence_id: self.span(
+                coordinator_id, draft.item.sequence_id, draft.feed, min(1, draft.item.num_draft_tokens)
             )
-            for item in items
+            for draft in drafts
         }
-        for sequence_id, chosen in self.choose(coordinator_id, spans).items():
+        choices = self.choose(coordinator_id, spans, confidences=any(draft.item.min_confidence for draft in drafts))
+        for draft in drafts:
+            sequence_id, chosen = draft.item.sequence_id, choices[draft.item.sequence_id]
             self.keep(coordinator_id, sequence_id, spans[sequence_id].end)
-            drafts[sequence_id].extend(chosen.token_ids)
+            draft.token_ids.extend(chosen.token_ids)
+            if draft.item.min_confidence:
+                draft.confidences.extend(chosen.confidences)
+                draft.chance *= math.prod(chosen.confidences)
 
-    def _cached_length(self, coordinator_id: str, item: ProposeItem, state: Realignment) -> int:
-        if state is not Realignment.OK:
-            return 0
-        return self.engine.slots[coordinator_id, item.sequence_id].cached_length
+    def _proposal(self, coordinator_id: str, draft: _Draft) -> Proposal:
+        cached_length = self.engine.slots[coordinator_id, draft.item.sequence_id].cached_length
+        return Proposal(Realignment.OK, draft.token_ids, cached_length, draft.confidences)

@@ -8,6 +8,7 @@ from specpool.v1 import draft_worker_pb2_grpc
 
 from draft_worker.proposer import Proposal, ProposeItem, Proposer
 from engine.sampling import SamplingParams
+from rpc.errors import InvalidArgumentError
 from rpc.worker_service import (
     RoundLimits,
     WorkerServicer,
@@ -38,6 +39,7 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
                 status=wire_status(proposal.realignment),
                 draft_token_ids=proposal.token_ids,
                 cached_length=proposal.cached_length,
+                confidences=proposal.confidences,
             )
             for item, proposal in zip(request.items, proposals, strict=True)
         ]
@@ -55,10 +57,13 @@ def _items(request: pb.ProposeRequest, limits: RoundLimits) -> list[ProposeItem]
     seen: set[int] = set()
     for index, item in enumerate(request.items):
         check_item(index, item, limits, max(0, item.num_draft_tokens - 1), seen)
+        if not 0 <= item.min_confidence <= 1:
+            raise InvalidArgumentError(f"items[{index}].min_confidence", f"{item.min_confidence:g} is not from 0 to 1")
     return [
         ProposeItem(
             **extension_fields(item, index, SamplingParams),
             num_draft_tokens=item.num_draft_tokens,
+            min_confidence=item.min_confidence,
         )
         for index, item in enumerate(request.items)
     ]

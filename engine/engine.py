@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,7 @@ from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
 from engine.packing import Place, Span, pack
 from engine.slots import SlotTable
+from engine.step_times import measure_step_times
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class EngineInfo:
     kv_layout: str
     weight_bytes: int
     activation_bytes: int
+    step_seconds: Mapping[int, float]
 
 
 class Engine:
@@ -93,6 +95,8 @@ class Engine:
         """Nanoseconds spent so far on bringing caches to the length and the place where a pass needs them."""
         self._refuse_other_logits(own_logits)
         self.bitwise = exact and self_test(self)
+        self.step_seconds: Mapping[int, float] = {}
+        """What a pass takes by the number of its new tokens, as measured when the model was loaded."""
 
     @classmethod
     def load(cls, options: EngineOptions, exact: bool) -> "Engine":
@@ -100,6 +104,7 @@ class Engine:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         engine = cls(load_model(options), options, exact)
+        engine.step_seconds = measure_step_times(engine)
         log.info("ready: %s", engine.info())
         return engine
 
@@ -137,6 +142,7 @@ class Engine:
             kv_layout=self.kv_layout,
             weight_bytes=self.footprint.weights,
             activation_bytes=self.footprint.activations,
+            step_seconds=self.step_seconds,
         )
 
     @contextmanager

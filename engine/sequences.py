@@ -1,7 +1,7 @@
 """Sequences of many coordinators in one engine: the part of a round that drafting and verifying share."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -31,10 +31,14 @@ class Extension:
 
 @dataclass(frozen=True)
 class Choices:
-    """The tokens chosen after the last tokens of a span, and the logits they were chosen from, [n, vocab_size]."""
+    """The tokens chosen after the last tokens of a span, and the logits they were chosen from, [n, vocab_size].
+
+    `confidences`: the model's own probability of each, if it was asked for and the largest logit is chosen.
+    """
 
     token_ids: Iterable[int]
     logits: torch.Tensor
+    confidences: list[float] = field(default_factory=list)
 
 
 class SequenceEngine:
@@ -75,17 +79,20 @@ class SequenceEngine:
         slot.token_ids[slot.cached_length :] = token_ids
         return Span(slot.index, slot.cached_length, token_ids, num_logits)
 
-    def choose(self, coordinator_id: str, spans: Mapping[int, Span]) -> dict[int, Choices]:
+    def choose(self, coordinator_id: str, spans: Mapping[int, Span], confidences: bool = False) -> dict[int, Choices]:
         """Runs the spans, by sequence id, in one forward pass. A token is chosen after each of their last tokens."""
         logits = self.engine.forward(list(spans.values()))
         counts = [span.num_logits for span in spans.values()]
+        probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
         best = iter(logits.argmax(-1).tolist())  # the one place where a pass on a GPU is waited for
         chosen = {}
         for sequence_id, own in zip(spans, logits.split(counts), strict=True):
-            largest = list(islice(best, len(own)))
+            largest, confident = list(islice(best, len(own))), list(islice(probabilities, len(own)))
             slot = self.engine.slots[coordinator_id, sequence_id]
-            by_rules = None if slot.sampling is None else choose_tokens(own, slot.sampling, slot.token_ids)
-            chosen[sequence_id] = Choices(largest if by_rules is None else by_rules, own)
+            if slot.sampling is None:
+                chosen[sequence_id] = Choices(largest, own, confident)
+            else:
+                chosen[sequence_id] = Choices(choose_tokens(own, slot.sampling, slot.token_ids), own)
         return chosen
 
     def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:
@@ -137,3 +144,9 @@ class SequenceEngine:
             stop_token_ids=tuple(token for token in sampling.stop_token_ids if token in known),
             logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token in known),
         )
+
+
+def _largest_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """[n]: of the largest logit in each row of [n, vocab_size]."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp()

@@ -179,7 +179,8 @@ class WorkerServicer:
             kv_positions_free=info.kv_positions_free,
             kv_positions_multiple=info.kv_positions_multiple,
         )
-        return pb.GetWorkerInfoResponse(model=model, load=load)
+        costs = pb.StepCosts(rows=info.step_seconds.keys(), seconds=info.step_seconds.values())
+        return pb.GetWorkerInfoResponse(model=model, load=load, costs=costs)
 
 
 def require_coordinator(coordinator_id: str) -> None:

@@ -25,6 +25,10 @@ PATIENCE_SECONDS = 20
 DEADLINES = json.dumps({"methodConfig": [{"name": [{}], "timeout": f"{PATIENCE_SECONDS}s"}]})
 
 
+# Drafts that depend on no clock.
+DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model"}
+
+
 class RecordingTarget(FakeTarget):
     """Keeps every request; holds them back while `open` is clear."""
 
@@ -136,7 +140,7 @@ async def serving(
     with mock.patch("coordinator.workers.PROBE_SECONDS", probe_seconds):
         process = CoordinatorServer(
             CoordinatorSettings(
-                **{"port": 0, "drain_seconds": 5.0, **settings},
+                **{**DEFAULTS, **settings},
                 target_address=target_address,
                 draft_address=draft_address,
             )

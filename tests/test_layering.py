@@ -19,7 +19,10 @@ FORBIDDEN = {
     "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "draft_worker", "target_worker"},
 }
 
-PURE = ("text", "sequence", "costs", "draft_lengths", "ready", "prefixes", "pool", "grouping", "round", "counters")
+PURE = (
+    "text", "sequence", "ready", "prefixes", "pool", "grouping", "round", "counters",
+    "costs", "acceptance", "draft_lengths", "ngrams", "drafting",
+)  # fmt: skip
 IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 
 MAY_NAME_STATUS_CODES = {

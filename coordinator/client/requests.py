@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, Unpack, cast
+from typing import Literal, TypedDict, Unpack, cast, get_args
 
 from specpool.v1 import generation_pb2 as pb
 
@@ -10,6 +10,10 @@ Chat = Sequence[Mapping[str, str]]
 """A conversation of {"role": ..., "content": ...}."""
 Prompt = str | Chat | Sequence[int]
 """A text, a conversation, or token ids."""
+
+
+DraftMethodName = Literal["model", "ngram", "best"]
+"""Who drafts, as `DraftMethod` documents it."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -32,6 +36,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     n: int | None
     num_speculative_tokens: int | None
+    draft_method: DraftMethodName | None
     request_id: str | None
 
 
@@ -50,7 +55,8 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
     request = pb.GenerateRequest(
         request_id=cast(str, given.pop("request_id", "")),
         speculative=pb.SpeculativeParams(
-            num_speculative_tokens=cast(int | None, given.pop("num_speculative_tokens", None))
+            num_speculative_tokens=cast(int | None, given.pop("num_speculative_tokens", None)),
+            method=_draft_method(given.pop("draft_method", None)),
         ),
         sampling_params=pb.SamplingParams(**given),  # type: ignore[arg-type]
     )
@@ -63,6 +69,14 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
     else:
         request.chat.messages.extend(_message(index, message) for index, message in enumerate(cast(Chat, prompt)))
     return request
+
+
+def _draft_method(name: object) -> str | None:
+    if name is None:
+        return None
+    if name not in get_args(DraftMethodName):
+        raise ValueError(f"draft_method is {name!r}, none of {', '.join(get_args(DraftMethodName))}")
+    return f"DRAFT_METHOD_{str(name).upper()}"
 
 
 def _message(index: int, message: Mapping[str, str]) -> pb.ChatMessage:

@@ -21,7 +21,6 @@ from coordinator.commands.generate import sure_answers
 from coordinator.commands.processes import ProcessFailedError
 from coordinator.commands.prompts import PromptLine, own_prompts, read_prompt_file
 from coordinator.commands.up import UpSettings, running
-from coordinator.settings import MAX_SPECULATIVE_TOKENS
 from rpc.settings import UINT32_MAX, LogLevel, Seconds
 
 
@@ -39,7 +38,6 @@ class DemoSettings(UpSettings):
     max_tokens: int = Field(48, ge=1, le=UINT32_MAX, description="tokens generated for each prompt at most")
     concurrency: int = Field(8, ge=1, description="requests at a time")
     repeats: int = Field(2, ge=1, description="runs of each kind; the median counts")
-    num_speculative_tokens: int = Field(1, ge=1, le=MAX_SPECULATIVE_TOKENS, description="draft tokens per round")
 
 
 @dataclass(frozen=True)
@@ -96,16 +94,21 @@ async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[s
             progress.update(starting, visible=False)
             task = progress.add_task("generating", total=2 * settings.repeats * len(lines))
             plain, speculative = [], []
-            await _run(client, lines[:2], settings, 1, progress, None)  # warms up both workers
+            await _run(client, lines[:2], settings, None, progress, None)  # warms up both workers
             for _ in range(settings.repeats):  # in turns, so that a noisy machine is noisy for both
                 plain.append(await _run(client, lines, settings, 0, progress, task))
-                speculative.append(await _run(client, lines, settings, settings.num_speculative_tokens, progress, task))
+                speculative.append(await _run(client, lines, settings, None, progress, task))
             info = await client.model_info()
     return _result(plain, speculative, info), speculative[0].responses[0].text
 
 
 async def _run(
-    client: AsyncClient, lines: list[PromptLine], settings: DemoSettings, k: int, progress: Progress, task: object
+    client: AsyncClient,
+    lines: list[PromptLine],
+    settings: DemoSettings,
+    k: int | None,
+    progress: Progress,
+    task: object,
 ) -> Run:
     began = time.perf_counter()
     responses = []

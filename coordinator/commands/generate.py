@@ -17,6 +17,7 @@ from specpool.v1 import generation_pb2 as pb
 
 from coordinator.client import AsyncClient, DivergedError, GenerateOptions
 from coordinator.commands.prompts import PromptLine, read_prompt_file, read_standard_input
+from coordinator.sequence import DraftMethod
 from rpc.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
 
 
@@ -34,6 +35,9 @@ class GenerateSettings(Settings):
     )
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
+    )
+    draft_method: DraftMethod | None = Field(
+        None, description="who drafts: model, ngram or best of both; default: the server's"
     )
     temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
     top_p: float | None = Field(None, description="sample among the most probable tokens that together hold so much")

@@ -18,7 +18,7 @@ class ProposeRequest(_message.Message):
     def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ...) -> None: ...
 
 class ProposeItem(_message.Message):
-    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "prefix_sequence_id", "max_length")
+    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "prefix_sequence_id", "max_length", "min_confidence")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class ProposeItem(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MIN_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -33,7 +34,8 @@ class ProposeItem(_message.Message):
     sampling: _common_pb2.Sampling
     prefix_sequence_id: int
     max_length: int
-    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
+    min_confidence: float
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., min_confidence: _Optional[float] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("round_id", "results", "forward_ns", "realign_ns")
@@ -48,13 +50,15 @@ class ProposeResponse(_message.Message):
     def __init__(self, round_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[ProposeResult, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., realign_ns: _Optional[int] = ...) -> None: ...
 
 class ProposeResult(_message.Message):
-    __slots__ = ("sequence_id", "status", "draft_token_ids", "cached_length")
+    __slots__ = ("sequence_id", "status", "draft_token_ids", "cached_length", "confidences")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     status: _common_pb2.ItemStatus
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_length: int
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ...) -> None: ...
+    confidences: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[_common_pb2.ItemStatus, str]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., cached_length: _Optional[int] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -1,11 +1,23 @@
 from specpool.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_METHOD_UNSPECIFIED: _ClassVar[DraftMethod]
+    DRAFT_METHOD_MODEL: _ClassVar[DraftMethod]
+    DRAFT_METHOD_NGRAM: _ClassVar[DraftMethod]
+    DRAFT_METHOD_BEST: _ClassVar[DraftMethod]
+DRAFT_METHOD_UNSPECIFIED: DraftMethod
+DRAFT_METHOD_MODEL: DraftMethod
+DRAFT_METHOD_NGRAM: DraftMethod
+DRAFT_METHOD_BEST: DraftMethod
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "tokenized", "chat", "sampling_params", "speculative")
@@ -87,10 +99,12 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ...) -> None: ...
 
 class SpeculativeParams(_message.Message):
-    __slots__ = ("num_speculative_tokens",)
+    __slots__ = ("num_speculative_tokens", "method")
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
     num_speculative_tokens: int
-    def __init__(self, num_speculative_tokens: _Optional[int] = ...) -> None: ...
+    method: DraftMethod
+    def __init__(self, num_speculative_tokens: _Optional[int] = ..., method: _Optional[_Union[DraftMethod, str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "finish_reason", "matched_token_id", "matched_stop_str", "seed", "usage", "speculative_decoding", "timings", "logprobs", "index", "other_samples")
@@ -223,7 +237,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "policy", "window_size", "queue_size", "running", "queued", "target", "draft", "counters")
+    __slots__ = ("version", "uptime_s", "policy", "window_size", "queue_size", "running", "queued", "target", "draft", "counters", "speculation")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +248,7 @@ class GetServerInfoResponse(_message.Message):
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
     policy: str
@@ -244,7 +259,45 @@ class GetServerInfoResponse(_message.Message):
     target: WorkerState
     draft: WorkerState
     counters: ServerCounters
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., policy: _Optional[str] = ..., window_size: _Optional[int] = ..., queue_size: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., target: _Optional[_Union[WorkerState, _Mapping]] = ..., draft: _Optional[_Union[WorkerState, _Mapping]] = ..., counters: _Optional[_Union[ServerCounters, _Mapping]] = ...) -> None: ...
+    speculation: SpeculationState
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., policy: _Optional[str] = ..., window_size: _Optional[int] = ..., queue_size: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., target: _Optional[_Union[WorkerState, _Mapping]] = ..., draft: _Optional[_Union[WorkerState, _Mapping]] = ..., counters: _Optional[_Union[ServerCounters, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationState, _Mapping]] = ...) -> None: ...
+
+class SpeculationState(_message.Message):
+    __slots__ = ("draft_steps", "expected_tokens_per_s", "plain_tokens_per_s", "model_acceptance_rate", "ngram_acceptance_rates", "draft_step_s", "verify_s", "verify_row_s", "exchange_s")
+    class NgramAcceptanceRatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
+    NGRAM_ACCEPTANCE_RATES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_ROW_S_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_S_FIELD_NUMBER: _ClassVar[int]
+    draft_steps: int
+    expected_tokens_per_s: float
+    plain_tokens_per_s: float
+    model_acceptance_rate: float
+    ngram_acceptance_rates: _containers.ScalarMap[int, float]
+    draft_step_s: float
+    verify_s: float
+    verify_row_s: float
+    exchange_s: float
+    def __init__(self, draft_steps: _Optional[int] = ..., expected_tokens_per_s: _Optional[float] = ..., plain_tokens_per_s: _Optional[float] = ..., model_acceptance_rate: _Optional[float] = ..., ngram_acceptance_rates: _Optional[_Mapping[int, float]] = ..., draft_step_s: _Optional[float] = ..., verify_s: _Optional[float] = ..., verify_row_s: _Optional[float] = ..., exchange_s: _Optional[float] = ...) -> None: ...
+
+class DraftCounters(_message.Message):
+    __slots__ = ("draft_tokens", "accepted_draft_tokens")
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    draft_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
     __slots__ = ("address", "state", "reason", "model", "load")
@@ -273,7 +326,7 @@ class GroupingCounters(_message.Message):
     def __init__(self, same_length_rounds: _Optional[int] = ..., mixed_rounds: _Optional[int] = ..., fallback_rounds: _Optional[int] = ..., group_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ServerCounters(_message.Message):
-    __slots__ = ("requests", "finished", "rounds", "completion_tokens", "draft_tokens", "accepted_draft_tokens", "cache_misses", "prompt_tokens", "cached_tokens", "stage_seconds", "grouping")
+    __slots__ = ("requests", "finished", "rounds", "completion_tokens", "draft_tokens", "accepted_draft_tokens", "cache_misses", "prompt_tokens", "cached_tokens", "stage_seconds", "grouping", "draft_lengths", "drafts")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +341,13 @@ class ServerCounters(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class DraftsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: DraftCounters
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[DraftCounters, _Mapping]] = ...) -> None: ...
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +359,8 @@ class ServerCounters(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GROUPING_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     requests: int
     finished: _containers.ScalarMap[str, int]
     rounds: int
@@ -310,4 +372,6 @@ class ServerCounters(_message.Message):
     cached_tokens: int
     stage_seconds: _containers.ScalarMap[str, float]
     grouping: GroupingCounters
-    def __init__(self, requests: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., rounds: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., cache_misses: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stage_seconds: _Optional[_Mapping[str, float]] = ..., grouping: _Optional[_Union[GroupingCounters, _Mapping]] = ...) -> None: ...
+    draft_lengths: _containers.RepeatedScalarFieldContainer[int]
+    drafts: _containers.MessageMap[str, DraftCounters]
+    def __init__(self, requests: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., rounds: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., cache_misses: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stage_seconds: _Optional[_Mapping[str, float]] = ..., grouping: _Optional[_Union[GroupingCounters, _Mapping]] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Mapping[str, DraftCounters]] = ...) -> None: ...

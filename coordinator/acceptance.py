@@ -1,0 +1,57 @@
+"""How often drafts are right, lately. Pure."""
+
+from dataclasses import dataclass, field
+
+# What a sequence, and what all of them have shown fades by such a factor with every draft token; a sequence begins as
+# with so many tokens like all others'.
+FADING, FADING_OF_ALL, PRIOR_TOKENS = 0.985, 0.995, 10.0
+
+
+@dataclass
+class Acceptance:
+    """The rate at which draft tokens are accepted, lately."""
+
+    fading: float = FADING
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def add(self, drafted: float, accepted: float) -> None:
+        """Takes in a round. Behind the first token that was rejected, nothing was tried."""
+        tried = min(drafted, accepted + 1)
+        fading = self.fading**tried
+        self.accepted = self.accepted * fading + accepted
+        self.tried = self.tried * fading + tried
+
+    def rate(self, prior: float) -> float:
+        """Estimated, beginning with `prior`."""
+        return (self.accepted + PRIOR_TOKENS * prior) / (self.tried + PRIOR_TOKENS)
+
+
+@dataclass
+class AcceptanceOfAll:
+    """The rates of many sequences: each begins like all the others."""
+
+    first_rate: float
+    """Believed of a draft that was never tried."""
+    _all: Acceptance = field(default_factory=lambda: Acceptance(FADING_OF_ALL))
+    _sequences: dict[int, Acceptance] = field(default_factory=dict)
+
+    def add(self, sequence_id: int, drafted: float, accepted: float) -> None:
+        """Takes in what became of a sequence's draft tokens."""
+        if drafted:
+            self._all.add(drafted, accepted)
+            self._sequences.setdefault(sequence_id, Acceptance()).add(drafted, accepted)
+
+    def rate(self, sequence_id: int) -> float:
+        """The rate that is expected of a sequence."""
+        prior = self.rate_of_all
+        return self._sequences[sequence_id].rate(prior) if sequence_id in self._sequences else prior
+
+    @property
+    def rate_of_all(self) -> float:
+        """The rate that is expected of a newcomer."""
+        return self._all.rate(self.first_rate)
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence has ended."""
+        self._sequences.pop(sequence_id, None)
