@@ -11,7 +11,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description='weights and KV cache; "auto": as stored on a GPU, float32 on a CPU'
+        "auto",
+        description="weights, and KV cache where the pass is not compiled, which takes float32; "
+        '"auto": as stored on a GPU, float32 on a CPU',
     )
     max_model_len: int | None = Field(
         None, ge=16, description="positions a sequence can have; default: the model's own limit, at most 4096"
@@ -31,7 +33,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     )
     lean: bool = Field(True, description="run the Llama family by our own fused pass, not by the library's modules")
     native: bool = Field(
-        True, description="compile that pass for this processor, where there is a C compiler (CPU, float32)"
+        True, description="compile that pass for this processor, where there is a C compiler (CPU, float32 or bfloat16)"
     )
     cuda_graphs: bool = Field(True, description="record that pass on a GPU, for one launch instead of hundreds")
     max_forward_tokens: int = Field(512, ge=1, le=2**20, description="tokens in one forward pass; more take several")

@@ -22,6 +22,10 @@ class RotaryTables:
             self._tables = self._computed(2 * longest)
         return self._tables
 
+    def in_float32(self) -> "RotaryTables":
+        """The same, not rounded to a smaller dtype."""
+        return RotaryTables(self._rotary_embedding, self._head_dim, self._like.float())
+
     def _computed(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary_embedding(self._like, torch.arange(positions, device=self._like.device)[None])
         angles = cos.shape[-1] // 2  # they come twice, for both members of a pair

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import load_engine, random_tokens, rows_that_differ, small_config
+from tiny_models import load_engine, random_tokens, round_weights, rows_that_differ, small_config
 from tiny_pair import save_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -46,7 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_random(folder: Path, architecture: str, changes: dict[str, Any]) -> Path:
-    """A model whose norms and biases are random too, so that none can be forgotten."""
+    """A model that bfloat16 holds, whose norms and biases are random too, so that none can be forgotten."""
     torch.manual_seed(0)
     config = small_config(architecture, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -55,7 +55,7 @@ def save_random(folder: Path, architecture: str, changes: dict[str, Any]) -> Pat
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.12)
     model.save_pretrained(folder)
     save_tokenizer(folder)
-    return folder
+    return round_weights(folder)
 
 
 def logits_of(engine: Engine) -> torch.Tensor:
@@ -66,16 +66,17 @@ def logits_of(engine: Engine) -> torch.Tensor:
     return torch.cat([first, rest, engine.forward([Span(2, 59, tokens[59:], 1)])])
 
 
-PASSES: dict[bool, type] = {False: LeanModel, True: NativeModel}
+PASSES = {"torch": (LeanModel, "float32"), "native": (NativeModel, "float32"), "bfloat16": (NativeModel, "bfloat16")}
 
 
-@pytest.mark.parametrize("native", PASSES)
+@pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_logits_are_the_librarys_and_bitwise(tmp_path: Path, variant: str, native: bool) -> None:
+def test_the_logits_are_the_librarys_and_bitwise(tmp_path: Path, variant: str, kind: str) -> None:
     folder = save_random(tmp_path, *VARIANTS[variant])
-    library, lean = load_engine(folder, lean=False), load_engine(folder, native=native)
+    model, dtype = PASSES[kind]
+    library, lean = load_engine(folder, lean=False), load_engine(folder, native=model is NativeModel, dtype=dtype)
     assert isinstance(library._model, LibraryModel)
-    assert isinstance(lean._model, PASSES[native])
+    assert isinstance(lean._model, model)
     torch.testing.assert_close(logits_of(lean), logits_of(library), atol=2e-5, rtol=1e-4)
     assert lean.bitwise
     assert rows_that_differ(lean) == 0
@@ -98,7 +99,9 @@ def test_what_it_does_not_know_is_left_to_the_library(architecture: str, changes
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("dtype", "native"), [("float32", True), ("float32", False), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "native"), [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
 def test_no_weight_is_kept_twice(tmp_path: Path, dtype: str, native: bool, tied: bool) -> None:
     folder = save_random(tmp_path, "llama", {"tie_word_embeddings": tied, "vocab_size": 288})
     engine = load_engine(folder, dtype=dtype, native=native)

@@ -12,7 +12,15 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import decode_alone, load_engine, random_tokens, save_model, small_config, transformers_logits
+from tiny_models import (
+    decode_alone,
+    load_engine,
+    random_tokens,
+    save_model,
+    save_output_head,
+    small_config,
+    transformers_logits,
+)
 from tiny_pair import MAX_MODEL_LEN, save_tokenizer, tiny_config
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedConfig
@@ -539,11 +547,6 @@ def test_memory_may_be_given_in_units() -> None:
 
 
 # --- Output heads with rows for some tokens
-
-
-def save_output_head(folder: Path, output_ids: list[int], weight: torch.Tensor | None = None) -> None:
-    rows = load_file(folder / "model.safetensors")["lm_head.weight"][output_ids] if weight is None else weight
-    save_file({"weight": rows.contiguous(), "output_ids": torch.tensor(output_ids)}, folder / OUTPUT_HEAD)
 
 
 @pytest.mark.parametrize("options", [{}, {"native": False}, {"lean": False}], ids=["native", "lean", "library"])

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_pair import MAX_MODEL_LEN, save_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from coordinator.fakes import EOS_TOKEN_ID, VOCAB_SIZE
 from engine.engine import Engine
 from engine.extents import Extents
+from engine.loading import OUTPUT_HEAD
 from engine.options import EngineOptions
 from engine.packing import Span
 from engine.slots import SlotTable
@@ -50,6 +52,20 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def round_weights(folder: Path) -> Path:
+    """Makes a saved model one that bfloat16 does not change."""
+    file = folder / "model.safetensors"
+    weights = {name: weight.bfloat16() for name, weight in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def save_output_head(folder: Path, output_ids: list[int], weight: torch.Tensor | None = None) -> None:
+    """Gives a saved model a head for some tokens, with these rows; default: its own."""
+    rows = load_file(folder / "model.safetensors")["lm_head.weight"][output_ids] if weight is None else weight
+    save_file({"weight": rows.contiguous(), "output_ids": torch.tensor(output_ids)}, folder / OUTPUT_HEAD)
 
 
 def load_engine(folder: Path, exact: bool = True, **options: Any) -> Engine:

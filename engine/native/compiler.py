@@ -22,10 +22,10 @@ TIMEOUT_SECONDS = 60.0
 
 
 @functools.cache
-def compile_decoder(head_dim: int, groups: int, measured: bool = False) -> ctypes.CDLL | None:
+def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool = False) -> ctypes.CDLL | None:
     """The library for heads of this size and so many query heads per KV head; None if it cannot be had here.
 
-    `measured`: it keeps the time of its stages.
+    `bfloat16`: its weights are, instead of float32. `measured`: it keeps the time of its stages.
     Nothing is kept on disk: compiling takes less time than it would to tell whether a file fits this processor.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -33,10 +33,11 @@ def compile_decoder(head_dim: int, groups: int, measured: bool = False) -> ctype
         log.info("no C compiler: the forward pass is that of torch's operations")
         return None
     processor = NATIVE.get(platform.machine(), "-mcpu=native")
-    sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}", *(["-DMEASURED"] if measured else []))
+    sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
+    kinds = [f"-D{kind}" for kind, wanted in (("BFLOAT16", bfloat16), ("MEASURED", measured)) if wanted]
     with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
         library = f"{folder}/decoder.so"
-        command = [*compiler, *FLAGS, processor, *sizes, str(SOURCE), "-o", library, *_openmp(), "-lm"]
+        command = [*compiler, *FLAGS, processor, *sizes, *kinds, str(SOURCE), "-o", library, *_openmp(), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
             return ctypes.CDLL(library)

@@ -1,11 +1,12 @@
-/* One forward pass of a Llama-like decoder over packed rows, in float32, on the threads of OpenMP.
+/* One forward pass of a Llama-like decoder over packed rows, in float32, on the threads of OpenMP. Weights may be kept as
+   bfloat16, the upper half of a float32: a step of few rows takes as long as reading them.
 
    What is computed for a row does not depend on which other rows there are: a product adds up its terms in their order,
    with a lane of a vector for every output, and everything else works on one row alone. So rows have the same bits in
    every batch by construction, and no shape needs padding.
 
-   HEAD_DIM (a multiple of LANES) and GROUPS (query heads per KV head) are known when this is compiled. The structures
-   are mirrored in model.py. */
+   HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and whether weights are BFLOAT16 are known when this is
+   compiled. The structures are mirrored in model.py. */
 
 #include <math.h>
 #include <stdint.h>
@@ -15,6 +16,13 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#ifdef BFLOAT16
+typedef uint16_t Weight;
+typedef Weight wvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+#else
+typedef float Weight;
+#endif
 
 /* Rows of a product that are worked on together: as many as there are registers for two sums each. Vectors are as long
    as AVX-512 has them; elsewhere the compiler takes several registers for one. */
@@ -31,6 +39,9 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 
 /* Inputs of a product that all rows are multiplied with before the next ones: their weights stay in the cache. */
 #define BLOCK 512
+
+/* Weights in a line of the cache. */
+#define LINE (64 / (int)sizeof(Weight))
 
 extern int omp_get_thread_num(void);
 
@@ -50,27 +61,28 @@ static double last_end;
 #define END_OF(stage)
 #endif
 
-/* y = W x + b. The weight lies in panels of PANEL outputs, [outputs / PANEL, inputs, PANEL]; `outputs` is a multiple. */
+/* y = W x + b. The weight lies in panels of PANEL outputs, [outputs / PANEL, inputs, PANEL]; `outputs` is a multiple. As
+   bfloat16 the two halves of a panel alternate, weight by weight: so a shift and a mask widen them. */
 typedef struct {
-    const float *weight;
-    const float *bias; /* [outputs], or null */
+    const Weight *weight;
+    const Weight *bias; /* [outputs], or null */
     int64_t inputs, outputs;
 } Linear;
 
 typedef struct {
     Linear query_key_value, out, gate_up, down;
-    const float *before_attention, *before_mlp; /* weights of norms, [hidden] */
-    const float *after_attention, *after_mlp;   /* likewise, or null */
-    const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
-    float *keys, *values;                       /* [kv_heads, columns, HEAD_DIM] */
+    const Weight *before_attention, *before_mlp; /* of norms, [hidden] */
+    const Weight *after_attention, *after_mlp;   /* likewise, or null */
+    const Weight *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
+    float *keys, *values;                        /* [kv_heads, columns, HEAD_DIM] */
 } Layer;
 
 typedef struct {
     const Layer *layers;
     int64_t num_layers, hidden, intermediate, kv_heads, columns;
     const float *cosines, *sines; /* [positions, HEAD_DIM], of the first half of a head negated */
-    const float *embedding;       /* [vocabulary, hidden]; null: the head's panels */
-    const float *norm;
+    const Weight *embedding;      /* [vocabulary, hidden]; null: the head's panels */
+    const Weight *norm;
     Linear head;
     float eps, scaling;
 } Model;
@@ -91,6 +103,23 @@ typedef struct {
 static inline vec load(const float *at) { return *(const vec *)at; }
 
 static inline void store(float *at, vec x) { *(vec *)at = x; }
+
+typedef struct {
+    vec left, right;
+} Halves;
+
+#ifdef BFLOAT16
+static inline vec widened(const Weight *at) { return (vec)(__builtin_convertvector(*(const wvec *)at, ivec) << 16); }
+
+static inline Halves halves(const Weight *panel) {
+    ivec pairs = *(const ivec *)panel;
+    return (Halves){(vec)(pairs << 16), (vec)(pairs & ~0xffff)};
+}
+#else
+static inline vec widened(const Weight *at) { return load(at); }
+
+static inline Halves halves(const Weight *panel) { return (Halves){load(panel), load(panel + LANES)}; }
+#endif
 
 static inline vec larger(vec x, vec y) {
     ivec mask = x > y;
@@ -145,24 +174,23 @@ static inline vec exponential(vec x) {
 /* --- Products */
 
 /* Adds `count` terms to the sums of PANEL outputs; `rows` is a constant wherever this is called, so that all sums stay in
-   registers. `begin`: what the sums begin with, `step` floats from row to row; null: zero. `ahead` is fetched from memory
-   meanwhile, `fetched` floats for each term: the time of a product of few rows is that of reading its weights. */
+   registers. They begin with the bias, or are `continued` from what `out` has. `ahead` is fetched from memory meanwhile,
+   `fetched` weights for each term: the time of a product of few rows is that of reading its weights. */
 static inline __attribute__((always_inline)) void tile(
-    int rows, int64_t count, const float *weight, const float *ahead, int64_t fetched, const float *x, int64_t inputs,
-    const float *begin, int64_t step, float *out, int64_t outputs) {
+    int rows, int64_t count, const Weight *weight, const Weight *ahead, int64_t fetched, const float *x, int64_t inputs,
+    int continued, const Weight *bias, float *out, int64_t outputs) {
     vec left[TILE], right[TILE];
     for (int r = 0; r < rows; r++) {
-        left[r] = begin ? load(begin + r * step) : (vec){0};
-        right[r] = begin ? load(begin + r * step + LANES) : (vec){0};
+        left[r] = continued ? load(out + r * outputs) : bias ? widened(bias) : (vec){0};
+        right[r] = continued ? load(out + r * outputs + LANES) : bias ? widened(bias + LANES) : (vec){0};
     }
     for (int64_t k = 0; k < count; k++, weight += PANEL, ahead += fetched) {
-        __builtin_prefetch(ahead, 0, 2);
-        __builtin_prefetch(ahead + LANES, 0, 2);
-        vec w = load(weight), v = load(weight + LANES);
+        for (int i = 0; i < PANEL; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
+        Halves w = halves(weight);
         for (int r = 0; r < rows; r++) {
             float factor = x[r * inputs + k];
-            left[r] += w * factor;
-            right[r] += v * factor;
+            left[r] += w.left * factor;
+            right[r] += w.right * factor;
         }
     }
     for (int r = 0; r < rows; r++) {
@@ -180,15 +208,13 @@ static void apply(const Linear *linear, int64_t rows, const float *x, float *out
     for (int64_t at = 0; at < outputs; at += PANEL)
         for (int64_t k = 0; k < inputs; k += block) {
             int64_t count = inputs - k < block ? inputs - k : block;
-            const float *weight = linear->weight + at * inputs + k * PANEL;
+            const Weight *weight = linear->weight + at * inputs + k * PANEL, *bias = linear->bias ? linear->bias + at : 0;
             for (int64_t row = 0; row < rows; row += TILE) {
-                const float *from = x + row * inputs + k, *ahead = weight + count * (PANEL + row / TILE * fetched);
+                const float *from = x + row * inputs + k;
+                const Weight *ahead = weight + count * (PANEL + row / TILE * fetched);
                 float *to = out + row * outputs + at;
-                /* Every row begins with the bias, and goes on with what the last block left. */
-                const float *begin = k ? to : linear->bias ? linear->bias + at : 0;
-                int64_t step = k ? outputs : 0;
                 switch (rows - row) {
-#define OF_ROWS(n) tile(n, count, weight, ahead, fetched, from, inputs, begin, step, to, outputs); break;
+#define OF_ROWS(n) tile(n, count, weight, ahead, fetched, from, inputs, k > 0, bias, to, outputs); break;
                 case 1: OF_ROWS(1)
                 case 2: OF_ROWS(2)
 #if TILE > 3
@@ -207,17 +233,24 @@ static void apply(const Linear *linear, int64_t rows, const float *x, float *out
 /* --- One row */
 
 /* x / rms(x) * weight, of `size` features; `out` may be `x`. */
-static void normalise(const float *x, const float *weight, int64_t size, float eps, float *out) {
+static void normalise(const float *x, const Weight *weight, int64_t size, float eps, float *out) {
     vec squares = {0};
     for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
     float scale = 1.0f / sqrtf(folded(squares, 0) / size + eps);
-    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * widened(weight + i));
 }
 
 static void embed(const Model *model, int64_t token, float *out) {
-    const float *panel = model->head.weight + token / PANEL * PANEL * model->hidden + token % PANEL;
-    for (int64_t i = 0; i < model->hidden; i++)
-        out[i] = model->embedding ? model->embedding[token * model->hidden + i] : panel[i * PANEL];
+    if (model->embedding) {
+        const Weight *row = model->embedding + token * model->hidden;
+        for (int64_t i = 0; i < model->hidden; i += LANES) store(out + i, widened(row + i));
+        return;
+    }
+    const Weight *panel = model->head.weight + token / PANEL * PANEL * model->hidden;
+    for (int64_t i = 0; i < model->hidden; i++) {
+        Halves w = halves(panel + i * PANEL);
+        out[i] = (token % PANEL < LANES ? w.left : w.right)[token % LANES];
+    }
 }
 
 static void rotate(const float *cosines, const float *sines, float *head) {
@@ -333,7 +366,7 @@ int64_t workspace_floats(const Model *model, int64_t rows) {
 }
 
 /* hidden += norm(branch), of all rows. */
-static void add(const Model *model, int64_t rows, const float *norm, float *branch, int64_t stride, float *hidden) {
+static void add(const Model *model, int64_t rows, const Weight *norm, float *branch, int64_t stride, float *hidden) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++) {
         float *from = branch + row * stride, *to = hidden + row * model->hidden;
@@ -342,7 +375,7 @@ static void add(const Model *model, int64_t rows, const float *norm, float *bran
     }
 }
 
-static void normalise_rows(const Model *model, const float *norm, int64_t rows, const int64_t *chosen,
+static void normalise_rows(const Model *model, const Weight *norm, int64_t rows, const int64_t *chosen,
                            const float *hidden, float *out) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++)

@@ -1,9 +1,10 @@
-"""The lean pass as one call of compiled code: float32 on a CPU, where a compiler is at hand."""
+"""The lean pass as one call of compiled code: float32, with weights of that or bfloat16, on a CPU with a compiler."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,18 +65,18 @@ class NativeModel(nn.Module):
         """`lean`: one that `can_compile`."""
         super().__init__()
         first: Any = lean.layers[0]
-        self._head_dim, self._groups = first.head_dim, first.heads // first.kv_heads
-        library = compile_decoder(self._head_dim, self._groups)
+        self._groups, self._compile = first.heads // first.kv_heads, _compiler_for(lean)
+        library = self._compile()
         assert library is not None
         self._forward, self._workspace_floats = library.forward, library.workspace_floats
         self._workspace_floats.restype = c_int64
-        self._rotary, self._vocab_size = lean.rotary, lean.head.out_features
+        self._rotary, self._vocab_size = lean.rotary.in_float32(), lean.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (_Layer * len(lean.layers))()
         # In one piece, for large pages: a step took up to a fifth longer where every weight had pages of its own.
-        floats = sum(_room(weight) for weight in _weights_of(lean))
-        self.register_buffer("weights", zeros((floats,), torch.float32, lean.norm.device), persistent=False)
+        room = sum(_room(weight) for weight in _weights_of(lean))
+        self.register_buffer("weights", zeros((room,), lean.norm.dtype, lean.norm.device), persistent=False)
         self._used = 0
         tied = lean.embedding.data_ptr() == lean.head.weight.data_ptr()
         self._model = _Model(
@@ -123,7 +124,7 @@ class NativeModel(nn.Module):
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
         """Runs passes that keep the time of their stages; at the end the seconds of each are there, by name."""
-        library = compile_decoder(self._head_dim, self._groups, measured=True)
+        library = self._compile(measured=True)
         assert library is not None
         stages, seconds = (c_double * len(STAGES)).in_dll(library, "stage_seconds"), dict[str, float]()
         before, unmeasured = list(stages), self._forward
@@ -149,7 +150,8 @@ class NativeModel(nn.Module):
     def _linear(self, linear: nn.Linear) -> _Linear:
         outputs, inputs = linear.weight.shape
         missing = -outputs % PANEL
-        panels = pad(linear.weight, (0, 0, 0, missing)).view(-1, PANEL, inputs).transpose(1, 2)
+        halves = pad(linear.weight, (0, 0, 0, missing)).view(-1, 2, LANES, inputs)
+        panels = halves.permute((0, 3, 2, 1) if linear.weight.dtype == torch.bfloat16 else (0, 3, 1, 2))
         bias = None if linear.bias is None else pad(linear.bias, (0, missing))
         return _Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
 
@@ -169,7 +171,7 @@ def _weights_of(lean: LeanModel) -> list[torch.Tensor]:
 
 
 def _room(weight: torch.Tensor) -> int:
-    """Floats of a weight whose outputs are padded to whole panels."""
+    """Elements of a weight whose outputs are padded to whole panels."""
     outputs, *inputs = weight.shape
     return math.prod([round_up(outputs, PANEL), *inputs])
 
@@ -178,8 +180,13 @@ def can_compile(lean: LeanModel) -> bool:
     """Whether a model can be run so on this machine."""
     layer: Any = lean.layers[0]
     sizes = (layer.head_dim, lean.norm.numel(), layer.down.in_features)
-    suits = lean.norm.device.type == "cpu" and lean.norm.dtype == torch.float32
+    suits = lean.norm.device.type == "cpu" and lean.norm.dtype in (torch.float32, torch.bfloat16)
     layers: list[Any] = list(lean.layers)
     shapes = {(x.qkv.weight.shape, x.out.weight.shape, x.gate_up.weight.shape, x.down.weight.shape) for x in layers}
     suits = suits and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)
-    return suits and compile_decoder(layer.head_dim, layer.heads // layer.kv_heads) is not None
+    return suits and _compiler_for(lean)() is not None
+
+
+def _compiler_for(lean: LeanModel) -> Callable[..., CDLL | None]:
+    layer: Any = lean.layers[0]
+    return partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, lean.norm.dtype == torch.bfloat16)
