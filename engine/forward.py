@@ -8,7 +8,7 @@ from engine.lean import LeanModel, is_lean
 from engine.linear import can_prepack, prepack_linears
 from engine.loading import LoadedModel
 from engine.memory import release_files
-from engine.native.model import NativeModel, can_compile
+from engine.native.model import NativeModel, can_compile, lossless_dtype
 from engine.options import EngineOptions
 
 ForwardPass = LibraryModel | LeanModel | NativeModel | RecordedModel
@@ -21,8 +21,8 @@ def forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPass:
     model: LibraryModel | LeanModel = LibraryModel(loaded.model)
     if options.lean and is_lean(loaded.config):
         model = lean = LeanModel(loaded.model)
-        if options.native and can_compile(lean):
-            native = NativeModel(lean)
+        if options.native and device.type == "cpu" and can_compile(lean, kept := lossless_dtype(lean)):
+            native = NativeModel(lean, kept)
             release_files(loaded.model)
             return native
         if not lean.plans_attention and records_passes(device, options):

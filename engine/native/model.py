@@ -61,11 +61,11 @@ class NativeModel(nn.Module):
     plans_attention = False
     weights: torch.Tensor
 
-    def __init__(self, lean: LeanModel) -> None:
-        """`lean`: one that `can_compile`."""
+    def __init__(self, lean: LeanModel, dtype: torch.dtype) -> None:
+        """`lean`: one that `can_compile`, with weights kept in this dtype."""
         super().__init__()
         first: Any = lean.layers[0]
-        self._groups, self._compile = first.heads // first.kv_heads, _compiler_for(lean)
+        self._groups, self._compile = first.heads // first.kv_heads, _compiler_for(lean, dtype)
         library = self._compile()
         assert library is not None
         self._forward, self._workspace_floats = library.forward, library.workspace_floats
@@ -76,7 +76,7 @@ class NativeModel(nn.Module):
         self._layers = (_Layer * len(lean.layers))()
         # In one piece, for large pages: a step took up to a fifth longer where every weight had pages of its own.
         room = sum(_room(weight) for weight in _weights_of(lean))
-        self.register_buffer("weights", zeros((room,), lean.norm.dtype, lean.norm.device), persistent=False)
+        self.register_buffer("weights", zeros((room,), dtype, lean.norm.device), persistent=False)
         self._used = 0
         tied = lean.embedding.data_ptr() == lean.head.weight.data_ptr()
         self._model = _Model(
@@ -151,7 +151,7 @@ class NativeModel(nn.Module):
         outputs, inputs = linear.weight.shape
         missing = -outputs % PANEL
         halves = pad(linear.weight, (0, 0, 0, missing)).view(-1, 2, LANES, inputs)
-        panels = halves.permute((0, 3, 2, 1) if linear.weight.dtype == torch.bfloat16 else (0, 3, 1, 2))
+        panels = halves.permute((0, 3, 2, 1) if self.weights.dtype == torch.bfloat16 else (0, 3, 1, 2))
         bias = None if linear.bias is None else pad(linear.bias, (0, missing))
         return _Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
 
@@ -176,7 +176,13 @@ def _room(weight: torch.Tensor) -> int:
     return math.prod([round_up(outputs, PANEL), *inputs])
 
 
-def can_compile(lean: LeanModel) -> bool:
+def lossless_dtype(lean: LeanModel) -> torch.dtype:
+    """The smaller dtype of the two that holds these weights as they are."""
+    held = all(torch.equal(weight.bfloat16().to(weight.dtype), weight) for weight in _weights_of(lean))
+    return torch.bfloat16 if held else torch.float32
+
+
+def can_compile(lean: LeanModel, dtype: torch.dtype) -> bool:
     """Whether a model can be run so on this machine."""
     layer: Any = lean.layers[0]
     sizes = (layer.head_dim, lean.norm.numel(), layer.down.in_features)
@@ -184,9 +190,9 @@ def can_compile(lean: LeanModel) -> bool:
     layers: list[Any] = list(lean.layers)
     shapes = {(x.qkv.weight.shape, x.out.weight.shape, x.gate_up.weight.shape, x.down.weight.shape) for x in layers}
     suits = suits and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)
-    return suits and _compiler_for(lean)() is not None
+    return suits and _compiler_for(lean, dtype)() is not None
 
 
-def _compiler_for(lean: LeanModel) -> Callable[..., CDLL | None]:
+def _compiler_for(lean: LeanModel, dtype: torch.dtype) -> Callable[..., CDLL | None]:
     layer: Any = lean.layers[0]
-    return partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, lean.norm.dtype == torch.bfloat16)
+    return partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, dtype == torch.bfloat16)
