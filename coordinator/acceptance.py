@@ -1,10 +1,13 @@
 """How often drafts are right, lately. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # What a sequence, and what all of them have shown fades by such a factor with every draft token; a sequence begins as
 # with so many tokens like all others'.
 FADING, FADING_OF_ALL, PRIOR_TOKENS = 0.985, 0.995, 10.0
+# A draft's own probabilities are told apart in so many steps.
+CONFIDENCES = 10
 
 
 @dataclass
@@ -25,6 +28,31 @@ class Acceptance:
     def rate(self, prior: float) -> float:
         """Estimated, beginning with `prior`."""
         return (self.accepted + PRIOR_TOKENS * prior) / (self.tried + PRIOR_TOKENS)
+
+
+@dataclass
+class Calibration:
+    """What a draft's own probabilities of its tokens are worth: how often tokens of about this one were accepted."""
+
+    _bins: list[Acceptance] = field(default_factory=lambda: [Acceptance(FADING_OF_ALL) for _ in range(CONFIDENCES)])
+
+    def chance(self, confidence: float) -> float:
+        """That a draft token is right."""
+        return self.chances[_bin(confidence)]
+
+    @property
+    def chances(self) -> list[float]:
+        """By confidence, from 0 to 1 in equal steps."""
+        return [found.rate((i + 0.5) / CONFIDENCES) for i, found in enumerate(self._bins)]
+
+    def add(self, confidences: Sequence[float], accepted: int) -> None:
+        """Takes in a round: draft tokens that were verified, of which the first so many were accepted."""
+        for i, confidence in enumerate(confidences[: accepted + 1]):
+            self._bins[_bin(confidence)].add(1, int(i < accepted))
+
+
+def _bin(confidence: float) -> int:
+    return min(CONFIDENCES - 1, int(confidence * CONFIDENCES))
 
 
 @dataclass

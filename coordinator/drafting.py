@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from coordinator.acceptance import AcceptanceOfAll
+from coordinator.acceptance import AcceptanceOfAll, Calibration
 from coordinator.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from coordinator.counters import Timed
 from coordinator.draft_lengths import DraftLength, DraftLengths, Options, expected_tokens
@@ -55,6 +55,7 @@ class Drafting:
             for run in range(SHORTEST_RUN, LONGEST_RUN + 1)
         }
         """Acceptance of prompt lookup by length of the run that was found again."""
+        self.calibration = Calibration()
         self._indexes: dict[int, NgramIndex] = {}
         self._found: dict[int, tuple[tuple[int, ...], int]] = {}
         """By sequence: what prompt lookup found for the round, and the length of the run."""
@@ -88,9 +89,11 @@ class Drafting:
 
     def _observe_model(self, commit: Commit, proposal: Proposal) -> None:
         drafted, accepted = (commit.drafted, commit.accepted) if commit.method is DraftMethod.MODEL else (0, 0)
+        self.calibration.add(proposal.confidences[:drafted], accepted)
         doubted = proposal.confidences[drafted : drafted + 1]
         if accepted == drafted and doubted:  # it was not verified, so what the draft thinks of it must do
-            self.lengths.acceptance.add(commit.sequence.sequence_id, drafted + 1, accepted + doubted[0])
+            chance = self.calibration.chance(doubted[0])
+            self.lengths.acceptance.add(commit.sequence.sequence_id, drafted + 1, accepted + chance)
         else:
             self.lengths.acceptance.add(commit.sequence.sequence_id, drafted, accepted)
 
@@ -164,7 +167,7 @@ class Drafting:
         if not length.by_model or not plan.shares or not sequence.request.sampling.is_argmax:
             return DraftOrder(length.by_model, found=found)
         # The plan says that drafting pays; how far it does this time, the draft knows better than an average.
-        return DraftOrder(self._limit(sequence), plan.row + plan.shares[0], plan.row, found)
+        return DraftOrder(self._limit(sequence), min(1.0, plan.row + plan.shares[0]), plan.row, found)
 
     def _fixed(self, sequence: Sequence, worker: DraftWorker | None) -> DraftOrder:
         """As many tokens as the request says, by whoever is expected to be right more often."""

@@ -6,7 +6,7 @@ that is. Long ones are cut in chunks, so that those who decode beside them never
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import accumulate
@@ -45,8 +45,8 @@ class ProposeItem:
     """How the tokens are chosen, on first contact."""
     max_length: int | None = None
     """Positions that it can reach, likewise."""
-    min_confidence: float = 0.0
-    """Drafting ends once the product of the draft's own probabilities is below this."""
+    min_chance: float = 0.0
+    """Drafting ends once the chance that all tokens so far are accepted is below this."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DraftOrder:
     by_model: int
     """Tokens that the draft worker is asked for."""
     go_on_above: float = 0.0
-    """It goes on only while the chance, by its own probabilities, that all of them are right is not below this."""
+    """It goes on only while the chance that all of them are right, by its own probabilities, is not below this."""
     verify_above: float = 0.0
     """Tokens are verified only as far as that chance is not below this."""
     found: tuple[int, ...] = ()
@@ -129,13 +129,15 @@ class Round:
         group: Items[Sequence],
         prefill_tokens: int,
         orders: Mapping[int, DraftOrder] = MappingProxyType({}),
+        chance: Callable[[float], float] = float,
     ) -> None:
-        """`orders`: by sequence id; without one, as many draft tokens by the model as the request allows."""
+        """`orders`: by sequence id; without one, as many draft tokens by the model as the request allows.
+        `chance`: that a draft token is right, by the draft's own probability of it."""
         self.round_id = round_id
         self.group = group
         self._orders = {i.sequence_id: orders.get(i.sequence_id, DraftOrder(i.draft_limit)) for i in group}
         self.cache_misses = 0
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self._chance = prefill_tokens, chance
         self._sequences = {sequence.sequence_id: sequence for sequence in group}
         self._proposals: dict[int, Proposal] = {}
         self._drafts: dict[int, tuple[int, ...]] = {}
@@ -157,8 +159,8 @@ class Round:
                 k = wanted if base + len(taken) == length else 0
                 prefix, beginning = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
                 reach = min(sequence.max_length, draft_max_len) if beginning else None
-                confidence = order.go_on_above if k else 0.0
-                items.append(ProposeItem(sequence.sequence_id, base, taken, k, prefix, beginning, reach, confidence))
+                chance = order.go_on_above if k else 0.0
+                items.append(ProposeItem(sequence.sequence_id, base, taken, k, prefix, beginning, reach, chance))
         return items
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
@@ -178,7 +180,7 @@ class Round:
 
     def _likely(self, token_ids: tuple[int, ...], proposal: Proposal) -> tuple[int, ...]:
         """As many of the draft tokens as are likely enough, by the draft's own probabilities if it says them."""
-        chances = accumulate(proposal.confidences, mul)
+        chances = accumulate(map(self._chance, proposal.confidences), mul)
         least = self._orders[proposal.sequence_id].verify_above
         unlikely = next((i for i, chance in enumerate(chances) if chance < least), len(token_ids))
         return token_ids[:unlikely]

@@ -6,7 +6,7 @@ A draft worker that fails costs its drafts; the round goes on without. A target 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Protocol
 
@@ -48,7 +48,9 @@ class Draft(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def step_times(self) -> StepTimes: ...
-    async def propose(self, round_id: int, items: list[ProposeItem]) -> tuple[list[Proposal], Timed]: ...
+    async def propose(
+        self, round_id: int, items: list[ProposeItem], chances: Iterable[float]
+    ) -> tuple[list[Proposal], Timed]: ...
     async def release(self, sequence_ids: set[int]) -> bool: ...
 
 
@@ -152,6 +154,7 @@ class RoundLoop:
             group.sequences,
             self._prefill_tokens,
             self._drafting.orders(group.sequences, self._worker(round_id)),
+            self._drafting.calibration.chance,
         )
         proposed = await self._propose(round_)
         items = round_.verify_items()
@@ -177,7 +180,7 @@ class RoundLoop:
             return Timed()
         began = time.perf_counter()
         try:
-            proposals, timed = await self._draft.propose(round_.round_id, items)
+            proposals, timed = await self._draft.propose(round_.round_id, items, self._drafting.calibration.chances)
         except (WorkerUnreachableError, WorkerRefusedError):
             # The link has logged it; this round decodes plainly.
             return Timed(elapsed=time.perf_counter() - began)

@@ -309,11 +309,17 @@ class DraftLink(WorkerLink):
         await self._set_state(LinkState.RESTING, reason)
         self._probe_now.set()
 
-    async def propose(self, round_id: int, items: list[ProposeItem]) -> tuple[list[Proposal], Timed]:
-        """One round. WorkerUnreachableError, WorkerRefusedError."""
+    async def propose(
+        self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = ()
+    ) -> tuple[list[Proposal], Timed]:
+        """One round. `chances`: that a token is right, by the draft's own probability of it, in equal steps.
+
+        WorkerUnreachableError, WorkerRefusedError.
+        """
         request = draft_worker_pb2.ProposeRequest(
             coordinator_id=self._coordinator_id,
             round_id=round_id,
+            chances=chances,
             items=[
                 draft_worker_pb2.ProposeItem(
                     sequence_id=item.sequence_id,
@@ -323,7 +329,7 @@ class DraftLink(WorkerLink):
                     sampling=_sampling(item.beginning),
                     prefix_sequence_id=item.prefix_sequence_id,
                     max_length=item.max_length,
-                    min_confidence=item.min_confidence,
+                    min_chance=item.min_chance,
                 )
                 for item in items
             ],

@@ -13,8 +13,8 @@ class ProposeItem(Extension):
     """One sequence's part of a round."""
 
     num_draft_tokens: int = 0
-    min_confidence: float = 0.0
-    """Drafting ends early once the draft's own probabilities of the tokens so far have a product below this."""
+    min_chance: float = 0.0
+    """Drafting ends early once the chance that all tokens so far are accepted is below this."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Draft:
 
     @property
     def goes_on(self) -> bool:
-        return len(self.token_ids) < self.item.num_draft_tokens and self.chance >= self.item.min_confidence
+        return len(self.token_ids) < self.item.num_draft_tokens and self.chance >= self.item.min_chance
 
     @property
     def feed(self) -> tuple[int, ...]:
@@ -51,19 +51,25 @@ class _Draft:
 class Proposer(SequenceEngine):
     """The draft worker's backend."""
 
-    def propose(self, coordinator_id: str, round_id: int, items: Sequence[ProposeItem]) -> list[Proposal]:
-        """One proposal for each item, in their order."""
+    def propose(
+        self, coordinator_id: str, round_id: int, items: Sequence[ProposeItem], chances: Sequence[float] = ()
+    ) -> list[Proposal]:
+        """One proposal for each item, in their order.
+
+        `chances`: that a token is accepted, by the draft's own probability of it from 0 to 1 in equal steps; none: that
+        probability itself.
+        """
         realigned = self.realign(coordinator_id, round_id, items)
         states = {item.sequence_id: state for item, state in zip(items, realigned, strict=True)}
         drafts = [_Draft(item) for item in items if states[item.sequence_id] is Realignment.OK]
         drafting = drafts
         while drafting:
-            self._advance(coordinator_id, drafting)
+            self._advance(coordinator_id, drafting, chances)
             drafting = [draft for draft in drafting if draft.goes_on]
         made = {draft.item.sequence_id: self._proposal(coordinator_id, draft) for draft in drafts}
         return [made.get(i, Proposal(state, [], 0)) for i, state in states.items()]
 
-    def _advance(self, coordinator_id: str, drafts: Sequence[_Draft]) -> None:
+    def _advance(self, coordinator_id: str, drafts: Sequence[_Draft], chances: Sequence[float]) -> None:
         """Feeds every draft its tokens, and adds the model's choice to those that want one."""
         spans = {
             draft.item.sequence_id: self.span(
@@ -71,15 +77,20 @@ class Proposer(SequenceEngine):
             )
             for draft in drafts
         }
-        choices = self.choose(coordinator_id, spans, confidences=any(draft.item.min_confidence for draft in drafts))
+        choices = self.choose(coordinator_id, spans, confidences=any(draft.item.min_chance for draft in drafts))
         for draft in drafts:
             sequence_id, chosen = draft.item.sequence_id, choices[draft.item.sequence_id]
             self.keep(coordinator_id, sequence_id, spans[sequence_id].end)
             draft.token_ids.extend(chosen.token_ids)
-            if draft.item.min_confidence:
+            if draft.item.min_chance:
                 draft.confidences.extend(chosen.confidences)
-                draft.chance *= math.prod(chosen.confidences)
+                draft.chance *= math.prod(_chance(confidence, chances) for confidence in chosen.confidences)
 
     def _proposal(self, coordinator_id: str, draft: _Draft) -> Proposal:
         cached_length = self.engine.slots[coordinator_id, draft.item.sequence_id].cached_length
         return Proposal(Realignment.OK, draft.token_ids, cached_length, draft.confidences)
+
+
+def _chance(confidence: float, chances: Sequence[float]) -> float:
+    """That a token of this probability is accepted."""
+    return chances[min(len(chances) - 1, int(confidence * len(chances)))] if chances else confidence

@@ -30,7 +30,9 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
 
         def propose(proposer: Proposer) -> tuple[list[Proposal], dict[str, int]]:
             items = _items(request, round_limits(proposer, request.coordinator_id))
-            return timed(proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items))
+            return timed(
+                proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items, request.chances)
+            )
 
         proposals, spent = await self._host.run(propose, request.coordinator_id)
         results = [
@@ -57,13 +59,13 @@ def _items(request: pb.ProposeRequest, limits: RoundLimits) -> list[ProposeItem]
     seen: set[int] = set()
     for index, item in enumerate(request.items):
         check_item(index, item, limits, max(0, item.num_draft_tokens - 1), seen)
-        if not 0 <= item.min_confidence <= 1:
-            raise InvalidArgumentError(f"items[{index}].min_confidence", f"{item.min_confidence:g} is not from 0 to 1")
+        if not 0 <= item.min_chance <= 1:
+            raise InvalidArgumentError(f"items[{index}].min_chance", f"{item.min_chance:g} is not from 0 to 1")
     return [
         ProposeItem(
             **extension_fields(item, index, SamplingParams),
             num_draft_tokens=item.num_draft_tokens,
-            min_confidence=item.min_confidence,
+            min_chance=item.min_chance,
         )
         for index, item in enumerate(request.items)
     ]

@@ -1,7 +1,10 @@
 """Who drafts what: adaptive and fixed, by the model and by prompt lookup, and what is learned from a round."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from coordinator.acceptance import Calibration
 from coordinator.costs import StepTimes
 from coordinator.counters import Timed
 from coordinator.draft_lengths import FIRST_TRIALS, PLAIN_EVERY, ROUNDS_OF_A_PLAN
@@ -139,7 +142,7 @@ def test_only_likely_tokens_are_verified() -> None:
     sequence = make_sequence()
     round_ = Round(1, [sequence], 128, {1: DraftOrder(8, go_on_above=0.5, verify_above=0.3)})
     (asked,) = round_.propose_items(1000, 1000)
-    assert (asked.num_draft_tokens, asked.min_confidence) == (8, 0.5)
+    assert (asked.num_draft_tokens, asked.min_chance) == (8, 0.5)
     round_.take_proposals([proposal_of(sequence, (4, 5, 6), (0.9, 0.6, 0.4))], 1000)
     (item,) = round_.verify_items()
     assert item.draft_token_ids == (4, 5)
@@ -205,3 +208,22 @@ def test_the_state_explains_the_choice() -> None:
     assert state.expected_tokens_per_s > state.plain_tokens_per_s > 0
     assert state.model_acceptance_rate == pytest.approx(0.8, abs=0.05)
     assert set(state.ngram_acceptance_rates) == {2, 3, 4}
+
+
+# --- What a draft's own probabilities are worth
+
+
+def test_a_draft_that_is_too_sure_is_found_out() -> None:
+    calibration = Calibration()
+    for _ in range(100):
+        calibration.add((0.95, 0.95), accepted=0)
+    assert calibration.chance(0.97) < 0.15
+    assert calibration.chance(0.55) == pytest.approx(0.55), "of others nothing was learned"
+
+
+@given(rounds=st.lists(st.tuples(st.lists(st.floats(0, 1), max_size=6), st.integers(0, 6)), max_size=30))
+def test_chances_are_chances(rounds: list[tuple[list[float], int]]) -> None:
+    calibration = Calibration()
+    for confidences, accepted in rounds:
+        calibration.add(confidences, min(accepted, len(confidences)))
+    assert all(0 <= chance <= 1 for chance in calibration.chances)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import operator
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
 from engine.engine import Engine
+from engine.options import EngineOptions
 from engine.packing import Span
 from rpc.channel import MAX_WORKER_MESSAGE_BYTES
 from rpc.server import Server
@@ -306,6 +308,42 @@ async def test_each_sequence_gets_as_many_draft_tokens_as_it_wants(draft: Worker
         assert not count or list(result.draft_token_ids) == draft.continuation(prompt, count)
 
 
+async def test_a_draft_that_is_not_sure_ends_early(draft: Worker) -> None:
+    def item(number: int, min_chance: float) -> draft_worker_pb2.ProposeItem:
+        made = propose(number, 0, [1, 2, 3], 8)
+        made.min_chance = min_chance
+        return made
+
+    whole, cut, surest = await draft.round(item(1, 1e-9), item(2, 0.2), item(3, 1.0))
+    chances = list(itertools.accumulate(whole.confidences, operator.mul))
+    assert all(0 < confidence <= 1 for confidence in whole.confidences)
+    kept = next((i + 1 for i, chance in enumerate(chances) if chance < 0.2), 8)
+    assert cut.draft_token_ids == whole.draft_token_ids[:kept]
+    assert len(surest.draft_token_ids) == 1
+    await draft.release(3)
+    (unasked,) = await draft.round(propose(4, 0, [1, 2, 3], 8))
+    assert (unasked.draft_token_ids, unasked.confidences) == (whole.draft_token_ids, [])
+
+
+async def test_what_a_drafts_probabilities_are_worth_is_told_to_it(draft: Worker) -> None:
+    item = propose(1, 0, [1, 2, 3], 8)
+    item.min_chance = 0.5
+    request = draft.request(item)
+    for chances, drafted in (([0.0], 1), ([1.0], 8), ([1.0] * 10, 8)):
+        request.chances[:] = chances
+        (result,) = (await draft.stub.Propose(request)).results
+        assert len(result.draft_token_ids) == drafted
+
+
+async def test_passes_are_measured_when_the_model_is_loaded(tiny_pair: tuple[Path, Path]) -> None:
+    engine = Engine.load(EngineOptions(model=str(tiny_pair[1]), device="cpu", max_sequences=3), exact=False)
+    async with serving(DRAFT, engine) as worker:
+        costs = (await worker.info()).costs
+        assert list(costs.rows) == [1, 2, 4, 8, 16, 32, 64]
+        assert all(0 < seconds < 1 for seconds in costs.seconds)
+        assert worker.engine.slots.in_use == 0
+
+
 async def test_the_draft_catches_up_with_its_own_last_token_after_a_full_acceptance(draft: Worker) -> None:
     prompt = random_tokens(12)
     (first,) = await draft.round(propose(1, 0, prompt, 4))
@@ -555,6 +593,14 @@ async def test_a_bad_item_is_refused_by_name_and_nothing_of_its_round_is_done(
     assert error.details().startswith(f"{field}: ")
     assert violated_fields(error) == [field]
     assert worker.engine.slots.in_use == 0
+
+
+@pytest.mark.parametrize("chance", [-0.1, 1.5, float("nan")])
+async def test_a_chance_that_is_none_is_refused_by_name(draft: Worker, chance: float) -> None:
+    item = propose(1, 0, [5], 1)
+    item.min_chance = chance
+    error = await failure(draft.round(item))
+    assert violated_fields(error) == ["items[0].min_chance"]
 
 
 @pytest.mark.parametrize(
