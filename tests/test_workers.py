@@ -314,7 +314,7 @@ async def test_a_draft_that_is_not_sure_ends_early(draft: Worker) -> None:
         made.min_chance = min_chance
         return made
 
-    whole, cut, surest = await draft.round(item(1, 1e-9), item(2, 0.2), item(3, 1.0))
+    whole, cut, surest = await draft.round(item(1, 1e-30), item(2, 0.2), item(3, 1.0))
     chances = list(itertools.accumulate(whole.confidences, operator.mul))
     assert all(0 < confidence <= 1 for confidence in whole.confidences)
     kept = next((i + 1 for i, chance in enumerate(chances) if chance < 0.2), 8)
