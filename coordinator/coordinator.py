@@ -62,6 +62,7 @@ class Coordinator:
             self.draft,
             settings.prefill_tokens,
             self.drafting,
+            "off" if settings.policy == "eqspec" else settings.overlap,
             self._publish,
             self._admitted,
             self._fail,

@@ -20,6 +20,10 @@ CATCH_UP_ROUNDS = 32
 EXCHANGE_PER_ROUND, FIRST_EXCHANGE = 0.05, 0.0015
 
 
+# Two groups in turns must promise so much more than one.
+OVERLAP_GAIN = 0.05
+
+
 @dataclass(frozen=True)
 class DraftWorker:
     """What there is to know of the draft worker when a round begins."""
@@ -56,6 +60,8 @@ class Drafting:
         }
         """Acceptance of prompt lookup by length of the run that was found again."""
         self.calibration = Calibration()
+        self._depth = 0
+        """Draft steps of the last round."""
         self._indexes: dict[int, NgramIndex] = {}
         self._found: dict[int, tuple[tuple[int, ...], int]] = {}
         """By sequence: what prompt lookup found for the round, and the length of the run."""
@@ -67,13 +73,16 @@ class Drafting:
 
     def orders(self, group: Iterable[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
         """What each sequence is to have drafted; without a draft worker only by prompt lookup."""
-        self._found = {sequence.sequence_id: self._look_up(sequence) for sequence in group}
+        self._found.update({sequence.sequence_id: self._look_up(sequence) for sequence in group})
         options = {s.sequence_id: self._options(s, worker) for s in group if s.request.adaptive}
         chosen = self.lengths.choose(options) if options else {}
-        return {
+        orders = {
             s.sequence_id: self._adaptive(s, chosen[s.sequence_id]) if s.request.adaptive else self._fixed(s, worker)
             for s in group
         }
+        if not any(order.by_model for order in orders.values()):
+            self._depth = 0
+        return orders
 
     def observe(self, commit: Commit) -> None:
         """Learns from what became of a sequence's draft tokens."""
@@ -108,13 +117,29 @@ class Drafting:
         self._observe_exchange(timed)
         lengths = [len(proposal.draft_token_ids) for proposal in proposals]
         if any(lengths) and all(len(item.token_ids) <= DRAFT_MAY_LACK for item in items):
-            steps = [sum(k > j for k in lengths) for j in range(max(lengths))]
+            self._depth = max(lengths)
+            steps = [sum(k > j for k in lengths) for j in range(self._depth)]
             share = timed.forward / sum(map(self.costs.draft, steps))
             for sequences in steps:
                 self.costs.draft.observe(sequences, self.costs.draft(sequences) * share)
 
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_PER_ROUND * (timed.wire - self.costs.exchange)
+
+    def halves_pay(self, sequences: int) -> bool:
+        """Whether two halves in turns, one drafted for while the other is verified, gain more than all at once."""
+        depth, costs = self._depth, self.costs
+        if not depth or sequences < 2:
+            return False
+        half = -(-sequences // 2)
+        draft = depth * costs.draft(half) + costs.exchange
+        verify = costs.verify(half * (1 + depth)) + costs.exchange
+        turn = max(2 * draft, 2 * verify, draft + verify)
+        return turn * (1 + OVERLAP_GAIN) < costs.seconds(sequences, [sequences] * depth)
+
+    def steps_beside_verification(self, sequences: int) -> int:
+        """Draft steps that take no longer than the verification of so many."""
+        return int((self.costs.verify(sequences) - self.costs.exchange) / self.costs.draft(sequences))
 
     def state(self) -> SpeculationState:
         """What the next round's lengths will be chosen by."""
@@ -135,6 +160,7 @@ class Drafting:
         """These have ended."""
         for sequence_id in sequence_ids:
             self._indexes.pop(sequence_id, None)
+            self._found.pop(sequence_id, None)
             self.lengths.acceptance.forget(sequence_id)
             for acceptance in self.ngrams.values():
                 acceptance.forget(sequence_id)

@@ -34,8 +34,10 @@ def byte_tokenizer() -> Tokenizer:
 class FakeWorker:
     """Slots and caches of a worker, with knobs for what can go wrong."""
 
-    def __init__(self, slots: int = 16, max_model_len: int = 4096, fingerprint: str = "fake") -> None:
-        self.slots, self.max_model_len, self.fingerprint = slots, max_model_len, fingerprint
+    def __init__(
+        self, slots: int = 16, max_model_len: int = 4096, fingerprint: str = "fake", device: str = "cpu"
+    ) -> None:
+        self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
         self.caches: dict[tuple[str, int], list[int]] = {}
         self.released: dict[tuple[str, int], list[int]] = {}
         """What is still there to be copied, while there are more slots than sequences."""
@@ -73,7 +75,7 @@ class FakeWorker:
                 model="fake",
                 architecture="fake",
                 dtype="float32",
-                device="cpu",
+                device=self.device,
                 vocab_size=VOCAB_SIZE,
                 max_model_len=self.max_model_len,
                 tokenizer_fingerprint=self.fingerprint,

@@ -80,6 +80,11 @@ class Pool:
         return len(self._ready) + len(self._parked) + playing
 
     @property
+    def playing(self) -> int:
+        """Sequences that are in a round or could be."""
+        return len(self._ready) + len(self._in_round)
+
+    @property
     def room(self) -> int:
         """Sequences that `admit` could let in."""
         taken = len(self._ready) + len(self._parked) + len(self._in_round) + len(self._leaving)

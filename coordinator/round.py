@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import mul
 from types import MappingProxyType
 
-from coordinator.sequence import DraftMethod, GenerationRequest, Prefix, Sequence, TokenLogprobs
+from coordinator.sequence import DraftedAhead, DraftMethod, GenerationRequest, Prefix, Sequence, TokenLogprobs
 from coordinator.text import ShownText
 
 # A draft may lack its own last token and the bonus token; up to so many are never worth a chunk of their own.
@@ -141,6 +141,7 @@ class Round:
         self._sequences = {sequence.sequence_id: sequence for sequence in group}
         self._proposals: dict[int, Proposal] = {}
         self._drafts: dict[int, tuple[int, ...]] = {}
+        self._ahead: dict[int, Proposal] = {}
         self._copied: dict[int, int] = {}
 
     def propose_items(self, draft_max_len: int, draft_vocab_size: int) -> list[ProposeItem]:
@@ -149,9 +150,10 @@ class Round:
         room = self._prefill_tokens
         for sequence in self._unfinished():
             length, base, order = len(sequence.token_ids), sequence.draft_base, self._orders[sequence.sequence_id]
-            wanted = min(order.by_model, draft_max_len - length) if sequence.is_decoding else 0
-            useful = order.by_model > 0 and length < draft_max_len and self.round_id >= sequence.draft_rests_until
-            if not useful or (wanted <= 0 and base == length):
+            limit = min(order.by_model, sequence.draft_limit)
+            wanted = min(limit, draft_max_len - length) if sequence.is_decoding else 0
+            useful = limit > 0 and length < draft_max_len and self.round_id >= sequence.draft_rests_until
+            if not useful or (wanted <= 0 and base == length) or self._was_ahead(sequence, wanted):
                 continue
             taken, room = _take(sequence.token_ids, base, room)
             # A target may have rows of its output head, and so tokens, that the draft has not.
@@ -162,6 +164,36 @@ class Round:
                 chance = order.go_on_above if k else 0.0
                 items.append(ProposeItem(sequence.sequence_id, base, taken, k, prefix, beginning, reach, chance))
         return items
+
+    def _was_ahead(self, sequence: Sequence, wanted: int) -> bool:
+        """Whether what the draft worker would be asked for is there already; then it is taken."""
+        ahead, sequence.drafted_ahead = sequence.drafted_ahead, None
+        if ahead is None or not 0 < len(ahead.token_ids) <= wanted:
+            return False
+        made = (sequence.sequence_id, ItemStatus.OK, ahead.token_ids, ahead.cached_length, ahead.confidences)
+        self._proposals[sequence.sequence_id] = proposal = Proposal(*made)
+        self._drafts[sequence.sequence_id] = self._likely(ahead.token_ids, proposal)
+        return True
+
+    def ahead_items(self, most: int, draft_max_len: int) -> list[ProposeItem]:
+        """What to ask the draft worker while its tokens are verified, as if all were accepted: at most so many further
+        ones, of which the first is a guess at what the target will add. May be nothing."""
+        items = []
+        for sequence in self._unfinished():
+            proposal, drafts = self._proposals.get(sequence.sequence_id), self._drafts.get(sequence.sequence_id, ())
+            if proposal is None or not drafts or len(drafts) < len(proposal.draft_token_ids):
+                continue
+            order, end = self._orders[sequence.sequence_id], len(sequence.token_ids) + len(drafts)
+            longest = min(sequence.max_length - 1, draft_max_len)  # one token more than was accepted is always gained
+            wanted = min(1 + order.by_model, longest - end, most)
+            if wanted > 1:
+                base, last = proposal.cached_length, drafts[-1:]
+                items.append(ProposeItem(sequence.sequence_id, base, last, wanted, min_chance=order.go_on_above))
+        return items
+
+    def take_ahead(self, proposals: Items[Proposal]) -> None:
+        """Notes what was drafted while others were verified."""
+        self._ahead = {proposal.sequence_id: proposal for proposal in proposals if proposal.status is ItemStatus.OK}
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
         """Notes drafts and what the draft worker has cached. The target is never sent tokens that it does not know."""
@@ -242,13 +274,12 @@ class Round:
 
     def _commit_one(self, sequence: Sequence, verdict: Verdict) -> Commit:
         by_model, order = self._drafts.get(sequence.sequence_id, ()), self._orders[sequence.sequence_id]
+        sequence.drafted_ahead = None  # it followed other tokens
         drafted = len(by_model or order.found)
         accepted = len(verdict.token_ids) - 1
         proposal = self._proposals.get(sequence.sequence_id)
         if proposal is not None:
-            # The draft's cache is right as far as its tokens were accepted.
-            right = _agreeing(proposal.draft_token_ids, verdict.token_ids)
-            sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids) + right)
+            self._note_draft(sequence, proposal, verdict.token_ids)
         sequence.target_length = verdict.cached_length
         kept, shown = sequence.commit(verdict.token_ids)
         accepted = min(accepted, len(kept))  # what lies behind a stop is not counted
@@ -263,6 +294,17 @@ class Round:
             method=DraftMethod.MODEL if by_model else DraftMethod.NGRAM,
             proposal=proposal,
         )
+
+    def _note_draft(self, sequence: Sequence, proposal: Proposal, gained: tuple[int, ...]) -> None:
+        """The draft's cache is right as far as its tokens are those that were gained."""
+        drafted, cached_length = proposal.draft_token_ids, proposal.cached_length
+        ahead = self._ahead.get(sequence.sequence_id)
+        if ahead is not None:
+            drafted, cached_length = drafted + ahead.draft_token_ids, ahead.cached_length
+            if drafted[: len(gained)] == gained and len(gained) == len(proposal.draft_token_ids) + 1:
+                rest = drafted[len(gained) :], ahead.confidences[1:]
+                sequence.drafted_ahead = DraftedAhead(*rest, cached_length)
+        sequence.draft_length = min(cached_length, len(sequence.token_ids) + _agreeing(drafted, gained))
 
     def _target_lost(self, sequence: Sequence, status: ItemStatus) -> None:
         if status is ItemStatus.CACHE_MISS:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Protocol
+from typing import Literal, Protocol
 
 from coordinator.costs import StepTimes
 from coordinator.counters import Counters, Timed
@@ -21,6 +21,11 @@ from coordinator.workers import WorkerRefusedError, WorkerUnreachableError
 
 log = logging.getLogger(__name__)
 
+Overlap = Literal["auto", "on", "off"]
+"""Whether both workers may be busy at a time: "auto" where they have devices of their own."""
+
+# Groups in flight at a time, at most: one that is drafted for and one that is verified.
+LANES = 2
 # Pause before a round that gained nothing is tried again, and before a failed release is.
 RETRY_SECONDS = 0.05
 
@@ -32,6 +37,8 @@ class Target(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def step_times(self) -> StepTimes: ...
+    @property
+    def place(self) -> str: ...
     async def wait_ready(self) -> None: ...
     async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]: ...
     async def release(self, sequence_ids: set[int]) -> bool: ...
@@ -48,6 +55,8 @@ class Draft(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def step_times(self) -> StepTimes: ...
+    @property
+    def place(self) -> str: ...
     async def propose(
         self, round_id: int, items: list[ProposeItem], chances: Iterable[float]
     ) -> tuple[list[Proposal], Timed]: ...
@@ -55,7 +64,10 @@ class Draft(Protocol):
 
 
 class RoundLoop:
-    """One group at a time: while it is in flight, newcomers queue and leavers are marked."""
+    """One group at a time, or two where one can be drafted for while the other is verified.
+
+    While they are in flight, newcomers queue and leavers are marked.
+    """
 
     def __init__(
         self,
@@ -65,6 +77,7 @@ class RoundLoop:
         draft: Draft | None,
         prefill_tokens: int,
         drafting: Drafting,
+        overlap: Overlap,
         publish: Callable[[Commit], None],
         admitted: Callable[[Sequence], None],
         fail: Callable[[Sequence, str], None],
@@ -72,7 +85,8 @@ class RoundLoop:
         """`publish` gets every commit, `admitted` every newcomer of the window, `fail` every sequence given up on."""
         self.counters = Counters()
         self._pool, self._policy, self._target, self._draft = pool, policy, target, draft
-        self._prefill_tokens, self._drafting = prefill_tokens, drafting
+        self._prefill_tokens, self._drafting, self._overlap = prefill_tokens, drafting, overlap
+        self._target_free, self._draft_free = asyncio.Lock(), asyncio.Lock()
         self._publish, self._admitted, self._fail = publish, admitted, fail
         self._round_ids = count(1)
         self._work = asyncio.Event()
@@ -85,17 +99,39 @@ class RoundLoop:
 
     async def run(self) -> None:
         """Plays rounds for ever."""
+        async with asyncio.TaskGroup() as lanes:
+            for lane in range(LANES):
+                lanes.create_task(self._play_rounds(lane))
+
+    async def _play_rounds(self, lane: int) -> None:
         while True:
             await self._target.wait_ready()
-            pool = self._pool
-            for sequence in pool.admit(self._policy.places(pool.members, len(pool.leaving), pool.room)):
-                self._admitted(sequence)
-            group = self._policy.choose(pool.ready, pool.rounds)
+            group = self._next_group() if lane < self._lanes else Group([])
             if group.sequences:
                 await self._play_safely(group)
             else:
                 self._work.clear()
                 await self._work.wait()
+
+    def _next_group(self) -> Group:
+        pool = self._pool
+        for sequence in pool.admit(self._policy.places(pool.members, len(pool.leaving), pool.room)):
+            self._admitted(sequence)
+        group = self._policy.choose(pool.ready, pool.rounds)
+        most = -(-pool.playing // self._lanes)
+        return Group(group.sequences[:most], group.fallback)
+
+    @property
+    def _lanes(self) -> int:
+        """Groups that may be in flight at a time."""
+        return LANES if self._are_separate and self._drafting.halves_pay(self._pool.playing) else 1
+
+    @property
+    def _are_separate(self) -> bool:
+        """Whether both workers can be busy at the same time without taking it from each other."""
+        if self._draft is None or not self._draft.is_ready or self._overlap == "off":
+            return False
+        return self._overlap == "on" or self._draft.place != self._target.place
 
     async def release_leavers(self) -> None:
         """Frees, for ever, the slots of sequences that left; the window has room again when the target confirmed."""
@@ -128,6 +164,7 @@ class RoundLoop:
                 self._fail(sequence, "internal error in a round")
         finally:
             self._pool.end_round(group.sequences)
+            self._work.set()  # another lane may play them next
             self._leavers.set()
         if not gained:
             await asyncio.sleep(RETRY_SECONDS)
@@ -160,7 +197,7 @@ class RoundLoop:
         items = round_.verify_items()
         if not items:
             return False
-        verdicts, verified = await self._target.verify(round_.round_id, items)
+        verdicts, verified = await self._verify(round_, items)
         self._drafting.observe_verification(items, verified)
         for commit in round_.commit(verdicts):
             self.counters.add_commit(commit)
@@ -180,13 +217,45 @@ class RoundLoop:
             return Timed()
         began = time.perf_counter()
         try:
-            proposals, timed = await self._draft.propose(round_.round_id, items, self._drafting.calibration.chances)
+            async with self._draft_free:
+                proposals, timed = await self._draft.propose(round_.round_id, items, self._drafting.calibration.chances)
         except (WorkerUnreachableError, WorkerRefusedError):
             # The link has logged it; this round decodes plainly.
             return Timed(elapsed=time.perf_counter() - began)
         round_.take_proposals(proposals, self._target.vocab_size)
         self._drafting.observe_proposals(items, proposals, timed)
         return timed
+
+    async def _verify(self, round_: Round, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
+        """Meanwhile the draft goes on as if all of its tokens were accepted, where it has nothing else to do."""
+        ahead = asyncio.create_task(self._draft_ahead(round_)) if self._are_separate and self._lanes == 1 else None
+        try:
+            async with self._target_free:
+                verified = await self._target.verify(round_.round_id, items)
+        except BaseException:
+            if ahead is not None:
+                ahead.cancel()
+            raise
+        if ahead is not None:
+            await ahead
+        return verified
+
+    async def _draft_ahead(self, round_: Round) -> None:
+        assert self._draft is not None
+        most = self._drafting.steps_beside_verification(len(round_.group))
+        items = round_.ahead_items(most, self._draft.max_model_len)
+        if not items:
+            return
+        try:
+            async with self._draft_free:
+                proposals, timed = await self._draft.propose(
+                    next(self._round_ids), items, self._drafting.calibration.chances
+                )
+        except (WorkerUnreachableError, WorkerRefusedError):
+            return  # the link has logged it
+        round_.take_ahead(proposals)
+        self._drafting.observe_proposals(items, proposals, timed)
+        self.counters.stage_seconds["draft"] += timed.forward
 
     def _worker(self, round_id: int) -> DraftWorker | None:
         """The draft worker, if it can be asked now."""

@@ -122,6 +122,16 @@ class Prefix:
         return min(self.length, self.source.draft_length)
 
 
+@dataclass(frozen=True)
+class DraftedAhead:
+    """Draft tokens that follow the committed ones."""
+
+    token_ids: tuple[int, ...]
+    confidences: tuple[float, ...]
+    cached_length: int
+    """Positions that the draft worker has cached, these tokens but the last one included."""
+
+
 @dataclass
 class SpeculationStats:
     """What speculation did for one sequence. A round counts if it verified at least one draft token."""
@@ -171,6 +181,8 @@ class Sequence:
         """What the draft worker can copy, until it was asked to."""
         self.cached_tokens = 0
         """Tokens of the prompt that the target worker did copy."""
+        self.drafted_ahead: DraftedAhead | None = None
+        """What was drafted for the next round already."""
         self.draft_rests_until = 0
         """The first round in which the draft worker is asked again, after it had no slot."""
         self.ready_since = 0

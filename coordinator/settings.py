@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
+from coordinator.rounds import Overlap
 from coordinator.sequence import DraftMethod
 from rpc.settings import UINT32_MAX, Seconds, ServerSettings
 
@@ -54,6 +55,11 @@ class CoordinatorSettings(ServerSettings):
         DraftMethod.BEST,
         description="who drafts unless a request says otherwise: the draft worker's model, ngram (prompt lookup: what "
         "followed the last tokens when they came before), or best: in each round whoever promises more",
+    )
+    overlap: Overlap = Field(
+        "auto",
+        description="draft for one group while another is verified, where it pays; auto: if the workers have devices "
+        "of their own",
     )
     max_num_speculative_tokens: int = Field(
         MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="the most that a request may ask for"

@@ -116,6 +116,12 @@ class WorkerLink:
         """Whether calls are likely to succeed."""
         return self.state is LinkState.READY
 
+    @property
+    def place(self) -> str:
+        """Host and device: workers at the same place share what they compute with."""
+        host, _, _ = self.address.rpartition(":")
+        return f"{host} {self.info.device if self.info is not None else ''}"
+
     async def wait_ready(self) -> None:
         """Returns as soon as the worker can be called."""
         await self._ready.wait()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coordinator.round import (
     DRAFT_REST_ROUNDS,
     FEW_TOKENS,
+    DraftOrder,
     ItemStatus,
     Proposal,
     ProposeItem,
@@ -157,6 +158,7 @@ class Table:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    went_ahead: int = 0
 
     def happens(self) -> bool:
         return self.rounds <= TROUBLED_ROUNDS and self.chance.random() < self.trouble
@@ -174,7 +176,7 @@ class Table:
         group = self.chance.sample(unfinished, self.chance.randint(1, len(unfinished)))
         self.rounds += 1
         self.lose_caches()
-        round_ = Round(self.rounds, group, self.budget)
+        round_ = Round(self.rounds, group, self.budget, self.orders(group))
         self.propose(round_, group)
         self.verify(round_, group)
         for sequence in group:
@@ -183,6 +185,27 @@ class Table:
                 self.draft.release(sequence.sequence_id)
             else:
                 self.check_caches(sequence)
+
+    def orders(self, group: list[Sequence]) -> dict[int, DraftOrder]:
+        """Any for most: by the model, by prompt lookup, both or neither."""
+        return {
+            sequence.sequence_id: DraftOrder(
+                by_model=self.chance.randint(0, 9),
+                verify_above=self.chance.choice([0.0, 0.5, 1.0]),
+                found=self.found(sequence),
+            )
+            for sequence in group
+            if self.chance.random() < 0.7
+        }
+
+    def found(self, sequence: Sequence) -> tuple[int, ...]:
+        """Tokens that are right, to a random one."""
+        context, found = sequence.token_ids.copy(), list[int]()
+        for _ in range(self.chance.randint(0, max(0, sequence.draft_limit))):
+            token = choose(context)
+            found.append(token if self.chance.random() < self.acceptance else (token + 1) % VOCAB_SIZE)
+            context.append(found[-1])
+        return tuple(found) if self.chance.random() < 0.5 else ()
 
     def check_caches(self, sequence: Sequence) -> None:
         """What the sequence believes to be cached is cached, unless all of it was lost."""
@@ -207,12 +230,29 @@ class Table:
             return Proposal(proposal.sequence_id, ItemStatus.STALE_ROUND, (), 0)
         return proposal
 
+    def draft_ahead(self, round_: Round) -> None:
+        items = round_.ahead_items(self.chance.randint(0, 9), self.draft_max_len)
+        for item in items:
+            sequence = next(s for s in self.sequences if s.sequence_id == item.sequence_id)
+            end = item.base_length + 1
+            assert len(item.token_ids) == 1
+            assert item.beginning is None
+            assert end > len(sequence.token_ids)
+            assert end + item.num_draft_tokens <= min(sequence.max_length, self.draft_max_len + 1)
+        is_right = [self.chance.random() < self.acceptance for _ in range(20)]
+        proposals = [self.draft.propose(item, is_right) for item in items]
+        if not self.happens():
+            round_.take_ahead([self.spoiled_proposal(proposal) for proposal in proposals])
+            self.went_ahead += len(proposals)
+
     def verify(self, round_: Round, group: list[Sequence]) -> None:
         if self.chance.random() < self.cancel:
             self.cancel_one(group)
         items = round_.verify_items()
         check_verify_items(group, items, self.budget)
         verdicts = [self.target.verify(item) for item in items]
+        if self.chance.random() < 0.5:
+            self.draft_ahead(round_)
         if self.happens():  # the target's answer is lost
             return
         if self.chance.random() < self.cancel:
@@ -486,3 +526,21 @@ def test_what_lies_behind_a_stop_is_not_counted_as_accepted() -> None:
     play_once([sequence], target, draft, [True] * 4)
     assert sequence.generated_ids == expected[:3]
     assert sequence.speculation.histogram == [0, 0, 1]
+
+
+def test_what_was_drafted_ahead_is_the_next_rounds_draft() -> None:
+    sequence = Sequence(1, GenerationRequest("r", (1, 2), 40, frozenset(), 3))
+    target, draft = Worker(), Worker()
+    asked = []
+    for number in range(1, 7):
+        round_ = Round(number, [sequence], 100)
+        items = round_.propose_items(NO_LIMIT, NO_LIMIT)
+        asked.append(len(items))
+        round_.take_proposals([draft.propose(item, [True] * 9) for item in items], VOCAB_SIZE)
+        verified = round_.verify_items()
+        round_.take_ahead([draft.propose(item, [True] * 9) for item in round_.ahead_items(9, NO_LIMIT)])
+        (commit,) = round_.commit([target.verify(item) for item in verified])
+    # The prompt's round and the first draft's: from then on everything is there before it is needed.
+    assert asked == [1, 1, 0, 0, 0, 0]
+    assert (commit.drafted, commit.accepted) == (3, 3)
+    assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
