@@ -19,7 +19,7 @@ class Case:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    k: int
+    k: int | None  # None: adaptive
     ignore_eos: bool
     starts_after: int  # so many hundredths of a second
     cancelled_after: int | None  # so many tokens
@@ -40,7 +40,7 @@ cases = st.builds(
     Case,
     prompt=prompts,
     max_tokens=st.integers(1, MAX_TOKENS),
-    k=st.integers(0, 8),
+    k=st.one_of(st.none(), st.integers(0, 8)),
     ignore_eos=st.booleans(),
     starts_after=st.integers(0, 6),
     cancelled_after=st.one_of(st.none(), st.none(), st.integers(0, 10)),

@@ -52,7 +52,7 @@ def mixes(tiny_pair: tuple[Path, Path]) -> Iterator[Mixes]:
     with asyncio.Runner() as runner:
         context = serving_pair(
             *tiny_pair, worker={"max_sequences": 5, "max_forward_tokens": 48}, window_size=5, max_batch_size=4,
-            prefill_tokens=16,
+            prefill_tokens=16, overlap="on",
         )  # fmt: skip
         service = runner.run(context.__aenter__())
         tap = LogitsTap(runner.run(service.target.run(lambda backend: backend.engine)))

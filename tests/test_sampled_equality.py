@@ -36,7 +36,7 @@ params = st.builds(
 prompts = st.tuples(st.integers(0, 2), st.sampled_from([1, 5, 16, 40])).map(make_prompt)
 
 
-def make(prompt: tuple[int, ...], sampling: pb.SamplingParams, k: int) -> pb.GenerateRequest:
+def make(prompt: tuple[int, ...], sampling: pb.SamplingParams, k: int | None) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         tokenized=pb.TokenizedInput(input_ids=prompt),
         sampling_params=sampling,
@@ -61,16 +61,19 @@ def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
 @pytest.fixture(scope="module")
 def pair(tiny_pair: tuple[Path, Path]) -> Iterator[tuple[asyncio.Runner, PairService]]:
     with asyncio.Runner() as runner:
-        context = serving_pair(*tiny_pair, worker={"max_sequences": 6}, window_size=6, max_batch_size=4)
+        context = serving_pair(*tiny_pair, worker={"max_sequences": 6}, window_size=6, max_batch_size=4, overlap="on")
         yield runner, runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mix=st.lists(st.tuples(prompts, params, st.integers(1, 8)), min_size=1, max_size=7), greedy=st.integers(0, 2))
+@given(
+    mix=st.lists(st.tuples(prompts, params, st.one_of(st.none(), st.integers(1, 8))), min_size=1, max_size=7),
+    greedy=st.integers(0, 2),
+)
 def test_samples_do_not_depend_on_speculation_or_company(
     pair: tuple[asyncio.Runner, PairService],
-    mix: list[tuple[tuple[int, ...], pb.SamplingParams, int]],
+    mix: list[tuple[tuple[int, ...], pb.SamplingParams, int | None]],
     greedy: int,
 ) -> None:
     runner, service = pair
