@@ -170,13 +170,18 @@ def free_address() -> str:
 
 
 def make_request(
-    prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 24, k: int | None = None, request_id: str = "", **params: Any
+    prompt: Iterable[int] = (1, 2, 3),
+    max_tokens: int = 24,
+    k: int | None = None,
+    request_id: str = "",
+    method: Any = None,
+    **params: Any,
 ) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         request_id=request_id,
         tokenized=pb.TokenizedInput(input_ids=prompt),
         sampling_params=pb.SamplingParams(max_tokens=max_tokens, **params),
-        speculative=pb.SpeculativeParams(num_speculative_tokens=k),
+        speculative=pb.SpeculativeParams(num_speculative_tokens=k, method=method),
     )
 
 

@@ -68,6 +68,7 @@ BAD = {
     "unknown stop": (sampling(stop_token_ids=[3, 300]), "sampling_params.stop_token_ids", "300 is not below"),
     "many stops": (sampling(stop_token_ids=[3] * 1025), "sampling_params.stop_token_ids", "more than 1024"),
     "k beyond": (make_request(k=7), "speculative.num_speculative_tokens", "7 is beyond the limit of 6"),
+    "method unknown": (make_request(method=9), "speculative.method", "9 is none of the methods"),
     "long request id": (make_request(request_id="x" * 129), "request_id", "more than 128 characters"),
     "temperature nan": (sampling(temperature=math.nan), "sampling_params.temperature", "nan"),
     "temperature inf": (sampling(temperature=math.inf), "sampling_params.temperature", "inf"),

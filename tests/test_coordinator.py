@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -254,6 +255,45 @@ async def test_the_configured_k_is_the_default() -> None:
         await served.expect(make_request())
         asked = [item.num_draft_tokens for request in served.draft.requests for item in request.items]
         assert max(asked) == 2
+
+
+async def test_adaptive_lengths_explain_themselves() -> None:
+    async with serving(num_speculative_tokens="adaptive", draft_method="best") as served:
+        requests = [make_request([i, 1], max_tokens=60) for i in range(4)]
+        await asyncio.gather(*(served.expect(request) for request in requests))
+        assert not (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).HasField("num_speculative_tokens")
+        info = await served.until_idle()
+        counters, state = info.counters, info.speculation
+        assert sum(i * times for i, times in enumerate(counters.draft_lengths)) == counters.draft_tokens
+        assert sum(drafts.draft_tokens for drafts in counters.drafts.values()) == counters.draft_tokens
+        assert (
+            sum(drafts.accepted_draft_tokens for drafts in counters.drafts.values()) == counters.accepted_draft_tokens
+        )
+        assert 0 < state.model_acceptance_rate < 1
+        assert min(state.plain_tokens_per_s, state.draft_step_s, state.verify_s, state.exchange_s) > 0
+        assert set(state.ngram_acceptance_rates) == {2, 3, 4}
+
+
+class LoopingTarget(RecordingTarget):
+    """Says the same few tokens over and over."""
+
+    def choose(self, context: Sequence[int]) -> int:
+        return 65 + len(context) % 5
+
+
+@pytest.mark.parametrize("method", [pb.DRAFT_METHOD_NGRAM, pb.DRAFT_METHOD_BEST])
+async def test_without_a_draft_worker_prompt_lookup_drafts(method: pb.DraftMethod) -> None:
+    async with serving(LoopingTarget(), with_draft=False) as served:
+        response = await served.expect(make_request(max_tokens=60, k=4, method=method))
+        assert response.speculative_decoding.mean_acceptance_length > 3
+        drafts = (await served.info()).counters.drafts
+        assert set(drafts) == {"ngram"}
+
+
+async def test_a_request_for_the_model_alone_gets_no_prompt_lookup() -> None:
+    async with serving(LoopingTarget(), with_draft=False) as served:
+        response = await served.expect(make_request(max_tokens=60, k=4, method=pb.DRAFT_METHOD_MODEL))
+        assert response.speculative_decoding == pb.SpeculativeDecodingStats()
 
 
 async def test_the_request_id_and_the_seed_come_back() -> None:

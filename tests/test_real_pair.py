@@ -26,7 +26,9 @@ async def test_32_chats_in_batches_of_8_are_those_of_plain_decoding_alone() -> N
         assert info.target.equivalence == common_pb2.EQUIVALENCE_BITWISE
         alone = await all_answers(client, concurrency=1, k=0)
         # Draft lengths differ from request to request, so that every round is ragged.
-        mixed = await asyncio.gather(*(all_answers(client, concurrency=3, k=k, part=k - 1) for k in (1, 2, 3)))
+        mixed = await asyncio.gather(
+            *(all_answers(client, concurrency=3, k=k, part=part) for part, k in enumerate((1, 3, None)))
+        )
         for part, responses in enumerate(mixed):
             assert [tokens(response) for response in responses] == [tokens(response) for response in alone[part::3]]
         accepted = sum(r.speculative_decoding.num_accepted_draft_tokens for responses in mixed for r in responses)
