@@ -18,7 +18,10 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
 }
 
 # Commands whose code needs torch: the module that runs in this process's place, and what it does.
-ELSEWHERE = {"distill": ("distill.main", "Trains a small draft on what its target writes.")}
+ELSEWHERE = {
+    "distill": ("distill.main", "Trains a small draft on what its target writes."),
+    "plan": ("planning.main", "Measures a pair, and predicts its speed by batch and draft length."),
+}
 
 # Settings that only workers have, by name, since their code needs torch.
 WORKER_KEYS = {

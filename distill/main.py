@@ -11,19 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from distill.corpus import Dialogues, Writer, gathered
+from distill.replay import mean_acceptance_length
 from distill.student import Student, load_trained, most_frequent, save_draft, save_trained
 from distill.template import ChatTemplate
-from distill.training import (
-    ACCEPTANCE_AT,
-    Checkpoint,
-    Example,
-    agreement,
-    batches,
-    examples_of,
-    learning_rate,
-    loss_of,
-    mean_acceptance_length,
-)
+from distill.training import Checkpoint, Example, agreement, batches, examples_of, learning_rate, loss_of
 from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
 from engine.options import EngineOptions
@@ -34,6 +25,8 @@ console = Console()
 
 PROGRAM = "specpool-distill"
 DIALOGUES_PER_SHARD = 256
+# Draft lengths for which the mean acceptance length is said.
+ACCEPTANCE_AT = (1, 2, 3, 4, 5)
 
 
 class DistillSettings(Settings):

@@ -14,9 +14,6 @@ from distill.corpus import Dialogues
 from distill.files import in_one_step
 from distill.student import Student
 
-# Draft lengths for which the mean acceptance length is said.
-ACCEPTANCE_AT = (1, 2, 3, 4, 5)
-
 
 @dataclass(frozen=True)
 class Example:
@@ -109,19 +106,6 @@ def agreement(student: Student, examples: Sequence[Example]) -> list[list[bool]]
         same = (choice == batch.top_ids[:, 0]).split([len(example.top_ids) for example in group])
         found += [one.tolist() for one in same]
     return found
-
-
-def mean_acceptance_length(agreed: Sequence[Sequence[bool]], k: int) -> float:
-    """Tokens gained a round with k draft tokens, if the student agrees exactly where it does on the target's text."""
-    rounds = gained = 0
-    for answer in agreed:
-        at = 0
-        while at < len(answer):
-            accepted = 0
-            while accepted < k and at + accepted < len(answer) and answer[at + accepted]:
-                accepted += 1
-            rounds, gained, at = rounds + 1, gained + accepted + 1, at + accepted + 1
-    return gained / rounds if rounds else 0.0
 
 
 def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:

@@ -47,6 +47,7 @@ class EngineInfo:
     tokenizer_fingerprint: str
     bitwise: bool
     parameters: int
+    embedding_parameters: int
     slots_total: int
     slots_in_use: int
     kv_bytes_per_token: int
@@ -68,6 +69,7 @@ class Engine:
         self.loaded = loaded
         self.vocab_size, self.max_model_len = loaded.vocab_size, loaded.max_model_len
         self._parameters = sum(weight.numel() for weight in loaded.model.parameters())
+        self._embedding_parameters = loaded.embedding_parameters
         config = loaded.config
         heads = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
@@ -137,6 +139,7 @@ class Engine:
             tokenizer_fingerprint=self.loaded.tokenizer.fingerprint,
             bitwise=self.bitwise,
             parameters=self._parameters,
+            embedding_parameters=self._embedding_parameters,
             slots_total=self.slots.total,
             slots_in_use=self.slots.in_use,
             kv_bytes_per_token=per_token,

@@ -89,18 +89,29 @@ class LoadedModel:
         head: Any = self.model.get_output_embeddings() if self.output_ids is None else self.model.get_input_embeddings()
         return int(head.weight.shape[0])
 
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the embeddings and the output head; where they share their weights, these count once."""
+        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        return sum(weight.numel() for weight in {end.weight for end in ends})
 
-def load_model(options: EngineOptions) -> LoadedModel:
-    """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for what is no model."""
+
+def load_config(options: EngineOptions) -> PreTrainedConfig:
+    """The configuration of a model that, as far as it tells, can be served. UnsupportedModelError if it cannot."""
     source = _source(options.model)
     try:
-        config = AutoConfig.from_pretrained(**source)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
     except Exception as error:  # the files may hold anything
         reason = f"{options.model} is not a model folder, GGUF file or hub id: {first_line(error)}"
         raise UnsupportedModelError(reason) from error
     _check_types(config)
-    max_model_len = _max_model_len(config, options)
-    refuse_unsupported(config, max_model_len)
+    refuse_unsupported(config, _max_model_len(config, options))
+    return config
+
+
+def load_model(options: EngineOptions) -> LoadedModel:
+    """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for what is no model."""
+    source, config = _source(options.model), load_config(options)
     device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread: kernels and graphs go to the current one
@@ -126,7 +137,7 @@ def load_model(options: EngineOptions) -> LoadedModel:
     output_ids = _reduce_head(model, Path(options.model) / OUTPUT_HEAD)
     if output_ids is not None:
         output_ids = output_ids.to(device)  # every pass needs them there
-    return LoadedModel(options.model, model.to(device).eval(), files, max_model_len, output_ids)
+    return LoadedModel(options.model, model.to(device).eval(), files, _max_model_len(config, options), output_ids)
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -4,13 +4,15 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ByteSize, Field, model_validator
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
 
 class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     """Settings of an engine; every worker takes them as flags."""
 
     model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: Dtype = Field(
         "auto",
         description="weights, and KV cache where the pass is not compiled, which takes float32; "
         '"auto": as stored on a GPU, float32 on a CPU',

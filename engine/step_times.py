@@ -20,13 +20,13 @@ REPEATS = 3
 
 
 @torch.inference_mode()
-def measure_step_times(engine: "Engine") -> dict[int, float]:
-    """Seconds of a pass by its new tokens. Uses the engine's own slots, which must be free."""
+def measure_step_times(engine: "Engine", numbers: Sequence[int] = ROWS) -> dict[int, float]:
+    """Seconds of a pass by its new tokens, of these numbers. Uses the engine's own slots, which must be free."""
     keys = [("step-times", i) for i in range(min(SEQUENCES, engine.slots.total))]
-    taken = [engine.slots.take(key, min(CACHED + ROWS[-1], engine.max_model_len)) for key in keys]
+    taken = [engine.slots.take(key, min(CACHED + max(numbers), engine.max_model_len)) for key in keys]
     slots = [slot for slot in taken if slot is not None]
     try:
-        passes = {rows: _spans(slots, rows) for rows in ROWS}
+        passes = {rows: _spans(slots, rows) for rows in numbers}
         return {rows: min(_seconds(engine, spans) for _ in range(REPEATS)) for rows, spans in passes.items() if spans}
     finally:
         engine.slots.release(keys)

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import corpus, training
 from distill.corpus import TOP, Dialogues, Writer, gathered
+from distill.replay import acceptance_by_position, mean_acceptance_length
 from distill.student import Student, load_trained, most_frequent, save_draft, save_trained
 from distill.template import ChatTemplate
-from distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of, mean_acceptance_length
+from distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of
 from engine.engine import Engine
 from engine.packing import Span
 
@@ -212,8 +213,12 @@ def test_batches_hold_every_example_once_and_choose_what_answers_follow(
 @given(answers=st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=5), k=st.integers(0, 6))
 def test_the_mean_acceptance_length_is_between_one_and_k_plus_one(answers: list[list[bool]], k: int) -> None:
     assert 1 <= mean_acceptance_length(answers, k) <= k + 1
-    assert mean_acceptance_length([[True] * 60], k) == pytest.approx(k + 1, rel=0.2)
+    assert mean_acceptance_length([[True] * 60], k) == k + 1
     assert mean_acceptance_length([[False] * 60], k) == 1
+    by_position = acceptance_by_position(answers, k)
+    assert by_position == sorted(by_position, reverse=True)
+    assert len(by_position) == k
+    assert all(0 <= share <= 1 for share in by_position)
 
 
 def test_the_most_frequent_tokens_and_those_always_wanted_are_kept() -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("coordinator", "draft_worker", "target_worker", "engine", "distill", "rpc")
+PACKAGES = ("coordinator", "draft_worker", "target_worker", "engine", "distill", "planning", "rpc")
 
 FORBIDDEN = {
     "coordinator": {"torch", "engine", "draft_worker", "target_worker"},
     "rpc": {"torch", "coordinator", "engine", "draft_worker", "target_worker"},
     "draft_worker": {"coordinator", "target_worker"},
     "distill": {"coordinator", "draft_worker", "target_worker", "specpool"},
+    "planning": {"grpc", "google", "specpool", "draft_worker", "target_worker"},
     "target_worker": {"coordinator", "draft_worker"},
     "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "draft_worker", "target_worker"},
 }
@@ -23,6 +24,7 @@ PURE = (
     "text", "sequence", "ready", "prefixes", "pool", "grouping", "round", "counters",
     "costs", "acceptance", "draft_lengths", "ngrams", "drafting",
 )  # fmt: skip
+PURE_IN_PLANNING = ("plan", "prediction", "scaling")
 IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 
 MAY_NAME_STATUS_CODES = {
@@ -69,7 +71,11 @@ def imported(path: Path) -> set[str]:
 
 
 def top_levels(path: Path) -> set[str]:
-    return {name.partition(".")[0] for name in imported(path)}
+    return set(map(top_of, imported(path)))
+
+
+def top_of(name: str) -> str:
+    return name.partition(".")[0]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -90,6 +96,15 @@ def test_scheduling_imports_neither_transport_nor_model_nor_clock(module: str) -
     assert top_levels(path) & IMPURE == set()
     own = {name for name in imported(path) if name.startswith("coordinator.")}
     assert {name.split(".")[1] for name in own} <= set(PURE)
+
+
+@pytest.mark.parametrize("module", PURE_IN_PLANNING)
+def test_predictions_import_neither_model_nor_clock(module: str) -> None:
+    path = ROOT / "planning" / f"{module}.py"
+    assert top_levels(path) & IMPURE == set()
+    pure = {"coordinator.costs", "distill.replay", *(f"planning.{name}" for name in PURE_IN_PLANNING)}
+    own = {name.rpartition(".")[0] for name in imported(path) if top_of(name) in PACKAGES}
+    assert own <= pure
 
 
 def test_only_the_error_table_and_clients_name_status_codes() -> None:

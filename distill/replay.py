@@ -1,0 +1,29 @@
+"""What would have been accepted of a draft, from where its choices are those of the text that its target wrote. Pure.
+
+A target that decodes greedily writes the same text whatever is drafted: so rounds can be played again on it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+
+def mean_acceptance_length(agreed: Sequence[Sequence[bool]], k: int) -> float:
+    """Tokens gained a round with k draft tokens, if the draft agrees exactly where it does on the target's text."""
+    return 1 + sum(acceptance_by_position(agreed, k))
+
+
+def acceptance_by_position(agreed: Sequence[Sequence[bool]], k: int) -> list[float]:
+    """In rounds with k draft tokens, the share of them in which the first was accepted, the first two, and so on."""
+    accepted = list(_rounds(agreed, k))
+    return [sum(count > j for count in accepted) / max(1, len(accepted)) for j in range(k)]
+
+
+def _rounds(agreed: Sequence[Sequence[bool]], k: int) -> Iterator[int]:
+    """Draft tokens accepted in each round; one that the answer's end would cut short tells nothing."""
+    for answer in agreed:
+        at = 0
+        while at + k <= len(answer):
+            accepted = 0
+            while accepted < k and answer[at + accepted]:
+                accepted += 1
+            yield accepted
+            at += accepted + 1

@@ -1,0 +1,127 @@
+"""What a plan rests on: what passes cost, what the target writes, and where a draft would have written the same.
+
+One model is loaded at a time, so that none takes the other's memory or time.
+"""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from coordinator.commands.prompts import PromptLine
+from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
+from engine.engine import Engine
+from engine.loading import UnsupportedModelError
+from engine.options import EngineOptions
+from engine.packing import Span
+from engine.step_times import measure_step_times
+from planning.plan import Model
+
+
+class PromptError(ValueError):
+    """The target cannot answer these prompts; the message says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target writes greedily after a prompt, its end included."""
+
+    prompt: list[int]
+    token_ids: list[int]
+
+
+def measure_target(
+    options: EngineOptions, lines: Sequence[PromptLine], max_tokens: int, rows: Sequence[int], console: Console
+) -> tuple[Model, list[Answer]]:
+    """What the target's passes of so many rows cost, and its answers. UnsupportedModelError, PromptError."""
+    engine = _load(options, exact=True, console=console)  # as it is served
+    model = _model(engine, rows)
+    prompts = _encoded(engine, lines, max_tokens)
+    return model, _written(engine, prompts, max_tokens, console)
+
+
+def measure_draft(
+    options: EngineOptions, target: Model, answers: Sequence[Answer], rows: Sequence[int], console: Console
+) -> tuple[Model, list[list[bool]]]:
+    """What a draft's steps cost, and at which tokens of each answer it agrees. UnsupportedModelError."""
+    engine = _load(options, exact=False, console=console)
+    model = _model(engine, rows)
+    if model.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise UnsupportedModelError(f"{model.name} has another tokenizer than {target.name}")
+    return model, _agreed(engine, answers, console)
+
+
+def _load(options: EngineOptions, exact: bool, console: Console) -> Engine:
+    gc.collect()  # the model before this one: modules are cycles
+    torch.cuda.empty_cache()
+    with console.status(f"loading {options.model}"):
+        return Engine.load(options, exact)
+
+
+def _model(engine: Engine, rows: Sequence[int]) -> Model:
+    info, extents = engine.info(), engine.slots.extents
+    return Model(
+        name=info.model,
+        device=info.device,
+        dtype=info.dtype,
+        parameters=info.parameters - info.embedding_parameters,
+        room=extents.columns // extents.longest,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        step_seconds=measure_step_times(engine, rows),
+    )
+
+
+def _encoded(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> list[list[int]]:
+    """Token ids of the prompts, as the coordinator encodes them."""
+    tokenizer = TargetTokenizer(TokenizerFiles(**asdict(engine.loaded.tokenizer)))
+    prompts = []
+    for line in lines:
+        if isinstance(line.prompt, str):
+            prompts.append(tokenizer.encode_text(line.prompt))
+        else:
+            prompts.append(tokenizer.encode_chat([(each["role"], each["content"]) for each in line.prompt]))
+        if not 0 < len(prompts[-1]) <= engine.max_model_len - max_tokens:
+            raise PromptError(
+                f"prompt {line.id!r} has {len(prompts[-1])} tokens; with {max_tokens} more, "
+                f"from 1 to {engine.max_model_len - max_tokens} are possible"
+            )
+    return prompts
+
+
+@torch.inference_mode()
+def _written(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, console: Console) -> list[Answer]:
+    """Greedy answers to all prompts, in one batch."""
+    slots = [engine.slots.take(("plan", i), len(prompt) + max_tokens) for i, prompt in enumerate(prompts)]
+    answers = [Answer(prompt, []) for prompt in prompts]
+    spans = [Span(slot.index, 0, prompt, 1) for slot, prompt in zip(slots, prompts, strict=True) if slot is not None]
+    if len(spans) < len(prompts):
+        raise PromptError(f"the KV cache has room for {len(spans)} of {len(prompts)} prompts at a time")
+    writing = list(zip(answers, spans, strict=True))
+    for _ in track(range(max_tokens), "target writes", console=console, transient=True):
+        chosen = engine.forward([span for _, span in writing]).argmax(-1).tolist() if writing else []
+        for (answer, _), token in zip(writing, chosen, strict=True):
+            answer.token_ids.append(token)
+        writing = [
+            (answer, Span(span.slot, span.end, answer.token_ids[-1:], 1))
+            for answer, span in writing
+            if answer.token_ids[-1] not in engine.loaded.tokenizer.eos_token_ids
+        ]
+    return answers
+
+
+@torch.inference_mode()
+def _agreed(engine: Engine, answers: Sequence[Answer], console: Console) -> list[list[bool]]:
+    """Of each answer's tokens, whether the draft chooses them too after all before: one pass an answer."""
+    slot = engine.slots.take(("plan", 0))
+    assert slot is not None  # there is always room for one
+    agreed = []
+    for answer in track(answers, f"{engine.loaded.name} reads", console=console, transient=True):
+        fed = (answer.prompt + answer.token_ids)[:-1]
+        if len(fed) > engine.max_model_len:
+            raise UnsupportedModelError(f"an answer ends at {len(fed)} of its {engine.max_model_len} positions")
+        chosen = engine.forward([Span(slot.index, 0, fed, len(answer.token_ids))]).argmax(-1).tolist()
+        agreed.append([ours == theirs for ours, theirs in zip(chosen, answer.token_ids, strict=True)])
+    return agreed

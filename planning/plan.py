@@ -1,0 +1,97 @@
+"""From what was measured to what is recommended. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.costs import RoundCosts, StepTimes
+from distill.replay import acceptance_by_position, mean_acceptance_length
+from planning.prediction import Pair, Speed, Workers, best_by_batch, enough, predict, workers
+from planning.scaling import LogLinear, fit
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and what its passes cost."""
+
+    name: str
+    device: str
+    dtype: str
+    parameters: int
+    """Without embeddings and output head, which say little of what a model can do."""
+    room: int
+    """Sequences of full length that its KV cache has room for, of as many as were asked for."""
+    tokenizer_fingerprint: str
+    step_seconds: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan is made for."""
+
+    batches: Sequence[int]
+    longest: int
+    """Draft tokens, at most."""
+    exchange_seconds: float
+    shared: bool | None
+    """None: as the devices are."""
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What is predicted of one draft."""
+
+    model: Model
+    agreement: float
+    """The share of the target's tokens that it would have chosen too, after all before."""
+    by_position: list[float]
+    """The share of rounds in which the first draft token was accepted, the first two, and so on."""
+    pair: Pair
+    speeds: list[Speed]
+
+    @property
+    def best(self) -> dict[int, Speed]:
+        """By batch."""
+        return best_by_batch(self.speeds)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is predicted of all drafts, and what is recommended."""
+
+    target: Model
+    drafts: list[DraftPlan]
+    scaling: LogLinear | None
+    chosen: DraftPlan
+    window: Speed
+    workers: Workers
+
+
+def make_plan(target: Model, drafts: Sequence[tuple[Model, Sequence[Sequence[bool]]]], terms: Terms) -> Plan:
+    """`drafts`: with each, where in the target's answers it agrees.
+
+    The draft is the one that is fastest in any batch that fits in the target's KV cache, or in the smallest if none
+    does; the window is the smallest of these batches that reaches 95% of that speed.
+    """
+    plans = [_draft_plan(target, model, agreed, terms) for model, agreed in drafts]
+    fitting = {batch for batch in terms.batches if batch <= target.room} or {min(terms.batches)}
+
+    def fastest(plan: DraftPlan) -> float:
+        return max(plan.best[batch].tokens_per_second for batch in fitting)
+
+    chosen = max(plans, key=fastest)
+    window = enough(chosen.best[batch] for batch in fitting)
+    scaling = fit([plan.model.parameters for plan in plans], [plan.agreement for plan in plans])
+    return Plan(target, plans, scaling, chosen, window, workers(chosen.pair, window.batch, window.k))
+
+
+def _draft_plan(target: Model, draft: Model, agreed: Sequence[Sequence[bool]], terms: Terms) -> DraftPlan:
+    costs = RoundCosts(StepTimes(draft.step_seconds), StepTimes(target.step_seconds), terms.exchange_seconds)
+    lengths = [mean_acceptance_length(agreed, k) for k in range(terms.longest + 1)]
+    pair = Pair(costs, lengths, draft.device == target.device if terms.shared is None else terms.shared)
+    return DraftPlan(
+        model=draft,
+        agreement=sum(map(sum, agreed)) / sum(map(len, agreed)),
+        by_position=acceptance_by_position(agreed, terms.longest),
+        pair=pair,
+        speeds=predict(pair, terms.batches),
+    )

@@ -1,0 +1,100 @@
+"""What a pair gains by batch and draft length, and what to run it with. Pure."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coordinator.costs import RoundCosts
+
+# A batch is large enough when it reaches such a share of the most tokens per second that any batch does.
+ENOUGH = 0.95
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is known of a target and a draft."""
+
+    costs: RoundCosts
+    lengths: Sequence[float]
+    """The mean acceptance length by draft tokens: of none it is 1."""
+    shared: bool
+    """Whether both run on one device, so that only one of them works at a time."""
+
+    def tokens_per_second(self, batch: int, k: int) -> float:
+        """Of a batch that is drafted and verified in turn."""
+        return batch * self.lengths[k] / self.costs.seconds(batch, [batch] * k)
+
+    def overlapped(self, batch: int, k: int) -> float | None:
+        """The same if one half of the batch is drafted while the other is verified; None where that cannot be."""
+        if self.shared or k == 0 or batch == 1:
+            return None
+        draft, verify = self.draft_seconds(batch / 2, k), self.verify_seconds(batch / 2, k)
+        # In a period each worker serves both halves, and each half goes through both workers.
+        period = max(2 * draft, 2 * verify, draft + verify + 2 * self.costs.exchange)
+        return batch * self.lengths[k] / period
+
+    def draft_seconds(self, batch: float, k: int) -> float:
+        """Of the draft worker in a round."""
+        return k * self.costs.draft(batch)
+
+    def verify_seconds(self, batch: float, k: int) -> float:
+        """Of the target worker in a round."""
+        return self.costs.verify(batch * (k + 1))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is predicted for a batch and a draft length."""
+
+    batch: int
+    k: int
+    tokens_per_second: float
+    of_plain: float
+    overlapped: float | None
+    """Tokens per second with two groups in flight."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How many draft workers keep how many target workers busy, who all verify all the time."""
+
+    draft: int
+    target: int
+
+
+def predict(pair: Pair, batches: Iterable[int]) -> list[Speed]:
+    """For every batch, plain decoding and each draft length."""
+    speeds = []
+    for batch in batches:
+        plain = pair.tokens_per_second(batch, 0)
+        for k in range(len(pair.lengths)):
+            speed = pair.tokens_per_second(batch, k)
+            speeds.append(Speed(batch, k, speed, speed / plain, pair.overlapped(batch, k)))
+    return speeds
+
+
+def best_by_batch(speeds: Iterable[Speed]) -> dict[int, Speed]:
+    """The fastest draft length of each batch; of equals the shortest."""
+    best: dict[int, Speed] = {}
+    for speed in speeds:
+        if speed.batch not in best or speed.tokens_per_second > best[speed.batch].tokens_per_second:
+            best[speed.batch] = speed
+    return best
+
+
+def enough(best: Iterable[Speed]) -> Speed:
+    """The smallest batch that reaches 95% of the most tokens per second of any."""
+    by_batch = sorted(best, key=lambda speed: speed.batch)
+    most = max(speed.tokens_per_second for speed in by_batch)
+    return next(speed for speed in by_batch if speed.tokens_per_second >= ENOUGH * most)
+
+
+def workers(pair: Pair, batch: int, k: int) -> Workers:
+    """One draft worker for as many target workers as it can draft for while they verify; if it is slower than one of
+    them, as many draft workers as one target worker needs."""
+    if k == 0:
+        return Workers(0, 1)
+    share = pair.draft_seconds(batch, k) / pair.verify_seconds(batch, k)
+    if pair.shared:
+        return Workers(1, 1)
+    return Workers(1, math.floor(1 / share)) if share <= 1 else Workers(math.ceil(share), 1)

@@ -1,0 +1,116 @@
+"""A plan as tables, in one sentence, and as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from planning.plan import DraftPlan, Model, Plan
+from planning.scaling import other_sizes
+
+SIGNIFICANT_DIGITS = 4
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints the tables, and what is recommended."""
+    for draft in plan.drafts:
+        console.print(_table(draft))
+    if plan.scaling is not None:
+        console.print(_scaling_table(plan))
+    console.print(_recommendation(plan))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """All of it as plain data."""
+    chosen, window = plan.chosen, plan.window
+    result: dict[str, Any] = _rounded(
+        {
+            "target": _model(plan.target),
+            "drafts": [
+                {
+                    **_model(draft.model),
+                    "agreement": draft.agreement,
+                    "acceptance_by_position": draft.by_position,
+                    "mean_acceptance_length": draft.pair.lengths[1:],
+                    "speeds": [asdict(speed) for speed in draft.speeds],
+                }
+                for draft in plan.drafts
+            ],
+            "scaling": None if plan.scaling is None else {**asdict(plan.scaling), "agreement": _predicted(plan)},
+            "recommended": {
+                "draft": chosen.model.name,
+                "k": {batch: speed.k for batch, speed in chosen.best.items()},
+                "window": window.batch,
+                "tokens_per_second": window.tokens_per_second,
+                "of_plain": window.of_plain,
+                "draft_workers": plan.workers.draft,
+                "target_workers": plan.workers.target,
+            },
+        }
+    )
+    return result
+
+
+def _table(draft: DraftPlan) -> Table:
+    """How much is accepted by draft length, and below it, by batch, what becomes of the speed."""
+    lengths = draft.pair.lengths[1:]
+    drafted = [f"k = {k}" for k in range(1, len(lengths) + 1)]
+    overlapping = [] if draft.pair.shared else ["two groups"]
+    table = Table("batch", "plain tokens/s", *drafted, "best k", "tokens/s", *overlapping)
+    table.title = f"{draft.model.name}: agrees with {draft.agreement:.1%} of the target's greedy tokens"
+    table.caption = "for each batch: predicted tokens/s, of plain decoding"
+    table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.by_position))
+    table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
+    for batch, best in draft.best.items():
+        plain, *others = [speed for speed in draft.speeds if speed.batch == batch]
+        overlapped = [(speed.overlapped, speed.k) for speed in others if speed.overlapped is not None]
+        table.add_row(
+            str(batch),
+            f"{plain.tokens_per_second:.1f}",
+            *(f"{speed.of_plain:.2f}" for speed in others),
+            str(best.k),
+            f"{best.tokens_per_second:.1f}",
+            *(f"{speed:.1f}, k = {k}" for speed, k in sorted(overlapped)[-1:]),
+        )
+    return table
+
+
+def _scaling_table(plan: Plan) -> Table:
+    table = Table("parameters without embeddings", "agreement", title="drafts of other sizes, by log-linear fit")
+    for size, agreement in _predicted(plan).items():
+        table.add_row(f"{size:,}", f"{agreement:.1%}")
+    return table
+
+
+def _recommendation(plan: Plan) -> str:
+    window, workers = plan.window, plan.workers
+    speed = f"window {window.batch}: {window.tokens_per_second:.1f} tokens/s"
+    if window.k == 0:
+        return f"{speed}, by plain decoding: no draft length is faster there"
+    counts = f"{_count(workers.draft, 'draft worker')} per {_count(workers.target, 'target worker')}"
+    parts = ", each with a part of the sequences" if workers.draft > 1 else ""
+    drafting = f"{window.of_plain:.2f} of plain decoding, with k = {window.k} of {plan.chosen.model.name}"
+    return f"{speed}, {drafting}; {counts}{parts}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number > 1)
+
+
+def _predicted(plan: Plan) -> dict[int, float]:
+    assert plan.scaling is not None
+    sizes = other_sizes([draft.model.parameters for draft in plan.drafts], plan.target.parameters)
+    return {size: plan.scaling(size) for size in sizes}
+
+
+def _model(model: Model) -> dict[str, Any]:
+    return {name: value for name, value in asdict(model).items() if name != "tokenizer_fingerprint"}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
