@@ -20,14 +20,14 @@ class Pair:
     shared: bool
     """Whether both run on one device, so that only one of them works at a time."""
 
-    def tokens_per_second(self, batch: int, k: int) -> float:
-        """Of a batch that is drafted and verified in turn."""
+    def in_turn(self, batch: int, k: int) -> float:
+        """Tokens per second of a batch that is drafted and verified in turn."""
         return batch * self.lengths[k] / self.costs.seconds(batch, [batch] * k)
 
-    def overlapped(self, batch: int, k: int) -> float | None:
-        """The same if one half of the batch is drafted while the other is verified; None where that cannot be."""
+    def in_halves(self, batch: int, k: int) -> float:
+        """The same if one half of the batch is drafted while the other is verified; 0 where that cannot be."""
         if self.shared or k == 0 or batch == 1:
-            return None
+            return 0.0
         draft, verify = self.draft_seconds(batch / 2, k), self.verify_seconds(batch / 2, k)
         # In a period each worker serves both halves, and each half goes through both workers.
         period = max(2 * draft, 2 * verify, draft + verify + 2 * self.costs.exchange)
@@ -50,8 +50,8 @@ class Speed:
     k: int
     tokens_per_second: float
     of_plain: float
-    overlapped: float | None
-    """Tokens per second with two groups in flight."""
+    groups: int
+    """In flight at a time, as it is faster: all in turn, or two halves that overlap."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,11 @@ def predict(pair: Pair, batches: Iterable[int]) -> list[Speed]:
     """For every batch, plain decoding and each draft length."""
     speeds = []
     for batch in batches:
-        plain = pair.tokens_per_second(batch, 0)
+        plain = pair.in_turn(batch, 0)
         for k in range(len(pair.lengths)):
-            speed = pair.tokens_per_second(batch, k)
-            speeds.append(Speed(batch, k, speed, speed / plain, pair.overlapped(batch, k)))
+            whole, halves = pair.in_turn(batch, k), pair.in_halves(batch, k)
+            speed = max(whole, halves)
+            speeds.append(Speed(batch, k, speed, speed / plain, 2 if halves > whole else 1))
     return speeds
 
 

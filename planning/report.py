@@ -56,22 +56,20 @@ def _table(draft: DraftPlan) -> Table:
     """How much is accepted by draft length, and below it, by batch, what becomes of the speed."""
     lengths = draft.pair.lengths[1:]
     drafted = [f"k = {k}" for k in range(1, len(lengths) + 1)]
-    overlapping = [] if draft.pair.shared else ["two groups"]
-    table = Table("batch", "plain tokens/s", *drafted, "best k", "tokens/s", *overlapping)
+    table = Table("batch", "plain tokens/s", *drafted, "best k", "groups", "tokens/s")
     table.title = f"{draft.model.name}: agrees with {draft.agreement:.1%} of the target's greedy tokens"
     table.caption = "for each batch: predicted tokens/s, of plain decoding"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.by_position))
     table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
     for batch, best in draft.best.items():
         plain, *others = [speed for speed in draft.speeds if speed.batch == batch]
-        overlapped = [(speed.overlapped, speed.k) for speed in others if speed.overlapped is not None]
         table.add_row(
             str(batch),
             f"{plain.tokens_per_second:.1f}",
             *(f"{speed.of_plain:.2f}" for speed in others),
             str(best.k),
+            str(best.groups),
             f"{best.tokens_per_second:.1f}",
-            *(f"{speed:.1f}, k = {k}" for speed, k in sorted(overlapped)[-1:]),
         )
     return table
 

@@ -42,7 +42,7 @@ def pairs(draw: st.DrawFn, shared: bool | None = None) -> Pair:
 @given(pair=pairs(), batch=batches)
 def test_no_speed_up_exceeds_the_mean_acceptance_length(pair: Pair, batch: int) -> None:
     plain, *drafted = predict(pair, [batch])
-    assert (plain.k, plain.of_plain, plain.overlapped) == (0, 1, None)
+    assert (plain.k, plain.of_plain, plain.groups) == (0, 1, 1)
     assert all(speed.of_plain <= pair.lengths[speed.k] for speed in drafted)
 
 
@@ -55,14 +55,13 @@ def test_a_draft_that_costs_nothing_gains_what_it_gets_accepted(length: float, b
 
 @given(pair=pairs(shared=False), half=st.integers(1, 32), k=st.integers(1, 8))
 def test_two_groups_gain_at_most_what_two_pairs_of_workers_would(pair: Pair, half: int, k: int) -> None:
-    alone, both = pair.tokens_per_second(half, k), pair.overlapped(2 * half, k)
-    assert both is not None
+    alone, both = pair.in_turn(half, k), pair.in_halves(2 * half, k)
     assert alone * 0.999 <= both <= 2 * alone * 1.001
 
 
 @given(pair=pairs(shared=True), batch=batches, k=st.integers(0, 8))
 def test_on_one_device_nothing_overlaps(pair: Pair, batch: int, k: int) -> None:
-    assert pair.overlapped(batch, k) is None
+    assert pair.in_halves(batch, k) == 0
 
 
 # --- What is recommended
@@ -181,7 +180,7 @@ def test_a_tiny_pair_is_measured_and_planned(tiny_pair: tuple[Path, Path], tmp_p
     assert first["acceptance_by_position"] == sorted(first["acceptance_by_position"], reverse=True)
     assert {int(rows) for rows in result["target"]["step_seconds"]} == {1, 2, 4, 8, 16}
     assert [(speed["batch"], speed["k"]) for speed in first["speeds"]] == [(b, k) for b in (1, 2, 4) for k in range(4)]
-    assert all(speed["overlapped"] is None for speed in first["speeds"])  # both are on the CPU
+    assert all(speed["groups"] == 1 for speed in first["speeds"])  # both are on the CPU
     recommended = result["recommended"]
     assert recommended["k"].keys() == {"1", "2", "4"}
     assert recommended["window"] in (1, 2, 4)
