@@ -1,5 +1,6 @@
 """Who drafts what in a round: the chosen lengths, prompt lookup, and what is learned from how it went. Pure."""
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ EXCHANGE_PER_ROUND, FIRST_EXCHANGE = 0.05, 0.0015
 
 # Two groups in turns must promise so much more than one.
 OVERLAP_GAIN = 0.05
+# Drafting ahead is of use if all drafts of a round are accepted: that must be so likely.
+LEAST_CHANCE_AHEAD = 0.1
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,13 @@ class Drafting:
         turn = max(2 * draft, 2 * verify, draft + verify)
         return turn * (1 + OVERLAP_GAIN) < costs.seconds(sequences, [sequences] * depth)
 
-    def steps_beside_verification(self, sequences: int) -> int:
-        """Draft steps that take no longer than the verification of so many."""
-        return int((self.costs.verify(sequences) - self.costs.exchange) / self.costs.draft(sequences))
+    def steps_beside(self, items: Items[VerifyItem]) -> int:
+        """Draft steps for all of these that take no longer than to verify them; none if they will hardly all be of use."""
+        rates = (self.lengths.acceptance.rate(item.sequence_id) ** (1 + len(item.draft_token_ids)) for item in items)
+        if math.prod(rates) < LEAST_CHANCE_AHEAD:
+            return 0
+        seconds = self.costs.verify(sum(1 + len(item.draft_token_ids) for item in items)) - self.costs.exchange
+        return int(seconds / self.costs.draft(len(items)))
 
     def state(self) -> SpeculationState:
         """What the next round's lengths will be chosen by."""

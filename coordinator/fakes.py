@@ -5,10 +5,11 @@ repeats or reorders a token is found out. Both fakes keep what they cached as to
 protocol. `FakeTarget.continuation` says what plain decoding gives.
 """
 
+import asyncio
 import random
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB_SIZE = 257
 EOS_TOKEN_ID = 256
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
 
@@ -35,9 +37,18 @@ class FakeWorker:
     """Slots and caches of a worker, with knobs for what can go wrong."""
 
     def __init__(
-        self, slots: int = 16, max_model_len: int = 4096, fingerprint: str = "fake", device: str = "cpu"
+        self,
+        slots: int = 16,
+        max_model_len: int = 4096,
+        fingerprint: str = "fake",
+        device: str = "cpu",
+        pass_seconds: Callable[[int], float] | None = None,
     ) -> None:
+        """`pass_seconds`: what a pass takes by its new tokens; None: as long as it takes."""
         self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
+        self.pass_seconds = pass_seconds
+        self.busy = False
+        """Whether a round is under way."""
         self.caches: dict[tuple[str, int], list[int]] = {}
         self.released: dict[tuple[str, int], list[int]] = {}
         """What is still there to be copied, while there are more slots than sequences."""
@@ -82,6 +93,9 @@ class FakeWorker:
                 equivalence=common_pb2.EQUIVALENCE_BITWISE,
             ),
             load=common_pb2.WorkerLoad(slots_total=self.slots, slots_in_use=len(self.caches)),
+            costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
+            if self.pass_seconds is not None
+            else None,
         )
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:
@@ -96,7 +110,12 @@ class FakeWorker:
         self.caches.clear()
         self.released.clear()
 
-    async def _begin_round(self, context: Any) -> None:
+    async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
+        """`passes`: the new tokens of each."""
+        if self.pass_seconds is not None:
+            self.busy = True
+            await asyncio.sleep(sum(map(self.pass_seconds, passes)))
+            self.busy = False
         self.calls += 1
         if self.forget_every and self.calls % self.forget_every == 0:
             self.forget()
@@ -156,7 +175,7 @@ class FakeTarget(FakeWorker):
     async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
         """Verifies by the hash."""
         began = time.perf_counter_ns()
-        await self._begin_round(context)
+        await self._begin_round(context, [sum(len(i.token_ids) + len(i.draft_token_ids) for i in request.items)])
         results = [self._verify((request.coordinator_id, item.sequence_id), item) for item in request.items]
         forward_ns = time.perf_counter_ns() - began
         return target_worker_pb2.VerifyResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
@@ -199,7 +218,8 @@ class FakeDraft(FakeWorker):
     async def Propose(self, request: draft_worker_pb2.ProposeRequest, context: Any) -> draft_worker_pb2.ProposeResponse:
         """Drafts every item."""
         began = time.perf_counter_ns()
-        await self._begin_round(context)
+        lengths = [self._length(item) for item in request.items]
+        await self._begin_round(context, [sum(k > j for k in lengths) for j in range(max(lengths))])
         results = [self._propose((request.coordinator_id, item.sequence_id), item) for item in request.items]
         forward_ns = time.perf_counter_ns() - began
         return draft_worker_pb2.ProposeResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
@@ -211,12 +231,17 @@ class FakeDraft(FakeWorker):
         async for request in requests:
             yield await self.Propose(request, context)
 
+    def _length(self, item: draft_worker_pb2.ProposeItem) -> int:
+        """Tokens that are drafted: as many as are wanted, or until they are too unlikely."""
+        enough = (k for k in range(item.num_draft_tokens) if self._acceptance**k < item.min_chance)
+        return next(enough, item.num_draft_tokens)
+
     def _propose(self, key: tuple[str, int], item: draft_worker_pb2.ProposeItem) -> draft_worker_pb2.ProposeResult:
         status, tokens = self._realign(key, item)
         if status != common_pb2.ITEM_STATUS_OK:
             return draft_worker_pb2.ProposeResult(sequence_id=item.sequence_id, status=status)
         draft: list[int] = []
-        for _ in range(item.num_draft_tokens):
+        for _ in range(self._length(item)):
             choice = self._target.choose([*tokens, *draft])
             draft.append(choice if self._chance.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
         self.caches[key] = [*tokens, *draft[:-1]]
@@ -225,4 +250,5 @@ class FakeDraft(FakeWorker):
             status=status,
             draft_token_ids=draft,
             cached_length=len(self.caches[key]),
+            confidences=[self._acceptance] * len(draft) if item.min_chance else [],
         )

@@ -153,8 +153,9 @@ class Round:
             limit = min(order.by_model, sequence.draft_limit)
             wanted = min(limit, draft_max_len - length) if sequence.is_decoding else 0
             useful = limit > 0 and length < draft_max_len and self.round_id >= sequence.draft_rests_until
-            if not useful or (wanted <= 0 and base == length) or self._was_ahead(sequence, wanted):
+            if not useful or (wanted <= 0 and base == length):
                 continue
+            base = min(base, length - 1)  # one that drafted ahead has all, and what it made of the last token is needed
             taken, room = _take(sequence.token_ids, base, room)
             # A target may have rows of its output head, and so tokens, that the draft has not.
             if taken and max(taken) < draft_vocab_size:
@@ -163,16 +164,20 @@ class Round:
                 reach = min(sequence.max_length, draft_max_len) if beginning else None
                 chance = order.go_on_above if k else 0.0
                 items.append(ProposeItem(sequence.sequence_id, base, taken, k, prefix, beginning, reach, chance))
-        return items
+        return [] if self._take_ahead(items) else items
 
-    def _was_ahead(self, sequence: Sequence, wanted: int) -> bool:
-        """Whether what the draft worker would be asked for is there already; then it is taken."""
-        ahead, sequence.drafted_ahead = sequence.drafted_ahead, None
-        if ahead is None or not 0 < len(ahead.token_ids) <= wanted:
+    def _take_ahead(self, items: Items[ProposeItem]) -> bool:
+        """Whether all that these ask for was drafted ahead; then it is taken. If one must be asked for, the others are
+        too, which takes no longer and gives them longer drafts."""
+        ahead = [self._sequences[item.sequence_id].drafted_ahead for item in items if item.num_draft_tokens]
+        if len(ahead) < len(items) or not all(ahead):
             return False
-        made = (sequence.sequence_id, ItemStatus.OK, ahead.token_ids, ahead.cached_length, ahead.confidences)
-        self._proposals[sequence.sequence_id] = proposal = Proposal(*made)
-        self._drafts[sequence.sequence_id] = self._likely(ahead.token_ids, proposal)
+        for item, its in zip(items, ahead, strict=True):
+            assert its is not None
+            drafted = its.token_ids[: item.num_draft_tokens]
+            proposal = Proposal(item.sequence_id, ItemStatus.OK, drafted, its.cached_length, its.confidences)
+            self._proposals[item.sequence_id] = proposal
+            self._drafts[item.sequence_id] = self._likely(drafted, proposal)
         return True
 
     def ahead_items(self, most: int, draft_max_len: int) -> list[ProposeItem]:

@@ -228,7 +228,9 @@ class RoundLoop:
 
     async def _verify(self, round_: Round, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
         """Meanwhile the draft goes on as if all of its tokens were accepted, where it has nothing else to do."""
-        ahead = asyncio.create_task(self._draft_ahead(round_)) if self._are_separate and self._lanes == 1 else None
+        ahead = (
+            asyncio.create_task(self._draft_ahead(round_, items)) if self._are_separate and self._lanes == 1 else None
+        )
         try:
             async with self._target_free:
                 verified = await self._target.verify(round_.round_id, items)
@@ -240,10 +242,9 @@ class RoundLoop:
             await ahead
         return verified
 
-    async def _draft_ahead(self, round_: Round) -> None:
+    async def _draft_ahead(self, round_: Round, verified: list[VerifyItem]) -> None:
         assert self._draft is not None
-        most = self._drafting.steps_beside_verification(len(round_.group))
-        items = round_.ahead_items(most, self._draft.max_model_len)
+        items = round_.ahead_items(self._drafting.steps_beside(verified), self._draft.max_model_len)
         if not items:
             return
         try:

@@ -5,67 +5,65 @@ from typing import Any
 
 import pytest
 from serving import RecordingDraft, RecordingTarget, make_request, serving
-from specpool.v1 import draft_worker_pb2, target_worker_pb2
+from specpool.v1 import draft_worker_pb2
+
+MILLISECOND = 0.001
 
 
-class BusyTarget(RecordingTarget):
+def busy_target(row: float = 0.8 * MILLISECOND, **knobs: Any) -> RecordingTarget:
     """Takes its time for every token."""
-
-    def __init__(self, seconds: float, **knobs: Any) -> None:
-        super().__init__(**knobs)
-        self.seconds, self.busy, self.rows = seconds, 0, 0
-
-    async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
-        self.rows = sum(1 + len(item.draft_token_ids) for item in request.items)
-        return await super().Verify(request, context)
-
-    async def _begin_round(self, context: Any) -> None:
-        self.busy += 1
-        await asyncio.sleep(self.seconds * self.rows)
-        self.busy -= 1
-        await super()._begin_round(context)
+    return RecordingTarget(pass_seconds=lambda rows: row * rows, **knobs)
 
 
-class BusyDraft(RecordingDraft):
-    """Notes how often it was called while the target was busy."""
+class WatchingDraft(RecordingDraft):
+    """Counts the rounds that begin or end while the target is busy."""
 
-    def __init__(self, target: BusyTarget, seconds: float, **knobs: Any) -> None:
-        super().__init__(target, **knobs)
-        self.target, self.seconds, self.beside, self.tokens = target, seconds, 0, 0
+    beside = 0
 
     async def Propose(self, request: draft_worker_pb2.ProposeRequest, context: Any) -> draft_worker_pb2.ProposeResponse:
-        self.beside += self.target.busy
-        self.tokens = sum(item.num_draft_tokens for item in request.items)
-        return await super().Propose(request, context)
+        began_beside = self._target.busy
+        response = await super().Propose(request, context)
+        self.beside += began_beside or self._target.busy
+        return response
 
-    async def _begin_round(self, context: Any) -> None:
-        await asyncio.sleep(self.seconds * self.tokens)
-        await super()._begin_round(context)
+
+def watching_draft(target: RecordingTarget, step: float = 0.6 * MILLISECOND, **knobs: Any) -> WatchingDraft:
+    """Takes its time too."""
+    return WatchingDraft(target, acceptance=0.95, pass_seconds=lambda rows: step * rows, **knobs)
+
+
+async def generate(target: RecordingTarget, draft: WatchingDraft, sequences: int, **settings: Any) -> None:
+    async with serving(target, draft, **settings) as served:
+        requests = [make_request((i, 1, 2), max_tokens=60, k=3) for i in range(sequences)]
+        await asyncio.gather(*(served.expect(request) for request in requests))
+        await served.until_idle()
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("sequences", [1, 8])
 async def test_both_workers_are_busy_at_a_time_only_if_they_may(sequences: int, overlap: str) -> None:
-    target = BusyTarget(seconds=0.0008)
-    draft = BusyDraft(target, seconds=0.0006 if sequences > 1 else 0.0001, acceptance=0.95)
-    async with serving(target, draft, overlap=overlap) as served:
-        requests = [make_request((i, 1, 2), max_tokens=60, k=3) for i in range(sequences)]
-        await asyncio.gather(*(served.expect(request) for request in requests))
-        await served.until_idle()
+    target = busy_target(0.8 * MILLISECOND if sequences > 1 else 8 * MILLISECOND)
+    draft = watching_draft(target)
+    await generate(target, draft, sequences, overlap=overlap)
     assert (draft.beside > 5) is (overlap == "on")
 
 
 async def test_workers_at_the_same_place_take_turns() -> None:
-    target = BusyTarget(seconds=0.0008)
-    draft = BusyDraft(target, seconds=0.0006)
-    async with serving(target, draft) as served:
-        await asyncio.gather(*(served.expect(make_request((i,), max_tokens=30, k=3)) for i in range(6)))
+    target = busy_target()
+    draft = watching_draft(target)
+    await generate(target, draft, 6)
     assert draft.beside == 0
 
 
 async def test_workers_of_two_devices_do_not() -> None:
-    target = BusyTarget(seconds=0.0008, device="cuda:0")
-    draft = BusyDraft(target, seconds=0.0006, device="cuda:1")
-    async with serving(target, draft) as served:
-        await asyncio.gather(*(served.expect(make_request((i,), max_tokens=60, k=3)) for i in range(6)))
+    target = busy_target(device="cuda:0")
+    draft = watching_draft(target, device="cuda:1")
+    await generate(target, draft, 6)
     assert draft.beside > 0
+
+
+async def test_nothing_overlaps_where_halves_cost_as_much_as_all() -> None:
+    target = RecordingTarget(pass_seconds=lambda rows: 6 * MILLISECOND)
+    draft = WatchingDraft(target, acceptance=0.5, pass_seconds=lambda rows: 8 * MILLISECOND)
+    await generate(target, draft, 6, overlap="on")
+    assert draft.beside == 0

@@ -112,7 +112,7 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
         length = len(sequence.token_ids)
         end = item.base_length + len(item.token_ids)
         assert item.token_ids
-        assert item.base_length == sequence.draft_base
+        assert item.base_length == min(sequence.draft_base, length - 1)
         check_first_contact(item, sequence, sequence.draft_length, sequence.draft_prefix)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert 0 <= item.num_draft_tokens <= sequence.request.num_speculative_tokens

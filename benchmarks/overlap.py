@@ -1,0 +1,102 @@
+"""Two groups in turns and drafting ahead, against all in turn: with fake workers that take as long as two GPUs might.
+
+    python -m benchmarks.overlap [--verify-ms 8 0.05] [--draft-ms 2 0.02] [--acceptance 0.8] [--output FOLDER]
+
+The coordinator, the wire and the choice of draft lengths are real; a pass takes the stated milliseconds of one row and
+of each further one. All tokens are those of plain decoding. The last line printed is JSON.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specpool.v1 import generation_pb2 as pb
+
+from benchmarks.report import finish, progress, show
+from coordinator.client import AsyncClient
+from coordinator.fakes import FakeDraft, FakeTarget
+from coordinator.rounds import Overlap
+from coordinator.sequence import DraftMethod
+from coordinator.server import CoordinatorServer
+from coordinator.settings import CoordinatorSettings
+
+CONCURRENCIES = (1, 2, 4, 8, 16, 32)
+# In this order: plain decoding, all in turn, and both workers at a time.
+KINDS: dict[str, tuple[Overlap, int | None]] = {
+    "plain": ("off", 0),
+    "in turn": ("off", None),
+    "overlapped": ("on", None),
+}
+LENGTH_OF_PROMPT = 16
+
+
+def main() -> None:
+    """Parses the command line, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verify-ms", type=float, nargs=2, default=(8.0, 0.05), metavar=("FIRST", "MORE"))
+    parser.add_argument("--draft-ms", type=float, nargs=2, default=(2.0, 0.02), metavar=("FIRST", "MORE"))
+    parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--output", type=Path, help="folder for the result")
+    options = parser.parse_args()
+    rows = [asyncio.run(row(concurrency, options)) for concurrency in progress(CONCURRENCIES, "concurrencies")]
+    show("tokens/s", rows)
+    finish("overlap", {**vars(options), "output": None, "rows": rows}, options.output)
+
+
+async def row(concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of every kind, and what overlapping gains."""
+    speeds = {name: await speed(concurrency, *kind, options) for name, kind in KINDS.items()}
+    gain = {"of_turns": round(speeds["overlapped"] / speeds["in turn"], 2)}
+    return {"concurrency": concurrency, **{name: round(found, 1) for name, found in speeds.items()}, **gain}
+
+
+async def speed(concurrency: int, overlap: Overlap, k: int | None, options: argparse.Namespace) -> float:
+    """Of as many requests at once, after one that warms up."""
+    target = FakeTarget(slots=max(CONCURRENCIES), pass_seconds=line(*options.verify_ms))
+    draft = FakeDraft(target, options.acceptance, slots=max(CONCURRENCIES), pass_seconds=line(*options.draft_ms))
+    settings = CoordinatorSettings(
+        port=0,
+        target_address=await target.start(),
+        draft_address=await draft.start(),
+        window_size=concurrency,
+        max_batch_size=concurrency,
+        overlap=overlap,
+        draft_method=DraftMethod.MODEL,
+        drain_seconds=1,
+        log_level="error",
+    )
+    process = CoordinatorServer(settings)
+    async with AsyncClient(f"127.0.0.1:{await process.start()}", retry_seconds=5) as client:
+        while (await client.server_info()).draft.state != "ready":  # noqa: ASYNC110 - the state is beyond a connection
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(answer(client, target, i, k, options.tokens) for i in range(concurrency)))
+        began = time.perf_counter()
+        await asyncio.gather(*(answer(client, target, i, k, options.tokens) for i in range(concurrency)))
+        seconds = time.perf_counter() - began
+    process.server.stop()
+    await process.wait_stopped()
+    await asyncio.gather(target.stop(), draft.stop())
+    return float(concurrency * options.tokens / seconds)
+
+
+async def answer(client: AsyncClient, target: FakeTarget, number: int, k: int | None, tokens: int) -> None:
+    """One request, whose tokens must be those of plain decoding."""
+    prompt = [number] * LENGTH_OF_PROMPT
+    found: pb.GenerateResponse = await client.generate(
+        prompt, max_tokens=tokens, num_speculative_tokens=k, ignore_eos=True
+    )
+    if list(found.token_ids) != target.continuation(prompt, tokens):
+        raise SystemExit("the tokens are not those of plain decoding")
+
+
+def line(first: float, more: float) -> Callable[[int], float]:
+    """Seconds by rows, from milliseconds."""
+    return lambda rows: (first + more * (rows - 1)) / 1000
+
+
+if __name__ == "__main__":
+    main()
