@@ -29,6 +29,28 @@ def realign_figure(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
+def throughput_figure(rows: list[dict[str, Any]]) -> Figure:
+    """Speed against plain decoding by concurrency, a line for each kind; bars span the repeats."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    mixed = [row for row in rows if row["category"] is None and row["kind"] != "plain"]
+    for kind in dict.fromkeys(row["kind"] for row in mixed):
+        mine = [row for row in mixed if row["kind"] == kind]
+        ratios = [row["ratio"] for row in mine]
+        around = [[row["ratio"] - row["ratio_min"] for row in mine], [row["ratio_max"] - row["ratio"] for row in mine]]
+        concurrencies = [row["concurrency"] for row in mine]
+        style = "o--" if kind.startswith("k") else "o-"
+        axes.errorbar(concurrencies, ratios, around, fmt=style, capsize=2, label=kind)
+    axes.axhline(1, color="gray", linewidth=1)
+    axes.set(xscale="log", xlabel="requests at a time", ylabel="tokens/s, of plain decoding", ylim=(0, None))
+    concurrencies = sorted({row["concurrency"] for row in mixed})
+    axes.set_xticks(concurrencies, labels=map(str, concurrencies))
+    axes.minorticks_off()
+    if mixed:
+        axes.legend(fontsize="x-small", ncols=2)
+    return figure
+
+
 MILLISECONDS = (10, 20, 50, 100, 200, 500)
 
 

@@ -1,6 +1,8 @@
 """The prompts that benchmarks run: a file's, or the small set that comes with Specpool."""
 
 import json
+from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 
 from coordinator.commands.prompts import PromptLine, own_prompts, read_prompts
@@ -22,6 +24,22 @@ def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
     else:
         lines = read_prompts(map(_as_chat, path.read_text(encoding="utf-8").splitlines()))
     return [lines[i % len(lines)] for i in range(count)]
+
+
+def load_by_category(path: Path | None) -> dict[str, list[PromptLine]]:
+    """All prompts of each category, in their order. Only questions of Spec-Bench have one; that of others is empty."""
+    if path is None:
+        return {"": own_prompts()}
+    texts = [text for text in path.read_text(encoding="utf-8").splitlines() if text.strip()]
+    found: dict[str, list[PromptLine]] = {}
+    for text, line in zip(texts, read_prompts(map(_as_chat, texts)), strict=True):
+        found.setdefault(json.loads(text).get("category", ""), []).append(line)
+    return found
+
+
+def in_turn(categories: Iterable[list[PromptLine]]) -> list[PromptLine]:
+    """One prompt of each category after the other, for as long as they last."""
+    return [line for lines in zip_longest(*categories) for line in lines if line is not None]
 
 
 def _as_chat(line: str) -> str:

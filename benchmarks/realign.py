@@ -8,7 +8,6 @@ window of twice the batch. No prompt is copied from another. The last line print
 
 import argparse
 import asyncio
-import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,7 +19,7 @@ from specpool.v1 import generation_pb2 as pb
 from benchmarks.figures import realign_figure
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts, number_of_prompts
-from benchmarks.report import console, finish, progress, show
+from benchmarks.report import console, finish, median, progress, show
 from coordinator.client import AsyncClient
 from coordinator.commands.processes import Service
 from coordinator.commands.prompts import PromptLine
@@ -173,12 +172,6 @@ def rated(run: Run, tokens: list[list[int]], truth: list[list[int]]) -> Run:
     """The run with its speed and the share of answers that are those of decoding alone."""
     exact = sum(one == other for one, other in zip(tokens, truth, strict=False))
     return {**run, "tokens_per_s": sum(map(len, tokens)) / run["seconds"], "exact_match": exact / len(tokens)}
-
-
-def median(runs: list[Run], name: str) -> float | None:
-    """Of a measure that every run has; None if none has."""
-    values = [run[name] for run in runs if run.get(name) is not None]
-    return statistics.median(values) if values else None
 
 
 def summary(kind: str, batch: int, runs: list[Run], plain: float | None) -> Run:

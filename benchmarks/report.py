@@ -1,6 +1,7 @@
 """How benchmarks report: tables on standard error, one JSON object as the last line, results kept in files."""
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,12 @@ def seconds_of(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+def median(runs: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    """Of a measure, over the runs that have it; None if none has."""
+    values = [run[name] for run in runs if run.get(name) is not None]
+    return statistics.median(values) if values else None
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
