@@ -141,7 +141,7 @@ class Drafting:
         return turn * (1 + OVERLAP_GAIN) < costs.seconds(sequences, [sequences] * depth)
 
     def steps_beside(self, items: Items[VerifyItem]) -> int:
-        """Draft steps for all of these that take no longer than to verify them; none if they will hardly all be of use."""
+        """Draft steps for all of these that take no longer than to verify them; none if hardly all will be of use."""
         rates = (self.lengths.acceptance.rate(item.sequence_id) ** (1 + len(item.draft_token_ids)) for item in items)
         if math.prod(rates) < LEAST_CHANCE_AHEAD:
             return 0

@@ -5,8 +5,9 @@ al. 2024), and then it answers, greedily, as it will when it is drafted for.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -76,15 +77,19 @@ class Writer:
 
     def write(self, dialogues: int) -> Iterator[_Writing]:
         """Finished dialogues, as many as wanted, in the order in which they end."""
-        while dialogues:
-            for slot in range(self._engine.slots.total):
-                if slot not in self._writing:
-                    self._writing[slot] = self._begun()
-            for finished in self._step():
-                yield finished
-                dialogues -= 1
-                if not dialogues:
-                    return
+        return islice(self._finished(iter(self._begun, None)), dialogues)
+
+    def answer(self, questions: Iterable[Sequence[int]]) -> Iterator[_Writing]:
+        """Dialogues that begin with these tokens, up to the answer's first, in the order in which they end."""
+        return self._finished(_Writing(list(tokens), answer_start=len(tokens)) for tokens in questions)
+
+    def _finished(self, begun: Iterator[_Writing]) -> Iterator[_Writing]:
+        while True:
+            free = [slot for slot in range(self._engine.slots.total) if slot not in self._writing]
+            self._writing.update(zip(free, begun, strict=False))
+            if not self._writing:
+                return
+            yield from self._step()
 
     def _begun(self) -> _Writing:
         tokens = list(self._template.before_question)

@@ -11,13 +11,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from distill.corpus import Dialogues, Writer, gathered
-from distill.replay import mean_acceptance_length
-from distill.student import Student, load_trained, most_frequent, save_draft, save_trained
+from distill.files import in_one_step
+from distill.replay import ACCEPTANCE_AT, mean_acceptance_length
+from distill.student import Student, most_frequent
 from distill.template import ChatTemplate
-from distill.training import Checkpoint, Example, agreement, batches, examples_of, learning_rate, loss_of
+from distill.training import (
+    Checkpoint,
+    Example,
+    agreement,
+    batches,
+    examples_of,
+    learning_rate,
+    loss_of,
+)
+from engine.compact import load_compact, save_compact
 from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
 from engine.options import EngineOptions
+from engine.trained_draft import save_draft
 from rpc.server import configure_logging
 from rpc.settings import LogLevel, Settings
 
@@ -25,8 +36,6 @@ console = Console()
 
 PROGRAM = "specpool-distill"
 DIALOGUES_PER_SHARD = 256
-# Draft lengths for which the mean acceptance length is said.
-ACCEPTANCE_AT = (1, 2, 3, 4, 5)
 
 
 class DistillSettings(Settings):
@@ -96,7 +105,7 @@ def shard(settings: DistillSettings, number: int) -> Path:
 
 
 def train(settings: DistillSettings, target: str) -> None:
-    """Trains, evaluates now and then, and saves the best."""
+    """Trains, evaluates and saves now and then, and makes a model of what was saved."""
     torch.manual_seed(settings.seed)
     files = sorted(settings.output.glob("dialogues-*.safetensors"))
     everything = [example for file in files for example in examples_of(Dialogues.load(file))]
@@ -105,7 +114,7 @@ def train(settings: DistillSettings, target: str) -> None:
     student = student_of(settings, model, examples).to(settings.device)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    checkpoint = Checkpoint(settings.output / "checkpoint.pt")
+    checkpoint, compact = Checkpoint(settings.output / "checkpoint.pt"), settings.output / "draft.safetensors"
     tokens = sum(len(example.token_ids) for example in examples)
     steps = max(1, int(settings.epochs * tokens / settings.batch_tokens))
     step, began = checkpoint.load(student, optimizer), time.monotonic()
@@ -129,11 +138,12 @@ def train(settings: DistillSettings, target: str) -> None:
                         f"step {step:,}, {time.monotonic() - began:,.0f} s: {report(student, held_out)}"
                     )
                     checkpoint.save(student, optimizer, step)
-                    save_trained(settings.output / "draft.safetensors", student.trained())
+                    with in_one_step(compact) as scratch:
+                        save_compact(scratch, student.trained())
                 if step == steps:
                     break
     folder = settings.output / "model"
-    save_draft(folder, target, load_trained(settings.output / "draft.safetensors"))
+    save_draft(folder, target, load_compact(compact))
     console.print(f"specpool up --target {target} --draft {folder}")
 
 

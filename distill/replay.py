@@ -5,6 +5,9 @@ A target that decodes greedily writes the same text whatever is drafted: so roun
 
 from collections.abc import Iterator, Sequence
 
+# Draft lengths for which the mean acceptance length is said.
+ACCEPTANCE_AT = (1, 2, 3, 4, 5)
+
 
 def mean_acceptance_length(agreed: Sequence[Sequence[bool]], k: int) -> float:
     """Tokens gained a round with k draft tokens, if the draft agrees exactly where it does on the target's text."""

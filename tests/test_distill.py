@@ -1,5 +1,6 @@
 """A target writes dialogues, and a student learns from them: on tiny random models."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import corpus, training
 from distill.corpus import TOP, Dialogues, Writer, gathered
+from distill.evaluate import EvaluateSettings, evaluate
+from distill.main import DistillSettings, train
 from distill.replay import acceptance_by_position, mean_acceptance_length
-from distill.student import Student, load_trained, most_frequent, save_draft, save_trained
+from distill.student import Student, most_frequent
 from distill.template import ChatTemplate
 from distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of
+from engine.compact import load_compact, save_compact
 from engine.engine import Engine
 from engine.packing import Span
+from engine.trained_draft import save_draft
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +141,8 @@ def test_tokens_that_the_head_lacks_are_not_learned_and_never_agree(
 
 def test_what_was_trained_is_saved_without_the_embeddings(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
     student = student_of(tiny_pair, torch.arange(100))
-    save_trained(tmp_path / "draft.safetensors", student.trained())
-    again = load_trained(tmp_path / "draft.safetensors")
+    save_compact(tmp_path / "draft.safetensors", student.trained())
+    again = load_compact(tmp_path / "draft.safetensors")
     assert not any("embed" in name for name in again)
     assert again["output_ids"].tolist() == list(range(100))
     torch.testing.assert_close(again["head"], student.head.detach(), atol=1e-2, rtol=1e-2)
@@ -148,8 +153,10 @@ def test_a_draft_worker_can_load_what_was_trained(
 ) -> None:
     kept = torch.arange(0, 257, 2)
     student = student_of(tiny_pair, kept)
-    save_trained(tmp_path / "draft.safetensors", student.trained())
-    save_draft(tmp_path / "model", str(tiny_pair[0]), load_trained(tmp_path / "draft.safetensors"))
+    save_compact(tmp_path / "draft.safetensors", student.trained())
+    trained = load_compact(tmp_path / "draft.safetensors")
+    save_draft(tmp_path / "model", str(tiny_pair[0]), trained)
+    student.load_state_dict({name: weight for name, weight in trained.items() if name != "output_ids"}, strict=False)
     draft = load_engine(tmp_path / "model", exact=False)
     target = load_engine(tiny_pair[0], exact=False)
     assert draft.loaded.tokenizer.fingerprint == target.loaded.tokenizer.fingerprint
@@ -157,7 +164,37 @@ def test_a_draft_worker_can_load_what_was_trained(
     with torch.inference_mode():
         expected = student(tokens[None], torch.ones(1, len(tokens)), torch.ones(1, len(tokens), dtype=torch.bool))
     logits = draft.forward([Span(0, 0, tokens.tolist(), len(tokens))])
-    torch.testing.assert_close(logits[:, kept], expected, atol=0.05, rtol=0.05)  # saved in bfloat16
+    torch.testing.assert_close(logits[:, kept], expected, atol=0.02, rtol=0.02)  # embeddings in bfloat16
+
+
+def test_dialogues_become_a_draft_and_the_draft_is_evaluated_on_prompts_of_several_kinds(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, output = str(tiny_pair[0]), tmp_path / "output"
+    output.mkdir()
+    dialogues.save(output / "dialogues-0000.safetensors")
+    train(
+        DistillSettings(output=output, held_out=8, layers="0,2", output_tokens=256, epochs=0.5, batch_tokens=64), target
+    )
+    assert f"specpool up --target {target} --draft" in capsys.readouterr().out.replace("\n", " ")
+    lines: list[dict[str, Any]] = [
+        {"question_id": 1, "category": "long", "turns": ["x" * 400]},
+        *({"question_id": 2, "category": "letters", "turns": [letter, "more"]} for letter in "abc"),
+        {"id": "d", "messages": [{"role": "user", "content": "d"}]},
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    settings = EvaluateSettings(prompts=prompts, max_sequences=2, max_model_len=512)
+    result = evaluate(settings, target, str(output / "model"))
+    assert result["left_out"] == 1
+    assert [(row["category"], row["answers"]) for row in result["categories"]] == [
+        ("letters", 3),
+        ("none", 1),
+        ("all", 4),
+    ]
+    assert all(1 <= row["k=1"] <= row["k=5"] <= 6 for row in result["categories"])
+    *_, itself = evaluate(settings, target, target)["categories"]
+    assert (itself["agreement"], itself["k=1"]) == (1, pytest.approx(2, abs=0.01))
 
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:

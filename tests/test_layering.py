@@ -17,7 +17,7 @@ FORBIDDEN = {
     "distill": {"coordinator", "draft_worker", "target_worker", "specpool"},
     "planning": {"grpc", "google", "specpool", "draft_worker", "target_worker"},
     "target_worker": {"coordinator", "draft_worker"},
-    "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "draft_worker", "target_worker"},
+    "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "draft_worker", "target_worker", "distill"},
 }
 
 PURE = (

@@ -1,0 +1,114 @@
+"""How well a draft does on prompts of several kinds: `python -m distill.evaluate --prompts FILE`.
+
+The target answers greedily; then the draft reads each answer in one pass and says at every position what comes next.
+A line of the file is a chat, {"messages"}, or a question of Spec-Bench, {"turns"}, of which the first turn is asked; it
+may have a "category". The last line printed is JSON.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from distill.corpus import LONGEST_ANSWER, Writer, gathered
+from distill.replay import ACCEPTANCE_AT, mean_acceptance_length
+from distill.template import ChatTemplate
+from distill.training import Example, examples_of
+from engine.embedded_pair import embedded_pair
+from engine.engine import Engine
+from engine.options import EngineOptions
+from engine.packing import Span
+from rpc.server import configure_logging
+from rpc.settings import LogLevel, Settings
+
+console = Console(stderr=True)
+
+PROGRAM = "python -m distill.evaluate"
+
+
+class EvaluateSettings(Settings):
+    """Measures how often a draft makes its target's choice, and what a round gains by it."""
+
+    prompts: Path = Field(description="JSON lines: chats or questions of Spec-Bench")
+    model: str | None = Field(None, description="folder of the draft; default: the embedded one")
+    target: str | None = Field(None, description="folder of the target; default: the embedded one")
+    max_sequences: int = Field(16, ge=1, description="answers written at a time")
+    max_model_len: int = Field(2048, ge=512, description="positions of a dialogue; longer prompts are left out")
+    device: str = Field("cpu", description="where both run")
+    log_level: LogLevel = Field("warning", description="least severe messages logged")
+
+
+def main() -> None:
+    """Entry point."""
+    settings = EvaluateSettings.load(PROGRAM)
+    configure_logging(settings.log_level)
+    target = settings.target or str(embedded_pair().target)
+    model = settings.model or str(embedded_pair().draft)
+    result = evaluate(settings, target, model)
+    table = Table(*(name.replace("_", " ") for name in result["categories"][0]))
+    for row in result["categories"]:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+    print(json.dumps(result))
+
+
+def evaluate(settings: EvaluateSettings, target: str, model: str) -> dict[str, Any]:
+    """Figures of every category and of all together, which come last."""
+    writing, draft = engine_of(settings, target), engine_of(settings, model)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    template = ChatTemplate.of(tokenizer, frozenset(writing.loaded.tokenizer.eos_token_ids))
+    writer, prompts = Writer(writing, template, seed=0), prompts_of(settings.prompts, template)
+    room, agreed, left_out = settings.max_model_len - LONGEST_ANSWER, dict[str, list[list[bool]]](), 0
+    for category, questions in prompts.items():
+        short = [tokens for tokens in questions if len(tokens) <= room]
+        left_out += len(questions) - len(short)
+        if short:
+            answers = track(writer.answer(short), category, total=len(short), console=console, transient=True)
+            agreed[category] = [agreement(draft, example) for example in examples_of(gathered(list(answers)))]
+    agreed["all"] = [answer for answers in agreed.values() for answer in answers]
+    rows = [{"category": category, **figures(answers)} for category, answers in agreed.items()]
+    return {"model": model, "target": target, "left_out": left_out, "categories": rows}
+
+
+def engine_of(settings: EvaluateSettings, model: str) -> Engine:
+    """Runs a model as a worker does."""
+    sizes = {"max_sequences": settings.max_sequences, "max_model_len": settings.max_model_len}
+    return Engine.load(EngineOptions(model=model, device=settings.device, **sizes), exact=False)
+
+
+def prompts_of(path: Path, template: ChatTemplate) -> dict[str, list[list[int]]]:
+    """Tokens of all prompts by category."""
+    found = defaultdict(list)
+    for line in filter(str.strip, path.read_text(encoding="utf-8").splitlines()):
+        record = json.loads(line)
+        chat = record["messages"] if "messages" in record else [{"role": "user", "content": record["turns"][0]}]
+        text = template.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        found[record.get("category", "none")].append(template.encode(text))
+    return found
+
+
+def agreement(draft: Engine, example: Example) -> list[bool]:
+    """Whether the draft's choice at each position of an answer is the target's."""
+    choices = example.top_ids[:, 0]
+    logits = draft.forward([Span(0, 0, example.token_ids[:-1].tolist(), len(choices))])
+    agreed: list[bool] = (logits.argmax(-1).cpu() == choices).tolist()
+    return agreed
+
+
+def figures(agreed: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """Of these answers: how many, their tokens, the share agreed upon, and mean acceptance lengths by draft length."""
+    tokens = sum(map(len, agreed))
+    share = sum(map(sum, agreed)) / tokens if tokens else 0.0
+    lengths = {f"k={k}": round(mean_acceptance_length(agreed, k), 2) for k in ACCEPTANCE_AT}
+    return {"answers": len(agreed), "tokens": tokens, "agreement": round(share, 3), **lengths}
+
+
+if __name__ == "__main__":
+    main()

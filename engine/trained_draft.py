@@ -1,0 +1,28 @@
+"""A trained draft as a model folder: what was trained of it, and its target's embeddings and tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.loading import OUTPUT_HEAD
+
+
+def save_draft(folder: Path, target: str, trained: dict[str, torch.Tensor]) -> None:
+    """Saves a folder that a draft worker can load, all of it in bfloat16.
+
+    `trained`: weights of "body." as the target's kind of model names them, rows of the "head", and their "output_ids".
+    """
+    whole: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    layers = 1 + max(int(name.split(".")[2]) for name in trained if name.startswith("body.layers."))
+    changes = {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    draft: Any = type(whole)(type(whole.config)(**{**whole.config.to_dict(), **changes})).bfloat16()
+    draft.model.embed_tokens.weight.data = whole.model.embed_tokens.weight.data
+    body = {name.removeprefix("body."): weight for name, weight in trained.items() if name.startswith("body.")}
+    missing = draft.model.load_state_dict(body, strict=False).missing_keys
+    assert missing == ["embed_tokens.weight"], missing
+    draft.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(target).save_pretrained(folder)
+    save_file({"weight": trained["head"].bfloat16(), "output_ids": trained["output_ids"]}, folder / OUTPUT_HEAD)
