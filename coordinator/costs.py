@@ -18,9 +18,15 @@ UNKNOWN_VERIFY, UNKNOWN_DRAFT = {1: 0.02, 64: 0.04}, {1: 0.002, 64: 0.004}
 class StepTimes:
     """Seconds of a pass: straight lines between points, and beyond the last one the slope that leads to it."""
 
-    def __init__(self, points: Mapping[int, float]) -> None:
-        """Seconds by rows, for at least two numbers of rows."""
+    def __init__(self, points: Mapping[int, float], cached: float = 0, per_cached: float = 0.0) -> None:
+        """Seconds by rows, for at least two numbers of rows, where sequences have `cached` positions.
+
+        `per_cached`: what each row takes more for every position more.
+        """
         assert len(points) > 1
+        self.cached = cached
+        """Positions that sequences have cached now, on an average."""
+        self._measured_at, self._per_cached = cached, per_cached
         self._rows = sorted(points)
         self._seconds = [max(LEAST_SECONDS, points[rows]) for rows in self._rows]
         self._observed, self._observed_at = 0, [0] * len(points)
@@ -30,8 +36,7 @@ class StepTimes:
         """Seconds of a pass of so many rows; none takes no time."""
         if rows <= 0:
             return 0.0
-        left, share = self._place(rows)
-        return max(LEAST_SECONDS, self._seconds[left] * (1 - share) + self._seconds[left + 1] * share)
+        return max(LEAST_SECONDS, self._line(rows) + self._of_longer(rows))
 
     def observe(self, rows: int, seconds: float) -> None:
         """Takes in what a pass took.
@@ -39,18 +44,27 @@ class StepTimes:
         All points move together first: a worker that is slower than it was is slower for every number of rows, and
         points that moved alone would make a row more seem dear or cheap. Then those beside it, the nearer one more.
         """
-        seconds = max(LEAST_SECONDS, seconds)
-        scale = (seconds / self(rows)) ** max(SCALED_PER_ROUND, 1 / (1 + self._observed))
+        seconds = max(LEAST_SECONDS, seconds - self._of_longer(rows))
+        scale = (seconds / self._line(rows)) ** max(SCALED_PER_ROUND, 1 / (1 + self._observed))
         self._observed += 1
         self._seconds = [point * scale for point in self._seconds]
         left, share = self._place(rows)
         share = min(1.0, share)
-        error = (seconds - self(rows)) / ((1 - share) ** 2 + share**2)
+        error = (seconds - self._line(rows)) / ((1 - share) ** 2 + share**2)
         for at, part in ((left, 1 - share), (left + 1, share)):
             weight = max(MOVED_PER_ROUND, 1 / (2 + self._observed_at[at])) * part
             self._observed_at[at] += part > 0
             self._seconds[at] = max(LEAST_SECONDS, self._seconds[at] + weight * error)
         self._keep_plausible()
+
+    def _line(self, rows: float) -> float:
+        """Seconds of sequences as long as they were when they were measured."""
+        left, share = self._place(rows)
+        return max(LEAST_SECONDS, self._seconds[left] * (1 - share) + self._seconds[left + 1] * share)
+
+    def _of_longer(self, rows: float) -> float:
+        """Seconds that so many rows take more than they did when they were measured."""
+        return rows * self._per_cached * (self.cached - self._measured_at)
 
     @property
     def points(self) -> dict[int, float]:

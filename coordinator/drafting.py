@@ -74,9 +74,11 @@ class Drafting:
         """What rounds are believed to cost."""
         return self.lengths.costs
 
-    def orders(self, group: Iterable[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
+    def orders(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
         """What each sequence is to have drafted; without a draft worker only by prompt lookup."""
         self._found.update({sequence.sequence_id: self._look_up(sequence) for sequence in group})
+        lengths = [len(sequence.token_ids) for sequence in group]
+        self.costs.verify.cached = self.costs.draft.cached = sum(lengths) / len(lengths)
         options = {s.sequence_id: self._options(s, worker) for s in group if s.request.adaptive}
         chosen = self.lengths.choose(options) if options else {}
         orders = {

@@ -198,7 +198,9 @@ class WorkerLink:
                 await self._check(response.model)
                 self.info, self.load_at_start = response.model, response.load
                 measured = dict(zip(response.costs.rows, response.costs.seconds, strict=False))
-                self.step_times = StepTimes(measured if len(measured) > 1 else self._unknown_times)
+                self.step_times = StepTimes(self._unknown_times)
+                if len(measured) > 1:
+                    self.step_times = StepTimes(measured, response.costs.cached, response.costs.seconds_per_cached)
                 await self._set_state(LinkState.READY, "")
             if self._to_release and self.is_ready:
                 await self.release(())

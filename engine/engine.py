@@ -25,7 +25,7 @@ from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
 from engine.packing import Place, Span, pack
 from engine.slots import SlotTable
-from engine.step_times import measure_step_times
+from engine.step_times import CACHED, measure_seconds_per_cached, measure_step_times
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class EngineInfo:
     weight_bytes: int
     activation_bytes: int
     step_seconds: Mapping[int, float]
+    step_cached: int
+    seconds_per_cached: float
 
 
 class Engine:
@@ -104,6 +106,7 @@ class Engine:
         self.bitwise = exact and self_test(self)
         self.step_seconds: Mapping[int, float] = {}
         """What a pass takes by the number of its new tokens, as measured when the model was loaded."""
+        self.seconds_per_cached = 0.0
 
     @classmethod
     def load(cls, options: EngineOptions, exact: bool) -> "Engine":
@@ -112,6 +115,7 @@ class Engine:
             torch.set_num_threads(options.threads)
         engine = cls(load_model(options), options, exact)
         engine.step_seconds = measure_step_times(engine)
+        engine.seconds_per_cached = measure_seconds_per_cached(engine)
         log.info("ready: %s", engine.info())
         return engine
 
@@ -151,6 +155,8 @@ class Engine:
             weight_bytes=self.footprint.weights,
             activation_bytes=self.footprint.activations,
             step_seconds=self.step_seconds,
+            step_cached=CACHED,
+            seconds_per_cached=self.seconds_per_cached,
         )
 
     @contextmanager

@@ -179,7 +179,12 @@ class WorkerServicer:
             kv_positions_free=info.kv_positions_free,
             kv_positions_multiple=info.kv_positions_multiple,
         )
-        costs = pb.StepCosts(rows=info.step_seconds.keys(), seconds=info.step_seconds.values())
+        costs = pb.StepCosts(
+            rows=info.step_seconds.keys(),
+            seconds=info.step_seconds.values(),
+            cached=info.step_cached,
+            seconds_per_cached=info.seconds_per_cached,
+        )
         return pb.GetWorkerInfoResponse(model=model, load=load, costs=costs)
 
 

@@ -34,6 +34,17 @@ def test_between_and_beyond_the_points_times_are_on_straight_lines(rows: int) ->
     assert line(0.02, 0.001)(rows) == pytest.approx(0.02 + 0.001 * (rows - 1))
 
 
+def test_longer_sequences_cost_each_row_more() -> None:
+    believed = StepTimes({1: 0.02, 64: 0.05}, cached=100, per_cached=1e-6)
+    before = believed(4), believed(5) - believed(4)
+    believed.cached = 2100
+    assert believed(4) == pytest.approx(before[0] + 4 * 0.002)
+    assert believed(5) - believed(4) == pytest.approx(before[1] + 0.002)
+    for _ in range(50):
+        believed.observe(4, before[0] + 4 * 0.002)
+    assert believed.points == pytest.approx({1: 0.02, 64: 0.05}), "what is known of the length is no error"
+
+
 def test_no_rows_take_no_time() -> None:
     assert line(0.02, 0.001)(0) == 0.0
 

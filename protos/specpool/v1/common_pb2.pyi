@@ -121,12 +121,16 @@ class WorkerLoad(_message.Message):
     def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ...) -> None: ...
 
 class StepCosts(_message.Message):
-    __slots__ = ("rows", "seconds")
+    __slots__ = ("rows", "seconds", "cached", "seconds_per_cached")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_CACHED_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
     seconds: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ...) -> None: ...
+    cached: int
+    seconds_per_cached: float
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., cached: _Optional[int] = ..., seconds_per_cached: _Optional[float] = ...) -> None: ...
 
 class GetWorkerInfoRequest(_message.Message):
     __slots__ = ()
