@@ -202,7 +202,13 @@ class Drafting:
         if not length.by_model or not plan.shares or not sequence.request.sampling.is_argmax:
             return DraftOrder(length.by_model, found=found)
         # The plan says that drafting pays; how far it does this time, the draft knows better than an average.
-        return DraftOrder(self._limit(sequence), min(1.0, plan.row + plan.shares[0]), plan.row, found)
+        rate = self.lengths.acceptance.rate(sequence.sequence_id)
+        return DraftOrder(self._limit(sequence), min(1.0, plan.row), rate, found)
+
+    @property
+    def hints(self) -> tuple[list[float], float]:
+        """What the draft worker is told of all sequences: what its probabilities are worth, what a step must gain."""
+        return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
 
     def _fixed(self, sequence: Sequence, worker: DraftWorker | None) -> DraftOrder:
         """As many tokens as the request says, by whoever is expected to be right more often."""

@@ -233,7 +233,8 @@ class FakeDraft(FakeWorker):
 
     def _length(self, item: draft_worker_pb2.ProposeItem) -> int:
         """Tokens that are drafted: as many as are wanted, or until they are too unlikely."""
-        enough = (k for k in range(item.num_draft_tokens) if self._acceptance**k < item.min_chance)
+        next_chance = item.next_chance if item.HasField("next_chance") else 1.0
+        enough = (k for k in range(item.num_draft_tokens) if self._acceptance**k * next_chance < item.min_chance)
         return next(enough, item.num_draft_tokens)
 
     def _propose(self, key: tuple[str, int], item: draft_worker_pb2.ProposeItem) -> draft_worker_pb2.ProposeResult:

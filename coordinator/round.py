@@ -8,7 +8,7 @@ that is. Long ones are cut in chunks, so that those who decode beside them never
 import enum
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from types import MappingProxyType
@@ -46,7 +46,9 @@ class ProposeItem:
     max_length: int | None = None
     """Positions that it can reach, likewise."""
     min_chance: float = 0.0
-    """Drafting ends once the chance that all tokens so far are accepted is below this."""
+    """What a draft token must gain; 0: it may be anything."""
+    next_chance: float = 1.0
+    """The chance of a token that is not drafted yet, if all before it are right."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,10 @@ class DraftOrder:
 
     by_model: int
     """Tokens that the draft worker is asked for."""
-    go_on_above: float = 0.0
-    """It goes on only while the chance that all of them are right, by its own probabilities, is not below this."""
-    verify_above: float = 0.0
-    """Tokens are verified only as far as that chance is not below this."""
+    worth: float = 0.0
+    """What a token must gain to be drafted and verified: the chance that it and all before it are right."""
+    next_chance: float = 1.0
+    """The chance of a token that is not drafted yet, if all before it are right."""
     found: tuple[int, ...] = ()
     """Tokens of prompt lookup, verified where there are none by the model."""
 
@@ -162,8 +164,19 @@ class Round:
                 k = wanted if base + len(taken) == length else 0
                 prefix, beginning = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
                 reach = min(sequence.max_length, draft_max_len) if beginning else None
-                chance = order.go_on_above if k else 0.0
-                items.append(ProposeItem(sequence.sequence_id, base, taken, k, prefix, beginning, reach, chance))
+                items.append(
+                    ProposeItem(
+                        sequence_id=sequence.sequence_id,
+                        base_length=base,
+                        token_ids=taken,
+                        num_draft_tokens=k,
+                        prefix_sequence_id=prefix,
+                        beginning=beginning,
+                        max_length=reach,
+                        min_chance=order.worth if k else 0.0,
+                        next_chance=order.next_chance,
+                    )
+                )
         return [] if self._take_ahead(items) else items
 
     def _take_ahead(self, items: Items[ProposeItem]) -> bool:
@@ -175,7 +188,8 @@ class Round:
         for item, its in zip(items, ahead, strict=True):
             assert its is not None
             drafted = its.token_ids[: item.num_draft_tokens]
-            proposal = Proposal(item.sequence_id, ItemStatus.OK, drafted, its.cached_length, its.confidences)
+            cached_length = item.base_length + len(item.token_ids) + len(drafted) - 1
+            proposal = Proposal(item.sequence_id, ItemStatus.OK, drafted, cached_length, its.confidences)
             self._proposals[item.sequence_id] = proposal
             self._drafts[item.sequence_id] = self._likely(drafted, proposal)
         return True
@@ -192,13 +206,24 @@ class Round:
             longest = min(sequence.max_length - 1, draft_max_len)  # one token more than was accepted is always gained
             wanted = min(1 + order.by_model, longest - end, most)
             if wanted > 1:
-                base, last = proposal.cached_length, drafts[-1:]
-                items.append(ProposeItem(sequence.sequence_id, base, last, wanted, min_chance=order.go_on_above))
+                items.append(
+                    ProposeItem(
+                        sequence_id=sequence.sequence_id,
+                        base_length=proposal.cached_length,
+                        token_ids=drafts[-1:],
+                        num_draft_tokens=wanted,
+                        min_chance=order.worth,
+                        next_chance=order.next_chance,
+                    )
+                )
         return items
 
-    def take_ahead(self, proposals: Items[Proposal]) -> None:
+    def take_ahead(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
         """Notes what was drafted while others were verified."""
-        self._ahead = {proposal.sequence_id: proposal for proposal in proposals if proposal.status is ItemStatus.OK}
+        for proposal in proposals:
+            if proposal.status is ItemStatus.OK:
+                known = _known(proposal.draft_token_ids, target_vocab_size)
+                self._ahead[proposal.sequence_id] = replace(proposal, draft_token_ids=known)
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
         """Notes drafts and what the draft worker has cached. The target is never sent tokens that it does not know."""
@@ -218,7 +243,7 @@ class Round:
     def _likely(self, token_ids: tuple[int, ...], proposal: Proposal) -> tuple[int, ...]:
         """As many of the draft tokens as are likely enough, by the draft's own probabilities if it says them."""
         chances = accumulate(map(self._chance, proposal.confidences), mul)
-        least = self._orders[proposal.sequence_id].verify_above
+        least = self._orders[proposal.sequence_id].worth
         unlikely = next((i for i, chance in enumerate(chances) if chance < least), len(token_ids))
         return token_ids[:unlikely]
 
@@ -306,9 +331,9 @@ class Round:
         ahead = self._ahead.get(sequence.sequence_id)
         if ahead is not None:
             drafted, cached_length = drafted + ahead.draft_token_ids, ahead.cached_length
-            if drafted[: len(gained)] == gained and len(gained) == len(proposal.draft_token_ids) + 1:
-                rest = drafted[len(gained) :], ahead.confidences[1:]
-                sequence.drafted_ahead = DraftedAhead(*rest, cached_length)
+            rest = drafted[len(gained) :]
+            if rest and drafted[: len(gained)] == gained and len(gained) == len(proposal.draft_token_ids) + 1:
+                sequence.drafted_ahead = DraftedAhead(rest, ahead.confidences[1:])
         sequence.draft_length = min(cached_length, len(sequence.token_ids) + _agreeing(drafted, gained))
 
     def _target_lost(self, sequence: Sequence, status: ItemStatus) -> None:

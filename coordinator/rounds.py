@@ -58,7 +58,7 @@ class Draft(Protocol):
     @property
     def place(self) -> str: ...
     async def propose(
-        self, round_id: int, items: list[ProposeItem], chances: Iterable[float]
+        self, round_id: int, items: list[ProposeItem], chances: Iterable[float], step_cost: float
     ) -> tuple[list[Proposal], Timed]: ...
     async def release(self, sequence_ids: set[int]) -> bool: ...
 
@@ -218,7 +218,7 @@ class RoundLoop:
         began = time.perf_counter()
         try:
             async with self._draft_free:
-                proposals, timed = await self._draft.propose(round_.round_id, items, self._drafting.calibration.chances)
+                proposals, timed = await self._draft.propose(round_.round_id, items, *self._drafting.hints)
         except (WorkerUnreachableError, WorkerRefusedError):
             # The link has logged it; this round decodes plainly.
             return Timed(elapsed=time.perf_counter() - began)
@@ -249,12 +249,10 @@ class RoundLoop:
             return
         try:
             async with self._draft_free:
-                proposals, timed = await self._draft.propose(
-                    next(self._round_ids), items, self._drafting.calibration.chances
-                )
+                proposals, timed = await self._draft.propose(next(self._round_ids), items, *self._drafting.hints)
         except (WorkerUnreachableError, WorkerRefusedError):
             return  # the link has logged it
-        round_.take_ahead(proposals)
+        round_.take_ahead(proposals, self._target.vocab_size)
         self._drafting.observe_proposals(items, proposals, timed)
         self.counters.stage_seconds["draft"] += timed.forward
 

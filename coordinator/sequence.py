@@ -128,8 +128,6 @@ class DraftedAhead:
 
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]
-    cached_length: int
-    """Positions that the draft worker has cached, these tokens but the last one included."""
 
 
 @dataclass

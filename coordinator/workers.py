@@ -318,9 +318,10 @@ class DraftLink(WorkerLink):
         self._probe_now.set()
 
     async def propose(
-        self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = ()
+        self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = (), step_cost: float = 0.0
     ) -> tuple[list[Proposal], Timed]:
         """One round. `chances`: that a token is right, by the draft's own probability of it, in equal steps.
+        `step_cost`: what a draft step must gain.
 
         WorkerUnreachableError, WorkerRefusedError.
         """
@@ -328,6 +329,7 @@ class DraftLink(WorkerLink):
             coordinator_id=self._coordinator_id,
             round_id=round_id,
             chances=chances,
+            step_cost=step_cost,
             items=[
                 draft_worker_pb2.ProposeItem(
                     sequence_id=item.sequence_id,
@@ -338,6 +340,7 @@ class DraftLink(WorkerLink):
                     prefix_sequence_id=item.prefix_sequence_id,
                     max_length=item.max_length,
                     min_chance=item.min_chance,
+                    next_chance=item.next_chance,
                 )
                 for item in items
             ],

@@ -14,7 +14,9 @@ class ProposeItem(Extension):
 
     num_draft_tokens: int = 0
     min_chance: float = 0.0
-    """Drafting ends early once the chance that all tokens so far are accepted is below this."""
+    """What a draft token must gain: drafting ends early once less is expected of the next one. 0: it does not."""
+    next_chance: float = 1.0
+    """The chance that a token is accepted where all before it are."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,15 @@ class _Draft:
     """That all of it is right, as far as the draft knows."""
 
     @property
-    def goes_on(self) -> bool:
-        return len(self.token_ids) < self.item.num_draft_tokens and self.chance >= self.item.min_chance
+    def wants_more(self) -> bool:
+        return len(self.token_ids) < self.item.num_draft_tokens and self.gain >= 0
+
+    @property
+    def gain(self) -> float:
+        """What the next token gains above what it costs to verify; without limits it is worth a step of its own."""
+        if not self.item.min_chance:
+            return math.inf
+        return self.chance * self.item.next_chance - self.item.min_chance
 
     @property
     def feed(self) -> tuple[int, ...]:
@@ -52,12 +61,17 @@ class Proposer(SequenceEngine):
     """The draft worker's backend."""
 
     def propose(
-        self, coordinator_id: str, round_id: int, items: Sequence[ProposeItem], chances: Sequence[float] = ()
+        self,
+        coordinator_id: str,
+        round_id: int,
+        items: Sequence[ProposeItem],
+        chances: Sequence[float] = (),
+        step_cost: float = 0.0,
     ) -> list[Proposal]:
         """One proposal for each item, in their order.
 
         `chances`: that a token is accepted, by the draft's own probability of it from 0 to 1 in equal steps; none: that
-        probability itself.
+        probability itself. `step_cost`: what a draft step must gain, of all items together.
         """
         realigned = self.realign(coordinator_id, round_id, items)
         states = {item.sequence_id: state for item, state in zip(items, realigned, strict=True)}
@@ -65,7 +79,9 @@ class Proposer(SequenceEngine):
         drafting = drafts
         while drafting:
             self._advance(coordinator_id, drafting, chances)
-            drafting = [draft for draft in drafting if draft.goes_on]
+            drafting = [draft for draft in drafting if draft.wants_more]
+            if sum(draft.gain for draft in drafting) < step_cost:
+                break
         made = {draft.item.sequence_id: self._proposal(coordinator_id, draft) for draft in drafts}
         return [made.get(i, Proposal(state, [], 0)) for i, state in states.items()]
 

@@ -1,5 +1,6 @@
 """The draft worker's RPCs: protobuf in, protobuf out, and the proposer in between."""
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -30,9 +31,8 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
 
         def propose(proposer: Proposer) -> tuple[list[Proposal], dict[str, int]]:
             items = _items(request, round_limits(proposer, request.coordinator_id))
-            return timed(
-                proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items, request.chances)
-            )
+            hints = request.chances, _in_range("step_cost", request.step_cost, most=math.inf)
+            return timed(proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items, *hints))
 
         proposals, spent = await self._host.run(propose, request.coordinator_id)
         results = [
@@ -55,17 +55,24 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
             yield response
 
 
+def _in_range(field: str, value: float, most: float = 1.0) -> float:
+    if not 0 <= value <= most:
+        raise InvalidArgumentError(field, f"{value:g} is not from 0 to {most:g}")
+    return value
+
+
 def _items(request: pb.ProposeRequest, limits: RoundLimits) -> list[ProposeItem]:
     seen: set[int] = set()
     for index, item in enumerate(request.items):
         check_item(index, item, limits, max(0, item.num_draft_tokens - 1), seen)
-        if not 0 <= item.min_chance <= 1:
-            raise InvalidArgumentError(f"items[{index}].min_chance", f"{item.min_chance:g} is not from 0 to 1")
+        for name in ("min_chance", "next_chance"):
+            _in_range(f"items[{index}].{name}", getattr(item, name))
     return [
         ProposeItem(
             **extension_fields(item, index, SamplingParams),
             num_draft_tokens=item.num_draft_tokens,
             min_chance=item.min_chance,
+            next_chance=item.next_chance if item.HasField("next_chance") else 1.0,
         )
         for index, item in enumerate(request.items)
     ]

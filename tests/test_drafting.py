@@ -52,7 +52,7 @@ def proposal_of(sequence: Sequence, tokens: tuple[int, ...], confidences: tuple[
 def test_a_good_model_drafts_as_long_as_it_is_sure() -> None:
     order = order_of(make_drafting(rate=0.8), make_sequence())
     assert order.by_model == 8
-    assert 0 < order.verify_above < order.go_on_above < 1
+    assert 0 < order.worth < order.next_chance < 1
 
 
 def test_a_bad_model_is_not_asked() -> None:
@@ -63,7 +63,7 @@ def test_a_bad_model_is_not_asked() -> None:
 def test_samples_are_drafted_as_far_as_the_average_pays() -> None:
     order = order_of(make_drafting(rate=0.6), make_sequence(sampling=Sampling(temperature=1.0)))
     assert 1 <= order.by_model < 8
-    assert order.go_on_above == order.verify_above == 0
+    assert order.worth == 0
 
 
 def test_without_a_worker_prompt_lookup_drafts() -> None:
@@ -140,9 +140,9 @@ def test_a_draft_far_behind_is_caught_up_only_where_that_pays_off() -> None:
 
 def test_only_likely_tokens_are_verified() -> None:
     sequence = make_sequence()
-    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, go_on_above=0.5, verify_above=0.3)})
+    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, worth=0.3, next_chance=0.5)})
     (asked,) = round_.propose_items(1000, 1000)
-    assert (asked.num_draft_tokens, asked.min_chance) == (8, 0.5)
+    assert (asked.num_draft_tokens, asked.min_chance, asked.next_chance) == (8, 0.3, 0.5)
     round_.take_proposals([proposal_of(sequence, (4, 5, 6), (0.9, 0.6, 0.4))], 1000)
     (item,) = round_.verify_items()
     assert item.draft_token_ids == (4, 5)

@@ -191,7 +191,7 @@ class Table:
         return {
             sequence.sequence_id: DraftOrder(
                 by_model=self.chance.randint(0, 9),
-                verify_above=self.chance.choice([0.0, 0.5, 1.0]),
+                worth=self.chance.choice([0.0, 0.5, 1.0]),
                 found=self.found(sequence),
             )
             for sequence in group
@@ -242,7 +242,7 @@ class Table:
         is_right = [self.chance.random() < self.acceptance for _ in range(20)]
         proposals = [self.draft.propose(item, is_right) for item in items]
         if not self.happens():
-            round_.take_ahead([self.spoiled_proposal(proposal) for proposal in proposals])
+            round_.take_ahead([self.spoiled_proposal(proposal) for proposal in proposals], VOCAB_SIZE)
             self.went_ahead += len(proposals)
 
     def verify(self, round_: Round, group: list[Sequence]) -> None:
@@ -538,7 +538,8 @@ def test_what_was_drafted_ahead_is_the_next_rounds_draft() -> None:
         asked.append(len(items))
         round_.take_proposals([draft.propose(item, [True] * 9) for item in items], VOCAB_SIZE)
         verified = round_.verify_items()
-        round_.take_ahead([draft.propose(item, [True] * 9) for item in round_.ahead_items(9, NO_LIMIT)])
+        ahead = [draft.propose(item, [True] * 9) for item in round_.ahead_items(9, NO_LIMIT)]
+        round_.take_ahead(ahead, VOCAB_SIZE)
         (commit,) = round_.commit([target.verify(item) for item in verified])
     # The prompt's round and the first draft's: from then on everything is there before it is needed.
     assert asked == [1, 1, 0, 0, 0, 0]

@@ -335,6 +335,23 @@ async def test_what_a_drafts_probabilities_are_worth_is_told_to_it(draft: Worker
         assert len(result.draft_token_ids) == drafted
 
 
+async def test_a_step_that_gains_too_little_for_all_is_not_taken(draft: Worker) -> None:
+    def item(number: int) -> draft_worker_pb2.ProposeItem:
+        made = propose(number, 0, [number, 2, 3], 8)
+        made.min_chance, made.next_chance = 0.1, 0.5
+        return made
+
+    request = draft.request(item(1), item(2))
+    request.chances[:] = [1.0]  # every token is right, so that each further one gains 0.4
+    for step_cost, drafted in ((0.0, 8), (0.79, 8), (0.81, 1)):
+        request.step_cost = step_cost
+        results = (await draft.stub.Propose(request)).results
+        assert [len(result.draft_token_ids) for result in results] == [drafted, drafted]
+    for step_cost in (-1.0, float("nan")):
+        request.step_cost = step_cost
+        assert violated_fields(await failure(draft.stub.Propose(request))) == ["step_cost"]
+
+
 async def test_passes_are_measured_when_the_model_is_loaded(tiny_pair: tuple[Path, Path]) -> None:
     engine = Engine.load(EngineOptions(model=str(tiny_pair[1]), device="cpu", max_sequences=3), exact=False)
     async with serving(DRAFT, engine) as worker:

@@ -8,19 +8,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ProposeRequest(_message.Message):
-    __slots__ = ("coordinator_id", "round_id", "items", "chances")
+    __slots__ = ("coordinator_id", "round_id", "items", "chances", "step_cost")
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     CHANCES_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
     coordinator_id: str
     round_id: int
     items: _containers.RepeatedCompositeFieldContainer[ProposeItem]
     chances: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., chances: _Optional[_Iterable[float]] = ...) -> None: ...
+    step_cost: float
+    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., chances: _Optional[_Iterable[float]] = ..., step_cost: _Optional[float] = ...) -> None: ...
 
 class ProposeItem(_message.Message):
-    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "prefix_sequence_id", "max_length", "min_chance")
+    __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "prefix_sequence_id", "max_length", "min_chance", "next_chance")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +31,7 @@ class ProposeItem(_message.Message):
     PREFIX_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MIN_CHANCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CHANCE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     base_length: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -37,7 +40,8 @@ class ProposeItem(_message.Message):
     prefix_sequence_id: int
     max_length: int
     min_chance: float
-    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., min_chance: _Optional[float] = ...) -> None: ...
+    next_chance: float
+    def __init__(self, sequence_id: _Optional[int] = ..., base_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_sequence_id: _Optional[int] = ..., max_length: _Optional[int] = ..., min_chance: _Optional[float] = ..., next_chance: _Optional[float] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("round_id", "results", "forward_ns", "realign_ns")
