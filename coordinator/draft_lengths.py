@@ -12,6 +12,7 @@ from operator import mul
 
 from coordinator.acceptance import AcceptanceOfAll
 from coordinator.costs import RoundCosts
+from coordinator.trials import FIRST_TRIALS, Trials
 
 # Acceptance rates are told apart in so many steps: few enough that sequences alike are counted, not looked at.
 STEPS = 32
@@ -20,11 +21,8 @@ HYSTERESIS = 0.02
 # A plan serves for so many rounds, or until the number of sequences is another by such a share: its costs and the rates
 # of all change slowly.
 ROUNDS_OF_A_PLAN, CHANGE_OF_BATCH = 8, 0.25
-# Where nobody drafts, the share of the time that may be lost by trying whether that is still right, and the share of a
-# trial's time that counts as lost at least, however much it is expected to gain.
-PROBING_COST, LEAST_LOSS = 0.01, 0.1
-# The first trials need no saving: until then costs are not known from rounds.
-FIRST_TRIALS = 4
+# A draft that lacks so many tokens is caught up in passing.
+LITTLE = 8
 # Where somebody drafts, one round of so many is plain: what plain decoding takes is not known from others.
 PLAIN_EVERY = 128
 
@@ -84,9 +82,8 @@ class DraftLengths:
     _age: int = 0
     _by_ngram: Mapping[int, int] = field(default_factory=dict)
     """By sequence: the tokens that prompt lookup drafted in the last round."""
-    _saved: float = 0.0
-    """Seconds that probing may cost."""
-    _trials: int = 0
+    _trials_of_model: Trials = field(default_factory=Trials)
+    _trials_of_ngrams: Trials = field(default_factory=Trials)
     _since_plain: int = PLAIN_EVERY - FIRST_TRIALS
 
     def __post_init__(self) -> None:
@@ -102,7 +99,7 @@ class DraftLengths:
         self._by_ngram = {i: length.by_ngram for i, length in chosen.items() if not length.by_model}
         self._since_plain += 1
         if not self.plan.steps:
-            self._probe(chosen, options)
+            self._try_others(chosen, options)
         elif self._since_plain >= PLAIN_EVERY:
             chosen = dict.fromkeys(options, DraftLength())
         if not any(length.by_model or length.by_ngram for length in chosen.values()):
@@ -146,29 +143,23 @@ class DraftLengths:
         none = batch.plan(0)
         return none if none.speed > best.speed * (1 + HYSTERESIS) else best
 
-    def _probe(self, chosen: dict[int, DraftLength], options: Mapping[int, Options]) -> None:
-        """Now and then has one token verified for everybody who lacks little, so that what changed is noticed."""
+    def _try_others(self, chosen: dict[int, DraftLength], options: Mapping[int, Options]) -> None:
+        """Now and then has one token verified for some who draft nothing, so that what changed is noticed."""
         idle = {i: its for i, its in options.items() if its.limit > 0 and not chosen[i].by_ngram}
-        able, drafting = [i for i, its in idle.items() if its.by_model], True
-        if not able:
-            able, drafting = [i for i, its in idle.items() if its.ngram_limit], False
-        if not able:
-            return
         plain = self.costs.seconds(len(options), [])
-        self._saved += PROBING_COST * plain
-        least = min(options[i].lacking for i in able)
-        able = [i for i in able if options[i].lacking <= least + 1]
-        if drafting:
-            catching_up = self.costs.draft(1 + least * len(able)) - self.costs.draft(1)
-            lost = self.costs.seconds(len(options), [len(able)]) - plain + catching_up
-            gained = sum(map(self.acceptance.rate, able)) * plain / len(options)
-        else:
-            lost = self.costs.seconds(len(options), [], len(able)) - plain
-            gained = sum(options[i].ngram_rate for i in able) * plain / len(options)
-        if self._saved >= max(lost - gained, LEAST_LOSS * lost) or self._trials < FIRST_TRIALS:
-            self._saved, self._trials = 0.0, self._trials + 1
-            trial = DraftLength(by_model=1) if drafting else DraftLength(by_ngram=1)
-            chosen.update(dict.fromkeys(able, trial))
+        if able := {i: its.lacking for i, its in idle.items() if its.by_model}:
+            least = min(able.values())
+            # Those who lack little, or one of those who lack much.
+            some = [i for i, lacking in able.items() if lacking <= least + 1][: None if least <= LITTLE else 1]
+            caught_up = self.costs.draft(1 + least * len(some)) - self.costs.draft(1)
+            seconds = self.costs.seconds(len(options), [len(some)]) - plain + caught_up
+            gained = sum(map(self.acceptance.rate, some)) * plain / len(options)
+            if self._trials_of_model.may_try(plain, seconds, gained):
+                chosen.update(dict.fromkeys(some, DraftLength(by_model=1)))
+        elif found := {i: its.ngram_rate for i, its in idle.items() if its.ngram_limit}:
+            seconds = self.costs.seconds(len(options), [], len(found)) - plain
+            if self._trials_of_ngrams.may_try(plain, seconds, sum(found.values()) * plain / len(options)):
+                chosen.update(dict.fromkeys(found, DraftLength(by_ngram=1)))
 
 
 @dataclass(frozen=True)

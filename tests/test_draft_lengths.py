@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate import COSTS, row
 from coordinator.costs import RoundCosts, StepTimes
-from coordinator.draft_lengths import FIRST_TRIALS, ROUNDS_OF_A_PLAN, STEPS, DraftLengths, Options, expected_tokens
+from coordinator.draft_lengths import ROUNDS_OF_A_PLAN, STEPS, DraftLengths, Options, expected_tokens
+from coordinator.trials import FIRST_TRIALS
 
 ROWS = (1, 2, 4, 8, 16, 64)
 
@@ -145,6 +146,21 @@ def test_probing_costs_next_to_nothing_and_never_stops() -> None:
         lengths.acceptance.add(0, drafted, 0)
     assert probes > 20
     assert spent < 1.015 * plain
+
+
+def test_trials_of_one_way_to_draft_take_nothing_from_the_other() -> None:
+    lengths = DraftLengths(costs(), longest=8)
+    for _ in range(50):
+        lengths.choose({0: Options(8, by_model=False, ngram_limit=8, ngram_rate=0.01)})
+    lengths.costs.draft = line(5.0, 0.1)  # as a busy machine measured it
+    chosen = [lengths.choose({0: Options(8)})[0].by_model for _ in range(FIRST_TRIALS)]
+    assert all(chosen)
+
+
+def test_only_one_of_those_who_lack_much_is_caught_up_to_try() -> None:
+    lengths = DraftLengths(costs(draft=1.0), longest=8)
+    chosen = lengths.choose({i: Options(8, lacking=100) for i in range(8)})
+    assert sum(length.by_model for length in chosen.values()) == 1
 
 
 def test_a_draft_that_becomes_good_is_noticed() -> None:

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from coordinator.acceptance import Calibration
 from coordinator.costs import StepTimes
 from coordinator.counters import Timed
-from coordinator.draft_lengths import FIRST_TRIALS, PLAIN_EVERY, ROUNDS_OF_A_PLAN
+from coordinator.draft_lengths import PLAIN_EVERY, ROUNDS_OF_A_PLAN
 from coordinator.drafting import Drafting, DraftWorker
 from coordinator.round import Commit, DraftOrder, ItemStatus, Proposal, ProposeItem, Round, Verdict, VerifyItem
 from coordinator.sequence import DraftMethod, GenerationRequest, Sampling, Sequence
+from coordinator.trials import FIRST_TRIALS
 
 WORKER = DraftWorker(max_model_len=1000, round_id=1)
 LOOP = (5, 6, 7, 8) * 4

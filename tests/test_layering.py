@@ -22,7 +22,7 @@ FORBIDDEN = {
 
 PURE = (
     "text", "sequence", "ready", "prefixes", "pool", "grouping", "round", "counters",
-    "costs", "acceptance", "draft_lengths", "ngrams", "drafting",
+    "costs", "acceptance", "trials", "draft_lengths", "ngrams", "drafting",
 )  # fmt: skip
 PURE_IN_PLANNING = ("plan", "prediction", "scaling")
 IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
