@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-# The share of the time that may be lost by trials, and the share of a trial's time that counts as lost at least, whatever
-# it is expected to gain.
+# The share of the time that may be lost by trials, and the share of a trial's time that counts as lost at least,
+# whatever it is expected to gain.
 SHARE_OF_TIME, LEAST_LOSS = 0.01, 0.1
 # The first ones need no saving: until then costs are not known from rounds.
 FIRST_TRIALS = 4
