@@ -64,7 +64,7 @@ class StepTimes:
 
     def _of_longer(self, rows: float) -> float:
         """Seconds that so many rows take more than they did when they were measured."""
-        return rows * self._per_cached * (self.cached - self._measured_at)
+        return rows * self._per_cached * max(0.0, self.cached - self._measured_at)
 
     @property
     def points(self) -> dict[int, float]:

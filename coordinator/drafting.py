@@ -17,6 +17,8 @@ from coordinator.sequence import DRAFT_MAY_LACK, DraftMethod, Sequence
 FIRST_NGRAM_RATES = (0.3, 0.6)
 # A draft that catches up is believed to serve for so many rounds at most.
 CATCH_UP_ROUNDS = 32
+# A draft token must gain so much even where one more to verify seems to cost nothing.
+LEAST_WORTH = 0.02
 # Of what a message to a worker takes, the share that each round replaces.
 EXCHANGE_PER_ROUND, FIRST_EXCHANGE = 0.05, 0.0015
 
@@ -203,7 +205,7 @@ class Drafting:
             return DraftOrder(length.by_model, found=found)
         # The plan says that drafting pays; how far it does this time, the draft knows better than an average.
         rate = self.lengths.acceptance.rate(sequence.sequence_id)
-        return DraftOrder(self._limit(sequence), min(1.0, plan.row), rate, found)
+        return DraftOrder(self._limit(sequence), min(1.0, max(LEAST_WORTH, plan.row)), rate, found)
 
     @property
     def hints(self) -> tuple[list[float], float]:

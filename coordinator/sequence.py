@@ -82,9 +82,6 @@ class GenerationRequest:
     """The end-of-sequence tokens are among them, unless the request ignores them."""
     num_speculative_tokens: int
     """Draft tokens of a round; if `adaptive`, at most."""
-    adaptive: bool = False
-    """Whether each round has as many draft tokens as pay for themselves."""
-    method: DraftMethod = DraftMethod.MODEL
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     """Strings that end the generation."""
@@ -92,6 +89,9 @@ class GenerationRequest:
     """Log-probabilities wanted at each position beside the chosen token's; None: not even that."""
     n: int = 1
     """Samples of the prompt."""
+    adaptive: bool = False
+    """Whether each round has as many draft tokens as pay for themselves."""
+    method: DraftMethod = DraftMethod.MODEL
 
     def samples(self) -> Iterator["GenerationRequest"]:
         """What each sample is: the same with a seed of its own, so that it can be asked for alone."""

@@ -59,13 +59,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Models and limits."""
         coordinator, settings = self._coordinator, self._coordinator.settings
         draft = coordinator.draft.info if coordinator.draft is not None else None
-        preset = settings.num_speculative_tokens
         return pb.GetModelInfoResponse(
             max_model_len=coordinator.max_model_len,
             target=coordinator.target.info,
             draft=draft,
             default_max_tokens=settings.default_max_tokens,
-            num_speculative_tokens=None if preset == "adaptive" else preset,
+            num_speculative_tokens=settings.num_speculative_tokens,
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
             has_chat_template=coordinator.tokenizer.has_chat_template,
             eos_token_ids=coordinator.tokenizer.eos_token_ids,

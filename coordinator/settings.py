@@ -1,6 +1,6 @@
 """What a coordinator can be told."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
@@ -13,7 +13,6 @@ MAX_WINDOW_SIZE = 4096
 MAX_SPECULATIVE_TOKENS = 16
 """What a request may ask for unless the settings say otherwise."""
 
-NumSpeculativeTokens = Annotated[int, Field(ge=0)] | Literal["adaptive"]
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 
 
@@ -47,9 +46,10 @@ class CoordinatorSettings(ServerSettings):
     )
     prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
     queue_size: int = Field(256, ge=0, le=UINT32_MAX, description="requests that may wait; more are refused")
-    num_speculative_tokens: NumSpeculativeTokens = Field(
-        "adaptive",
-        description="draft tokens per round unless a request says otherwise; adaptive: as many as pay for themselves",
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="draft tokens per round unless a request says otherwise; default: as many as pay for themselves",
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
@@ -95,6 +95,6 @@ class CoordinatorSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _speculation_within_limit(self) -> Self:
-        if self.num_speculative_tokens != "adaptive" and self.num_speculative_tokens > self.max_num_speculative_tokens:
+        if (self.num_speculative_tokens or 0) > self.max_num_speculative_tokens:
             raise ValueError("num_speculative_tokens must not exceed max_num_speculative_tokens")
         return self

@@ -184,7 +184,7 @@ def _num_speculative_tokens(request: pb.GenerateRequest, limits: Limits) -> int:
     most = limits.settings.max_num_speculative_tokens
     if not request.speculative.HasField("num_speculative_tokens"):
         preset = limits.settings.num_speculative_tokens
-        return most if preset == "adaptive" else preset
+        return most if preset is None else preset
     wanted = request.speculative.num_speculative_tokens
     if wanted > most:
         raise InvalidArgumentError("speculative.num_speculative_tokens", f"{wanted} is beyond the limit of {most}")
@@ -193,7 +193,7 @@ def _num_speculative_tokens(request: pb.GenerateRequest, limits: Limits) -> int:
 
 def _is_adaptive(request: pb.GenerateRequest, limits: Limits) -> bool:
     preset = limits.settings.num_speculative_tokens
-    return preset == "adaptive" and not request.speculative.HasField("num_speculative_tokens")
+    return preset is None and not request.speculative.HasField("num_speculative_tokens")
 
 
 def _draft_method(request: pb.GenerateRequest, limits: Limits) -> DraftMethod:

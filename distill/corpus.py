@@ -5,6 +5,7 @@ al. 2024), and then it answers, greedily, as it will when it is drafted for.
 """
 
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -32,6 +33,16 @@ OPENINGS = (
     "Imagine", "I have", "I need", "My", "Tell me about", "Help me", "Suggest", "Create", "Compose", "Rewrite",
     "Classify", "Based on the following text, answer the question:", "Please", "Is it", "Do", "Are", "Should",
 )  # fmt: skip
+# A part of all questions is one of these about a text: an earlier answer. By itself the target hardly ever brings one.
+TASKS = (
+    "Summarize the following text:", "Summarize the following text in one sentence:", "Shorten the following text:",
+    "Rewrite the following text in simple words:", "What is the following text about?", "Continue the following text:",
+    "List the main points of the following text:", "Find all names in the following text:",
+    "Correct the mistakes in the following text:", "Write a title for the following text:",
+    "Translate the following text to French:", "What questions does the following text answer?",
+    "Is the following text true? Explain.", "Turn the following text into a list:",
+)  # fmt: skip
+SHARE_OF_TASKS, TEXTS, LONGEST_TEXT = 0.25, 256, 160
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,8 @@ class Writer:
         self._engine, self._template = engine, template
         self._chance, self._noise = random.Random(seed), torch.Generator().manual_seed(seed)
         self._writing: dict[int, _Writing] = {}
+        self._texts: deque[list[int]] = deque(maxlen=TEXTS)
+        """Answers of late."""
 
     def write(self, dialogues: int) -> Iterator[_Writing]:
         """Finished dialogues, as many as wanted, in the order in which they end."""
@@ -94,6 +107,10 @@ class Writer:
     def _begun(self) -> _Writing:
         tokens = list(self._template.before_question)
         question_start = len(tokens)
+        if self._texts and self._chance.random() < SHARE_OF_TASKS:
+            tokens += self._template.encode(f"{self._chance.choice(TASKS)}\n\n")
+            tokens += [*self._chance.choice(self._texts), *self._template.before_answer]
+            return _Writing(tokens, answer_start=len(tokens))
         if self._chance.random() < 0.5:
             tokens += self._template.encode(self._chance.choice(OPENINGS))
         return _Writing(tokens, question_start=question_start)
@@ -122,6 +139,10 @@ class Writer:
             writing.token_ids.append(token)
             if token in self._template.ends or len(writing.top_ids) == LONGEST_ANSWER:
                 del self._writing[slot]
+                answer = [
+                    token for token in writing.token_ids[writing.answer_start :] if token not in self._template.ends
+                ]
+                self._texts.append(answer[:LONGEST_TEXT])
                 yield writing
 
     def _ask(self, writing: _Writing, token: int) -> bool:

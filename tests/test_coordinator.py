@@ -258,7 +258,7 @@ async def test_the_configured_k_is_the_default() -> None:
 
 
 async def test_adaptive_lengths_explain_themselves() -> None:
-    async with serving(num_speculative_tokens="adaptive", draft_method="best") as served:
+    async with serving(num_speculative_tokens=None, draft_method="best") as served:
         requests = [make_request([i, 1], max_tokens=60) for i in range(4)]
         await asyncio.gather(*(served.expect(request) for request in requests))
         assert not (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).HasField("num_speculative_tokens")

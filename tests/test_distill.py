@@ -13,7 +13,7 @@ from tiny_models import load_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill import corpus, training
-from distill.corpus import TOP, Dialogues, Writer, gathered
+from distill.corpus import TASKS, TOP, Dialogues, Writer, gathered
 from distill.evaluate import EvaluateSettings, evaluate
 from distill.main import DistillSettings, train
 from distill.replay import acceptance_by_position, mean_acceptance_length
@@ -94,6 +94,20 @@ def test_a_seed_writes_the_same_again_and_another_one_something_else(engine: Eng
     assert written(5) == written(5) != written(6)
 
 
+@pytest.mark.usefixtures("short")
+def test_some_questions_are_about_earlier_answers(engine: Engine, template: ChatTemplate) -> None:
+    examples = examples_of(gathered(list(Writer(engine, template, seed=3).write(60))))
+    tasks = [template.encode(f"{task}\n\n") for task in TASKS]
+    answers: list[list[int]] = []
+    about = 0
+    for example in examples:
+        tokens, start = example.token_ids.tolist(), example.answer_start
+        question = tokens[len(template.before_question) : start - len(template.before_answer)]
+        about += any(question == task + answer for task in tasks for answer in answers)
+        answers.append([token for token in tokens[start:] if token not in template.ends])
+    assert 5 <= about <= 30
+
+
 # --- What the student learns
 
 
@@ -122,7 +136,7 @@ def test_training_lowers_the_loss_and_leaves_the_embeddings(tiny_pair: tuple[Pat
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
     assert torch.equal(student.body.embed_tokens.weight, embeddings)
 
 

@@ -61,6 +61,16 @@ def test_a_bad_model_is_not_asked() -> None:
     assert order_of(drafting, make_sequence()).by_model == 0
 
 
+def test_drafting_ends_early_even_where_verification_seems_to_cost_nothing() -> None:
+    """A chance of 0 would mean that it never does, and below that is none."""
+    drafting, sequence = make_drafting(rate=0.8), make_sequence()
+    drafting.costs.verify = StepTimes({1: 0.02, 64: 0.02}, cached=500, per_cached=1e-5)
+    for _ in range(2 * ROUNDS_OF_A_PLAN):
+        order = order_of(drafting, sequence)
+    assert order.by_model == 8
+    assert 0 < order.worth < 0.1
+
+
 def test_samples_are_drafted_as_far_as_the_average_pays() -> None:
     order = order_of(make_drafting(rate=0.6), make_sequence(sampling=Sampling(temperature=1.0)))
     assert 1 <= order.by_model < 8

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -20,9 +20,6 @@ from rpc.settings import UINT32_MAX, ListeningSettings
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-UpToMost = Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)]
 
 
 class UpSettings(ListeningSettings):
@@ -46,9 +43,11 @@ class UpSettings(ListeningSettings):
     prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
     kv_layout: Literal["slots", "padded"] = Field("slots", description="where sequences lie in both workers' caches")
     max_model_len: int = Field(2048, ge=16, le=UINT32_MAX, description="positions a sequence can have")
-    num_speculative_tokens: UpToMost | Literal["adaptive"] = Field(
-        "adaptive",
-        description="draft tokens per round unless a request says otherwise; adaptive: as many as pay for themselves",
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_SPECULATIVE_TOKENS,
+        description="draft tokens per round unless a request says otherwise; default: as many as pay for themselves",
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST, description="who drafts: model, ngram (prompt lookup), or best: whoever promises more"
@@ -140,7 +139,8 @@ def _services(settings: UpSettings, target: str, draft: str | None) -> list[Serv
     arguments = ["--host", settings.host, "--port", str(port), "--window-size", str(settings.window_size)]
     arguments += ["--policy", settings.policy, *_server_flags(settings)]
     arguments += ["--max-batch-size", str(settings.max_batch_size or settings.window_size)]
-    arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
+    if settings.num_speculative_tokens is not None:
+        arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
     arguments += ["--draft-method", settings.draft_method]
     arguments += ["--prefix-reuse" if settings.prefix_reuse else "--no-prefix-reuse"]
     for worker in workers:
