@@ -38,12 +38,15 @@ class Calibration:
 
     def chance(self, confidence: float) -> float:
         """That a draft token is right."""
-        return self.chances[_bin(confidence)]
+        return self._rate(_bin(confidence))
 
     @property
     def chances(self) -> list[float]:
         """By confidence, from 0 to 1 in equal steps."""
-        return [found.rate((i + 0.5) / CONFIDENCES) for i, found in enumerate(self._bins)]
+        return [self._rate(index) for index in range(CONFIDENCES)]
+
+    def _rate(self, index: int) -> float:
+        return self._bins[index].rate((index + 0.5) / CONFIDENCES)
 
     def add(self, confidences: Sequence[float], accepted: int) -> None:
         """Takes in a round: draft tokens that were verified, of which the first so many were accepted."""

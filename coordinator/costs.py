@@ -7,8 +7,6 @@ from dataclasses import dataclass
 # How fast what rounds take replaces what was believed before: for all numbers of rows alike, and for those near by. The
 # first rounds count for more, since what a busy machine measured at its start may be far off.
 SCALED_PER_ROUND, MOVED_PER_ROUND = 0.1, 0.02
-
-
 # No pass takes less: what is compared with it and divided by it stays a number.
 LEAST_SECONDS = 1e-6
 # Believed of workers that have not measured themselves.

@@ -116,13 +116,14 @@ class DraftLengths:
             gain = expected_tokens(rate, by_model) - 1 - sum(plan.shares[:by_model]) - plan.row * by_model
             gain_by_ngram = expected_tokens(options.ngram_rate, by_ngram) - 1 - plan.row * by_ngram
             return DraftLength(by_model if gain > gain_by_ngram else 0, by_ngram)
-        if by_model and self._catching_up(options) * plan.speed > expected_tokens(rate, by_model) - 1:
+        catching_up = self._catching_up(options.lacking / options.catch_up_rounds)
+        if by_model and catching_up * plan.speed > expected_tokens(rate, by_model) - 1:
             by_model = 0
         return DraftLength(by_model, by_ngram)
 
-    def _catching_up(self, options: Options) -> float:
-        """Seconds a round."""
-        return self.costs.draft(1 + options.lacking / options.catch_up_rounds) - self.costs.draft(1)
+    def _catching_up(self, tokens: float) -> float:
+        """Seconds that the draft worker takes more for so many tokens."""
+        return self.costs.draft(1 + tokens) - self.costs.draft(1)
 
     def _best(self, options: Mapping[int, Options]) -> Plan:
         """The plan that promises most, for sequences of which some go on with prompt lookup as in the last round."""
@@ -151,8 +152,7 @@ class DraftLengths:
             least = min(able.values())
             # Those who lack little, or one of those who lack much.
             some = [i for i, lacking in able.items() if lacking <= least + 1][: None if least <= LITTLE else 1]
-            caught_up = self.costs.draft(1 + least * len(some)) - self.costs.draft(1)
-            seconds = self.costs.seconds(len(options), [len(some)]) - plain + caught_up
+            seconds = self.costs.seconds(len(options), [len(some)]) - plain + self._catching_up(least * len(some))
             gained = sum(map(self.acceptance.rate, some)) * plain / len(options)
             if self._trials_of_model.may_try(plain, seconds, gained):
                 chosen.update(dict.fromkeys(some, DraftLength(by_model=1)))

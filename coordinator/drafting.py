@@ -10,7 +10,7 @@ from coordinator.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTim
 from coordinator.counters import Timed
 from coordinator.draft_lengths import DraftLength, DraftLengths, Options, expected_tokens
 from coordinator.ngrams import LONGEST_RUN, SHORTEST_RUN, NgramIndex
-from coordinator.round import Commit, DraftOrder, Proposal, ProposeItem, VerifyItem
+from coordinator.round import Commit, DraftOrder, Proposal, ProposeItem, VerifyItem, agreeing
 from coordinator.sequence import DRAFT_MAY_LACK, DraftMethod, Sequence
 
 # Believed of prompt lookup that was never tried, for the shortest run and for the longest.
@@ -96,10 +96,8 @@ class Drafting:
         sequence_id = commit.sequence.sequence_id
         found, run = self._found.get(sequence_id, ((), 0))
         if found:  # whether it was verified or not: what would have become of it is known either way
-            pairs = zip(found, commit.token_ids, strict=False)
-            agreed = next((i for i, (one, other) in enumerate(pairs) if one != other), len(commit.token_ids))
             tried = min(len(found), len(commit.token_ids))
-            self.ngrams[run].add(sequence_id, tried, min(agreed, tried))
+            self.ngrams[run].add(sequence_id, tried, agreeing(found, commit.token_ids))
         if commit.proposal is not None and commit.proposal.draft_token_ids:
             self._observe_model(commit, commit.proposal)
 

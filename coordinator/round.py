@@ -334,7 +334,7 @@ class Round:
             rest = drafted[len(gained) :]
             if rest and drafted[: len(gained)] == gained and len(gained) == len(proposal.draft_token_ids) + 1:
                 sequence.drafted_ahead = DraftedAhead(rest, ahead.confidences[1:])
-        sequence.draft_length = min(cached_length, len(sequence.token_ids) + _agreeing(drafted, gained))
+        sequence.draft_length = min(cached_length, len(sequence.token_ids) + agreeing(drafted, gained))
 
     def _target_lost(self, sequence: Sequence, status: ItemStatus) -> None:
         if status is ItemStatus.CACHE_MISS:
@@ -372,7 +372,7 @@ def _take(token_ids: list[int], cached: int, room: int) -> tuple[tuple[int, ...]
     return tuple(token_ids[cached : cached + count]), room - count
 
 
-def _agreeing(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
+def agreeing(drafted: tuple[int, ...], gained: tuple[int, ...]) -> int:
     """How many draft tokens are what the target chose: also of those that were not verified."""
     pairs = enumerate(zip(drafted, gained, strict=False))
     return next((i for i, (draft, own) in pairs if draft != own), min(len(drafted), len(gained)))

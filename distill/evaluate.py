@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from distill.corpus import LONGEST_ANSWER, Writer, gathered
-from distill.replay import ACCEPTANCE_AT, mean_acceptance_length
+from distill.replay import ACCEPTANCE_AT, agreement_rate, mean_acceptance_length
 from distill.template import ChatTemplate
 from distill.training import Example, examples_of
 from engine.embedded_pair import embedded_pair
@@ -104,8 +104,7 @@ def agreement(draft: Engine, example: Example) -> list[bool]:
 
 def figures(agreed: Sequence[Sequence[bool]]) -> dict[str, float]:
     """Of these answers: how many, their tokens, the share agreed upon, and mean acceptance lengths by draft length."""
-    tokens = sum(map(len, agreed))
-    share = sum(map(sum, agreed)) / tokens if tokens else 0.0
+    tokens, share = sum(map(len, agreed)), agreement_rate(agreed)
     lengths = {f"k={k}": round(mean_acceptance_length(agreed, k), 2) for k in ACCEPTANCE_AT}
     return {"answers": len(agreed), "tokens": tokens, "agreement": round(share, 3), **lengths}
 

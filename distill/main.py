@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from distill.corpus import Dialogues, Writer, gathered
 from distill.files import in_one_step
-from distill.replay import ACCEPTANCE_AT, mean_acceptance_length
+from distill.replay import ACCEPTANCE_AT, agreement_rate, mean_acceptance_length
 from distill.student import Student, most_frequent
 from distill.template import ChatTemplate
 from distill.training import (
@@ -163,7 +163,7 @@ def student_of(settings: DistillSettings, model: PreTrainedModel, examples: list
 def report(student: Student, held_out: list[Example]) -> str:
     """How often the student agrees with its target on dialogues that it never saw."""
     agreed = agreement(student, held_out)
-    share = sum(map(sum, agreed)) / sum(map(len, agreed))
+    share = agreement_rate(agreed)
     lengths = ", ".join(f"{mean_acceptance_length(agreed, k):.2f}" for k in ACCEPTANCE_AT)
     return f"agreement {share:.3f}, mean acceptance length at k = 1 to 5: {lengths}"
 

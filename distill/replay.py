@@ -9,6 +9,11 @@ from collections.abc import Iterator, Sequence
 ACCEPTANCE_AT = (1, 2, 3, 4, 5)
 
 
+def agreement_rate(agreed: Sequence[Sequence[bool]]) -> float:
+    """The share of all tokens that the draft would have chosen too; 0 without any."""
+    return sum(map(sum, agreed)) / max(1, sum(map(len, agreed)))
+
+
 def mean_acceptance_length(agreed: Sequence[Sequence[bool]], k: int) -> float:
     """Tokens gained a round with k draft tokens, if the draft agrees exactly where it does on the target's text."""
     return 1 + sum(acceptance_by_position(agreed, k))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.costs import RoundCosts, StepTimes
-from distill.replay import acceptance_by_position, mean_acceptance_length
+from distill.replay import acceptance_by_position, agreement_rate, mean_acceptance_length
 from planning.prediction import Pair, Speed, Workers, best_by_batch, enough, predict, workers
 from planning.scaling import LogLinear, fit
 
@@ -90,7 +90,7 @@ def _draft_plan(target: Model, draft: Model, agreed: Sequence[Sequence[bool]], t
     pair = Pair(costs, lengths, draft.device == target.device if terms.shared is None else terms.shared)
     return DraftPlan(
         model=draft,
-        agreement=sum(map(sum, agreed)) / sum(map(len, agreed)),
+        agreement=agreement_rate(agreed),
         by_position=acceptance_by_position(agreed, terms.longest),
         pair=pair,
         speeds=predict(pair, terms.batches),
