@@ -3,11 +3,13 @@
 import random
 import time
 from pathlib import Path
+from typing import Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from distill.corpus import Dialogues, Writer, gathered
@@ -28,7 +30,7 @@ from engine.compact import load_compact, save_compact
 from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
 from engine.options import EngineOptions
-from engine.trained_draft import save_draft
+from engine.trained_draft import layers_of, save_draft
 from rpc.server import configure_logging
 from rpc.settings import LogLevel, Settings
 
@@ -46,6 +48,7 @@ class DistillSettings(Settings):
     dialogues: int = Field(20_000, ge=64, description="dialogues that the target writes")
     held_out: int = Field(200, ge=8, description="of these, left out of training to tell how good the draft is")
     max_sequences: int = Field(48, ge=1, description="dialogues written at a time")
+    initial: Path | None = Field(None, description="a draft.safetensors to begin with, in place of the target's layers")
     layers: str = Field("0,1,29", description="the target's layers that the draft begins with")
     output_tokens: int = Field(16_384, ge=256, description="tokens that the draft can propose: the most frequent ones")
     epochs: float = Field(4.0, gt=0, description="passes over the dialogues")
@@ -55,6 +58,18 @@ class DistillSettings(Settings):
     seed: int = Field(0, ge=0, description="of what is written and of the order of training")
     device: str = Field("cpu", description="where both run")
     log_level: LogLevel = Field("warning", description="least severe messages logged")
+
+    @model_validator(mode="after")
+    def _initial_is_such_a_draft(self) -> Self:
+        if self.initial is not None:  # better known now than after hours of writing
+            try:
+                trained = load_compact(self.initial)
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"initial: {self.initial} cannot be read: {error}") from error
+            count = len(self.layers.split(","))
+            if not {"head", "output_ids"} <= trained.keys() or layers_of(trained) != count:
+                raise ValueError(f"initial: {self.initial} is not a trained draft of {count} layers, as `layers` says")
+        return self
 
 
 def main() -> None:
@@ -148,7 +163,13 @@ def train(settings: DistillSettings, target: str) -> None:
 
 
 def student_of(settings: DistillSettings, model: PreTrainedModel, examples: list[Example]) -> Student:
-    """An untrained student, whose head has the tokens that the target chose most often."""
+    """An untrained student, whose head has the tokens that the target chose most often; or one trained before."""
+    layers = [int(layer) for layer in settings.layers.split(",")]
+    if settings.initial is not None:
+        trained = load_compact(settings.initial)
+        student = Student(model, layers, trained["output_ids"].long())
+        student.learn(trained)
+        return student
     vocabulary = int(model.config.vocab_size)
     counts = torch.zeros(vocabulary)
     for example in examples:
@@ -156,7 +177,6 @@ def student_of(settings: DistillSettings, model: PreTrainedModel, examples: list
             example.top_ids[:, 1:4].flatten(), minlength=vocabulary
         )
     rows = min(settings.output_tokens, vocabulary)
-    layers = [int(layer) for layer in settings.layers.split(",")]
     return Student(model, layers, most_frequent(counts, rows, always=[]))
 
 

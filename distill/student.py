@@ -45,6 +45,13 @@ class Student(nn.Module):
         weights = {name: weight for name, weight in self.state_dict().items() if "embed_tokens" not in name}
         return {**weights, "output_ids": self.output_ids.int()}
 
+    def learn(self, trained: dict[str, torch.Tensor]) -> None:
+        """Takes over what `trained` returned for a student of as many layers and the same head."""
+        weights = {name: weight for name, weight in trained.items() if name != "output_ids"}
+        missing, unexpected = self.load_state_dict(weights, strict=False)
+        other = [*unexpected, *(name for name in missing if "embed_tokens" not in name)]
+        assert not other, other
+
 
 def most_frequent(counts: torch.Tensor, rows: int, always: list[int]) -> torch.Tensor:
     """Ids, ascending, of the `rows` tokens with the largest counts [vocab_size]; `always` are among them."""

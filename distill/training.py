@@ -132,6 +132,6 @@ class Checkpoint:
         if not self.path.is_file():
             return 0
         state: dict[str, Any] = torch.load(self.path, weights_only=True)
-        student.load_state_dict({n: w for n, w in state["student"].items() if n != "output_ids"}, strict=False)
+        student.learn(state["student"])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])

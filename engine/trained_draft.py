@@ -10,14 +10,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.loading import OUTPUT_HEAD
 
 
+def layers_of(trained: dict[str, torch.Tensor]) -> int:
+    """How many layers were trained."""
+    return 1 + max((int(name.split(".")[2]) for name in trained if name.startswith("body.layers.")), default=-1)
+
+
 def save_draft(folder: Path, target: str, trained: dict[str, torch.Tensor]) -> None:
     """Saves a folder that a draft worker can load, all of it in bfloat16.
 
     `trained`: weights of "body." as the target's kind of model names them, rows of the "head", and their "output_ids".
     """
     whole: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-    layers = 1 + max(int(name.split(".")[2]) for name in trained if name.startswith("body.layers."))
-    changes = {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    changes = {"num_hidden_layers": layers_of(trained), "tie_word_embeddings": True}
     draft: Any = type(whole)(type(whole.config)(**{**whole.config.to_dict(), **changes})).bfloat16()
     draft.model.embed_tokens.weight.data = whole.model.embed_tokens.weight.data
     body = {name.removeprefix("body."): weight for name, weight in trained.items() if name.startswith("body.")}

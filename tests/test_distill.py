@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import load_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill import corpus, training
+from distill import corpus, main, training
 from distill.corpus import TASKS, TOP, Dialogues, Writer, gathered
 from distill.evaluate import EvaluateSettings, evaluate
 from distill.main import DistillSettings, train
@@ -170,7 +170,7 @@ def test_a_draft_worker_can_load_what_was_trained(
     save_compact(tmp_path / "draft.safetensors", student.trained())
     trained = load_compact(tmp_path / "draft.safetensors")
     save_draft(tmp_path / "model", str(tiny_pair[0]), trained)
-    student.load_state_dict({name: weight for name, weight in trained.items() if name != "output_ids"}, strict=False)
+    student.learn(trained)
     draft = load_engine(tmp_path / "model", exact=False)
     target = load_engine(tiny_pair[0], exact=False)
     assert draft.loaded.tokenizer.fingerprint == target.loaded.tokenizer.fingerprint
@@ -179,6 +179,36 @@ def test_a_draft_worker_can_load_what_was_trained(
         expected = student(tokens[None], torch.ones(1, len(tokens)), torch.ones(1, len(tokens), dtype=torch.bool))
     logits = draft.forward([Span(0, 0, tokens.tolist(), len(tokens))])
     torch.testing.assert_close(logits[:, kept], expected, atol=0.02, rtol=0.02)  # embeddings in bfloat16
+
+
+def test_training_goes_on_with_a_draft_that_was_trained_before(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues
+) -> None:
+    before = tmp_path / "draft.safetensors"
+    save_compact(before, student_of(tiny_pair, torch.arange(100)).trained())
+    settings = DistillSettings(initial=before, layers="1,2")
+    student = main.student_of(settings, target_of(tiny_pair), examples_of(dialogues))
+    save_compact(tmp_path / "same.safetensors", student.trained())
+    same, trained = load_compact(tmp_path / "same.safetensors"), load_compact(before)
+    assert same.keys() == trained.keys()
+    for name, weight in trained.items():
+        torch.testing.assert_close(same[name], weight, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [(None, "missing.safetensors cannot be read"), ("head", "not a trained draft of 3"), ("all", "of 3 layers")],
+)
+def test_what_training_cannot_begin_with_is_refused_before_anything_is_written(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], kept: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "missing.safetensors"
+    if kept:
+        trained = student_of(tiny_pair, torch.arange(100)).trained()
+        save_compact(before, trained if kept == "all" else {"head": trained["head"]})
+    with pytest.raises(SystemExit):
+        DistillSettings.load("specpool-distill", ["--initial", str(before), "--layers", "0,1,2"])
+    assert message in capsys.readouterr().err
 
 
 def test_dialogues_become_a_draft_and_the_draft_is_evaluated_on_prompts_of_several_kinds(
