@@ -98,7 +98,7 @@ def agreement(draft: Engine, example: Example) -> list[bool]:
     """Whether the draft's choice at each position of an answer is the target's."""
     choices = example.top_ids[:, 0]
     logits = draft.forward([Span(0, 0, example.token_ids[:-1].tolist(), len(choices))])
-    agreed: list[bool] = (logits.argmax(-1).cpu() == choices).tolist()
+    agreed: list[bool] = (draft.token_ids(logits.argmax(-1)).cpu() == choices).tolist()
     return agreed
 
 

@@ -70,6 +70,7 @@ class Engine:
         """`exact`: make every token's logits independent of its batch, and prove it on this device."""
         self.loaded = loaded
         self.vocab_size, self.max_model_len = loaded.vocab_size, loaded.max_model_len
+        self._outputs = self.vocab_size if loaded.output_ids is None else len(loaded.output_ids)
         self._parameters = sum(weight.numel() for weight in loaded.model.parameters())
         self._embedding_parameters = loaded.embedding_parameters
         config = loaded.config
@@ -122,13 +123,26 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Caches the new tokens of all spans and returns the logits that they ask for, [R, vocab_size], in span order.
+        """Caches the new tokens of all spans and returns the logits that they ask for, [R, rows of the head], in span
+        order. `token_ids` and `over_vocabulary` say which tokens the head has rows for.
 
         More than `max_forward_tokens` are worked off in several passes, which changes no bit of the result.
         """
         logits = [self._pass(chunk) for chunk in _chunks(spans, self._max_forward_tokens)]
         wanted = [rows for rows in logits if len(rows)]
-        return torch.cat(wanted) if wanted else torch.empty(0, self.vocab_size)
+        return torch.cat(wanted) if wanted else torch.empty(0, self._outputs)
+
+    def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of these rows of the head."""
+        return rows if self.loaded.output_ids is None else self.loaded.output_ids[rows]
+
+    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """[n, vocab_size] of [n, rows of the head]: a token that the head has no row for is never chosen."""
+        if self.loaded.output_ids is None:
+            return logits
+        known = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        known[:, self.loaded.output_ids] = logits
+        return known
 
     def info(self) -> EngineInfo:
         """What runs here, and how full it is."""
@@ -184,11 +198,7 @@ class Engine:
             plan = plan_attention(spans, places, arena, self.tiles, self._query_groups, gather)
             batch = replace(batch, attention=plan)
         logits: torch.Tensor = self._model(batch)[: batch.num_logits]
-        if self.loaded.output_ids is None:
-            return logits
-        known = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        known[:, self.loaded.output_ids] = logits
-        return known
+        return logits
 
     def _kv_bytes_per_token(self) -> int:
         layers = int(self.loaded.config.num_hidden_layers)
@@ -259,8 +269,6 @@ class Engine:
         foreign = [layer for layer, keys in enumerate(self.layout.arena.keys) if not keys[:, cached].any()]
         if foreign:
             raise UnsupportedModelError(f"layers {foreign} of this {kind} model have another kind of attention or none")
-        if self.loaded.output_ids is not None:
-            logits = logits[:, self.loaded.output_ids]
         # Rounding is far below this in every dtype, and another mask, scale or order of heads is far above.
         difference, largest = (logits - own).abs().max().item(), own.abs().max().item()
         if not difference <= 0.1 * largest:

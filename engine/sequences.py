@@ -31,7 +31,7 @@ class Extension:
 
 @dataclass(frozen=True)
 class Choices:
-    """The tokens chosen after the last tokens of a span, and the logits they were chosen from, [n, vocab_size].
+    """The tokens chosen after the last tokens of a span, and the logits of the head's rows, [n, rows].
 
     `confidences`: the model's own probability of each, if it was asked for and the largest logit is chosen.
     """
@@ -84,7 +84,8 @@ class SequenceEngine:
         logits = self.engine.forward(list(spans.values()))
         counts = [span.num_logits for span in spans.values()]
         probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
-        best = iter(logits.argmax(-1).tolist())  # the one place where a pass on a GPU is waited for
+        # The one place where a pass on a GPU is waited for.
+        best = iter(self.engine.token_ids(logits.argmax(-1)).tolist())
         chosen = {}
         for sequence_id, own in zip(spans, logits.split(counts), strict=True):
             largest, confident = list(islice(best, len(own))), list(islice(probabilities, len(own)))
@@ -92,7 +93,8 @@ class SequenceEngine:
             if slot.sampling is None:
                 chosen[sequence_id] = Choices(largest, own, confident)
             else:
-                chosen[sequence_id] = Choices(choose_tokens(own, slot.sampling, slot.token_ids), own)
+                known = self.engine.over_vocabulary(own)
+                chosen[sequence_id] = Choices(choose_tokens(known, slot.sampling, slot.token_ids), own)
         return chosen
 
     def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:
@@ -147,6 +149,6 @@ class SequenceEngine:
 
 
 def _largest_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """[n]: of the largest logit in each row of [n, vocab_size]."""
+    """[n]: of the largest logit in each row of [n, rows of the head]."""
     logits = logits.float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()

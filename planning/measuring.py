@@ -101,7 +101,7 @@ def _written(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, cons
         raise PromptError(f"the KV cache has room for {len(spans)} of {len(prompts)} prompts at a time")
     writing = list(zip(answers, spans, strict=True))
     for _ in track(range(max_tokens), "target writes", console=console, transient=True):
-        chosen = engine.forward([span for _, span in writing]).argmax(-1).tolist() if writing else []
+        chosen = _choices(engine, [span for _, span in writing]) if writing else []
         for (answer, _), token in zip(writing, chosen, strict=True):
             answer.token_ids.append(token)
         writing = [
@@ -122,6 +122,12 @@ def _agreed(engine: Engine, answers: Sequence[Answer], console: Console) -> list
         fed = (answer.prompt + answer.token_ids)[:-1]
         if len(fed) > engine.max_model_len:
             raise UnsupportedModelError(f"an answer ends at {len(fed)} of its {engine.max_model_len} positions")
-        chosen = engine.forward([Span(slot.index, 0, fed, len(answer.token_ids))]).argmax(-1).tolist()
+        chosen = _choices(engine, [Span(slot.index, 0, fed, len(answer.token_ids))])
         agreed.append([ours == theirs for ours, theirs in zip(chosen, answer.token_ids, strict=True)])
     return agreed
+
+
+def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:
+    """The most probable token at each place."""
+    chosen: list[int] = engine.token_ids(engine.forward(spans).argmax(-1)).tolist()
+    return chosen

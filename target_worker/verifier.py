@@ -63,6 +63,6 @@ class Verifier(SequenceEngine):
         self.keep(coordinator_id, item.sequence_id, cached_length)
         logprobs = []
         if item.logprobs is not None:
-            rows = zip(choices.logits[: len(gained)], gained, strict=True)
+            rows = zip(self.engine.over_vocabulary(choices.logits[: len(gained)]), gained, strict=True)
             logprobs = [token_logprobs(row, token, item.logprobs) for row, token in rows]
         return Verdict(Realignment.OK, gained, cached_length, logprobs)

@@ -26,11 +26,14 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedConfig
 
 from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
+from draft_worker.proposer import ProposeItem, Proposer
 from engine import attention, memory
 from engine.kv_cache import KVArena
 from engine.loading import OUTPUT_HEAD, TokenizerFiles, UnsupportedModelError, load_model
 from engine.options import EngineOptions
 from engine.packing import Span
+from engine.sampling import SamplingParams
+from target_worker.verifier import Verifier, VerifyItem
 
 
 @pytest.fixture(autouse=True)
@@ -557,10 +560,32 @@ def test_tokens_without_a_row_of_the_head_are_never_chosen(tmp_path: Path, optio
     engine = load_engine(folder, **options)
     assert engine.vocab_size == whole.shape[1]
     assert engine.bitwise
-    logits = engine.forward([Span(0, 0, tokens, 30)])
+    rows = engine.forward([Span(0, 0, tokens, 30)])
+    assert set(engine.token_ids(rows.argmax(-1)).tolist()) <= set(kept)
+    logits = engine.over_vocabulary(rows)
+    assert logits.shape == whole.shape
     torch.testing.assert_close(logits[:, kept], whole[:, kept], atol=1e-4, rtol=1e-4)
     others = [token for token in range(engine.vocab_size) if token not in kept]
     assert (logits[:, others] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_workers_choose_among_the_tokens_that_their_head_has(tmp_path: Path, temperature: float) -> None:
+    folder, prompt, kept = save_model(tmp_path, tiny_config()), tuple(random_tokens(30)), [3, 200, 7, 255, 90]
+    save_output_head(folder, kept)
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    draft, target = Proposer(load_engine(folder)), Verifier(load_engine(folder))
+    (proposal,) = draft.propose("c", 1, [ProposeItem(1, 0, prompt, sampling, num_draft_tokens=4)])
+    assert len(proposal.token_ids) == 4
+    assert set(proposal.token_ids) <= set(kept)
+    (verdict,) = target.verify(
+        "c", 1, [VerifyItem(1, 0, prompt, sampling, draft_token_ids=tuple(proposal.token_ids), logprobs=2)]
+    )
+    assert verdict.token_ids[:-1] == proposal.token_ids
+    for token, logprobs in zip(verdict.token_ids, verdict.logprobs, strict=True):
+        assert logprobs.logprob > -10
+        assert {token for token, _ in logprobs.top} <= set(kept)
+        assert temperature or logprobs.top[0] == (token, logprobs.logprob)
 
 
 @pytest.mark.parametrize(
