@@ -16,8 +16,9 @@ from coordinator.trials import FIRST_TRIALS, Trials
 
 # Acceptance rates are told apart in so many steps: few enough that sequences alike are counted, not looked at.
 STEPS = 32
-# Another plan must promise so much more before it replaces the last one.
-HYSTERESIS = 0.02
+# Another plan must promise so much more before it replaces the last one; and so much more than that the model drafts
+# nothing: what is promised is wrong by some per cent, and who drafts nothing loses nothing.
+HYSTERESIS, GAIN_OF_DRAFTING = 0.02, 0.04
 # A plan serves for so many rounds, or until the number of sequences is another by such a share: its costs and the rates
 # of all change slowly.
 ROUNDS_OF_A_PLAN, CHANGE_OF_BATCH = 8, 0.25
@@ -142,7 +143,8 @@ class DraftLengths:
                     break
                 best, depth = other, depth + direction
         none = batch.plan(0)
-        return none if none.speed > best.speed * (1 + HYSTERESIS) else best
+        least = 0.0 if self.plan.steps else GAIN_OF_DRAFTING
+        return best if best.speed > none.speed * (1 + least) else none
 
     def _try_others(self, chosen: dict[int, DraftLength], options: Mapping[int, Options]) -> None:
         """Now and then has one token verified for some who draft nothing, so that what changed is noticed."""

@@ -185,6 +185,30 @@ def test_near_ties_do_not_swing() -> None:
     assert swings <= 20
 
 
+@pytest.mark.parametrize(
+    ("draft", "begins", "goes_on"), [(0.0065, True, True), (0.0082, False, True), (0.0095, False, False)]
+)
+def test_drafting_begins_where_it_gains_clearly_and_ends_where_it_gains_nothing(
+    draft: float, begins: bool, goes_on: bool
+) -> None:
+    """Gains of 8%, of 2% and of none."""
+    lengths = after(0.5)
+    assert lengths.plan.steps
+    lengths.costs.draft = StepTimes({1: draft, 64: 1.0})
+    assert bool(decided(lengths)) is goes_on
+    lengths.costs.draft = StepTimes({1: 1.0, 64: 2.0})
+    assert not decided(lengths)
+    lengths.costs.draft = StepTimes({1: draft, 64: 1.0})
+    assert bool(decided(lengths)) is begins
+
+
+def decided(lengths: DraftLengths) -> tuple[float, ...]:
+    """The steps of the next plan."""
+    for _ in range(ROUNDS_OF_A_PLAN):
+        lengths.choose({0: Options(1)})
+    return lengths.plan.steps
+
+
 @given(rate=st.floats(0, 1), k=st.integers(0, 8))
 def test_expected_tokens(rate: float, k: int) -> None:
     assert 1 <= expected_tokens(rate, k) <= k + 1
