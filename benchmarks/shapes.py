@@ -25,9 +25,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_model(shape: str, device: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """A model of this shape, with weights of the size that training begins with."""
-    sizes = dict(SHAPES[shape])
+def random_model(shape: str, device: str, dtype: torch.dtype, attention: str, **changes: Any) -> PreTrainedModel:
+    """A model of this shape, with weights of the size that training begins with. `changes`: to its configuration."""
+    sizes = {**SHAPES[shape], **changes}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

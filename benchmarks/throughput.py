@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrencies", type=_numbers, default=[1, 2, 4, 8, 16, 32], metavar="1,2,...")
     every = list(KINDS)
     parser.add_argument("--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain is one always")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-prompts", type=int, help="of a run; default: twice the concurrency, at least 4")
     parser.add_argument("--category-concurrency", type=int, default=1, help="of the runs by category; 0: no such runs")

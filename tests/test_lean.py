@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import load_engine, random_tokens, round_weights, rows_that_differ, small_config
-from tiny_pair import save_tokenizer
 from transformers import AutoModelForCausalLM
 
+from benchmarks.pair import save_tokenizer
 from engine.attention import LibraryModel
 from engine.engine import Engine
 from engine.lean import FAMILIES, LeanModel, is_lean

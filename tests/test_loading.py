@@ -21,10 +21,11 @@ from tiny_models import (
     small_config,
     transformers_logits,
 )
-from tiny_pair import MAX_MODEL_LEN, save_tokenizer, tiny_config
+from tiny_pair import MAX_MODEL_LEN, tiny_config
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedConfig
 
+from benchmarks.pair import save_tokenizer
 from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from draft_worker.proposer import ProposeItem, Proposer
 from engine import attention, memory

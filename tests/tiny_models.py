@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_pair import MAX_MODEL_LEN, save_tokenizer
+from tiny_pair import MAX_MODEL_LEN
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from benchmarks.pair import save_tokenizer
 from coordinator.fakes import EOS_TOKEN_ID, VOCAB_SIZE
 from engine.engine import Engine
 from engine.extents import Extents

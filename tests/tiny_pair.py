@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+from benchmarks.pair import save_tokenizer
+from coordinator.fakes import EOS_TOKEN_ID, VOCAB_SIZE
 
 MAX_MODEL_LEN = 512
 
@@ -27,14 +27,6 @@ def tiny_config(**changes: object) -> LlamaConfig:
         "tie_word_embeddings": False,
     }
     return LlamaConfig(**{**sizes, **changes})
-
-
-def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None) -> None:
-    """Saves the byte tokenizer, or another, in the form that transformers loads."""
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer or byte_tokenizer(), eos_token="<eos>", chat_template=CHAT_TEMPLATE
-    )
-    fast.save_pretrained(folder)
 
 
 def make_tiny_pair(folder: Path) -> tuple[Path, Path]:

@@ -35,8 +35,8 @@ class DemoSettings(UpSettings):
         None, description="JSONL file of prompts; - for standard input; default: a small set of our own"
     )
     num_prompts: int = Field(16, ge=1, description="prompts used, from the first on")
-    max_tokens: int = Field(48, ge=1, le=UINT32_MAX, description="tokens generated for each prompt at most")
-    concurrency: int = Field(8, ge=1, description="requests at a time")
+    max_tokens: int = Field(128, ge=1, le=UINT32_MAX, description="tokens generated for each prompt at most")
+    concurrency: int = Field(4, ge=1, description="requests at a time")
     repeats: int = Field(2, ge=1, description="runs of each kind; the median counts")
 
 
