@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain is one always")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--num-prompts", type=int, help="of a run; default: twice the concurrency, at least 4")
+    parser.add_argument("--num-prompts", type=int, help="of a run; default: twice the concurrency, at least 4 and one of each category")
     parser.add_argument("--category-concurrency", type=int, default=1, help="of the runs by category; 0: no such runs")
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
     return parser.parse_args(arguments)
@@ -125,7 +125,7 @@ def plan(options: argparse.Namespace) -> list[Load]:
     categories = load_by_category(options.prompts)
 
     def load(concurrency: int, lines: list[PromptLine], kinds: list[str], category: str | None = None) -> Load:
-        count = options.num_prompts or number_of_prompts(concurrency)
+        count = options.num_prompts or max(len(categories) if category is None else 0, number_of_prompts(concurrency))
         return Load(concurrency, list(islice(cycle(lines), count)), kinds, category)
 
     mixed = in_turn(categories.values())

