@@ -6,10 +6,11 @@
 Whatever came before, the target follows each token by a certain other one, on a way through the whole vocabulary: the
 last token's embedding outweighs what the layers add to it, and the head's rows are the embeddings of the tokens before.
 So does the draft, but for a share of the tokens, where it always takes another. Nothing is repeated that prompt lookup
-could find.
+could find. Where an answer begins depends on the length of its prompt: the chat template ends with a letter of it.
 """
 
 import argparse
+import string
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.shapes import SHAPES, random_model
 from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
+from engine.loading import UnsupportedModelError, pick_device
 
 # Of what random layers add, so little is left.
 SCALE_OF_LAYERS = 0.01
+STARTS = string.ascii_letters + string.digits
+TEMPLATE = (
+    "{%- set text = messages[-1]['content'] -%}{{ text }}{{ 'STARTS'[text | length % COUNT] }}"
+    .replace("STARTS", STARTS).replace("COUNT", str(len(STARTS)))
+)  # fmt: skip
 
 
 def main() -> None:
@@ -32,7 +39,7 @@ def main() -> None:
     parser.add_argument("--target", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--draft", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--acceptance", type=float, default=0.7, help="share of tokens that the draft is right about")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="to make them on")
+    parser.add_argument("--device", default="auto", help="to make them on")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -41,14 +48,24 @@ def main() -> None:
     vocabulary = [SHAPES[shape]["vocab_size"] for shape in (options.target, options.draft)]
     if vocabulary[0] != vocabulary[1]:
         parser.error(f"--draft: its vocabulary has {vocabulary[1]} tokens, the target's {vocabulary[0]}")
-    torch.manual_seed(options.seed)
+    try:
+        device = pick_device(options.device)
+        torch.manual_seed(options.seed)
+        for name in ("target", "draft"):
+            (options.output / name).mkdir(parents=True, exist_ok=True)
+    except UnsupportedModelError as error:
+        parser.error(f"--device: {error}")
+    except (RuntimeError, ValueError) as error:
+        parser.error(f"--seed: {error}")
+    except OSError as error:
+        parser.error(f"--output: {error}")
     follows = way(vocabulary[0])
     for name, shape, its in (
         ("target", options.target, follows),
         ("draft", options.draft, partly_wrong(follows, 1 - options.acceptance)),
     ):
         with Console(stderr=True).status(f"making the {name}"):
-            save_model(options.output / name, shape, its, options.device, getattr(torch, options.dtype))
+            save_model(options.output / name, shape, its, device, getattr(torch, options.dtype))
         print(options.output / name)
 
 
@@ -69,12 +86,12 @@ def partly_wrong(follows: torch.Tensor, share: float) -> torch.Tensor:
     return other
 
 
-def save_model(folder: Path, shape: str, follows: torch.Tensor, device: str, dtype: torch.dtype) -> None:
+def save_model(folder: Path, shape: str, follows: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
     """Saves a model of this shape that goes this way, and a tokenizer of bytes."""
     model = random_model(shape, device, dtype, "eager", tie_word_embeddings=False)
     lead(model, follows.to(device))
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_tokenizer(folder, template=TEMPLATE)
 
 
 @torch.no_grad()
@@ -89,10 +106,10 @@ def lead(model: PreTrainedModel, follows: torch.Tensor) -> None:
     head[follows] = embeddings
 
 
-def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None) -> None:
+def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, template: str = CHAT_TEMPLATE) -> None:
     """Saves the byte tokenizer, or another, in the form that transformers loads."""
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer or byte_tokenizer(), eos_token="<eos>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer or byte_tokenizer(), eos_token="<eos>", chat_template=template
     )
     fast.save_pretrained(folder)
 

@@ -25,7 +25,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def random_model(shape: str, device: str, dtype: torch.dtype, attention: str, **changes: Any) -> PreTrainedModel:
+def random_model(
+    shape: str, device: str | torch.device, dtype: torch.dtype, attention: str, **changes: Any
+) -> PreTrainedModel:
     """A model of this shape, with weights of the size that training begins with. `changes`: to its configuration."""
     sizes = {**SHAPES[shape], **changes}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)

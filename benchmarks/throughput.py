@@ -31,6 +31,7 @@ from benchmarks.prompts import in_turn, load_by_category, number_of_prompts
 from benchmarks.report import console, finish, median, progress, show
 from coordinator.client import AsyncClient
 from coordinator.client.requests import GenerateOptions
+from coordinator.commands.processes import ProcessFailedError
 from coordinator.commands.prompts import PromptLine
 from coordinator.commands.up import UpSettings, running
 
@@ -66,7 +67,10 @@ class Load:
 def main() -> None:
     """Parses the command line, measures, prints."""
     options = parse()
-    pair, rows = asyncio.run(serve(options))
+    try:
+        pair, rows = asyncio.run(serve(options))
+    except ProcessFailedError as error:
+        raise SystemExit(str(error)) from None
     show_all(rows)
     result = {**pair, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
     finish("throughput", result, options.output, throughput_figure(rows))
@@ -83,16 +87,40 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrencies", type=_numbers, default=[1, 2, 4, 8, 16, 32], metavar="1,2,...")
     every = list(KINDS)
     parser.add_argument("--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain is one always")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--num-prompts", type=int, help="of a run; default: twice the concurrency, at least 4 and one of each category")
-    parser.add_argument("--category-concurrency", type=int, default=1, help="of the runs by category; 0: no such runs")
+    parser.add_argument("--max-tokens", type=_positive, default=128)
+    parser.add_argument("--repeats", type=_positive, default=3)
+    parser.add_argument(
+        "--num-prompts",
+        type=_positive,
+        help="of a run; default: twice the concurrency, at least 4 and one of each category",
+    )
+    parser.add_argument(
+        "--category-concurrency", type=_natural, default=1, help="of the runs by category; 0: no such runs"
+    )
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        if not load_by_category(options.prompts):
+            raise ValueError(f"{options.prompts} holds none")
+        if options.output is not None:
+            options.output.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"--{'output' if isinstance(error, FileExistsError) else 'prompts'}: {error}")
+    return options
+
+
+def _natural(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    return _natural(text, least=1)
 
 
 def _numbers(text: str) -> list[int]:
-    return sorted(map(int, text.split(",")))
+    return sorted(map(_positive, text.split(",")))
 
 
 def _kinds(text: str) -> list[str]:

@@ -16,8 +16,8 @@ from coordinator.trials import FIRST_TRIALS, Trials
 
 # Acceptance rates are told apart in so many steps: few enough that sequences alike are counted, not looked at.
 STEPS = 32
-# Another plan must promise so much more before it replaces the last one; and so much more than that the model drafts
-# nothing: what is promised is wrong by some per cent, and who drafts nothing loses nothing.
+# Another number of draft steps must promise so much more before it replaces the last one; and so much more than none,
+# before the model drafts at all: what is promised is wrong by some per cent, and who drafts nothing loses nothing.
 HYSTERESIS, GAIN_OF_DRAFTING = 0.02, 0.04
 # A plan serves for so many rounds, or until the number of sequences is another by such a share: its costs and the rates
 # of all change slowly.

@@ -119,7 +119,7 @@ class Writer:
     def _step(self) -> Iterator[_Writing]:
         """One token more for every slot; yields those whose answer is complete."""
         spans = [Span(slot, w.cached, w.token_ids[w.cached :], 1) for slot, w in self._writing.items()]
-        logits = self._engine.forward(spans)
+        logits = self._engine.over_vocabulary(self._engine.forward(spans)).cpu()
         asking = torch.tensor([w.answer_start is None for w in self._writing.values()])
         drawn = iter(self._drawn(logits[asking]) if asking.any() else [])
         answering = logits[~asking]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from pydantic import Field
 from rich.console import Console
 from rich.progress import track
@@ -23,14 +24,16 @@ from distill.template import ChatTemplate
 from distill.training import Example, examples_of
 from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
+from engine.loading import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.packing import Span
 from rpc.server import configure_logging
-from rpc.settings import LogLevel, Settings
+from rpc.settings import LogLevel, Settings, naming
 
 console = Console(stderr=True)
 
 PROGRAM = "python -m distill.evaluate"
+Chat = list[dict[str, str]]
 
 
 class EvaluateSettings(Settings):
@@ -49,9 +52,12 @@ def main() -> None:
     """Entry point."""
     settings = EvaluateSettings.load(PROGRAM)
     configure_logging(settings.log_level)
-    target = settings.target or str(embedded_pair().target)
-    model = settings.model or str(embedded_pair().draft)
-    result = evaluate(settings, target, model)
+    with naming(PROGRAM, "prompts", OSError, ValueError):
+        chats = read_chats(settings.prompts)
+    with naming(PROGRAM, "target", OSError):
+        target = settings.target or str(embedded_pair().target)
+        model = settings.model or str(embedded_pair().draft)
+    result = evaluate(settings, chats, target, model)
     table = Table(*(name.replace("_", " ") for name in result["categories"][0]))
     for row in result["categories"]:
         table.add_row(*map(str, row.values()))
@@ -59,12 +65,19 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def evaluate(settings: EvaluateSettings, target: str, model: str) -> dict[str, Any]:
-    """Figures of every category and of all together, which come last."""
-    writing, draft = engine_of(settings, target), engine_of(settings, model)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    template = ChatTemplate.of(tokenizer, frozenset(writing.loaded.tokenizer.eos_token_ids))
-    writer, prompts = Writer(writing, template, seed=0), prompts_of(settings.prompts, template)
+def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: str, model: str) -> dict[str, Any]:
+    """Figures of every category and of all together, which come last. `chats`: by category."""
+    with naming(PROGRAM, "target", OSError, ValueError, UnsupportedModelError):
+        writing = engine_of(settings, target)
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        template = ChatTemplate.of(tokenizer, frozenset(writing.loaded.tokenizer.eos_token_ids))
+    with naming(PROGRAM, "model", OSError, ValueError, UnsupportedModelError):
+        draft = engine_of(settings, model)
+        if draft.loaded.tokenizer.fingerprint != writing.loaded.tokenizer.fingerprint:
+            raise ValueError(f"{model} has another tokenizer than the target {target}")
+    with naming(PROGRAM, "prompts", TemplateError):
+        prompts = {category: [tokens_of(chat, template) for chat in its] for category, its in chats.items()}
+    writer = Writer(writing, template, seed=0)
     room, agreed, left_out = settings.max_model_len - LONGEST_ANSWER, dict[str, list[list[bool]]](), 0
     for category, questions in prompts.items():
         short = [tokens for tokens in questions if len(tokens) <= room]
@@ -83,15 +96,34 @@ def engine_of(settings: EvaluateSettings, model: str) -> Engine:
     return Engine.load(EngineOptions(model=model, device=settings.device, **sizes), exact=False)
 
 
-def prompts_of(path: Path, template: ChatTemplate) -> dict[str, list[list[int]]]:
-    """Tokens of all prompts by category."""
+def read_chats(path: Path) -> dict[str, list[Chat]]:
+    """All chats of a file by category. OSError; ValueError names the line that is none."""
     found = defaultdict(list)
-    for line in filter(str.strip, path.read_text(encoding="utf-8").splitlines()):
-        record = json.loads(line)
-        chat = record["messages"] if "messages" in record else [{"role": "user", "content": record["turns"][0]}]
-        text = template.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        found[record.get("category", "none")].append(template.encode(text))
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                category, chat = _chat(json.loads(line))
+            except (ValueError, TypeError, LookupError) as error:
+                raise ValueError(f"line {number} is neither a chat nor a question of Spec-Bench: {error}") from None
+            found[category].append(chat)
+    if not found:
+        raise ValueError(f"{path} holds none")
     return found
+
+
+def _chat(record: Any) -> tuple[str, Chat]:
+    chat = record["messages"] if "messages" in record else [{"role": "user", "content": record["turns"][0]}]
+    category = record.get("category", "none")
+    words = [category, *(message[name] for message in chat for name in ("role", "content"))]
+    if not chat or not all(isinstance(word, str) for word in words):
+        raise TypeError("a category, a role or a content is no text")
+    return category, chat
+
+
+def tokens_of(chat: Chat, template: ChatTemplate) -> list[int]:
+    """What the target reads, up to its answer."""
+    text = template.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return template.encode(text)
 
 
 def agreement(draft: Engine, example: Example) -> list[bool]:

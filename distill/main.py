@@ -3,19 +3,19 @@
 import random
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from distill.corpus import Dialogues, Writer, gathered
 from distill.files import in_one_step
 from distill.replay import ACCEPTANCE_AT, agreement_rate, mean_acceptance_length
-from distill.student import Student, most_frequent
+from distill.student import Student, most_frequent, refuse_misfit, refuse_target
 from distill.template import ChatTemplate
 from distill.training import (
     Checkpoint,
@@ -29,14 +29,15 @@ from distill.training import (
 from engine.compact import load_compact, save_compact
 from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
+from engine.loading import UnsupportedModelError, load_config, pick_device
 from engine.options import EngineOptions
 from engine.trained_draft import layers_of, save_draft
 from rpc.server import configure_logging
-from rpc.settings import LogLevel, Settings
+from rpc.settings import UINT32_MAX, LogLevel, Settings, naming
 
 console = Console()
 
-PROGRAM = "specpool-distill"
+PROGRAM = "specpool distill"
 DIALOGUES_PER_SHARD = 256
 
 
@@ -45,41 +46,68 @@ class DistillSettings(Settings):
 
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
-    dialogues: int = Field(20_000, ge=64, description="dialogues that the target writes")
+    dialogues: int = Field(20_000, ge=64, description="dialogues that the target writes, in files of 256")
     held_out: int = Field(200, ge=8, description="of these, left out of training to tell how good the draft is")
     max_sequences: int = Field(48, ge=1, description="dialogues written at a time")
-    initial: Path | None = Field(None, description="a draft.safetensors to begin with, in place of the target's layers")
-    layers: str = Field("0,1,29", description="the target's layers that the draft begins with")
+    initial: Path | None = Field(
+        None, description="a draft.safetensors to begin with: its layers and tokens, not those that the next two say"
+    )
+    layers: str | None = Field(
+        None,
+        pattern=r"^\d{1,4}(,\d{1,4})*$",
+        description="numbers of the target's layers that the draft begins with; default: 0, 1 and the last",
+    )
     output_tokens: int = Field(16_384, ge=256, description="tokens that the draft can propose: the most frequent ones")
-    epochs: float = Field(4.0, gt=0, description="passes over the dialogues")
+    epochs: float = Field(4.0, gt=0, le=10_000, description="passes over the dialogues")
     batch_tokens: int = Field(4096, ge=64, description="tokens of a training step")
-    peak_rate: float = Field(5e-4, gt=0, description="the highest learning rate")
+    peak_rate: float = Field(5e-4, gt=0, le=1, description="the highest learning rate")
     evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
-    seed: int = Field(0, ge=0, description="of what is written and of the order of training")
+    seed: int = Field(0, ge=0, le=UINT32_MAX, description="of what is written and of the order of training")
     device: str = Field("cpu", description="where both run")
     log_level: LogLevel = Field("warning", description="least severe messages logged")
 
     @model_validator(mode="after")
-    def _initial_is_such_a_draft(self) -> Self:
-        if self.initial is not None:  # better known now than after hours of writing
-            try:
-                trained = load_compact(self.initial)
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"initial: {self.initial} cannot be read: {error}") from error
-            count = len(self.layers.split(","))
-            if not {"head", "output_ids"} <= trained.keys() or layers_of(trained) != count:
-                raise ValueError(f"initial: {self.initial} is not a trained draft of {count} layers, as `layers` says")
+    def _leaves_something_to_learn_from(self) -> Self:
+        if self.held_out >= self.dialogues:
+            raise ValueError(f"held_out: {self.held_out} is not below the number of dialogues, {self.dialogues}")
         return self
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point. What cannot be done is found before hours of writing."""
     settings = DistillSettings.load(PROGRAM)
     configure_logging(settings.log_level)
-    settings.output.mkdir(parents=True, exist_ok=True)
-    target = settings.target or str(embedded_pair().target)
+    with naming(PROGRAM, "output", OSError):
+        settings.output.mkdir(parents=True, exist_ok=True)
+    with naming(PROGRAM, "device", UnsupportedModelError):
+        pick_device(settings.device)
+    with naming(PROGRAM, "target", OSError, UnsupportedModelError):
+        target = settings.target or str(embedded_pair().target)
+        config = load_config(EngineOptions(model=target, device=settings.device))
+    layers = layers_for(settings, config)
+    with naming(PROGRAM, "layers", ValueError):
+        refuse_target(config, layers)
+    with naming(PROGRAM, "initial", ValueError, OSError, SafetensorError):
+        if settings.initial is not None:
+            refuse_misfit(load_compact(settings.initial), config)
+    with naming(PROGRAM, "output", ValueError):
+        checkpoint_of(settings, layers).check()
     write(settings, target)
-    train(settings, target)
+    train(settings, target, layers)
+
+
+def layers_for(settings: DistillSettings, config: PreTrainedConfig) -> list[int]:
+    """The target's layers that the draft begins with."""
+    if settings.layers is not None:
+        return [int(layer) for layer in settings.layers.split(",")]
+    return sorted({0, min(1, config.num_hidden_layers - 1), config.num_hidden_layers - 1})
+
+
+def checkpoint_of(settings: DistillSettings, layers: list[int]) -> Checkpoint:
+    """That of a draft which began so."""
+    own = {"layers": layers, "output_tokens": settings.output_tokens}
+    began: dict[str, Any] = own if settings.initial is None else {"initial": str(settings.initial.resolve())}
+    return Checkpoint(settings.output / "checkpoint.pt", began)
 
 
 def bar() -> Progress:
@@ -98,9 +126,10 @@ def write(settings: DistillSettings, target: str) -> None:
     options = EngineOptions(
         model=target, device=settings.device, max_sequences=settings.max_sequences, max_model_len=512
     )
-    engine = Engine.load(options, exact=False)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
+    with naming(PROGRAM, "target", OSError, UnsupportedModelError, ValueError):
+        engine = Engine.load(options, exact=False)
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
     with bar() as progress:
         task = progress.add_task("writing", total=shards * DIALOGUES_PER_SHARD)
         progress.advance(task, (shards - len(missing)) * DIALOGUES_PER_SHARD)
@@ -119,17 +148,17 @@ def shard(settings: DistillSettings, number: int) -> Path:
     return settings.output / f"dialogues-{number:04}.safetensors"
 
 
-def train(settings: DistillSettings, target: str) -> None:
+def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
     """Trains, evaluates and saves now and then, and makes a model of what was saved."""
     torch.manual_seed(settings.seed)
     files = sorted(settings.output.glob("dialogues-*.safetensors"))
     everything = [example for file in files for example in examples_of(Dialogues.load(file))]
     held_out, examples = everything[: settings.held_out], everything[settings.held_out :]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    student = student_of(settings, model, examples).to(settings.device)
+    student = student_of(settings, model, layers, examples).to(settings.device)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    checkpoint, compact = Checkpoint(settings.output / "checkpoint.pt"), settings.output / "draft.safetensors"
+    checkpoint, compact = checkpoint_of(settings, layers), settings.output / "draft.safetensors"
     tokens = sum(len(example.token_ids) for example in examples)
     steps = max(1, int(settings.epochs * tokens / settings.batch_tokens))
     step, began = checkpoint.load(student, optimizer), time.monotonic()
@@ -162,12 +191,13 @@ def train(settings: DistillSettings, target: str) -> None:
     console.print(f"specpool up --target {target} --draft {folder}")
 
 
-def student_of(settings: DistillSettings, model: PreTrainedModel, examples: list[Example]) -> Student:
+def student_of(
+    settings: DistillSettings, model: PreTrainedModel, layers: list[int], examples: list[Example]
+) -> Student:
     """An untrained student, whose head has the tokens that the target chose most often; or one trained before."""
-    layers = [int(layer) for layer in settings.layers.split(",")]
     if settings.initial is not None:
         trained = load_compact(settings.initial)
-        student = Student(model, layers, trained["output_ids"].long())
+        student = Student(model, list(range(layers_of(trained))), trained["output_ids"].long())
         student.learn(trained)
         return student
     vocabulary = int(model.config.vocab_size)

@@ -35,6 +35,10 @@ class Batch:
     top_ids: torch.Tensor  # [chosen, TOP]
     top_logprobs: torch.Tensor  # [chosen, TOP]
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        return Batch(**{name: value.to(device) for name, value in vars(self).items()})
+
 
 def examples_of(dialogues: Dialogues) -> list[Example]:
     """The dialogues one by one."""
@@ -87,6 +91,7 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 def loss_of(student: Student, batch: Batch) -> torch.Tensor:
     """Cross-entropy with the target's most probable tokens, of those that the student's head has."""
+    batch = batch.to(student.head.device)
     logits = student(batch.token_ids, batch.attention_mask, batch.chosen)
     rows = student.row_of[batch.top_ids]  # [chosen, TOP], -1: not in the head
     known = rows >= 0
@@ -101,7 +106,7 @@ def agreement(student: Student, examples: Sequence[Example]) -> list[list[bool]]
     """Of each answer, whether the student's choice at each position is the target's."""
     found = []
     for group in (examples[i : i + 16] for i in range(0, len(examples), 16)):
-        batch = collate(group)
+        batch = collate(group).to(student.head.device)
         choice = student.output_ids[student(batch.token_ids, batch.attention_mask, batch.chosen).argmax(-1)]
         same = (choice == batch.top_ids[:, 0]).split([len(example.top_ids) for example in group])
         found += [one.tolist() for one in same]
@@ -121,11 +126,23 @@ class Checkpoint:
     """What training needs to go on where it stopped."""
 
     path: Path
+    began: dict[str, Any]
+    """What the student was made of: a checkpoint of another one is of no use."""
+
+    def check(self) -> None:
+        """ValueError if there is a checkpoint of another student."""
+        if self.path.is_file():
+            began = torch.load(self.path, weights_only=True, mmap=True).get("began", {})
+            other = [name for name, value in self.began.items() if began.get(name) != value]
+            if other:
+                was = ", ".join(f"{name} was {began.get(name, 'not kept')}" for name in other)
+                raise ValueError(f"{self.path} is of another draft ({was}): remove it, or choose another folder")
 
     def save(self, student: Student, optimizer: torch.optim.Optimizer, step: int) -> None:
         """In one step."""
         with in_one_step(self.path) as scratch:
-            torch.save({"student": student.trained(), "optimizer": optimizer.state_dict(), "step": step}, scratch)
+            state = {"student": student.trained(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save({**state, "began": self.began}, scratch)
 
     def load(self, student: Student, optimizer: torch.optim.Optimizer) -> int:
         """The next step; 0 without a checkpoint."""

@@ -88,7 +88,7 @@ class LibraryModel(torch.nn.Module):
         self.model = model
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that the batch asks for, padding included."""
+        """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
         output = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],

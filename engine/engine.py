@@ -130,10 +130,10 @@ class Engine:
         """
         logits = [self._pass(chunk) for chunk in _chunks(spans, self._max_forward_tokens)]
         wanted = [rows for rows in logits if len(rows)]
-        return torch.cat(wanted) if wanted else torch.empty(0, self._outputs)
+        return torch.cat(wanted) if wanted else torch.empty(0, self._outputs, device=self._device)
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of these rows of the head."""
+        """The tokens that rows of the head, by their numbers, are for."""
         return rows if self.loaded.output_ids is None else self.loaded.output_ids[rows]
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ class Engine:
 
     @torch.inference_mode()
     def _own_logits(self) -> torch.Tensor:
-        """Logits [4, vocab_size] of the last probe tokens, by the attention that came with the model."""
+        """Logits [4, rows of the head] of the last probe tokens, by the attention that came with the model."""
         model = self.loaded.model
         model.set_attn_implementation("eager")
         try:

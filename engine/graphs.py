@@ -42,7 +42,7 @@ class RecordedModel(nn.Module):
         self._recordings: dict[tuple[int, ...], Recording] = {}
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that the batch asks for, padding included."""
+        """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
         recording = self._recordings.get(batch.shape) or self._recording(batch)
         if recording is None:
             return self._launch(batch)

@@ -54,7 +54,7 @@ class LeanModel(nn.Module):
         """Whether batches need an attention plan."""
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that the batch asks for, padding included."""
+        """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
         hidden = embedding(batch.input_ids, self.embedding)  # [rows, hidden]
         cos, sin = self.rotary(batch.longest)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]

@@ -84,17 +84,18 @@ class SequenceEngine:
         logits = self.engine.forward(list(spans.values()))
         counts = [span.num_logits for span in spans.values()]
         probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
-        # The one place where a pass on a GPU is waited for.
+        # Here, or for the probabilities, a pass on a GPU is waited for.
         best = iter(self.engine.token_ids(logits.argmax(-1)).tolist())
+        slots = [self.engine.slots[coordinator_id, sequence_id] for sequence_id in spans]
+        samples = any(slot.sampling is not None for slot in slots)
+        known = self.engine.over_vocabulary(logits) if samples else logits
         chosen = {}
-        for sequence_id, own in zip(spans, logits.split(counts), strict=True):
+        for sequence_id, slot, own, its in zip(spans, slots, logits.split(counts), known.split(counts), strict=True):
             largest, confident = list(islice(best, len(own))), list(islice(probabilities, len(own)))
-            slot = self.engine.slots[coordinator_id, sequence_id]
             if slot.sampling is None:
                 chosen[sequence_id] = Choices(largest, own, confident)
             else:
-                known = self.engine.over_vocabulary(own)
-                chosen[sequence_id] = Choices(choose_tokens(known, slot.sampling, slot.token_ids), own)
+                chosen[sequence_id] = Choices(choose_tokens(its, slot.sampling, slot.token_ids), own)
         return chosen
 
     def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:

@@ -5,14 +5,22 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from engine.loading import OUTPUT_HEAD
 
 
 def layers_of(trained: dict[str, torch.Tensor]) -> int:
     """How many layers were trained."""
-    return 1 + max((int(name.split(".")[2]) for name in trained if name.startswith("body.layers.")), default=-1)
+    return len({name.split(".")[2] for name in trained if name.startswith("body.layers.")})
+
+
+def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The target's with another number of layers."""
+    values = {**target.to_dict(), "num_hidden_layers": layers, "tie_word_embeddings": True}
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][:layers]
+    return type(target)(**values)
 
 
 def save_draft(folder: Path, target: str, trained: dict[str, torch.Tensor]) -> None:
@@ -21,8 +29,7 @@ def save_draft(folder: Path, target: str, trained: dict[str, torch.Tensor]) -> N
     `trained`: weights of "body." as the target's kind of model names them, rows of the "head", and their "output_ids".
     """
     whole: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-    changes = {"num_hidden_layers": layers_of(trained), "tie_word_embeddings": True}
-    draft: Any = type(whole)(type(whole.config)(**{**whole.config.to_dict(), **changes})).bfloat16()
+    draft: Any = type(whole)(draft_config(whole.config, layers_of(trained))).bfloat16()
     draft.model.embed_tokens.weight.data = whole.model.embed_tokens.weight.data
     body = {name.removeprefix("body."): weight for name, weight in trained.items() if name.startswith("body.")}
     missing = draft.model.load_state_dict(body, strict=False).missing_keys

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Self
@@ -21,7 +19,7 @@ from planning.measuring import PromptError, measure_draft, measure_target
 from planning.plan import Plan, Terms, make_plan
 from planning.report import as_json, show
 from rpc.server import configure_logging
-from rpc.settings import LogLevel, Seconds, Settings
+from rpc.settings import LogLevel, Seconds, Settings, naming
 
 PROGRAM = "specpool plan"
 WIDTH = 120
@@ -81,11 +79,14 @@ def main() -> None:
     configure_logging(settings.log_level)
     disable_progress_bar()
     console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
+    if settings.output is not None:
+        with naming(PROGRAM, "output", OSError):
+            settings.output.mkdir(parents=True, exist_ok=True)
     plan = planned(settings, console)
     show(plan, console)
     result = json.dumps(as_json(plan))
     if settings.output is not None:
-        with naming("output", OSError):
+        with naming(PROGRAM, "output", OSError):
             keep(plan, result, settings.output)
     print(result)
 
@@ -93,22 +94,25 @@ def main() -> None:
 def planned(settings: PlanSettings, console: Console) -> Plan:
     """Measures all models, one after the other."""
     target, drafts = options_of(settings)
-    with naming("prompts", OSError, ValueError):
+    with naming(PROGRAM, "prompts", OSError, ValueError):
         lines = own_prompts() if settings.prompts is None else read_prompt_file(settings.prompts)
         if not lines:
             raise ValueError(f"{settings.prompts} holds none")
-    with naming("target", UnsupportedModelError):
+    with naming(PROGRAM, "target", UnsupportedModelError):
         load_config(target)
     for draft in drafts:  # before minutes are spent on the others
-        with naming("draft", UnsupportedModelError):
+        with naming(PROGRAM, "draft", UnsupportedModelError):
             load_config(draft)
     most = max(settings.batches)
-    with naming("target", UnsupportedModelError, OSError), naming("prompts", PromptError, ChatTemplateError):
+    with (
+        naming(PROGRAM, "target", UnsupportedModelError, OSError),
+        naming(PROGRAM, "prompts", PromptError, ChatTemplateError),
+    ):
         rows = powers_of_two(most * (settings.longest + 1))
         model, answers = measure_target(target, lines[: settings.num_prompts], settings.max_tokens, rows, console)
     measured = []
     for draft in drafts:
-        with naming("draft", UnsupportedModelError, OSError):
+        with naming(PROGRAM, "draft", UnsupportedModelError, OSError):
             measured.append(measure_draft(draft, model, answers, powers_of_two(most), console))
     terms = Terms(settings.batches, settings.longest, settings.exchange_seconds, settings.shared)
     return make_plan(model, measured, terms)
@@ -118,7 +122,7 @@ def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOption
     """How to run the target, and each draft."""
     target, drafts = settings.target, settings.draft or []
     if target is None:
-        with naming("target", OSError):
+        with naming(PROGRAM, "target", OSError):
             pair = embedded_pair()
         target, drafts = str(pair.target), drafts or [str(pair.draft)]
     options = EngineOptions(
@@ -142,19 +146,8 @@ def keep(plan: Plan, result: str, folder: Path) -> None:
     """Writes the result and a plot."""
     from planning.figure import plan_figure  # matplotlib comes with an extra of its own
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(result + "\n")
     plan_figure(plan).savefig(folder / "plan.png", dpi=110)
-
-
-@contextmanager
-def naming(setting: str, *errors: type[Exception]) -> Iterator[None]:
-    """Ends the command if what a setting names cannot be used."""
-    try:
-        yield
-    except errors as error:
-        print(f"{PROGRAM}: {setting}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

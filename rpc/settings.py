@@ -8,7 +8,8 @@ import logging
 import os
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -120,6 +121,16 @@ class ServerSettings(ListeningSettings):
     parent_pid: int | None = Field(
         None, ge=1, description="stop as soon as this process, which started this one, is gone; default: never"
     )
+
+
+@contextmanager
+def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[None]:
+    """Ends the command with one line if what a setting names cannot be used."""
+    try:
+        yield
+    except errors as error:
+        print(f"{program}: {setting}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

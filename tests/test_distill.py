@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import load_engine
+from tiny_models import load_engine, save_model, save_output_head
+from tiny_pair import tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill import corpus, main, training
+from distill import corpus, training
 from distill.corpus import TASKS, TOP, Dialogues, Writer, gathered
-from distill.evaluate import EvaluateSettings, evaluate
+from distill.evaluate import EvaluateSettings, evaluate, read_chats
 from distill.main import DistillSettings, train
 from distill.replay import acceptance_by_position, mean_acceptance_length
 from distill.student import Student, most_frequent
@@ -77,6 +79,17 @@ def test_answers_are_the_targets_own_greedy_ones(
         assert torch.equal(example.top_ids[:, 0], tokens[start:])
         assert (example.top_ids == ids).float().mean() > 0.95  # near-ties may be in another order
         torch.testing.assert_close(example.top_logprobs, expected, atol=5e-3, rtol=5e-3)
+
+
+def test_a_target_with_rows_for_some_tokens_writes_these(tmp_path: Path) -> None:
+    folder, kept = save_model(tmp_path, tiny_config()), [3, 200, 7, 255, 90, *range(100, 190)]
+    save_output_head(folder, kept)
+    engine = load_engine(folder, exact=False, max_sequences=2)
+    template = ChatTemplate.of(AutoTokenizer.from_pretrained(folder), frozenset())
+    (written,) = islice(Writer(engine, template, seed=0).answer([list(b"hello")]), 1)
+    logits = engine.over_vocabulary(engine.forward([Span(0, 0, written.token_ids[:-1], len(written.top_ids))]))
+    assert logits.argmax(-1).tolist() == written.token_ids[5:]
+    assert set(written.token_ids[5:]) <= set(kept)
 
 
 def test_files_hold_what_was_written(tmp_path: Path, dialogues: Dialogues) -> None:
@@ -181,45 +194,14 @@ def test_a_draft_worker_can_load_what_was_trained(
     torch.testing.assert_close(logits, expected, atol=0.02, rtol=0.02)  # embeddings in bfloat16
 
 
-def test_training_goes_on_with_a_draft_that_was_trained_before(
-    tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues
-) -> None:
-    before = tmp_path / "draft.safetensors"
-    save_compact(before, student_of(tiny_pair, torch.arange(100)).trained())
-    settings = DistillSettings(initial=before, layers="1,2")
-    student = main.student_of(settings, target_of(tiny_pair), examples_of(dialogues))
-    save_compact(tmp_path / "same.safetensors", student.trained())
-    same, trained = load_compact(tmp_path / "same.safetensors"), load_compact(before)
-    assert same.keys() == trained.keys()
-    for name, weight in trained.items():
-        torch.testing.assert_close(same[name], weight, atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [(None, "missing.safetensors cannot be read"), ("head", "not a trained draft of 3"), ("all", "of 3 layers")],
-)
-def test_what_training_cannot_begin_with_is_refused_before_anything_is_written(
-    tmp_path: Path, tiny_pair: tuple[Path, Path], kept: str | None, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = tmp_path / "missing.safetensors"
-    if kept:
-        trained = student_of(tiny_pair, torch.arange(100)).trained()
-        save_compact(before, trained if kept == "all" else {"head": trained["head"]})
-    with pytest.raises(SystemExit):
-        DistillSettings.load("specpool-distill", ["--initial", str(before), "--layers", "0,1,2"])
-    assert message in capsys.readouterr().err
-
-
 def test_dialogues_become_a_draft_and_the_draft_is_evaluated_on_prompts_of_several_kinds(
     tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, output = str(tiny_pair[0]), tmp_path / "output"
     output.mkdir()
     dialogues.save(output / "dialogues-0000.safetensors")
-    train(
-        DistillSettings(output=output, held_out=8, layers="0,2", output_tokens=256, epochs=0.5, batch_tokens=64), target
-    )
+    settings = DistillSettings(output=output, held_out=8, output_tokens=256, epochs=0.5, batch_tokens=64)
+    train(settings, target, [0, 2])
     assert f"specpool up --target {target} --draft" in capsys.readouterr().out.replace("\n", " ")
     lines: list[dict[str, Any]] = [
         {"question_id": 1, "category": "long", "turns": ["x" * 400]},
@@ -228,8 +210,8 @@ def test_dialogues_become_a_draft_and_the_draft_is_evaluated_on_prompts_of_sever
     ]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    settings = EvaluateSettings(prompts=prompts, max_sequences=2, max_model_len=512)
-    result = evaluate(settings, target, str(output / "model"))
+    evaluating = EvaluateSettings(prompts=prompts, max_sequences=2, max_model_len=512)
+    result = evaluate(evaluating, read_chats(prompts), target, str(output / "model"))
     assert result["left_out"] == 1
     assert [(row["category"], row["answers"]) for row in result["categories"]] == [
         ("letters", 3),
@@ -237,7 +219,7 @@ def test_dialogues_become_a_draft_and_the_draft_is_evaluated_on_prompts_of_sever
         ("all", 4),
     ]
     assert all(1 <= row["k=1"] <= row["k=5"] <= 6 for row in result["categories"])
-    *_, itself = evaluate(settings, target, target)["categories"]
+    *_, itself = evaluate(evaluating, read_chats(prompts), target, target)["categories"]
     assert (itself["agreement"], itself["k=1"]) == (1, pytest.approx(2, abs=0.01))
 
 
@@ -255,7 +237,7 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, tiny_pair: tuple[Path
 
     through, optimizer = begun()
     steps(through, optimizer, 0, 6)
-    checkpoint = Checkpoint(tmp_path / "checkpoint.pt")
+    checkpoint = Checkpoint(tmp_path / "checkpoint.pt", {})
     before, optimizer = begun()
     assert checkpoint.load(before, optimizer) == 0
     steps(before, optimizer, 0, 3)
@@ -265,6 +247,27 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, tiny_pair: tuple[Path
     steps(after, optimizer, 3, 3)
     for one, other in zip(through.parameters(), after.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_checkpoint_brings_the_tokens_of_its_head(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    """More dialogues would have chosen others."""
+    checkpoint = Checkpoint(tmp_path / "checkpoint.pt", {"layers": [0, 2]})
+    before, after = student_of(tiny_pair, torch.arange(100)), student_of(tiny_pair, torch.arange(50, 150))
+    checkpoint.save(before, torch.optim.AdamW([before.head]), 7)
+    assert checkpoint.load(after, torch.optim.AdamW([after.head])) == 7
+    assert torch.equal(after.output_ids, before.output_ids)
+    assert torch.equal(after.row_of, before.row_of)
+
+
+def test_a_checkpoint_of_another_draft_is_refused(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    checkpoint = Checkpoint(tmp_path / "checkpoint.pt", {"layers": [0, 2]})
+    checkpoint.check()  # there is none
+    student = student_of(tiny_pair)
+    checkpoint.save(student, torch.optim.AdamW([student.head]), 1)
+    checkpoint.check()
+    for began, name in (({"layers": [0, 1]}, "layers"), ({"initial": "draft"}, "initial")):
+        with pytest.raises(ValueError, match=f"another draft.*{name} was"):
+            Checkpoint(tmp_path / "checkpoint.pt", began).check()
 
 
 lengths = st.lists(st.tuples(st.integers(2, 40), st.integers(1, 20)), min_size=1, max_size=30)

@@ -589,6 +589,15 @@ def test_workers_choose_among_the_tokens_that_their_head_has(tmp_path: Path, tem
         assert temperature or logprobs.top[0] == (token, logprobs.logprob)
 
 
+def test_a_draft_of_no_tokens_chooses_none_whatever_its_head_has(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, tiny_config())
+    save_output_head(folder, [3, 200, 7])
+    draft = Proposer(load_engine(folder))
+    item = ProposeItem(1, 0, tuple(random_tokens(30)), SamplingParams(temperature=1.0), num_draft_tokens=0)
+    (proposal,) = draft.propose("c", 1, [item])
+    assert (proposal.token_ids, proposal.cached_length) == ([], 30)
+
+
 @pytest.mark.parametrize(
     ("output_ids", "rows"), [([3, 257], None), ([3, -1], None), ([3, 4], (3, 64)), ([3, 4], (2, 32))]
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import load_engine
+from transformers import AutoTokenizer
 
 from benchmarks import pair, shapes
 from coordinator.fakes import EOS_TOKEN_ID
@@ -14,6 +15,7 @@ VOCAB_SIZE = 2000
 SHAPE = {**shapes.SHAPES["qwen3-0.6b"], "vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "intermediate_size": 96,
          "num_key_value_heads": 2, "head_dim": 16, "num_attention_heads": 4}  # fmt: skip
 PROMPT = list(b"Once upon a time")
+TEXTS = ("Why?", "Why me?", "Tell me why.")
 
 
 @pytest.fixture
@@ -40,13 +42,26 @@ def test_a_draft_is_right_as_often_as_wanted(
     assert len(set(written)) == 400  # prompt lookup finds nothing
     assert EOS_TOKEN_ID not in written
     assert max(written) > VOCAB_SIZE / 2
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}])["input_ids"] for text in TEXTS]
+    firsts = [int(target.forward([Span(1, 0, prompt, 1)]).argmax()) for prompt in prompts]
+    assert len(set(firsts)) == len(TEXTS)  # not all answers are the same one
     choices = draft.forward([Span(0, 0, tokens[:-1], len(written))]).argmax(-1)
     right = (choices == torch.tensor(written)).float().mean().item()
     assert right == pytest.approx(acceptance, abs=0.08 if 0 < acceptance < 1 else 0)
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("flag", "value"), [("--acceptance", "1.1"), ("--draft", "little")])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--acceptance", "1.1"),
+        ("--draft", "little"),
+        ("--device", "foo"),
+        ("--seed", "9" * 30),
+        ("--output", __file__),
+    ],
+)
 def test_what_no_pair_can_be_made_of_is_refused(
     tmp_path: Path, flag: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,4 +69,4 @@ def test_what_no_pair_can_be_made_of_is_refused(
     with pytest.raises(SystemExit):
         pair.main()
     assert flag in capsys.readouterr().err.splitlines()[-1]
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("*.safetensors"))

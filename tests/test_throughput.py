@@ -59,6 +59,26 @@ def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown: best of all" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--concurrencies", "a"),
+        ("--concurrencies", "4,0"),
+        ("--max-tokens", "0"),
+        ("--repeats", "0"),
+        ("--num-prompts", "-1"),
+        ("--category-concurrency", "-1"),
+        ("--prompts", "/nope"),
+        ("--prompts", __file__),
+        ("--output", __file__),
+    ],
+)
+def test_bad_options_are_refused_by_name(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([f"{flag}={value}"])
+    assert flag in capsys.readouterr().err.splitlines()[-1]
+
+
 async def test_every_kind_gives_the_tokens_of_plain_decoding(tiny_pair: Pair, questions: Path) -> None:
     arguments = ["--prompts", str(questions), "--concurrencies", "1,2", "--repeats", "1", "--max-tokens", "12"]
     options = parse([*arguments, "--num-prompts", "3"])

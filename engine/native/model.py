@@ -70,7 +70,7 @@ class NativeModel(nn.Module):
         assert library is not None
         self._forward, self._workspace_floats = library.forward, library.workspace_floats
         self._workspace_floats.restype = c_int64
-        self._rotary, self._vocab_size = lean.rotary.in_float32(), lean.head.out_features
+        self._rotary, self._outputs = lean.rotary.in_float32(), lean.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (_Layer * len(lean.layers))()
@@ -96,7 +96,7 @@ class NativeModel(nn.Module):
             lean.layers[index] = nn.Identity()
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, vocab_size] of the rows that the batch asks for."""
+        """Logits [R, rows of the head] of the rows that the batch asks for."""
         self._point_to(batch.arena)
         tables = self._rotary(batch.longest)
         self._model.cosines, self._model.sines = (table.data_ptr() for table in tables)
@@ -119,7 +119,7 @@ class NativeModel(nn.Module):
             logits=logits.data_ptr(),
         )
         self._forward(byref(self._model), byref(arguments))
-        return logits[:, : self._vocab_size]
+        return logits[:, : self._outputs]
 
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
