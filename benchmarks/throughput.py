@@ -27,7 +27,7 @@ from specpool.v1 import generation_pb2 as pb
 
 from benchmarks.answers import Answer, answer, measures
 from benchmarks.figures import throughput_figure
-from benchmarks.prompts import in_turn, load_by_category, number_of_prompts
+from benchmarks.prompts import in_turn, load_by_category
 from benchmarks.report import console, finish, median, progress, show
 from coordinator.client import AsyncClient
 from coordinator.client.requests import GenerateOptions
@@ -35,6 +35,9 @@ from coordinator.commands.processes import ProcessFailedError
 from coordinator.commands.prompts import PromptLine
 from coordinator.commands.up import UpSettings, running
 
+# Prompts of a run per request at a time. Answers of one length end together if they are decoded plainly, and one by one
+# otherwise: with few of them, much of the run is such an end.
+LOAD = 4
 PLAIN, BEST = "plain", "best"
 KINDS: dict[str, GenerateOptions] = {
     PLAIN: {"num_speculative_tokens": 0},
@@ -92,7 +95,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--num-prompts",
         type=_positive,
-        help="of a run; default: twice the concurrency, at least 4 and one of each category",
+        help="of a run; default: four times the concurrency, at least one of each category",
     )
     parser.add_argument(
         "--category-concurrency", type=_natural, default=1, help="of the runs by category; 0: no such runs"
@@ -153,7 +156,7 @@ def plan(options: argparse.Namespace) -> list[Load]:
     categories = load_by_category(options.prompts)
 
     def load(concurrency: int, lines: list[PromptLine], kinds: list[str], category: str | None = None) -> Load:
-        count = options.num_prompts or max(len(categories) if category is None else 0, number_of_prompts(concurrency))
+        count = options.num_prompts or max(len(categories) if category is None else 1, LOAD * concurrency)
         return Load(concurrency, list(islice(cycle(lines), count)), kinds, category)
 
     mixed = in_turn(categories.values())

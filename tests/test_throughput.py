@@ -48,7 +48,7 @@ def test_loads_have_all_categories_in_turn(questions: Path) -> None:
     loads = plan(parse(["--prompts", str(questions), "--concurrencies", "4,1", "--kinds", "best,k2"]))
     assert [(load.concurrency, load.category) for load in loads] == [(1, None), (4, None), (1, "math"), (1, "qa")]
     assert [[line.id for line in load.lines] for load in loads] == [
-        [0, 2, 1, 3], [0, 2, 1, 3, 0, 2, 1, 3], [0, 1, 3, 0], [2, 2, 2, 2],
+        [0, 2, 1, 3], [0, 2, 1, 3] * 4, [0, 1, 3, 0], [2, 2, 2, 2],
     ]  # fmt: skip
     assert [load.kinds for load in loads] == [["plain", "k2", "best"]] * 2 + [["plain", "best"]] * 2
 
