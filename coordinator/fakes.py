@@ -6,6 +6,7 @@ protocol. `FakeTarget.continuation` says what plain decoding gives.
 """
 
 import asyncio
+import math
 import random
 import time
 import zlib
@@ -218,9 +219,12 @@ class FakeDraft(FakeWorker):
     async def Propose(self, request: draft_worker_pb2.ProposeRequest, context: Any) -> draft_worker_pb2.ProposeResponse:
         """Drafts every item."""
         began = time.perf_counter_ns()
-        lengths = [self._length(item) for item in request.items]
-        await self._begin_round(context, [sum(k > j for k in lengths) for j in range(max(lengths))])
-        results = [self._propose((request.coordinator_id, item.sequence_id), item) for item in request.items]
+        lengths = self._lengths(request)
+        await self._begin_round(context, [sum(k > j for k in lengths) for j in range(max(lengths, default=0))])
+        results = [
+            self._propose((request.coordinator_id, item.sequence_id), item, length)
+            for item, length in zip(request.items, lengths, strict=True)
+        ]
         forward_ns = time.perf_counter_ns() - began
         return draft_worker_pb2.ProposeResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
 
@@ -231,18 +235,34 @@ class FakeDraft(FakeWorker):
         async for request in requests:
             yield await self.Propose(request, context)
 
-    def _length(self, item: draft_worker_pb2.ProposeItem) -> int:
-        """Tokens that are drafted: as many as are wanted, or until they are too unlikely."""
-        next_chance = item.next_chance if item.HasField("next_chance") else 1.0
-        enough = (k for k in range(item.num_draft_tokens) if self._acceptance**k * next_chance < item.min_chance)
-        return next(enough, item.num_draft_tokens)
+    def _lengths(self, request: draft_worker_pb2.ProposeRequest) -> list[int]:
+        """Tokens that are drafted for each item: as many as are wanted, or until one of its tokens, or a step for all,
+        gains too little."""
+        lengths = [min(1, item.num_draft_tokens) for item in request.items]
+        for step in range(1, max((item.num_draft_tokens for item in request.items), default=0)):
+            gains = {
+                index: self._gain(item, step)
+                for index, item in enumerate(request.items)
+                if item.num_draft_tokens > step == lengths[index] and self._gain(item, step) >= 0
+            }
+            if not gains or sum(gains.values()) < request.step_cost:
+                break
+            for index in gains:
+                lengths[index] += 1
+        return lengths
 
-    def _propose(self, key: tuple[str, int], item: draft_worker_pb2.ProposeItem) -> draft_worker_pb2.ProposeResult:
+    def _gain(self, item: draft_worker_pb2.ProposeItem, step: int) -> float:
+        next_chance = item.next_chance if item.HasField("next_chance") else 1.0
+        return self._acceptance**step * next_chance - item.min_chance if item.min_chance else math.inf
+
+    def _propose(
+        self, key: tuple[str, int], item: draft_worker_pb2.ProposeItem, length: int
+    ) -> draft_worker_pb2.ProposeResult:
         status, tokens = self._realign(key, item)
         if status != common_pb2.ITEM_STATUS_OK:
             return draft_worker_pb2.ProposeResult(sequence_id=item.sequence_id, status=status)
         draft: list[int] = []
-        for _ in range(self._length(item)):
+        for _ in range(length):
             choice = self._target.choose([*tokens, *draft])
             draft.append(choice if self._chance.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
         self.caches[key] = [*tokens, *draft[:-1]]
