@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of the command line."""
+    """Options of the command line, with the prompts by category."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -103,12 +103,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
     options = parser.parse_args(arguments)
     try:
-        if not load_by_category(options.prompts):
+        options.categories = load_by_category(options.prompts)
+        if not options.categories:
             raise ValueError(f"{options.prompts} holds none")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(f"--prompts: {error}")
+    try:
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        parser.error(f"--{'output' if isinstance(error, FileExistsError) else 'prompts'}: {error}")
+    except OSError as error:
+        parser.error(f"--output: {error}")
     return options
 
 
@@ -153,7 +157,7 @@ async def serve(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]
 
 def plan(options: argparse.Namespace) -> list[Load]:
     """What is to be run: a load for each concurrency, of all categories in turn, then one for each category."""
-    categories = load_by_category(options.prompts)
+    categories: dict[str, list[PromptLine]] = options.categories
 
     def load(concurrency: int, lines: list[PromptLine], kinds: list[str], category: str | None = None) -> Load:
         count = options.num_prompts or max(len(categories) if category is None else 1, LOAD * concurrency)

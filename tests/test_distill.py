@@ -142,14 +142,14 @@ def test_training_lowers_the_loss_and_leaves_the_embeddings(tiny_pair: tuple[Pat
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=2e-3)
     losses = []
-    for epoch in range(30):
+    for epoch in range(45):
         for batch in batches(examples, 400, random.Random(epoch)):
             loss = loss_of(student, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     assert torch.equal(student.body.embed_tokens.weight, embeddings)
 
 
