@@ -11,7 +11,7 @@ import torch
 from engine.activations import activate_in_pieces
 from engine.attention import PACKED_ATTENTION
 from engine.attention_plan import plan_attention
-from engine.exactness import choose_tiles, self_test
+from engine.exactness import choose_tiles
 from engine.extents import Extents
 from engine.forward import forward_pass
 from engine.graphs import RecordedModel
@@ -24,6 +24,7 @@ from engine.native.model import NativeModel
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
 from engine.packing import Place, Span, pack
+from engine.self_test import self_test
 from engine.slots import SlotTable
 from engine.step_times import CACHED, measure_seconds_per_cached, measure_step_times
 
@@ -77,7 +78,7 @@ class Engine:
         heads = config.num_attention_heads
         self._kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self._query_groups = heads // self._kv_heads
+        self.query_groups = heads // self._kv_heads
         self._device, self._dtype = loaded.model.device, loaded.model.dtype
         # From the whole vocabulary: the first ids are often control tokens that were never learnt. There computing in
         # bfloat16 changed the library's own logits of SmolLM2-135M by 94% of the largest, here by 2%.
@@ -89,14 +90,14 @@ class Engine:
         self.tiles = Tiles()
         if exact and not isinstance(self._model, NativeModel):  # which is exact in every shape
             activate_in_pieces(self._model)
-            attention = (self._kv_heads, self._query_groups, self._head_dim)
+            attention = (self._kv_heads, self.query_groups, self._head_dim)
             self.tiles = choose_tiles(self._model, attention if self._model.plans_attention else None)
         if isinstance(self._model, RecordedModel):
             self.tiles = replace(self.tiles, row_multiple=max(FEW_SHAPES, self.tiles.row_multiple))
-        self._max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
+        self.max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
         self.footprint = Footprint(
             weights=weight_bytes(self._model),
-            activations=activation_bytes(config, self._computed_dtype, self.vocab_size, self._max_forward_tokens)
+            activations=activation_bytes(config, self._computed_dtype, self.vocab_size, self.max_forward_tokens)
             + self._splits_bytes(heads),
         )
         self.kv_layout = options.kv_layout
@@ -128,7 +129,7 @@ class Engine:
 
         More than `max_forward_tokens` are worked off in several passes, which changes no bit of the result.
         """
-        logits = [self._pass(chunk) for chunk in _chunks(spans, self._max_forward_tokens)]
+        logits = [self._pass(chunk) for chunk in _chunks(spans, self.max_forward_tokens)]
         wanted = [rows for rows in logits if len(rows)]
         return torch.cat(wanted) if wanted else torch.empty(0, self._outputs, device=self._device)
 
@@ -195,7 +196,7 @@ class Engine:
         batch = pack(spans, places, arena, self.tiles)
         if self._model.plans_attention:
             gather = self._device.type != "cpu"
-            plan = plan_attention(spans, places, arena, self.tiles, self._query_groups, gather)
+            plan = plan_attention(spans, places, arena, self.tiles, self.query_groups, gather)
             batch = replace(batch, attention=plan)
         logits: torch.Tensor = self._model(batch)[: batch.num_logits]
         return logits
@@ -208,7 +209,7 @@ class Engine:
         """Of the parts of attention that are joined afterwards, where kernels attend."""
         if self._model.plans_attention or isinstance(self._model, NativeModel):
             return 0
-        return self._max_forward_tokens * splits_for(self.max_model_len) * heads * (self._head_dim + 2) * 4
+        return self.max_forward_tokens * splits_for(self.max_model_len) * heads * (self._head_dim + 2) * 4
 
     def _reserve(self, options: EngineOptions) -> tuple[SlotTable, KVLayout]:
         layout, per_token = LAYOUTS[options.kv_layout], self._kv_bytes_per_token()

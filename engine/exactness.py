@@ -1,21 +1,17 @@
-"""Finds the shapes under which this device gives a row the same bits in every batch, and proves it on the model."""
+"""Finds the shapes under which this device gives a row the same bits in every batch."""
 
 import logging
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from engine.kernels import SPLIT, attend_extents, splits_for
 from engine.linear import PrepackedLinear
 from engine.numerics import Tiles, round_up
-from engine.packing import Span
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
+from engine.probe_inputs import ProbeInputs
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +23,8 @@ ATTENTION_GRIDS = (
     *((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512)),
 )
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
-# Of the self-test: tokens of a prompt in one pass, few and many.
-SHORT_PASS, LONG_PASSES = 15, (97, 271)
 # Of wide layers, which cost more, fewer counts are probed.
-MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 64, 65, 256)
+MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 80, 96, 128, 160, 200, 256)
 # Random numbers cost time too: probed layers repeat themselves after so many features.
 DISTINCT_FEATURES = 1024
 
@@ -46,7 +40,7 @@ def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Ti
         for module in model.modules()
         if isinstance(module, PrepackedLinear) or type(module) is nn.Linear
     }
-    noise = _Noise(next(model.parameters()))
+    noise = ProbeInputs(next(model.parameters()))
     rows = ROW_GRIDS[0]
     for kind, inputs, outputs, biased in sorted(linears, key=str):
         probe = _linear_probe(kind, inputs, outputs, biased, noise)
@@ -63,38 +57,12 @@ def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Ti
     return tiles
 
 
-class _Noise:
-    """Random tensors of the sample's device and dtype.
-
-    Probes are sums whose terms cancel: what is left is rounding alone, and a different order of summation changes it
-    in nearly every element. Of an ordinary sum in half precision it changes one element in thousands.
-    """
-
-    def __init__(self, sample: torch.Tensor) -> None:
-        self._sample = sample
-        self._generator = torch.Generator().manual_seed(0)
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        """Numbers of about one size."""
-        return torch.randn(*shape, generator=self._generator).to(self._sample)
-
-    def cancelling(self, count: int, *shape: int) -> torch.Tensor:
-        """[count, *shape]: numbers of many sizes; over the first axis they sum to zero, in exact arithmetic."""
-        size = torch.exp2(torch.randint(-7, 8, (count // 2, *shape), generator=self._generator)).to(self._sample)
-        half = self.normal(count // 2, *shape) * size
-        return torch.cat([half, -half, torch.zeros(count % 2, *shape).to(half)])
-
-    def order(self, count: int) -> torch.Tensor:
-        """A random order of so many things."""
-        return torch.randperm(count, generator=self._generator).to(self._sample.device)
-
-
 def _first(grids: Sequence[tuple[int, int]], agrees: Callable[[tuple[int, int]], bool]) -> tuple[int, int]:
     return next((grid for grid in grids[:-1] if agrees(grid)), grids[-1])
 
 
 def _linear_probe(
-    kind: type[nn.Module], inputs: int, outputs: int, biased: bool, noise: _Noise
+    kind: type[nn.Module], inputs: int, outputs: int, biased: bool, noise: ProbeInputs
 ) -> tuple[nn.Linear | PrepackedLinear, torch.Tensor]:
     """A layer of this kind and shape, and as many rows as are ever probed, whose products with it cancel."""
     order = noise.order(inputs)
@@ -121,7 +89,7 @@ def _rows_agree(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, grid: tupl
     return all(torch.equal(linear(x[-count:]), reference[-count:]) for count in counts if count < len(x))
 
 
-def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int, noise: _Noise) -> bool:
+def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int, noise: ProbeInputs) -> bool:
     """Whether one query row's result survives more rows, other sequences beside it, and a longer cache behind it."""
     most = 4 * kv if kv >= 256 else 1024
     keys, values = noise.normal(5, kv_heads, most, dim), noise.normal(5, kv_heads, most, dim)
@@ -165,53 +133,28 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
     return True
 
 
-def _long_passes_agree(engine: "Engine") -> bool:
-    """Whether a prompt leaves the same cache and logits however it is cut: of long passes torch divides the work."""
-    chance = random.Random(1)
-    longest = min(LONG_PASSES[-1], engine.max_model_len)
-    tokens = [chance.randrange(engine.vocab_size) for _ in range(longest)]
-    cached = slice(0, longest - 1)  # the last token only has logits
-    short = [engine.forward([Span(0, at, tokens[at : at + SHORT_PASS], 1)]) for at in range(0, longest, SHORT_PASS)]
-    keys = [layer[:, cached].clone() for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
-    for size in (size for size in LONG_PASSES if size <= longest):
-        logits = [engine.forward([Span(0, at, tokens[at : at + size], 1)]) for at in range(0, longest, size)]
-        again = [layer[:, cached] for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
-        if not torch.equal(logits[-1], short[-1]) or not all(map(torch.equal, again, keys)):
+@torch.inference_mode()
+def kernels_agree(cache: torch.Tensor, query_groups: int, longest: int) -> bool:
+    """Whether the kernels of attention give a row the same bits alone and beside others, joins of splits included.
+
+    `cache`: keys or values of a layer, [kv_heads, columns, dim], which are left alone. `query_groups`: query heads per
+    KV head. `longest`: positions that a sequence can have.
+    """
+    noise, (kv_heads, _, dim) = ProbeInputs(cache), cache.shape
+    positions = sorted({min(at, longest - 1) for at in (0, 70, SPLIT - 1, SPLIT, 2 * SPLIT + 70)})
+    columns = positions[-1] + 1
+    keys, values = noise.normal(2, kv_heads, columns, dim)
+    # Rows weigh all visible positions alike, and the values of each row's first ones cancel.
+    query = torch.zeros(len(positions), query_groups * kv_heads, dim).to(cache)
+
+    def attend(rows: list[int]) -> torch.Tensor:
+        own = torch.tensor([positions[row] for row in rows], device=cache.device)
+        return attend_extents(query[rows], keys, values, own, own, dim**-0.5, splits_for(max(own.tolist()) + 1))
+
+    for position in positions:
+        seen = position + 1
+        values[:, :seen] = noise.cancelling(seen, kv_heads, dim)[noise.order(seen)].transpose(0, 1)
+        together = attend([*range(len(positions))])
+        if not all(torch.equal(attend([row])[0], together[row]) for row in range(len(positions))):
             return False
     return True
-
-
-def self_test(engine: "Engine") -> bool:
-    """Whether logits are bit for bit the same for sequences alone, token by token, and in a ragged batch with drafts.
-
-    Uses the engine's own slots, which must be free, with random tokens and lengths around the grid's edges.
-    """
-    chance = random.Random(0)
-    steps, longest = 5, engine.max_model_len - 8
-    lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
-    lengths = [n for n in lengths if n <= longest]
-    truth = [[chance.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
-
-    alone = []
-    for length, tokens in zip(lengths, truth, strict=True):
-        spans = [Span(0, 0, tokens[:length], 1)]
-        spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
-        alone.append(torch.cat([engine.forward([span]) for span in spans]))
-
-    # Extents without a column to spare, as many as there is room for, in any order.
-    keys = [("self-test", i) for i in range(len(lengths))]
-    taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in chance.sample(range(len(keys)), len(keys))}
-    members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]
-    # All prompts but their last tokens in one pass of chunks, then everything that is left as one round of drafts.
-    engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
-    drafts = [chance.randint(1, steps) for _ in members]
-    spans = [
-        Span(slot, n - 1, tokens[n - 1 : n + d], d + 1) for (slot, n, tokens, _), d in zip(members, drafts, strict=True)
-    ]
-    together = engine.forward(spans).split([span.num_logits for span in spans])
-    same = all(torch.equal(rows, one[: len(rows)]) for rows, (*_, one) in zip(together, members, strict=True))
-    engine.slots.release(keys)
-    engine.slots.drop_released()
-    same = same and _long_passes_agree(engine)
-    (log.info if same else log.warning)("self-test: equivalence is %s", "bitwise" if same else "numeric")
-    return same

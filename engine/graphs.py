@@ -1,7 +1,8 @@
 """Passes of a shape that comes again, recorded: the hundreds of launches of a pass become one."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +50,15 @@ class RecordedModel(nn.Module):
         recording.batch.numbers.copy_(batch.numbers, non_blocking=True)
         recording.replay()
         return recording.logits.clone()  # the next pass of this shape overwrites them
+
+    @contextmanager
+    def launched(self) -> Iterator[None]:
+        """Records no pass meanwhile: what watches its operations is not to be recorded with them."""
+        record, self._record = self._record, None
+        try:
+            yield
+        finally:
+            self._record = record
 
     def _launch(self, batch: PackedBatch) -> torch.Tensor:
         logits: torch.Tensor = self.model(batch)

@@ -14,3 +14,9 @@ from tiny_pair import make_tiny_pair
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of a tiny random target and its draft."""
     return make_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def cpu_threads() -> int:
+    """Threads of an engine whose exactness is tested."""
+    return int(os.environ.get("SPECPOOL_TEST_THREADS", "2"))

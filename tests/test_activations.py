@@ -62,10 +62,3 @@ def test_long_passes_are_bitwise_too(tmp_path: Path, architecture: str, lean: bo
     engine = load_engine(folder, threads=threads_of_engine, lean=lean, native=False)
     assert not engine.bitwise or not long_passes_differ(engine)
     assert engine.bitwise or architecture == "gpt2"
-
-
-def test_the_self_test_notices_divided_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.lean.in_pieces", lambda function, x: function(x))
-    folder = save_model(tmp_path, small_config("llama", intermediate_size=160))
-    engine = load_engine(folder, threads=2, native=False)
-    assert engine.bitwise is not long_passes_differ(engine)

@@ -11,9 +11,10 @@ from tiny_models import load_engine, rows_that_differ
 from torch import nn
 
 from engine import attention, engine, exactness
-from engine.exactness import ATTENTION_GRIDS, ROW_GRIDS, choose_tiles, self_test
+from engine.exactness import ATTENTION_GRIDS, ROW_GRIDS, choose_tiles
 from engine.linear import PrepackedLinear, can_prepack, prepack_linears
 from engine.numerics import Tiles, round_up
+from engine.self_test import self_test
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreted_kernels import attend_by_kernels
 from test_lean import VARIANTS, save_random
 from tiny_models import load_engine, random_tokens, rows_that_differ, transformers_logits
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine import attention, exactness, forward, lean
+from engine import attention, exactness, forward
 from engine.graphs import RecordedModel, Run
 from engine.kernels import SPLIT, attend_extents, splits_for
 from engine.packing import Span
@@ -21,9 +22,7 @@ POSITIONS = [0, 1, 63, 64, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 100]
 
 @pytest.fixture
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines attend by the kernels, wherever they are."""
-    monkeypatch.setattr(lean, "attends_by_kernels", lambda *_: True)
-    monkeypatch.setattr(exactness, "LONG_PASSES", (40,))  # an interpreter takes its time
+    attend_by_kernels(monkeypatch)
 
 
 def attend_row_by_row(
@@ -72,7 +71,7 @@ def test_few_numbers_of_splits_cover_all_lengths() -> None:
 @pytest.mark.parametrize("kv_layout", ["slots", "padded"])
 def test_an_engine_of_kernels_has_the_librarys_logits_and_is_bitwise(tmp_path: Path, kv_layout: str) -> None:
     folder = save_random(tmp_path, *VARIANTS["qwen3"])
-    kernels = load_engine(folder, native=False, max_sequences=3, max_model_len=40, kv_layout=kv_layout)
+    kernels = load_engine(folder, native=False, max_sequences=3, max_model_len=26, kv_layout=kv_layout)
     assert not kernels._model.plans_attention
     assert kernels.bitwise
     tokens = random_tokens(20)
@@ -104,7 +103,8 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(attention, "attend_extents", attend_row_by_row)
+    for module in (attention, exactness):
+        monkeypatch.setattr(module, "attend_extents", attend_row_by_row)
     monkeypatch.setattr(forward, "records_passes", lambda device, options: True)
     monkeypatch.setattr(forward, "CudaGraphs", lambda: recorder)
     return recorder
@@ -121,7 +121,7 @@ def test_a_recorded_engine_gives_the_same_bits(tmp_path: Path, recorder: Recorde
 
 def test_logits_outlive_the_next_pass_of_their_shape(tmp_path: Path, recorder: Recorder) -> None:
     engine = load_engine(save_random(tmp_path, *VARIANTS["llama"]), native=False, max_sequences=2, max_model_len=64)
-    engine._max_forward_tokens = 4
+    engine.max_forward_tokens = 4
     tokens = random_tokens(16)
     in_pieces = engine.forward([Span(0, 0, tokens, 16)])
     replayed = recorder.replayed

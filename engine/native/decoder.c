@@ -98,6 +98,12 @@ typedef struct {
 
 #define HEADS(model) (GROUPS * (model)->kv_heads)
 
+#if defined(__clang__)
+#define ONE_COPY __attribute__((noinline))
+#else
+#define ONE_COPY __attribute__((noipa))
+#endif
+
 /* --- Vectors */
 
 static inline vec load(const float *at) { return *(const vec *)at; }
@@ -199,8 +205,8 @@ static inline __attribute__((always_inline)) void tile(
     }
 }
 
-/* x [rows, inputs] to out [rows, outputs]. */
-static void apply(const Linear *linear, int64_t rows, const float *x, float *out) {
+/* x [rows, inputs] to out [rows, outputs]. One copy of its code, so that what a probe runs is what a pass runs. */
+static ONE_COPY void apply(const Linear *linear, int64_t rows, const float *x, float *out) {
     if (rows == 0) return;
     int64_t inputs = linear->inputs, outputs = linear->outputs, tiles = (rows + TILE - 1) / TILE;
     int64_t blocks = (inputs + BLOCK - 1) / BLOCK, block = (inputs + blocks - 1) / blocks, fetched = PANEL / tiles;
@@ -437,4 +443,10 @@ void forward(const Model *model, const Batch *batch) {
         apply(&model->head, batch->results, normed, batch->logits);
         END_OF(PRODUCTS)
     }
+}
+
+/* One product on its own, for probes. */
+void multiply(const Linear *linear, int64_t rows, int64_t threads, const float *x, float *out) {
+#pragma omp parallel num_threads(threads)
+    apply(linear, rows, x, out);
 }

@@ -17,10 +17,13 @@ from engine.memory import zeros
 from engine.native.compiler import compile_decoder
 from engine.numerics import round_up
 from engine.packing import PackedBatch
+from engine.probe_inputs import ProbeInputs
 
 # As in decoder.c, like the structures below.
 LANES, PANEL = 16, 32
 STAGES = ("products", "attention", "rows and cache")
+# Of probes: more rows than two tiles have, and panels that no number of threads divides evenly.
+PROBED_ROWS, PROBED_OUTPUTS = 37, 7 * PANEL
 _NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
 
 
@@ -68,8 +71,11 @@ class NativeModel(nn.Module):
         self._groups, self._compile = first.heads // first.kv_heads, _compiler_for(lean, dtype)
         library = self._compile()
         assert library is not None
-        self._forward, self._workspace_floats = library.forward, library.workspace_floats
+        self._forward, self._multiply = library.forward, library.multiply
+        self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
+        linears = (first.qkv, first.out, first.gate_up, first.down, lean.head)
+        self._widths = {linear.in_features for linear in linears}
         self._rotary, self._outputs = lean.rotary.in_float32(), lean.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
@@ -121,6 +127,32 @@ class NativeModel(nn.Module):
         self._forward(byref(self._model), byref(arguments))
         return logits[:, : self._outputs]
 
+    @torch.inference_mode()
+    def products_agree(self) -> bool:
+        """Whether the products of a row are the same bits for every number of rows beside it, in every place.
+
+        All else that is computed for a row is computed for it alone. The inputs cancel, so that a sum in another order
+        shows in nearly every output.
+        """
+        sample = torch.empty(0, dtype=self.weights.dtype)
+        return all(self._product_agrees(inputs, ProbeInputs(sample)) for inputs in sorted(self._widths))
+
+    def _product_agrees(self, inputs: int, numbers: ProbeInputs) -> bool:
+        order, half = numbers.order(inputs), numbers.normal(PROBED_OUTPUTS, inputs // 2)
+        # Inputs are whole vectors, so that their number is even.
+        weight = _panels(torch.cat([half, half], 1)[:, order], half.dtype).contiguous()
+        linear = _Linear(weight=weight.data_ptr(), bias=None, inputs=inputs, outputs=PROBED_OUTPUTS)
+        x = numbers.cancelling(inputs, PROBED_ROWS)[order].T.float().contiguous()
+
+        def products(rows: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(len(rows), PROBED_OUTPUTS)
+            sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
+            self._multiply(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
+            return out
+
+        together = products(x)
+        return all(torch.equal(products(x[-count:]), together[-count:]) for count in range(1, PROBED_ROWS))
+
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
         """Runs passes that keep the time of their stages; at the end the seconds of each are there, by name."""
@@ -149,9 +181,7 @@ class NativeModel(nn.Module):
 
     def _linear(self, linear: nn.Linear) -> _Linear:
         outputs, inputs = linear.weight.shape
-        missing = -outputs % PANEL
-        halves = pad(linear.weight, (0, 0, 0, missing)).view(-1, 2, LANES, inputs)
-        panels = halves.permute((0, 3, 2, 1) if self.weights.dtype == torch.bfloat16 else (0, 3, 1, 2))
+        missing, panels = -outputs % PANEL, _panels(linear.weight, self.weights.dtype)
         bias = None if linear.bias is None else pad(linear.bias, (0, missing))
         return _Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
 
@@ -163,6 +193,12 @@ class NativeModel(nn.Module):
         copy.view(weight.shape).copy_(weight.detach())
         self._used += round_up(weight.numel(), PANEL)
         return copy.data_ptr()
+
+
+def _panels(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight [outputs, inputs], padded to whole panels, in the order in which a product of this dtype reads it."""
+    halves = pad(weight, (0, 0, 0, -len(weight) % PANEL)).view(-1, 2, LANES, weight.shape[1])
+    return halves.permute((0, 3, 2, 1) if dtype == torch.bfloat16 else (0, 3, 1, 2))
 
 
 def _weights_of(lean: LeanModel) -> list[torch.Tensor]:

@@ -1,0 +1,14 @@
+"""Engines on a CPU that attend by the GPU's kernels."""
+
+import pytest
+
+from engine import engine, lean, self_test
+
+
+def attend_by_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Lets engines attend by the kernels, wherever they are, and run few passes: an interpreter takes its time."""
+    patch.setattr(lean, "attends_by_kernels", lambda *_: True)
+    patch.setattr(self_test, "LONG_PASSES", (20,))
+    patch.setattr(self_test, "PROBED_PASSES", (1,))
+    patch.setattr(engine, "measure_step_times", lambda _: {})
+    patch.setattr(engine, "measure_seconds_per_cached", lambda _: 0.0)
