@@ -1,14 +1,18 @@
 # Every target sets up .venv first, once, and again when the dependencies change.
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test lint protos bench clean
+.PHONY: demo test test-cpus lint protos bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
 	$(BIN)/specpool demo
 
 test: .venv/ready
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
+
+# The promise on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
+test-cpus: .venv/ready
+	$(BIN)/pytest -m all_cpus tests/test_cpus.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

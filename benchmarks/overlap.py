@@ -18,10 +18,9 @@ from specpool.v1 import generation_pb2 as pb
 from benchmarks.report import finish, progress, show
 from coordinator.client import AsyncClient
 from coordinator.fakes import FakeDraft, FakeTarget
-from coordinator.rounds import Overlap
 from coordinator.sequence import DraftMethod
 from coordinator.server import CoordinatorServer
-from coordinator.settings import CoordinatorSettings
+from coordinator.settings import CoordinatorSettings, Overlap
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
 # In this order: plain decoding, all in turn, and both workers at a time.

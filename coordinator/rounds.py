@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Literal, Protocol
+from typing import Protocol
 
 from coordinator.costs import StepTimes
 from coordinator.counters import Counters, Timed
@@ -17,12 +17,10 @@ from coordinator.grouping import Group, Policy
 from coordinator.pool import Pool
 from coordinator.round import Commit, ItemStatus, Proposal, ProposeItem, Round, Verdict, VerifyItem
 from coordinator.sequence import Sequence
+from coordinator.settings import Overlap
 from coordinator.workers import WorkerRefusedError, WorkerUnreachableError
 
 log = logging.getLogger(__name__)
-
-Overlap = Literal["auto", "on", "off"]
-"""Whether both workers may be busy at a time: "auto" where they have devices of their own."""
 
 # Groups in flight at a time, at most: one that is drafted for and one that is verified.
 LANES = 2

@@ -4,7 +4,6 @@ from typing import Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from coordinator.rounds import Overlap
 from coordinator.sequence import DraftMethod
 from rpc.settings import UINT32_MAX, Seconds, ServerSettings
 
@@ -14,6 +13,8 @@ MAX_SPECULATIVE_TOKENS = 16
 """What a request may ask for unless the settings say otherwise."""
 
 PolicyName = Literal["ragged", "exspec", "eqspec"]
+Overlap = Literal["auto", "on", "off"]
+"""Whether both workers may be busy at a time: "auto" where they have devices of their own."""
 
 
 class CoordinatorSettings(ServerSettings):

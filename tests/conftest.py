@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"  # read once, when kernels are imported: they run on the CPU
+# Threads that wait by spinning would take the cores from the tests beside them.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["GOMP_SPINCOUNT"] = "0"
 
 from tiny_pair import make_tiny_pair
 

@@ -15,6 +15,8 @@ from engine.activations import activate_in_pieces, in_pieces
 from engine.engine import Engine
 from engine.packing import Span
 
+pytestmark = pytest.mark.cpus
+
 
 @pytest.fixture(autouse=True)
 def _restored_threads() -> Iterator[None]:
@@ -54,6 +56,7 @@ def long_passes_differ(engine: Engine) -> bool:
     return not all(map(torch.equal, together, alone))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("threads_of_engine", [2, 8])
 @pytest.mark.parametrize(("architecture", "lean"), [("llama", True), ("llama", False), ("gpt2", False)])
 def test_long_passes_are_bitwise_too(tmp_path: Path, architecture: str, lean: bool, threads_of_engine: int) -> None:

@@ -12,6 +12,8 @@ from pair_service import LogitsTap, PairService, serving_pair
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
 
+pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
+
 
 class Mixes:
     """The service, and the plain decoding of every prompt alone."""

@@ -17,6 +17,7 @@ from engine.numerics import Tiles, round_up
 from engine.self_test import self_test
 
 CPU = torch.device("cpu")
+pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ from engine.native import compiler
 from engine.native.model import NativeModel
 from engine.packing import Span
 
+pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
+
 
 @pytest.fixture(autouse=True)
 def compiled_anew() -> Iterator[None]:

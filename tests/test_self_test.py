@@ -87,6 +87,7 @@ UNDONE: list[Undo] = [
 
 
 @pytest.mark.cpus
+@pytest.mark.thorough
 @pytest.mark.parametrize("undo", UNDONE)
 @pytest.mark.parametrize("features", [160, 192])
 def test_an_undone_protection_is_noticed_or_does_no_harm(
@@ -210,6 +211,7 @@ NATIVE_MUTANTS = {
 
 
 @pytest.mark.cpus
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NATIVE_MUTANTS)
 def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cpu_threads: int

@@ -26,6 +26,7 @@ def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool =
     """The library for heads of this size and so many query heads per KV head; None if it cannot be had here.
 
     `bfloat16`: its weights are, instead of float32. `measured`: it keeps the time of its stages.
+    $SPECPOOL_CFLAGS are given to the compiler last: `-march=x86-64-v3` compiles for another processor.
     Nothing is kept on disk: compiling takes less time than it would to tell whether a file fits this processor.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -34,10 +35,11 @@ def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool =
         return None
     processor = NATIVE.get(platform.machine(), "-mcpu=native")
     sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
+    own = shlex.split(os.environ.get("SPECPOOL_CFLAGS", ""))
     kinds = [f"-D{kind}" for kind, wanted in (("BFLOAT16", bfloat16), ("MEASURED", measured)) if wanted]
     with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
         library = f"{folder}/decoder.so"
-        command = [*compiler, *FLAGS, processor, *sizes, *kinds, str(SOURCE), "-o", library, *_openmp(), "-lm"]
+        command = [*compiler, *FLAGS, processor, *sizes, *kinds, *own, str(SOURCE), "-o", library, *_openmp(), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
             return ctypes.CDLL(library)
