@@ -188,7 +188,7 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
                     break
     folder = settings.output / "model"
     save_draft(folder, target, load_compact(compact))
-    console.print(f"specpool up --target {target} --draft {folder}")
+    console.print(f"specpool up --target {target} --draft {folder}", soft_wrap=True)  # a line to copy
 
 
 def student_of(

@@ -202,7 +202,7 @@ def test_dialogues_become_a_draft_and_the_draft_is_evaluated_on_prompts_of_sever
     dialogues.save(output / "dialogues-0000.safetensors")
     settings = DistillSettings(output=output, held_out=8, output_tokens=256, epochs=0.5, batch_tokens=64)
     train(settings, target, [0, 2])
-    assert f"specpool up --target {target} --draft" in capsys.readouterr().out.replace("\n", " ")
+    assert f"specpool up --target {target} --draft {output / 'model'}\n" in capsys.readouterr().out
     lines: list[dict[str, Any]] = [
         {"question_id": 1, "category": "long", "turns": ["x" * 400]},
         *({"question_id": 2, "category": "letters", "turns": [letter, "more"]} for letter in "abc"),

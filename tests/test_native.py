@@ -1,7 +1,6 @@
 """The compiled pass: the same on any number of threads and for any processor, and never needed."""
 
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -28,13 +27,6 @@ from engine.packing import Span
 pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
 
 
-@pytest.fixture(autouse=True)
-def compiled_anew() -> Iterator[None]:
-    compiler.compile_decoder.cache_clear()
-    yield
-    compiler.compile_decoder.cache_clear()
-
-
 @pytest.fixture(params=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> str:
     """Of the weights."""
@@ -49,7 +41,6 @@ def test_other_processors_get_other_vectors_and_results_as_exact(
     if platform.machine() != "x86_64":
         pytest.skip("flags of another kind of processor")
     here = load_engine(tiny_pair[0], dtype=dtype)
-    compiler.compile_decoder.cache_clear()
     monkeypatch.setitem(compiler.NATIVE, "x86_64", processor)
     there = load_engine(tiny_pair[0], dtype=dtype)
     assert isinstance(there._model, NativeModel)

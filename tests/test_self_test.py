@@ -176,16 +176,13 @@ def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --- The compiled pass
 
 
-def _mutated(changes: dict[str, str]) -> Callable[[pytest.MonkeyPatch, Path], None]:
-    def undo(patch: pytest.MonkeyPatch, folder: Path) -> None:
-        source = compiler.SOURCE.read_text()
-        for before, after in changes.items():
-            assert before in source
-            source = source.replace(before, after)
-        (folder / "decoder.c").write_text(source)
-        patch.setattr(compiler, "SOURCE", folder / "decoder.c")
-
-    return undo
+def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
+    source = compiler.SOURCE.read_text()
+    for before, after in changes.items():
+        assert before in source
+        source = source.replace(before, after)
+    (folder / "decoder.c").write_text(source)
+    patch.setattr(compiler, "SOURCE", folder / "decoder.c")
 
 
 def _backwards(rows: int) -> dict[str, str]:
@@ -217,12 +214,8 @@ def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cpu_threads: int
 ) -> None:
     changes, harmless = NATIVE_MUTANTS[name]
-    compiler.compile_decoder.cache_clear()
-    try:
-        _mutated(changes)(monkeypatch, tmp_path)
-        mutant = load_engine(save_model(tmp_path / "model", small_config("llama")), threads=cpu_threads)
-    finally:
-        compiler.compile_decoder.cache_clear()
+    change_source(changes, monkeypatch, tmp_path)
+    mutant = load_engine(save_model(tmp_path / "model", small_config("llama")), threads=cpu_threads)
     assert isinstance(mutant._model, NativeModel)
     assert not mutant.bitwise or different_rows(mutant) == 0
     assert harmless in (None, mutant.bitwise)

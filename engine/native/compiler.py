@@ -21,13 +21,11 @@ NATIVE = {"x86_64": "-march=native"}
 TIMEOUT_SECONDS = 60.0
 
 
-@functools.cache
 def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool = False) -> ctypes.CDLL | None:
     """The library for heads of this size and so many query heads per KV head; None if it cannot be had here.
 
     `bfloat16`: its weights are, instead of float32. `measured`: it keeps the time of its stages.
     $SPECPOOL_CFLAGS are given to the compiler last: `-march=x86-64-v3` compiles for another processor.
-    Nothing is kept on disk: compiling takes less time than it would to tell whether a file fits this processor.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None or platform.system() != "Linux":
@@ -35,13 +33,23 @@ def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool =
         return None
     processor = NATIVE.get(platform.machine(), "-mcpu=native")
     sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
-    own = shlex.split(os.environ.get("SPECPOOL_CFLAGS", ""))
     kinds = [f"-D{kind}" for kind, wanted in (("BFLOAT16", bfloat16), ("MEASURED", measured)) if wanted]
+    own = shlex.split(os.environ.get("SPECPOOL_CFLAGS", ""))
+    return _compile((*compiler, *FLAGS, processor, *sizes, *kinds, *own), SOURCE.read_text())
+
+
+@functools.cache
+def _compile(command: tuple[str, ...], source: str) -> ctypes.CDLL | None:
+    """Once in a process. Nothing is kept on disk: compiling takes less time than it would to tell whether a file fits
+    this processor."""
     with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
-        library = f"{folder}/decoder.so"
-        command = [*compiler, *FLAGS, processor, *sizes, *kinds, *own, str(SOURCE), "-o", library, *_openmp(), "-lm"]
+        file, library = Path(folder, SOURCE.name), f"{folder}/decoder.so"
+        file.write_text(source)
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            subprocess.run(
+                [*command, str(file), "-o", library, *_openmp(), "-lm"],
+                check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+            )  # fmt: skip
             return ctypes.CDLL(library)
         except (OSError, subprocess.SubprocessError) as error:
             reason = (getattr(error, "stderr", None) or str(error)).strip()
