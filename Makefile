@@ -21,7 +21,7 @@ lint: .venv/ready
 	$(BIN)/buf lint
 
 protos: .venv/ready
-	$(BIN)/python protos/generate.py
+	$(BIN)/python .ci/generate_stubs.py
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.coordinator_cost

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from specpool.cli.prompts import PromptLine
+from specpool.client import AsyncClient
+from specpool.client.requests import GenerateOptions
 from specpool.v1 import generation_pb2 as pb
-
-from coordinator.client import AsyncClient
-from coordinator.client.requests import GenerateOptions
-from coordinator.commands.prompts import PromptLine
 
 
 @dataclass(frozen=True)

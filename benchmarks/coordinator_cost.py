@@ -16,14 +16,14 @@ import sys
 from contextlib import ExitStack
 
 import grpc
-from specpool.v1 import generation_pb2 as pb
 
 from benchmarks.report import finish, progress, seconds_of, show
-from coordinator.client import AsyncClient
-from coordinator.fakes import FakeDraft, FakeTarget
-from coordinator.grouping import POLICIES, GroupingLimits, Policy
-from coordinator.pool import Pool
-from coordinator.sequence import GenerationRequest, Sequence
+from coordinator.scheduling.grouping import POLICIES, GroupingLimits, Policy
+from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from specpool.client import AsyncClient
+from specpool.testing import FakeDraft, FakeTarget
+from specpool.v1 import generation_pb2 as pb
 
 GOAL_ROUND_MS, GOAL_CHOICE_MS = 2.0, 1.0
 POOL_SIZE, CHOICES = 10_000, 1_000

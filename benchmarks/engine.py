@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from benchmarks.figures import engine_figure
 from benchmarks.report import finish, progress, seconds_of, show
 from benchmarks.shapes import SHAPES, random_loaded, random_model
-from engine.embedded_pair import embedded_pair
+from engine.cache.memory import zeros
 from engine.engine import Engine
-from engine.memory import zeros
-from engine.native.model import NativeModel
+from engine.models.embedded_pair import embedded_pair
 from engine.options import EngineOptions
-from engine.packing import Span
+from engine.passes.native.model import NativeModel
+from engine.passes.packing import Span
 
 BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 1024, 2048)
 DRAFTED = 4

@@ -10,16 +10,15 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from specpool.v1 import common_pb2
-
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, progress, show
-from coordinator.client import AsyncClient
-from coordinator.commands.generate import sure_answers
-from coordinator.commands.prompts import PromptLine
-from coordinator.commands.up import UpSettings, running
-from engine.embedded_pair import embedded_pair
+from engine.models.embedded_pair import embedded_pair
+from specpool.cli.generate import sure_answers
+from specpool.cli.prompts import PromptLine
+from specpool.cli.up import UpSettings, running
+from specpool.client import AsyncClient
+from specpool.v1 import common_pb2
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.report import finish, progress, show
 from coordinator.counters import GroupingCounters
-from coordinator.grouping import POLICIES, GroupingLimits
-from coordinator.pool import Pool
-from coordinator.sequence import GenerationRequest, Sequence
+from coordinator.scheduling.grouping import POLICIES, GroupingLimits
+from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
 
 WINDOWS = (8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)
 # Acceptance, smallest group, admission.

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specpool.v1 import generation_pb2 as pb
-
 from benchmarks.report import finish, progress, show
-from coordinator.client import AsyncClient
-from coordinator.fakes import FakeDraft, FakeTarget
-from coordinator.sequence import DraftMethod
+from coordinator.scheduling.sequence import DraftMethod
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings, Overlap
+from specpool.client import AsyncClient
+from specpool.testing import FakeDraft, FakeTarget
+from specpool.v1 import generation_pb2 as pb
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
 # In this order: plain decoding, all in turn, and both workers at a time.

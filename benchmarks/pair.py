@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.shapes import SHAPES, random_model
-from coordinator.fakes import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
-from engine.loading import UnsupportedModelError, pick_device
+from engine.models.loading import UnsupportedModelError, pick_device
+from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 
 # Of what random layers add, so little is left.
 SCALE_OF_LAYERS = 0.01

@@ -4,9 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from coordinator.client import Chat
 from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
-from engine.loading import tokenizer_files
+from engine.models.loading import tokenizer_files
+from specpool.client import Chat
 
 
 class Peers:

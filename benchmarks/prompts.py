@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
 
-from coordinator.commands.prompts import PromptLine, own_prompts, read_prompts
+from specpool.cli.prompts import PromptLine, own_prompts, read_prompts
 
 # Prompts of a run per request at a time, and the fewest of a run.
 LOAD, FEWEST_PROMPTS = 2, 4

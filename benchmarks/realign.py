@@ -14,19 +14,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from specpool.v1 import generation_pb2 as pb
-
 from benchmarks.figures import realign_figure
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts, number_of_prompts
 from benchmarks.report import console, finish, median, progress, show
-from coordinator.client import AsyncClient
-from coordinator.commands.processes import Service
-from coordinator.commands.prompts import PromptLine
-from coordinator.commands.up import free_port
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
-from engine.embedded_pair import embedded_pair
+from engine.models.embedded_pair import embedded_pair
+from specpool.cli.processes import Service
+from specpool.cli.prompts import PromptLine
+from specpool.cli.up import free_port
+from specpool.client import AsyncClient
+from specpool.v1 import generation_pb2 as pb
 
 POLICIES, LAYOUTS = ("ragged", "exspec", "eqspec"), ("slots", "padded")
 SPECULATIVE = [f"{policy}/{layout}" for policy in POLICIES for layout in LAYOUTS]

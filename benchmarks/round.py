@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specpool.v1 import generation_pb2 as pb
-
 from benchmarks.prompts import load_prompts, number_of_prompts
 from benchmarks.report import finish, progress, show
-from coordinator.client import AsyncClient
-from coordinator.commands.generate import sure_answers
-from coordinator.commands.prompts import PromptLine
-from coordinator.commands.up import UpSettings, running
+from specpool.cli.generate import sure_answers
+from specpool.cli.prompts import PromptLine
+from specpool.cli.up import UpSettings, running
+from specpool.client import AsyncClient
+from specpool.v1 import generation_pb2 as pb
 
 CONCURRENCIES, DRAFTED = (1, 4, 8, 16), (0, 4)
 STAGES = {"models": ("draft", "verify"), "realign": ("realign",), "wire": ("wire",), "schedule": ("schedule",)}

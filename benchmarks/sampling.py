@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, progress, seconds_of, show
-from engine.embedded_pair import embedded_pair
+from engine.models.embedded_pair import embedded_pair
 from engine.sampling import SamplingParams, choose_token
 
 RULES: Mapping[str, Mapping[str, Any]] = {

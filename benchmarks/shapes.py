@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.attention import PACKED_ATTENTION
-from engine.loading import LoadedModel, TokenizerFiles
+from engine.models.loading import LoadedModel, TokenizerFiles
+from engine.passes.attention import PACKED_ATTENTION
 
 MAX_MODEL_LEN = 4096
 _QWEN3 = {

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import finish, progress, show
-from coordinator.costs import RoundCosts, StepTimes
-from coordinator.draft_lengths import DraftLengths, Options
+from coordinator.drafting.costs import RoundCosts, StepTimes
+from coordinator.drafting.draft_lengths import DraftLengths, Options
 
 LONGEST = 8
 BATCHES, RATES = (1, 4, 16, 64), (0.05, 0.3, 0.5, 0.7, 0.9)

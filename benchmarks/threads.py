@@ -51,7 +51,7 @@ def main() -> None:
 def _demo(threads: int, spin: int, options: argparse.Namespace) -> dict[str, Any]:
     flags = ["--threads", str(threads), "--repeats", "1", "--num-prompts", str(options.num_prompts)]
     flags += ["--max-tokens", str(options.max_tokens)]
-    command = [sys.executable, "-m", "coordinator.cli", "demo", *flags]
+    command = [sys.executable, "-m", "specpool.cli.main", "demo", *flags]
     environment = {**os.environ, "GOMP_SPINCOUNT": str(spin)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as demo:
         try:

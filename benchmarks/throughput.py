@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
-from specpool.v1 import generation_pb2 as pb
 
 from benchmarks.answers import Answer, answer, measures
 from benchmarks.figures import throughput_figure
 from benchmarks.prompts import in_turn, load_by_category
 from benchmarks.report import console, finish, median, progress, show
-from coordinator.client import AsyncClient
-from coordinator.client.requests import GenerateOptions
-from coordinator.commands.processes import ProcessFailedError
-from coordinator.commands.prompts import PromptLine
-from coordinator.commands.up import UpSettings, running
+from specpool.cli.processes import ProcessFailedError
+from specpool.cli.prompts import PromptLine
+from specpool.cli.up import UpSettings, running
+from specpool.client import AsyncClient
+from specpool.client.requests import GenerateOptions
+from specpool.v1 import generation_pb2 as pb
 
 # Prompts of a run per request at a time. Answers of one length end together if they are decoded plainly, and one by one
 # otherwise: with few of them, much of the run is such an end.

@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
-from coordinator.drafting import Drafting
+from coordinator.drafting.drafting import Drafting
 from coordinator.generation import Generation, Piece, Sample
-from coordinator.grouping import POLICIES, GroupingLimits
-from coordinator.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
-from coordinator.round import Commit
-from coordinator.rounds import RoundLoop
-from coordinator.sequence import FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.round_loop import RoundLoop
+from coordinator.scheduling.grouping import POLICIES, GroupingLimits
+from coordinator.scheduling.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
+from coordinator.scheduling.round import Commit
+from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
 from coordinator.tokenizer import TargetTokenizer
-from coordinator.workers import DraftLink, MismatchError, TargetLink
+from coordinator.workers.links import DraftLink, MismatchError, TargetLink
 from rpc.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError, WorkerFailedError
 
 # Asking again sooner would meet the same queue.

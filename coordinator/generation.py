@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from coordinator.sequence import Sequence, TokenLogprobs
+from coordinator.scheduling.sequence import Sequence, TokenLogprobs
 from coordinator.text import ShownText
 from rpc.errors import WorkerFailedError
 

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import sys
 
-from specpool.v1 import generation_pb2_grpc as pb_grpc
-
 from coordinator.coordinator import Coordinator
 from coordinator.service import GenerationServicer
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers import MismatchError
+from coordinator.workers.links import MismatchError
 from rpc.server import Server, configure_logging
+from specpool.v1 import generation_pb2_grpc as pb_grpc
 
 # How long the workers may take to confirm, at the end, that all slots are free.
 RELEASE_SECONDS = 2.0

@@ -7,17 +7,16 @@ from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from typing import Any
 
-from specpool.v1 import generation_pb2 as pb
-from specpool.v1 import generation_pb2_grpc
-
 from coordinator.coordinator import Coordinator
 from coordinator.generation import Generation, Piece, Sample
-from coordinator.sequence import GenerationRequest
+from coordinator.scheduling.sequence import GenerationRequest
 from coordinator.validation import Limits, check_request_id, parse_request
-from coordinator.workers import WorkerLink
+from coordinator.workers.links import WorkerLink
+from protocol.sampling import logprobs_message
 from rpc.errors import InvalidArgumentError, UnavailableError
-from rpc.sampling import logprobs_message
 from rpc.server import Server
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import generation_pb2_grpc
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from coordinator.sequence import DraftMethod
+from coordinator.scheduling.sequence import DraftMethod
 from rpc.settings import UINT32_MAX, Seconds, ServerSettings
 
 MAX_WINDOW_SIZE = 4096

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specpool.v1 import generation_pb2 as pb
-
-from coordinator.sequence import DraftMethod, GenerationRequest, Sampling
+from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sampling
 from coordinator.settings import CoordinatorSettings
 from coordinator.tokenizer import ChatTemplateError, TargetTokenizer
+from protocol.sampling import RANGES, in_range
 from rpc.errors import InvalidArgumentError
-from rpc.sampling import RANGES, in_range
+from specpool.v1 import generation_pb2 as pb
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_STOP_TOKEN_IDS = 1024

@@ -22,11 +22,11 @@ from distill.corpus import LONGEST_ANSWER, Writer, gathered
 from distill.replay import ACCEPTANCE_AT, agreement_rate, mean_acceptance_length
 from distill.template import ChatTemplate
 from distill.training import Example, examples_of
-from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
-from engine.loading import UnsupportedModelError
+from engine.models.embedded_pair import embedded_pair
+from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
-from engine.packing import Span
+from engine.passes.packing import Span
 from rpc.server import configure_logging
 from rpc.settings import LogLevel, Settings, naming
 

@@ -26,12 +26,12 @@ from distill.training import (
     learning_rate,
     loss_of,
 )
-from engine.compact import load_compact, save_compact
-from engine.embedded_pair import embedded_pair
 from engine.engine import Engine
-from engine.loading import UnsupportedModelError, load_config, pick_device
+from engine.models.compact import load_compact, save_compact
+from engine.models.embedded_pair import embedded_pair
+from engine.models.loading import UnsupportedModelError, load_config, pick_device
+from engine.models.trained_draft import layers_of, save_draft
 from engine.options import EngineOptions
-from engine.trained_draft import layers_of, save_draft
 from rpc.server import configure_logging
 from rpc.settings import UINT32_MAX, LogLevel, Settings, naming
 

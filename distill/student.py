@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.trained_draft import draft_config, layers_of
+from engine.models.trained_draft import draft_config, layers_of
 
 
 class Student(nn.Module):

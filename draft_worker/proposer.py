@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.cache.slots import Realignment
 from engine.sequences import Extension, SequenceEngine
-from engine.slots import Realignment
 
 
 @dataclass(frozen=True)

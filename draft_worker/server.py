@@ -3,14 +3,14 @@
 from functools import partial
 
 from pydantic import Field
-from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
 
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
 from engine.engine import Engine
-from engine.loading import UnsupportedModelError
+from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
-from rpc.worker_service import WorkerSettings, run_worker
+from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
+from worker.service import WorkerSettings, run_worker
 
 PROGRAM = "specpool-draft-worker"
 SERVICE = "specpool.v1.DraftWorkerService"

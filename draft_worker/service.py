@@ -4,13 +4,12 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-from specpool.v1 import draft_worker_pb2 as pb
-from specpool.v1 import draft_worker_pb2_grpc
-
 from draft_worker.proposer import Proposal, ProposeItem, Proposer
 from engine.sampling import SamplingParams
 from rpc.errors import InvalidArgumentError
-from rpc.worker_service import (
+from specpool.v1 import draft_worker_pb2 as pb
+from specpool.v1 import draft_worker_pb2_grpc
+from worker.service import (
     RoundLimits,
     WorkerServicer,
     check_item,

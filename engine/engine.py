@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.activations import activate_in_pieces
-from engine.attention import PACKED_ATTENTION
-from engine.attention_plan import plan_attention
-from engine.exactness import choose_tiles
-from engine.extents import Extents
+from engine.cache.arena import KVArena
+from engine.cache.extents import Extents
+from engine.cache.layout import LAYOUTS, KVLayout
+from engine.cache.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, weight_bytes
+from engine.cache.slots import SlotTable
 from engine.forward import forward_pass
-from engine.graphs import RecordedModel
-from engine.kernels import splits_for
-from engine.kv_cache import KVArena
-from engine.layout import LAYOUTS, KVLayout
-from engine.loading import LoadedModel, UnsupportedModelError, first_line, load_model
-from engine.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, weight_bytes
-from engine.native.model import NativeModel
+from engine.models.loading import LoadedModel, UnsupportedModelError, first_line, load_model
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
-from engine.packing import Place, Span, pack
-from engine.self_test import self_test
-from engine.slots import SlotTable
-from engine.step_times import CACHED, measure_seconds_per_cached, measure_step_times
+from engine.passes.activations import activate_in_pieces
+from engine.passes.attention import PACKED_ATTENTION
+from engine.passes.attention_plan import plan_attention
+from engine.passes.graphs import RecordedModel
+from engine.passes.kernels import splits_for
+from engine.passes.native.model import NativeModel
+from engine.passes.packing import Place, Span, pack
+from engine.probes.exactness import choose_tiles
+from engine.probes.self_test import self_test
+from engine.probes.step_times import CACHED, measure_seconds_per_cached, measure_step_times
 
 log = logging.getLogger(__name__)
 

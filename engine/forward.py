@@ -2,14 +2,14 @@
 
 import torch
 
-from engine.attention import LibraryModel
-from engine.graphs import CudaGraphs, RecordedModel
-from engine.lean import LeanModel, is_lean
-from engine.linear import can_prepack, prepack_linears
-from engine.loading import LoadedModel
-from engine.memory import release_files
-from engine.native.model import NativeModel, can_compile, lossless_dtype
+from engine.cache.memory import release_files
+from engine.models.loading import LoadedModel
 from engine.options import EngineOptions
+from engine.passes.attention import LibraryModel
+from engine.passes.graphs import CudaGraphs, RecordedModel
+from engine.passes.lean import LeanModel, is_lean
+from engine.passes.linear import can_prepack, prepack_linears
+from engine.passes.native.model import NativeModel, can_compile, lossless_dtype
 
 ForwardPass = LibraryModel | LeanModel | NativeModel | RecordedModel
 """Computes the logits of packed batches."""

@@ -2,7 +2,7 @@
 
 Floating-point sums depend on their order, a kernel's order depends on the shape it is called with, and a batch changes
 shapes. So shapes are taken from a coarse grid: packed rows, query rows and attended length are padded to what
-`engine.exactness` finds to be enough on the device at hand.
+`engine.probes.exactness` finds to be enough on the device at hand.
 """
 
 from dataclasses import dataclass

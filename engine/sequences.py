@@ -6,10 +6,10 @@ from itertools import islice
 
 import torch
 
+from engine.cache.slots import Realignment, SequenceKey
 from engine.engine import Engine, EngineInfo
-from engine.packing import Span
+from engine.passes.packing import Span
 from engine.sampling import SamplingParams, choose_tokens
-from engine.slots import Realignment, SequenceKey
 
 
 @dataclass(frozen=True)

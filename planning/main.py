@@ -10,16 +10,16 @@ from pydantic import Field, field_validator, model_validator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from coordinator.commands.prompts import own_prompts, read_prompt_file
 from coordinator.tokenizer import ChatTemplateError
-from engine.embedded_pair import embedded_pair
-from engine.loading import UnsupportedModelError, load_config
+from engine.models.embedded_pair import embedded_pair
+from engine.models.loading import UnsupportedModelError, load_config
 from engine.options import Dtype, EngineOptions
 from planning.measuring import PromptError, measure_draft, measure_target
 from planning.plan import Plan, Terms, make_plan
 from planning.report import as_json, show
 from rpc.server import configure_logging
 from rpc.settings import LogLevel, Seconds, Settings, naming
+from specpool.cli.prompts import own_prompts, read_prompt_file
 
 PROGRAM = "specpool plan"
 WIDTH = 120

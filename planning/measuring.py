@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from coordinator.commands.prompts import PromptLine
 from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
 from engine.engine import Engine
-from engine.loading import UnsupportedModelError
+from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
-from engine.packing import Span
-from engine.step_times import measure_step_times
+from engine.passes.packing import Span
+from engine.probes.step_times import measure_step_times
 from planning.plan import Model
+from specpool.cli.prompts import PromptLine
 
 
 class PromptError(ValueError):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.costs import RoundCosts, StepTimes
+from coordinator.drafting.costs import RoundCosts, StepTimes
 from distill.replay import acceptance_by_position, agreement_rate, mean_acceptance_length
 from planning.prediction import Pair, Speed, Workers, best_by_batch, enough, predict, workers
 from planning.scaling import LogLinear, fit

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.costs import RoundCosts
+from coordinator.drafting.costs import RoundCosts
 
 # A batch is large enough when it reaches such a share of the most tokens per second that any batch does.
 ENOUGH = 0.95

@@ -3,14 +3,14 @@
 from functools import partial
 
 from pydantic import Field
-from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 
 from engine.engine import Engine
-from engine.loading import UnsupportedModelError
+from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
-from rpc.worker_service import WorkerSettings, run_worker
+from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
+from worker.service import WorkerSettings, run_worker
 
 PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"

@@ -3,13 +3,13 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+from engine.sampling import SamplingParams
+from protocol.sampling import logprobs_message
+from rpc.errors import InvalidArgumentError
 from specpool.v1 import target_worker_pb2 as pb
 from specpool.v1 import target_worker_pb2_grpc
-
-from engine.sampling import SamplingParams
-from rpc.errors import InvalidArgumentError
-from rpc.sampling import logprobs_message
-from rpc.worker_service import (
+from target_worker.verifier import Verdict, Verifier, VerifyItem
+from worker.service import (
     RoundLimits,
     WorkerServicer,
     check_item,
@@ -19,7 +19,6 @@ from rpc.worker_service import (
     timed,
     wire_status,
 )
-from target_worker.verifier import Verdict, Verifier, VerifyItem
 
 
 class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerServiceServicer):

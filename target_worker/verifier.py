@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.loading import TokenizerFiles
+from engine.cache.slots import Realignment
+from engine.models.loading import TokenizerFiles
 from engine.sampling import TokenLogprobs, token_logprobs
 from engine.sequences import Choices, Extension, SequenceEngine
-from engine.slots import Realignment
 from target_worker.acceptance import accept
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from engine import engine, lean, self_test
+from engine import engine
+from engine.passes import lean
+from engine.probes import self_test
 
 
 def attend_by_kernels(patch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,10 @@ import random
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
-from specpool.v1 import generation_pb2 as pb
 
-from coordinator.client import AsyncClient
-from coordinator.fakes import EOS_TOKEN_ID
+from specpool.client import AsyncClient
+from specpool.testing import EOS_TOKEN_ID
+from specpool.v1 import generation_pb2 as pb
 
 MAX_TOKENS = 24
 

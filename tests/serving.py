@@ -13,12 +13,12 @@ from unittest import mock
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from specpool.v1 import draft_worker_pb2, generation_pb2_grpc, target_worker_pb2
-from specpool.v1 import generation_pb2 as pb
 
-from coordinator.fakes import FakeDraft, FakeTarget
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
+from specpool.testing import FakeDraft, FakeTarget
+from specpool.v1 import draft_worker_pb2, generation_pb2_grpc, target_worker_pb2
+from specpool.v1 import generation_pb2 as pb
 
 PATIENCE_SECONDS = 20
 # The deadline of every call that has none of its own: a test fails rather than hangs.
@@ -137,7 +137,7 @@ async def serving(
         draft = RecordingDraft(target)
     target_address = await target.start() if with_target else free_address()
     draft_address = await draft.start() if draft is not None else None
-    with mock.patch("coordinator.workers.PROBE_SECONDS", probe_seconds):
+    with mock.patch("coordinator.workers.links.PROBE_SECONDS", probe_seconds):
         process = CoordinatorServer(
             CoordinatorSettings(
                 **{**DEFAULTS, **settings},

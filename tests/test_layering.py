@@ -3,42 +3,57 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("coordinator", "draft_worker", "target_worker", "engine", "distill", "planning", "rpc")
-
-FORBIDDEN = {
-    "coordinator": {"torch", "engine", "draft_worker", "target_worker"},
-    "rpc": {"torch", "coordinator", "engine", "draft_worker", "target_worker"},
-    "draft_worker": {"coordinator", "target_worker"},
-    "distill": {"coordinator", "draft_worker", "target_worker", "specpool"},
-    "planning": {"grpc", "google", "specpool", "draft_worker", "target_worker"},
-    "target_worker": {"coordinator", "draft_worker"},
-    "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "draft_worker", "target_worker", "distill"},
-}
-
-PURE = (
-    "text", "sequence", "ready", "prefixes", "pool", "grouping", "round", "counters",
-    "costs", "acceptance", "trials", "draft_lengths", "ngrams", "drafting",
+PACKAGES = (
+    "specpool", "protocol", "coordinator", "worker", "draft_worker", "target_worker", "engine", "rpc",
+    "distill", "planning",
 )  # fmt: skip
+GENERATED = "specpool/v1/"
+
+# What a folder must not import, other than by what it may import; the longest name that fits a file counts.
+WORKERS = {"draft_worker", "target_worker"}
+FORBIDDEN = {
+    "protocol": {"torch", "grpc", "coordinator", "engine", "worker", "rpc", *WORKERS},
+    "rpc": {"torch", "coordinator", "engine", "protocol.rounds", "protocol.codec", "worker", *WORKERS},
+    "specpool/client": {"torch", "coordinator", "engine", "worker", "protocol", *WORKERS},
+    "specpool/cli": {"torch", "worker", *WORKERS},
+    "coordinator": {"torch", "engine", "worker", "specpool.client", "specpool.cli", *WORKERS},
+    "worker": {"torch", "coordinator", "engine", *WORKERS},
+    "draft_worker": {"coordinator", "target_worker"},
+    "target_worker": {"coordinator", "draft_worker"},
+    "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "worker", *WORKERS, "distill"},
+    "engine/cache": {"engine.passes", "engine.models", "engine.probes", "engine.engine"},
+    "engine/passes": {"engine.models", "engine.probes", "engine.engine"},
+    "engine/models": {"engine.probes", "engine.engine"},
+    "distill": {"coordinator", "specpool", "worker", *WORKERS},
+    "planning": {"grpc", "google", "specpool.v1", "worker", *WORKERS},
+}
+# Folders without torch, protobuf, a clock or chance of their own, and what of the project they may import.
+PURE = {
+    "coordinator/scheduling": {"coordinator.scheduling", "coordinator.text", "protocol"},
+    "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "coordinator.counters", "protocol"},
+}
 PURE_IN_PLANNING = ("plan", "prediction", "scaling")
 IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
+FILES_A_LEVEL = 14
 
 MAY_NAME_STATUS_CODES = {
     "rpc/errors.py",
     "rpc/interceptor.py",
-    "coordinator/round_calls.py",
-    "coordinator/workers.py",
-    "coordinator/fakes.py",
-    "coordinator/client/retries.py",
-    "coordinator/cli.py",
+    "coordinator/workers/streams.py",
+    "coordinator/workers/links.py",
+    "specpool/testing.py",
+    "specpool/client/retries.py",
+    "specpool/cli/main.py",
 }
-MAY_USE_PROTOBUF = MAY_NAME_STATUS_CODES | {
-    "rpc/sampling.py",
-    "rpc/worker_service.py",
+MAY_USE_PROTOBUF = {
+    "protocol/codec.py",
+    "protocol/errors.py",
     "coordinator/server.py",
     "coordinator/service.py",
     "coordinator/validation.py",
@@ -46,20 +61,26 @@ MAY_USE_PROTOBUF = MAY_NAME_STATUS_CODES | {
     "draft_worker/service.py",
     "target_worker/server.py",
     "target_worker/service.py",
+    "worker/service.py",
 }
-ALSO_AT_THE_EDGE = ("coordinator/commands/", "coordinator/client/")
+ALSO_AT_THE_EDGE = ("specpool/", "rpc/", "coordinator/workers/")
 
 
 def sources(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    files = sorted((ROOT / package).rglob("*.py"))
+    return [path for path in files if not name_of(path).startswith(GENERATED)]
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def module_of(path: Path) -> str:
+    return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def imported(path: Path) -> set[str]:
-    """Full names of what a file imports anywhere in it, also inside functions."""
+    """Full names of what a file imports anywhere in it, also inside functions and for type checkers only."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -70,6 +91,10 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
 def top_levels(path: Path) -> set[str]:
     return set(map(top_of, imported(path)))
 
@@ -78,52 +103,76 @@ def top_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_package_imports_nothing_it_must_not(package: str) -> None:
-    assert sources(package)
-    broken = {name_of(path): found for path in sources(package) if (found := top_levels(path) & FORBIDDEN[package])}
-    assert broken == {}
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_a_folder_imports_nothing_it_must_not(folder: str) -> None:
+    assert sources(folder)
+    broken = {
+        (name_of(path), name)
+        for path in sources(folder)
+        for name in imported(path)
+        if any(is_within(name, package) for package in FORBIDDEN[folder])
+    }
+    assert broken == set()
 
 
 def test_the_check_sees_imports() -> None:
     assert "torch" in set().union(*map(top_levels, sources("engine")))
-    assert "grpc" in top_levels(ROOT / "coordinator/workers.py")
+    assert "grpc" in top_levels(ROOT / "coordinator/workers/links.py")
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_scheduling_imports_neither_transport_nor_model_nor_clock(module: str) -> None:
-    path = ROOT / "coordinator" / f"{module}.py"
-    assert top_levels(path) & IMPURE == set()
-    own = {name for name in imported(path) if name.startswith("coordinator.")}
-    assert {name.split(".")[1] for name in own} <= set(PURE)
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """`TYPE_CHECKING` included. CycleError names the modules."""
+    paths = {module_of(path): path for package in PACKAGES for path in sources(package)}
+
+    def owner(name: str) -> str | None:
+        return name if name in paths else next(iter({name.rpartition(".")[0]} & paths.keys()), None)
+
+    graph = {module: {owner(name) for name in imported(path)} - {None} for module, path in paths.items()}
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("folder", PURE)
+def test_scheduling_and_drafting_import_neither_transport_nor_model_nor_clock(folder: str) -> None:
+    for path in sources(folder):
+        assert top_levels(path) & IMPURE == set(), name_of(path)
+        own = {name for name in imported(path) if top_of(name) in PACKAGES}
+        assert {name for name in own if not any(is_within(name, pure) for pure in PURE[folder])} == set()
 
 
 @pytest.mark.parametrize("module", PURE_IN_PLANNING)
 def test_predictions_import_neither_model_nor_clock(module: str) -> None:
     path = ROOT / "planning" / f"{module}.py"
     assert top_levels(path) & IMPURE == set()
-    pure = {"coordinator.costs", "distill.replay", *(f"planning.{name}" for name in PURE_IN_PLANNING)}
+    pure = {"coordinator.drafting.costs", "distill.replay", *(f"planning.{name}" for name in PURE_IN_PLANNING)}
     own = {name.rpartition(".")[0] for name in imported(path) if top_of(name) in PACKAGES}
     assert own <= pure
+
+
+@pytest.mark.parametrize("package", ["coordinator", "engine"])
+def test_a_folder_is_small_enough_to_be_read(package: str) -> None:
+    folders = {path.parent for path in sources(package)}
+    counts = {name_of(folder): len([*folder.glob("*.py")]) - 1 for folder in folders}
+    assert {name: count for name, count in counts.items() if count > FILES_A_LEVEL} == {}
 
 
 def test_only_the_error_table_and_clients_name_status_codes() -> None:
     files = [path for package in PACKAGES for path in sources(package)]
     named = {name_of(path) for path in files if "StatusCode" in path.read_text()}
-    assert {name for name in named - MAY_NAME_STATUS_CODES if not name.startswith(ALSO_AT_THE_EDGE)} == set()
+    assert named - MAY_NAME_STATUS_CODES == set()
     assert "rpc/errors.py" in named
 
 
 def test_protobuf_stays_at_the_edges() -> None:
     files = [path for package in PACKAGES for path in sources(package)]
-    users = {name_of(path) for path in files if top_levels(path) & {"specpool", "google"}}
+    users = {name_of(path) for path in files if any(is_within(name, "specpool.v1") for name in imported(path))}
+    users |= {name_of(path) for path in files if "google" in top_levels(path)}
     assert {name for name in users - MAY_USE_PROTOBUF if not name.startswith(ALSO_AT_THE_EDGE)} == set()
     assert "coordinator/service.py" in users
 
 
-def test_coordinator_and_rpc_load_no_torch() -> None:
-    files = [path for package in ("coordinator", "rpc") for path in sources(package) if path.stem != "__main__"]
-    modules = [name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files]
-    assert "coordinator.server" in modules
+def test_what_a_user_imports_and_the_coordinator_load_no_torch() -> None:
+    files = [path for package in ("specpool", "protocol", "coordinator", "rpc", "worker") for path in sources(package)]
+    modules = [module_of(path) for path in files]
+    assert {"specpool", "coordinator.server"} <= set(modules)
     program = f"import {', '.join(modules)}, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

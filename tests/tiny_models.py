@@ -11,13 +11,13 @@ from tiny_pair import MAX_MODEL_LEN
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from benchmarks.pair import save_tokenizer
-from coordinator.fakes import EOS_TOKEN_ID, VOCAB_SIZE
+from engine.cache.extents import Extents
+from engine.cache.slots import SlotTable
 from engine.engine import Engine
-from engine.extents import Extents
-from engine.loading import OUTPUT_HEAD
+from engine.models.loading import OUTPUT_HEAD
 from engine.options import EngineOptions
-from engine.packing import Span
-from engine.slots import SlotTable
+from engine.passes.packing import Span
+from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,
@@ -78,7 +78,10 @@ def forget_all(engine: Engine, slots: int) -> None:
     """Leaves the engine with so many slots, all of them free; those beyond are for spans of the test's own."""
     old = engine.layout.extents
     extents = Extents(len(old.origins), old.longest, old.columns, old.multiple)
-    engine.slots, engine.layout = SlotTable(slots, extents), type(engine.layout)(engine.layout.arena, extents)
+    engine.slots, engine.layout = (
+        SlotTable(slots, extents),
+        type(engine.layout)(engine.layout.arena, extents),
+    )
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.pair import save_tokenizer
-from coordinator.fakes import EOS_TOKEN_ID, VOCAB_SIZE
+from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE
 
 MAX_MODEL_LEN = 512
 

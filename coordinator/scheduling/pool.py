@@ -1,0 +1,251 @@
+"""The pool: a sliding window of sequences being generated, and the queue behind it. Pure and synchronous.
+
+A sequence is queued -> ready <-> in a round -> leaving -> gone; one whose prompt begins like another's that is being
+prefilled is parked before it is ready. While it is leaving, it still counts against the window, because the target
+worker still holds its slot.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from coordinator.scheduling.prefixes import PrefixIndex
+from coordinator.scheduling.ready import ReadySet
+from coordinator.scheduling.sequence import Finish, FinishReason, Sequence
+
+# Newcomers that may enter before the one that waits longest, where admission is by length.
+MOST_PASSED_OVER = 16
+
+
+class PoolFullError(Exception):
+    """The queue has no room."""
+
+
+class DuplicateRequestError(Exception):
+    """A request of that id is in flight."""
+
+
+@dataclass(frozen=True)
+class KVRoom:
+    """Positions that the target worker has room for, all sequences together, in multiples of so many for each."""
+
+    positions: int = 0
+    """0: any number."""
+    multiple: int = 1
+
+    def taken_by(self, sequence: Sequence) -> int:
+        """Positions that are kept for a sequence."""
+        multiple = max(1, self.multiple)
+        return -(-sequence.max_length // multiple) * multiple
+
+
+class Pool:
+    """At most `window_size` sequences are generated at a time, at most `queue_size` wait for room.
+
+    `slots`: sequences that the target worker can hold; those beyond the window serve as prefixes of others.
+    """
+
+    def __init__(
+        self, window_size: int, queue_size: int, by_length: bool = False, prefix_reuse: bool = True, slots: int = 0
+    ) -> None:
+        """`by_length`: the next to enter has a prompt of about the last one's length, rather than being first in the
+        queue. `prefix_reuse`: sequences begin with what is cached of others."""
+        self.window_size, self.queue_size = window_size, queue_size
+        self.slots = slots or window_size
+        self.kv_room = KVRoom()
+        self.rounds = 0
+        self._by_length, self._prefix_reuse = by_length, prefix_reuse
+        self._last_length = 0
+        self._passed_over = 0
+        self._queue: OrderedDict[int, Sequence] = OrderedDict()
+        self._parked: dict[int, Sequence] = {}
+        self._ready = ReadySet()
+        self._in_round: dict[int, Sequence] = {}
+        self._leaving: set[int] = set()
+        self._kept: dict[int, int] = {}
+        """Positions of those in the window and of those leaving."""
+        self._prefixes = PrefixIndex()
+        self._by_request: dict[str, dict[int, Sequence]] = {}
+
+    @property
+    def queued(self) -> int:
+        """Sequences that wait."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Sequences being generated."""
+        playing = sum(sequence.finish is None for sequence in self._in_round.values())
+        return len(self._ready) + len(self._parked) + playing
+
+    @property
+    def playing(self) -> int:
+        """Sequences that are in a round or could be."""
+        return len(self._ready) + len(self._in_round)
+
+    @property
+    def room(self) -> int:
+        """Sequences that `admit` could let in."""
+        taken = len(self._ready) + len(self._parked) + len(self._in_round) + len(self._leaving)
+        return max(0, self.window_size - taken)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence waits, is generated, or still holds a slot."""
+        return not (self._queue or self._parked or self._ready or self._in_round or self._leaving)
+
+    @property
+    def ready(self) -> ReadySet:
+        """Sequences that could play a round now."""
+        return self._ready
+
+    @property
+    def members(self) -> Iterable[Sequence]:
+        """Sequences in the window that are in no round."""
+        return chain(self._ready, self._parked.values())
+
+    def submit(self, samples: Iterable[Sequence]) -> None:
+        """Queues the samples of a request, all or none; `admit` lets them in. PoolFullError, DuplicateRequestError."""
+        new = {sample.sequence_id: sample for sample in samples}
+        (request_id,) = {sample.request.request_id for sample in new.values()}
+        if request_id in self._by_request:
+            raise DuplicateRequestError(request_id)
+        waiting = [*self._queue.values(), *new.values()]
+        if len(waiting) > self.queue_size + self._next_to_enter(waiting):  # who finds room in the window will not wait
+            raise PoolFullError
+        self._queue.update(new)
+        self._by_request[request_id] = new
+
+    def admit(self, most: int | None = None) -> list[Sequence]:
+        """Moves waiting sequences, at most `most`, into the window while it has room, and returns them."""
+        self._unpark()
+        admitted = []
+        for _ in range(min(self.queued, self.room if most is None else min(most, self.room))):
+            chosen = self._next()
+            if not self._next_to_enter([self._queue[chosen]]):
+                break  # who waits longest is not passed over for ever by shorter ones
+            self._passed_over = 0 if chosen == next(iter(self._queue)) else self._passed_over + 1
+            sequence = self._queue.pop(chosen)
+            self._last_length = sequence.prompt_length
+            self._enter(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def _next(self) -> int:
+        """Who enters: whose prompt is nearest to the last one's in length, or who was passed over too often."""
+        if self._by_length and self._passed_over < MOST_PASSED_OVER:
+            return min(self._queue, key=lambda waiting: abs(self._queue[waiting].prompt_length - self._last_length))
+        return next(iter(self._queue))
+
+    def _next_to_enter(self, waiting: Iterable[Sequence]) -> int:
+        """How many of these, in their order, the window has room for now. Alone a sequence always fits."""
+        number, kept = 0, sum(self._kept.values())
+        for sequence in islice(waiting, self.room):
+            kept += self.kv_room.taken_by(sequence)
+            if (self._kept or number) and 0 < self.kv_room.positions < kept:
+                break
+            number += 1
+        return number
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._kept[sequence.sequence_id] = self.kv_room.taken_by(sequence)
+        self._find_prefix(sequence)
+        if self._prefix_reuse:
+            self._prefixes.add(sequence)
+        self._park_or_make_ready(sequence)
+        self._prefixes.trim(self.slots - self.window_size + self.room)
+
+    def _find_prefix(self, sequence: Sequence) -> None:
+        """Samples of one request come with a source; once that has finished, another one may have more."""
+        given = sequence.target_prefix
+        if self._prefix_reuse and (given is None or given.source.finish is not None):
+            sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or given
+
+    def _park_or_make_ready(self, sequence: Sequence) -> None:
+        if sequence.target_prefix is not None and sequence.target_prefix.is_coming:
+            self._parked[sequence.sequence_id] = sequence
+        else:
+            self._make_ready(sequence)
+
+    def _unpark(self) -> None:
+        for sequence in list(self._parked.values()):
+            if sequence.target_prefix is None or not sequence.target_prefix.is_coming:
+                del self._parked[sequence.sequence_id]
+                self._find_prefix(sequence)
+                self._park_or_make_ready(sequence)
+
+    def _make_ready(self, sequence: Sequence) -> None:
+        sequence.ready_since = self.rounds
+        self._ready.add(sequence)
+
+    def begin_round(self, group: Iterable[Sequence]) -> None:
+        """The group's sequences are not ready until `end_round`."""
+        self.rounds += 1
+        for sequence in group:
+            self._in_round[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
+
+    def end_round(self, group: Iterable[Sequence]) -> None:
+        """Those of the group that have not finished are ready again, behind all others."""
+        for sequence in group:
+            if self._in_round.pop(sequence.sequence_id, None) is None:
+                continue
+            if sequence.finish is None:
+                self._make_ready(sequence)
+            else:
+                self._leave(sequence)
+                self._forget(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._leaving.add(sequence.sequence_id)
+        sequence.target_prefix = sequence.draft_prefix = None  # else whole histories would be kept alive
+        if self._prefix_reuse:
+            self._prefixes.finish(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """The request has one sample less in flight; the id of one that was aborted may be another's by now."""
+        request_id = sequence.request.request_id
+        samples = self._by_request.get(request_id, {})
+        samples.pop(sequence.sequence_id, None)
+        if not samples:
+            self._by_request.pop(request_id, None)
+
+    def find(self, request_id: str) -> list[Sequence]:
+        """The samples in flight of a request."""
+        return list(self._by_request.get(request_id, {}).values())
+
+    def abort(self, sequence: Sequence) -> None:
+        """Ends a sequence wherever it is; one in a round leaves at its end. Does nothing to one that has finished."""
+        in_flight = self._by_request.get(sequence.request.request_id, {})
+        if sequence.sequence_id not in in_flight or sequence.finish is not None:
+            return
+        sequence.finish = Finish(FinishReason.ABORT)
+        self._forget(sequence)
+        self._queue.pop(sequence.sequence_id, None)
+        was_parked = self._parked.pop(sequence.sequence_id, None) is not None
+        if sequence.sequence_id in self._ready:
+            self._ready.pop(sequence.sequence_id)
+            self._leave(sequence)
+        elif was_parked:
+            self._leave(sequence)
+
+    @property
+    def leaving(self) -> set[int]:
+        """Ids of sequences whose slots are to be released."""
+        return set(self._leaving)
+
+    def released(self, sequence_ids: Iterable[int]) -> None:
+        """The workers have freed these sequences: the window has room again."""
+        for sequence_id in sequence_ids:
+            self._leaving.discard(sequence_id)
+            self._kept.pop(sequence_id, None)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a sequence is in two places or the window is exceeded."""
+        ready = {sequence.sequence_id for sequence in self._ready}
+        places = [set(self._queue), set(self._parked), ready, set(self._in_round), self._leaving]
+        assert len(set().union(*places)) == sum(map(len, places)), "a sequence is in two places"
+        assert sum(map(len, places[1:])) <= self.window_size, "the window is exceeded"
+        assert set(self._kept) == set().union(*places[1:]), "positions kept for others than those in the window"
+        assert len(self._kept) < 2 or not self.kv_room.positions or sum(self._kept.values()) <= self.kv_room.positions
+        assert len(self._queue) <= self.queue_size + self.room, "the queue is exceeded"

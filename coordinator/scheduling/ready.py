@@ -1,0 +1,59 @@
+"""The sequences that could play a round now: in the order in which they became ready, and by shape. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+from coordinator.scheduling.sequence import Sequence, Shape
+
+
+class ReadySet:
+    """Keeps both orders as sequences come and go, so that choosing a group looks at few of them, however many wait."""
+
+    def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
+        self._by_id: dict[int, Sequence] = {}
+        self._by_shape: dict[Shape, dict[int, Sequence]] = {}
+        self._shapes: dict[int, Shape] = {}
+        for sequence in sequences:
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds a sequence behind all others, under the shape that it has now."""
+        shape = self._shapes[sequence.sequence_id] = sequence.shape
+        self._by_id[sequence.sequence_id] = sequence
+        self._by_shape.setdefault(shape, {})[sequence.sequence_id] = sequence
+
+    def pop(self, sequence_id: int) -> Sequence:
+        """Takes a sequence out. KeyError if it is not there."""
+        sequence, shape = self._by_id.pop(sequence_id), self._shapes.pop(sequence_id)
+        alike = self._by_shape[shape]
+        del alike[sequence_id]
+        if not alike:
+            del self._by_shape[shape]
+        return sequence
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._by_id
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def oldest(self) -> Sequence:
+        """The sequence that has been ready for longest."""
+        return next(iter(self))
+
+    @property
+    def by_shape(self) -> Mapping[Shape, Mapping[int, Sequence]]:
+        """Sequences of the same shape, by id, oldest first."""
+        return self._by_shape
+
+    def number_alike(self, sequence: Sequence) -> int:
+        """How many have the shape of this one, itself included."""
+        return len(self._by_shape[self._shapes[sequence.sequence_id]])
+
+    def alike(self, sequence: Sequence, limit: int) -> list[Sequence]:
+        """The oldest of those that have the shape of this one."""
+        return list(islice(self._by_shape[self._shapes[sequence.sequence_id]].values(), limit))

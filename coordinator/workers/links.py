@@ -1,0 +1,404 @@
+"""The coordinator's links to its workers: connection state, protobuf messages, and the errors that calls end in."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coordinator.counters import Timed
+from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, StepTimes
+from coordinator.scheduling.round import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from coordinator.scheduling.sequence import GenerationRequest, TokenLogprobs
+from coordinator.tokenizer import TokenizerFiles
+from coordinator.workers.streams import RoundCalls
+from rpc.channel import open_channel
+from specpool.v1 import (
+    common_pb2,
+    draft_worker_pb2,
+    draft_worker_pb2_grpc,
+    target_worker_pb2,
+    target_worker_pb2_grpc,
+)
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 1.0
+PROBE_TIMEOUT_SECONDS = 5.0
+LONGEST_REST_SECONDS = 30.0
+
+# The worker or the way to it is gone or too slow; the same call may succeed later.
+_UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+
+_STATUS = {
+    common_pb2.ITEM_STATUS_OK: ItemStatus.OK,
+    common_pb2.ITEM_STATUS_CACHE_MISS: ItemStatus.CACHE_MISS,
+    common_pb2.ITEM_STATUS_NO_SLOT: ItemStatus.NO_SLOT,
+    common_pb2.ITEM_STATUS_STALE_ROUND: ItemStatus.STALE_ROUND,
+}
+
+
+class WorkerUnreachableError(Exception):
+    """A worker does not answer, or not in time."""
+
+
+class WorkerRefusedError(Exception):
+    """A worker answered with an error: the same call would most likely fail again."""
+
+
+class MismatchError(Exception):
+    """A worker runs a model that does not belong to this coordinator's others."""
+
+
+class LinkState(StrEnum):
+    """What a link can be used for, as the public API says it."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    RESTING = "resting"
+    REFUSED = "refused"
+
+
+class WorkerLink:
+    """Base of both links. `keep_connected` runs for ever beside the calls and maintains `state`."""
+
+    _unknown_times: Mapping[int, float]
+    """Seconds by rows, believed of a worker that has not measured itself."""
+
+    def __init__(self, address: str, coordinator_id: str, timeout_seconds: float) -> None:
+        self.address = address
+        self.state = LinkState.CONNECTING
+        self.reason = "not connected yet"
+        self.info: common_pb2.ModelInfo | None = None
+        self.load_at_start = common_pb2.WorkerLoad()
+        self.step_times = StepTimes(self._unknown_times)
+        """What passes are believed to take, anew whenever the worker was away."""
+        self.on_change: Callable[[], Awaitable[None]] | None = None
+        self._coordinator_id = coordinator_id
+        self._timeout = timeout_seconds
+        self._channel = open_channel(address)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._stub: Any = self._make_stub(self._channel)
+        self._rounds = self._make_rounds()
+        self._ready = asyncio.Event()
+        self._probe_now = asyncio.Event()
+        self._rest_seconds = 0.0
+        self._to_release: set[int] = set()
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        raise NotImplementedError
+
+    def _make_rounds(self) -> RoundCalls:
+        raise NotImplementedError
+
+    async def _check(self, info: common_pb2.ModelInfo) -> None:
+        """Raises MismatchError if the worker must not be used."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this. Only after the worker was ready."""
+        assert self.info is not None
+        return self.info.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions a sequence can have. Only after the worker was ready."""
+        assert self.info is not None
+        return self.info.max_model_len
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether calls are likely to succeed."""
+        return self.state is LinkState.READY
+
+    @property
+    def place(self) -> str:
+        """Host and device: workers at the same place share what they compute with."""
+        host, _, _ = self.address.rpartition(":")
+        return f"{host} {self.info.device if self.info is not None else ''}"
+
+    async def wait_ready(self) -> None:
+        """Returns as soon as the worker can be called."""
+        await self._ready.wait()
+
+    async def keep_connected(self) -> None:
+        """Probes the worker for ever: often enough to notice a restart, and with its model before it is used again."""
+        while True:
+            if self.state is LinkState.RESTING:
+                await asyncio.sleep(self._rest_seconds)
+            await self._probe()
+            self._probe_now.clear()
+            try:
+                await asyncio.wait_for(self._probe_now.wait(), PROBE_SECONDS)
+            except TimeoutError:
+                continue
+
+    async def load(self) -> common_pb2.WorkerLoad | None:
+        """What the worker holds now; None if it does not answer."""
+        try:
+            response = await self._stub.GetWorkerInfo(common_pb2.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+        load: common_pb2.WorkerLoad = response.load
+        return load
+
+    async def release(self, sequence_ids: Iterable[int]) -> bool:
+        """Frees sequences, with those of earlier calls that failed. False if the worker cannot do it now; try again, or
+        leave it to the link, which does as soon as the worker is ready."""
+        if self.info is None or self.state is LinkState.REFUSED:  # it was never sent any
+            return False
+        self._to_release.update(sequence_ids)
+        if not self.is_ready:  # a worker that hangs would make every caller wait
+            return False
+        released = sorted(self._to_release)
+        request = common_pb2.ReleaseRequest(coordinator_id=self._coordinator_id, sequence_ids=released)
+        try:
+            await self._answer(self._stub.Release(request, timeout=self._timeout))
+        except (WorkerUnreachableError, WorkerRefusedError):
+            return False
+        self._to_release.difference_update(released)
+        return True
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        self._rounds.close()
+        await self._channel.close(None)
+
+    async def _answer(self, call: Awaitable[Any]) -> tuple[Any, float]:
+        """The response and the seconds it took. WorkerUnreachableError, WorkerRefusedError."""
+        began = time.perf_counter()
+        try:
+            response = await call
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+            if error.code() not in _UNREACHABLE:
+                log.error("worker at %s refused a call: %s", self.address, reason)
+                raise WorkerRefusedError(reason) from None
+            await self._lost(error.code(), reason)
+            raise WorkerUnreachableError(reason) from None
+        return response, time.perf_counter() - began
+
+    async def _lost(self, code: grpc.StatusCode, reason: str) -> None:
+        await self._set_state(LinkState.CONNECTING, reason)
+        self._probe_now.set()
+
+    async def _probe(self) -> None:
+        try:
+            health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
+            if health.status != health_pb2.HealthCheckResponse.SERVING:
+                await self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
+            elif not self.is_ready:
+                request = common_pb2.GetWorkerInfoRequest()
+                response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
+                await self._check(response.model)
+                self.info, self.load_at_start = response.model, response.load
+                measured = dict(zip(response.costs.rows, response.costs.seconds, strict=False))
+                self.step_times = StepTimes(self._unknown_times)
+                if len(measured) > 1:
+                    self.step_times = StepTimes(measured, response.costs.cached, response.costs.seconds_per_cached)
+                await self._set_state(LinkState.READY, "")
+            if self._to_release and self.is_ready:
+                await self.release(())
+        except MismatchError as error:
+            await self._refuse(error)
+        except grpc.aio.AioRpcError as error:
+            await self._set_state(LinkState.CONNECTING, f"{error.code().name}: {error.details()}")
+
+    async def _refuse(self, error: MismatchError) -> None:
+        await self._set_state(LinkState.REFUSED, str(error))
+
+    async def _set_state(self, state: LinkState, reason: str) -> None:
+        if (state, reason) != (self.state, self.reason):
+            level = logging.INFO if state is LinkState.READY else logging.WARNING
+            log.log(level, "%s at %s is %s %s", type(self).__name__, self.address, state, reason)
+        changed = state is not self.state
+        self.state, self.reason = state, reason
+        if state is LinkState.READY:
+            self._ready.set()
+        else:
+            self._ready.clear()
+            self._rounds.close()  # a worker that drains waits for open streams
+        if changed and self.on_change is not None:
+            await self.on_change()
+
+
+class TargetLink(WorkerLink):
+    """The target worker; `tokenizer` is there as soon as it was ready once."""
+
+    _unknown_times = UNKNOWN_VERIFY
+    tokenizer: TokenizerFiles | None = None
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        return target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
+
+    def _make_rounds(self) -> RoundCalls:
+        return RoundCalls(self._stub.VerifyStream, self._stub.Verify, self._timeout)
+
+    async def _check(self, info: common_pb2.ModelInfo) -> None:
+        if self.info is not None:
+            # Sequences in flight were begun with the first model: another one would finish them differently.
+            for field in ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype"):
+                before, now = getattr(self.info, field), getattr(info, field)
+                if before != now:
+                    raise MismatchError(f"the target worker now runs another model: {field} was {before}, is {now}")
+            return
+        files = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
+        self.tokenizer = TokenizerFiles(
+            tokenizer_json=files.tokenizer_json,
+            chat_template=files.chat_template,
+            special_tokens=dict(files.special_tokens),
+            eos_token_ids=tuple(files.eos_token_ids),
+        )
+
+    async def _refuse(self, error: MismatchError) -> None:
+        """Nothing can go on: whoever started this process had better start another, for the other model."""
+        await super()._refuse(error)
+        raise error
+
+    async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
+        """One round. WorkerUnreachableError, WorkerRefusedError."""
+        request = target_worker_pb2.VerifyRequest(
+            coordinator_id=self._coordinator_id,
+            round_id=round_id,
+            items=[
+                target_worker_pb2.VerifyItem(
+                    sequence_id=item.sequence_id,
+                    base_length=item.base_length,
+                    token_ids=item.token_ids,
+                    draft_token_ids=item.draft_token_ids,
+                    prefill_only=item.prefill_only,
+                    logprobs=item.logprobs,
+                    sampling=_sampling(item.beginning),
+                    prefix_sequence_id=item.prefix_sequence_id,
+                    max_length=item.max_length,
+                )
+                for item in items
+            ],
+        )
+        response, elapsed = await self._answer(self._rounds(request))
+        return [_verdict(result) for result in response.results], _timed(elapsed, response)
+
+
+class DraftLink(WorkerLink):
+    """The draft worker. It is left alone for a while after it was too slow or refused a round, longer each time."""
+
+    _unknown_times = UNKNOWN_DRAFT
+
+    def __init__(self, address: str, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
+        super().__init__(address, coordinator_id, timeout_seconds)
+        self._target = target
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
+
+    def _make_rounds(self) -> RoundCalls:
+        return RoundCalls(self._stub.ProposeStream, self._stub.Propose, self._timeout)
+
+    async def _check(self, info: common_pb2.ModelInfo) -> None:
+        await self._target.wait_ready()
+        target = self._target.info
+        assert target is not None
+        if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
+            raise MismatchError(f"the draft {info.model} has another tokenizer than the target {target.model}")
+
+    async def _lost(self, code: grpc.StatusCode, reason: str) -> None:
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            await self._rest(reason)
+        else:
+            await super()._lost(code, reason)
+
+    async def _rest(self, reason: str) -> None:
+        self._rest_seconds = min(LONGEST_REST_SECONDS, max(PROBE_SECONDS, 2 * self._rest_seconds))
+        await self._set_state(LinkState.RESTING, reason)
+        self._probe_now.set()
+
+    async def propose(
+        self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = (), step_cost: float = 0.0
+    ) -> tuple[list[Proposal], Timed]:
+        """One round. `chances`: that a token is right, by the draft's own probability of it, in equal steps.
+        `step_cost`: what a draft step must gain.
+
+        WorkerUnreachableError, WorkerRefusedError.
+        """
+        request = draft_worker_pb2.ProposeRequest(
+            coordinator_id=self._coordinator_id,
+            round_id=round_id,
+            chances=chances,
+            step_cost=step_cost,
+            items=[
+                draft_worker_pb2.ProposeItem(
+                    sequence_id=item.sequence_id,
+                    base_length=item.base_length,
+                    token_ids=item.token_ids,
+                    num_draft_tokens=item.num_draft_tokens,
+                    sampling=_sampling(item.beginning),
+                    prefix_sequence_id=item.prefix_sequence_id,
+                    max_length=item.max_length,
+                    min_chance=item.min_chance,
+                    next_chance=item.next_chance,
+                )
+                for item in items
+            ],
+        )
+        try:
+            response, elapsed = await self._answer(self._rounds(request))
+        except WorkerRefusedError as error:
+            await self._rest(str(error))
+            raise
+        if not _fits(response, items):
+            await self._rest("it answered what it was not asked")
+            raise WorkerRefusedError(self.reason)
+        self._rest_seconds = 0.0
+        proposals = [
+            Proposal(
+                sequence_id=result.sequence_id,
+                status=_STATUS[result.status],
+                draft_token_ids=tuple(result.draft_token_ids),
+                cached_length=result.cached_length,
+                confidences=tuple(result.confidences),
+            )
+            for result in response.results
+        ]
+        return proposals, _timed(elapsed, response)
+
+
+def _verdict(result: target_worker_pb2.VerifyResult) -> Verdict:
+    return Verdict(
+        sequence_id=result.sequence_id,
+        status=_STATUS[result.status],
+        token_ids=tuple(result.token_ids),
+        cached_length=result.cached_length,
+        logprobs=tuple(
+            TokenLogprobs(found.logprob, tuple(zip(found.top_token_ids, found.top_logprobs, strict=True)))
+            for found in result.logprobs
+        ),
+    )
+
+
+def _sampling(request: GenerationRequest | None) -> common_pb2.Sampling | None:
+    """What a worker is told on first contact."""
+    if request is None:
+        return None
+    fields = {**vars(request.sampling), "logit_bias": dict(request.sampling.logit_bias)}
+    return common_pb2.Sampling(
+        **fields, stop_token_ids=sorted(request.stop_token_ids), prompt_length=len(request.prompt_ids)
+    )
+
+
+def _timed(elapsed: float, response: draft_worker_pb2.ProposeResponse | target_worker_pb2.VerifyResponse) -> Timed:
+    return Timed(elapsed, response.forward_ns / 1e9, response.realign_ns / 1e9)
+
+
+def _fits(response: draft_worker_pb2.ProposeResponse, items: list[ProposeItem]) -> bool:
+    """Whether a draft worker answered for each item, and drafted no more than was wanted."""
+    return len(response.results) == len(items) and all(
+        result.sequence_id == item.sequence_id
+        and result.status in _STATUS
+        and len(result.draft_token_ids) <= item.num_draft_tokens
+        for result, item in zip(response.results, items, strict=True)
+    )

@@ -1,0 +1,37 @@
+"""The KV cache: one arena of columns, in which every sequence has an extent (`engine.cache.extents`).
+
+How many of its columns count is an integer elsewhere (`engine.cache.slots`), and which column a position has is
+the layout's choice (`engine.cache.layout`).
+"""
+
+import torch
+
+from engine.cache.memory import zeros
+
+
+class KVArena:
+    """Keys and values of all layers, each [kv_heads, columns, head_dim].
+
+    Zeroed once, because attention multiplies masked values by zero and a NaN would survive that. On a CPU the system
+    does it, page by page, so that columns that were never used take no memory.
+    """
+
+    def __init__(
+        self, layers: int, kv_heads: int, columns: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.columns, self.device = columns, device
+        self._storage = zeros((layers, 2, kv_heads, columns, head_dim), dtype, device)
+        self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
+
+    def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens at columns[t]."""
+        # Others attend to these columns too, with a weight of zero, and zero times an overflow is not zero.
+        key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
+        self.keys[layer][:, columns] = key.transpose(0, 1)
+        self.values[layer][:, columns] = value.transpose(0, 1)
+
+    def move(self, source: int, destination: int, count: int) -> None:
+        """Copies `count` columns of all layers, from column `source` on, to `destination` on; they may overlap."""
+        # Layer by layer, or the copy would need as much memory again as the extent.
+        for cache in (*self.keys, *self.values):
+            cache[:, destination : destination + count] = cache[:, source : source + count].clone()

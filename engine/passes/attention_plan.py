@@ -1,0 +1,190 @@
+"""Which attention calls a packed batch takes, for models that attend by torch's operations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from engine.cache.arena import KVArena
+from engine.numerics import Tiles, round_up
+from engine.passes.packing import Place, Span
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Sequences attended in one call: B of them, Q query rows each, over as many columns from their origins on.
+
+    Or one sequence whose B query rows are attended by themselves.
+    """
+
+    origins: tuple[int, ...]  # columns of the arena from which on each sequence is attended
+    kv_length: int
+    gathered: torch.Tensor | None  # [B * kv_length] their columns, if they do not lie at equal distances
+    query_index: torch.Tensor  # [B, Q] packed index of each query row; padding repeats the sequence's first
+    mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: all is
+
+    def attended(self, cache: torch.Tensor) -> torch.Tensor:
+        """Of keys or values [kv_heads, columns, dim] what is attended, [B, kv_heads, kv_length, dim]: copied only if it
+        must be."""
+        kv_heads, columns, dim = cache.shape
+        count = len(self.origins)
+        if self.gathered is not None:
+            return cache[:, self.gathered].view(kv_heads, count, self.kv_length, dim).transpose(0, 1)
+        stride = self.origins[1] - self.origins[0] if count > 1 else 0
+        shape, strides = (count, kv_heads, self.kv_length, dim), (stride * dim, columns * dim, dim, 1)
+        view = cache.as_strided(shape, strides, cache.storage_offset() + self.origins[0] * dim)
+        return view.expand(len(self.query_index), -1, -1, -1)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The calls of one forward pass."""
+
+    calls: tuple[AttentionCall, ...]
+    result_rows: torch.Tensor  # [rows] where the result of each is among the B * Q of all calls, one behind the other
+
+
+def plan_attention(
+    spans: Sequence[Span], places: Sequence[Place], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
+) -> AttentionPlan:
+    """The plan for spans that are packed in this order, whose sequences are at these places.
+
+    `query_groups`: query heads per KV head, folded into the query rows. `gather`: attend to sequences that lie anywhere
+    by copying them together (one call), rather than by a call for those at equal distances (no copy).
+    """
+    placed: list[_Placed] = []
+    tokens = 0
+    for span, place in zip(spans, places, strict=True):
+        placed.append(_Placed(span, tokens, place.origin, place.start))
+        tokens += len(span.token_ids)
+    runs = _runs(placed, tiles, gather, arena.columns)
+    result_rows = _result_rows(runs, tokens, tiles)
+    padding = tiles.rows(tokens) - tokens
+    return AttentionPlan(
+        calls=tuple(_attention_call(run, tiles, query_groups, arena) for run in runs),
+        result_rows=torch.tensor(result_rows + result_rows[:1] * padding, device=arena.device),
+    )
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A span with the packed index of its first token, and its sequence's place."""
+
+    span: Span
+    first: int
+    origin: int
+    start: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What decides which columns its tokens see."""
+        return self.start, self.span.start, self.span.end
+
+
+def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool, columns: int) -> list[list[_Placed]]:
+    """Spans to attend together: few-token spans of sequences at equal distances; a long one alone.
+
+    Exact results depend on how far into the attended columns a sequence starts: then only equal starts go together. All
+    of a call attend as many columns as its longest needs, and none may reach beyond the cache for it.
+    """
+    runs: list[list[_Placed]] = []
+    short = 1 if tiles.by_row else max(tiles.query, 16)
+    for this in sorted(placed, key=lambda this: (this.start if tiles.exact else 0, this.origin)):
+        run = runs[-1] if runs else []
+        previous = run[-1] if run else None
+        joins = (
+            previous is not None
+            and (gather or len(run) == 1 or this.origin - previous.origin == run[1].origin - run[0].origin)
+            and (not tiles.exact or previous.start == this.start)
+            and max(len(previous.span.token_ids), len(this.span.token_ids)) <= short
+            and _reach([*run, this], tiles) <= columns
+        )
+        if joins:
+            runs[-1].append(this)
+        else:
+            runs.append([this])
+    return runs
+
+
+def _kv_length(run: list[_Placed], tiles: Tiles) -> int:
+    """Columns that a call attends for each of its sequences."""
+    left = min(this.start for this in run)
+    return round_up(max(this.start + this.span.end for this in run) - left, tiles.kv)
+
+
+def _reach(run: list[_Placed], tiles: Tiles) -> int:
+    """The column behind the last one that a call attends."""
+    return max(this.origin for this in run) + min(this.start for this in run) + _kv_length(run, tiles)
+
+
+def _query_rows(run: list[_Placed], tiles: Tiles) -> int:
+    """Query rows of each sequence of a call."""
+    return round_up(max(len(this.span.token_ids) for this in run), tiles.query)
+
+
+def _result_rows(runs: list[list[_Placed]], tokens: int, tiles: Tiles) -> list[int]:
+    """Where the result of each packed token is among those of all calls."""
+    found = [0] * tokens
+    at = 0
+    for run in runs:
+        rows = _query_rows(run, tiles)
+        for this in run:
+            count = len(this.span.token_ids)
+            found[this.first : this.first + count] = range(at, at + count)
+            at += rows
+    return found
+
+
+def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: KVArena) -> AttentionCall:
+    device = arena.device
+    longest = _query_rows(run, tiles)
+    left = min(this.start for this in run)
+    kv_length = _kv_length(run, tiles)
+    assert _reach(run, tiles) <= arena.columns, "a sequence without room for its own tile"
+    query_index: list[list[int]] = []
+    for this in run:
+        count = len(this.span.token_ids)
+        query_index.append([*range(this.first, this.first + count), *[this.first] * (longest - count)])
+    if tiles.by_row:
+        query_index = [[row] for rows in query_index for row in rows]
+    origins = tuple(this.origin + left for this in run)
+    distances = {after - before for before, after in pairwise(origins)}
+    columns = [column for origin in origins for column in range(origin, origin + kv_length)]
+    return AttentionCall(
+        origins=origins,
+        kv_length=kv_length,
+        gathered=torch.tensor(columns, device=device) if len(distances) > 1 else None,
+        query_index=torch.tensor(query_index, device=device),
+        mask=_mask(run, longest, left, kv_length, query_groups, tiles.by_row, device),
+    )
+
+
+def _mask(
+    run: list[_Placed],
+    longest: int,
+    left: int,
+    kv_length: int,
+    query_groups: int,
+    by_row: bool,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Which of the columns each query row sees; sequences of equal length share one mask, or need none."""
+    alike = len({this.shape for this in run}) == 1
+    if alike and longest == 1 and kv_length == run[0].span.end:
+        return None
+    starts: list[int] = []
+    last_seen: list[list[int]] = []
+    for this in run[:1] if alike else run:
+        start, begin, end = this.start - left, this.span.start, this.span.end
+        starts.append(start)
+        last_seen.append([*range(start + begin, start + end), *[start + begin] * (longest - end + begin)])
+    if by_row:
+        starts = [start for start, rows in zip(starts, last_seen, strict=True) for _ in rows]
+        last_seen, longest = [[last] for rows in last_seen for last in rows], 1
+    column = torch.arange(kv_length, device=device)
+    visible = column <= torch.tensor(last_seen, device=device)[..., None]  # [B or 1, Q, kv_length]
+    if any(starts):
+        visible &= column >= torch.tensor(starts, device=device)[:, None, None]
+    mask = visible[:, None, None].expand(len(starts), 1, query_groups, longest, kv_length)
+    return mask.reshape(len(starts), 1, query_groups * longest, kv_length)

@@ -1,0 +1,141 @@
+"""A forward pass of few operations for the Llama family: the library's weights, without the library's modules.
+
+One product for queries, keys and values, one for gate and up, rotary tables looked up once for all layers. What the
+families differ in is settled when the weights are taken over, so that the pass is the same for all.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, rms_norm, silu
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.passes.activations import in_pieces
+from engine.passes.attention import attend
+from engine.passes.kernels import attends_by_kernels
+from engine.passes.packing import PackedBatch
+from engine.passes.rotary import RotaryTables, head_order, rotate
+
+# Rotary pairs are neighbours, not half a head apart.
+INTERLEAVED = {"glm", "glm4"}
+# Llama is Vicuna and SmolLM too. Norms inside a residual branch, and of heads, are found by their names.
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
+
+
+def is_lean(config: PreTrainedConfig) -> bool:
+    """Whether `LeanModel` can run a model of this configuration."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # These encode a position differently in a longer batch, which no table can.
+    fixed = rope.get("rope_type", "default") not in ("dynamic", "longrope")
+    return config.model_type in FAMILIES and config.hidden_act == "silu" and "rope_theta" in rope and fixed
+
+
+class LeanModel(nn.Module):
+    """Takes the weights out of a library's model, which cannot run afterwards: there is never a second copy of them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        config: Any = model.config
+        inner: Any = model.model
+        self.eps: float = config.rms_norm_eps
+        self.head_dim: int = inner.layers[0].self_attn.head_dim
+        self.embedding, self.norm, self.head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head
+        self.rotary = RotaryTables(inner.rotary_emb, self.head_dim, self.norm)
+        order = head_order(len(inner.rotary_emb.inv_freq), self.head_dim, config.model_type in INTERLEAVED)
+        self.layers = nn.ModuleList()
+        for index in range(len(inner.layers)):
+            self.layers.append(LeanLayer(inner.layers[index], index, order))
+            inner.layers[index] = nn.Identity()
+        model.lm_head = inner.embed_tokens = nn.Identity()
+        layer: Any = self.layers[0]
+        heads = (layer.heads, layer.kv_heads, layer.head_dim)
+        self.plans_attention = not attends_by_kernels(self.norm.device, self.norm.dtype, *heads)
+        """Whether batches need an attention plan."""
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
+        hidden = embedding(batch.input_ids, self.embedding)  # [rows, hidden]
+        cos, sin = self.rotary(batch.longest)
+        rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
+        for layer in self.layers:
+            hidden = layer(hidden, batch, rotation)
+        wanted = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
+        logits: torch.Tensor = self.head(wanted)
+        return logits
+
+
+class LeanLayer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, layer: Any, index: int, order: torch.Tensor) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.head_dim, self.scaling = index, attention.head_dim, attention.scaling
+        self.eps = layer.input_layernorm.variance_epsilon
+        query, key = _reordered(attention.q_proj, order), _reordered(attention.k_proj, order)
+        self.kv_heads = key.out_features // self.head_dim
+        self.heads = query.out_features // self.head_dim
+        self.qkv = _joined(query, key, attention.v_proj)
+        self.out = attention.o_proj
+        self.gate_up = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else _joined(mlp.gate_proj, mlp.up_proj)
+        self.down = mlp.down_proj
+        self.before_attention, self.before_mlp = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.after_attention = _norm_weight(layer, "post_self_attn_layernorm")
+        self.after_mlp = _norm_weight(layer, "post_mlp_layernorm")
+        self.head_norms = None  # [heads + kv_heads, head_dim]
+        if hasattr(attention, "q_norm"):
+            query_norm = attention.q_norm.weight.expand(self.heads, -1)
+            self.head_norms = torch.cat([query_norm, attention.k_norm.weight.expand(self.kv_heads, -1)])
+
+    def forward(
+        self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """The hidden states [rows, hidden] after this layer."""
+        attended = self.out(self._attend(self._normed(hidden, self.before_attention), batch, rotation))
+        hidden = hidden + self._normed(attended, self.after_attention)
+        gate, up = self.gate_up(self._normed(hidden, self.before_mlp)).chunk(2, dim=-1)
+        return hidden + self._normed(self.down(in_pieces(silu, gate) * up), self.after_mlp)
+
+    def _attend(
+        self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)  # [rows, heads + 2 kv_heads, head_dim]
+        query_key, value = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
+        if self.head_norms is not None:
+            query_key = rms_norm(query_key, (self.head_dim,), eps=self.eps) * self.head_norms
+        query, key = rotate(query_key, *rotation).split([self.heads, self.kv_heads], dim=1)
+        return attend(batch, self.index, query, key, value, self.scaling).view(len(hidden), -1)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else rms_norm(x, weight.shape, weight, self.eps)
+
+
+def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
+    """The layer with the features of every head in this order."""
+    if torch.equal(order, torch.arange(len(order))):
+        return linear
+    rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten().to(linear.weight.device)
+    return _linear(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+
+
+def _joined(*linears: nn.Linear) -> nn.Linear:
+    """One layer whose outputs are those of all, one behind the other."""
+    biases = [linear.bias for linear in linears]
+    zeros = [torch.zeros(linear.out_features).to(linear.weight) for linear in linears]
+    bias: list[torch.Tensor] = [zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)]
+    joined = None if all(bias is None for bias in biases) else torch.cat(bias)
+    weights: list[torch.Tensor] = [linear.weight for linear in linears]
+    return _linear(torch.cat(weights), joined)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _norm_weight(module: Any, name: str) -> torch.Tensor | None:
+    return getattr(module, name).weight if hasattr(module, name) else None

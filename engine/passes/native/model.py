@@ -1,0 +1,234 @@
+"""The lean pass as one call of compiled code: float32, with weights of that or bfloat16, on a CPU with a compiler."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import CDLL, POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from engine.cache.arena import KVArena
+from engine.cache.memory import zeros
+from engine.numerics import round_up
+from engine.passes.lean import LeanModel
+from engine.passes.native.compiler import compile_decoder
+from engine.passes.packing import PackedBatch
+from engine.probes.inputs import ProbeInputs
+
+# As in decoder.c, like the structures below.
+LANES, PANEL = 16, 32
+STAGES = ("products", "attention", "rows and cache")
+# Of probes: more rows than two tiles have, and panels that no number of threads divides evenly.
+PROBED_ROWS, PROBED_OUTPUTS = 37, 7 * PANEL
+_NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
+
+
+class _Linear(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in (*_NORMS, "keys", "values")),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        ("layers", POINTER(_Layer)),
+        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "kv_heads", "columns")),
+        *((name, c_void_p) for name in ("cosines", "sines", "embedding", "norm")),
+        ("head", _Linear),
+        ("eps", c_float),
+        ("scaling", c_float),
+    )
+
+
+class _Batch(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "results", "threads")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "columns", "result_rows", "workspace")),
+        ("scores", c_int64),
+        ("logits", c_void_p),
+    )
+
+
+class NativeModel(nn.Module):
+    """Takes the weights out of a lean model, layer by layer: there is never a second copy of all of them."""
+
+    plans_attention = False
+    weights: torch.Tensor
+
+    def __init__(self, lean: LeanModel, dtype: torch.dtype) -> None:
+        """`lean`: one that `can_compile`, with weights kept in this dtype."""
+        super().__init__()
+        first: Any = lean.layers[0]
+        self._groups, self._compile = first.heads // first.kv_heads, _compiler_for(lean, dtype)
+        library = self._compile()
+        assert library is not None
+        self._forward, self._multiply = library.forward, library.multiply
+        self._workspace_floats = library.workspace_floats
+        self._workspace_floats.restype = c_int64
+        linears = (first.qkv, first.out, first.gate_up, first.down, lean.head)
+        self._widths = {linear.in_features for linear in linears}
+        self._rotary, self._outputs = lean.rotary.in_float32(), lean.head.out_features
+        self._workspace = torch.empty(0)
+        self._arena: KVArena | None = None
+        self._layers = (_Layer * len(lean.layers))()
+        # In one piece, for large pages: a step took up to a fifth longer where every weight had pages of its own.
+        room = sum(_room(weight) for weight in _weights_of(lean))
+        self.register_buffer("weights", zeros((room,), dtype, lean.norm.device), persistent=False)
+        self._used = 0
+        tied = lean.embedding.data_ptr() == lean.head.weight.data_ptr()
+        self._model = _Model(
+            layers=self._layers,
+            num_layers=len(lean.layers),
+            hidden=lean.norm.numel(),
+            intermediate=first.down.in_features,
+            kv_heads=first.kv_heads,
+            embedding=None if tied else self._kept(lean.embedding),
+            norm=self._kept(lean.norm),
+            head=self._linear(lean.head),
+            eps=lean.eps,
+            scaling=first.scaling,
+        )
+        for index, layer in enumerate(lean.layers):
+            self._layers[index] = self._layer(layer)
+            lean.layers[index] = nn.Identity()
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, rows of the head] of the rows that the batch asks for."""
+        self._point_to(batch.arena)
+        tables = self._rotary(batch.longest)
+        self._model.cosines, self._model.sines = (table.data_ptr() for table in tables)
+        threads, scores = torch.get_num_threads(), round_up(batch.longest, LANES)
+        floats = self._workspace_floats(byref(self._model), c_int64(batch.tokens))
+        floats += threads * self._groups * scores
+        if floats > len(self._workspace):
+            self._workspace = torch.empty(floats)
+        logits = torch.empty(batch.num_logits, self._model.head.outputs)
+        arguments = _Batch(
+            rows=batch.tokens,
+            results=batch.num_logits,
+            threads=threads,
+            token_ids=batch.input_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            columns=batch.columns.data_ptr(),
+            result_rows=batch.logit_rows.data_ptr(),
+            workspace=self._workspace.data_ptr(),
+            scores=scores,
+            logits=logits.data_ptr(),
+        )
+        self._forward(byref(self._model), byref(arguments))
+        return logits[:, : self._outputs]
+
+    @torch.inference_mode()
+    def products_agree(self) -> bool:
+        """Whether the products of a row are the same bits for every number of rows beside it, in every place.
+
+        All else that is computed for a row is computed for it alone. The inputs cancel, so that a sum in another order
+        shows in nearly every output.
+        """
+        sample = torch.empty(0, dtype=self.weights.dtype)
+        return all(self._product_agrees(inputs, ProbeInputs(sample)) for inputs in sorted(self._widths))
+
+    def _product_agrees(self, inputs: int, numbers: ProbeInputs) -> bool:
+        order, half = numbers.order(inputs), numbers.normal(PROBED_OUTPUTS, inputs // 2)
+        # Inputs are whole vectors, so that their number is even.
+        weight = _panels(torch.cat([half, half], 1)[:, order], half.dtype).contiguous()
+        linear = _Linear(weight=weight.data_ptr(), bias=None, inputs=inputs, outputs=PROBED_OUTPUTS)
+        x = numbers.cancelling(inputs, PROBED_ROWS)[order].T.float().contiguous()
+
+        def products(rows: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(len(rows), PROBED_OUTPUTS)
+            sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
+            self._multiply(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
+            return out
+
+        together = products(x)
+        return all(torch.equal(products(x[-count:]), together[-count:]) for count in range(1, PROBED_ROWS))
+
+    @contextmanager
+    def measured(self) -> Iterator[dict[str, float]]:
+        """Runs passes that keep the time of their stages; at the end the seconds of each are there, by name."""
+        library = self._compile(measured=True)
+        assert library is not None
+        stages, seconds = (c_double * len(STAGES)).in_dll(library, "stage_seconds"), dict[str, float]()
+        before, unmeasured = list(stages), self._forward
+        self._forward = library.forward
+        try:
+            yield seconds
+        finally:
+            self._forward = unmeasured
+            seconds.update({name: now - then for name, now, then in zip(STAGES, stages, before, strict=True)})
+
+    def _point_to(self, arena: KVArena) -> None:
+        if arena is not self._arena:
+            self._arena, self._model.columns = arena, arena.columns
+            for layer, keys, values in zip(self._layers, arena.keys, arena.values, strict=True):
+                layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+
+    def _layer(self, layer: Any) -> _Layer:
+        return _Layer(
+            **{name: self._linear(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")},
+            **{name: self._kept(getattr(layer, name)) for name in _NORMS},
+        )
+
+    def _linear(self, linear: nn.Linear) -> _Linear:
+        outputs, inputs = linear.weight.shape
+        missing, panels = -outputs % PANEL, _panels(linear.weight, self.weights.dtype)
+        bias = None if linear.bias is None else pad(linear.bias, (0, missing))
+        return _Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
+
+    def _kept(self, weight: torch.Tensor | None) -> int | None:
+        """The address of a copy, which lives as long as this model and no file does."""
+        if weight is None:
+            return None
+        copy = self.weights[self._used : self._used + weight.numel()]
+        copy.view(weight.shape).copy_(weight.detach())
+        self._used += round_up(weight.numel(), PANEL)
+        return copy.data_ptr()
+
+
+def _panels(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight [outputs, inputs], padded to whole panels, in the order in which a product of this dtype reads it."""
+    halves = pad(weight, (0, 0, 0, -len(weight) % PANEL)).view(-1, 2, LANES, weight.shape[1])
+    return halves.permute((0, 3, 2, 1) if dtype == torch.bfloat16 else (0, 3, 1, 2))
+
+
+def _weights_of(lean: LeanModel) -> list[torch.Tensor]:
+    layers: list[Any] = list(lean.layers)
+    return [*lean.parameters(), *(layer.head_norms for layer in layers if layer.head_norms is not None)]
+
+
+def _room(weight: torch.Tensor) -> int:
+    """Elements of a weight whose outputs are padded to whole panels."""
+    outputs, *inputs = weight.shape
+    return math.prod([round_up(outputs, PANEL), *inputs])
+
+
+def lossless_dtype(lean: LeanModel) -> torch.dtype:
+    """The smaller dtype of the two that holds these weights as they are."""
+    held = all(torch.equal(weight.bfloat16().to(weight.dtype), weight) for weight in _weights_of(lean))
+    return torch.bfloat16 if held else torch.float32
+
+
+def can_compile(lean: LeanModel, dtype: torch.dtype) -> bool:
+    """Whether a model can be run so on this machine."""
+    layer: Any = lean.layers[0]
+    sizes = (layer.head_dim, lean.norm.numel(), layer.down.in_features)
+    suits = lean.norm.device.type == "cpu" and lean.norm.dtype in (torch.float32, torch.bfloat16)
+    layers: list[Any] = list(lean.layers)
+    shapes = {(x.qkv.weight.shape, x.out.weight.shape, x.gate_up.weight.shape, x.down.weight.shape) for x in layers}
+    suits = suits and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)
+    return suits and _compiler_for(lean, dtype)() is not None
+
+
+def _compiler_for(lean: LeanModel, dtype: torch.dtype) -> Callable[..., CDLL | None]:
+    layer: Any = lean.layers[0]
+    return partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, dtype == torch.bfloat16)

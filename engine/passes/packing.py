@@ -1,0 +1,111 @@
+"""Packs the new tokens of many sequences into one row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.cache.arena import KVArena
+from engine.numerics import Tiles
+from engine.passes.kernels import splits_for
+
+if TYPE_CHECKING:
+    from engine.passes.attention_plan import AttentionPlan
+
+
+@dataclass(frozen=True)
+class Span:
+    """New tokens of one sequence: they take the positions from `start` on in `slot`."""
+
+    slot: int
+    start: int
+    token_ids: Sequence[int]
+    num_logits: int
+    """For how many of the last tokens logits are wanted."""
+
+    @property
+    def end(self) -> int:
+        """Positions of the sequence once these tokens are cached."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One forward pass: T tokens of all spans in one row, followed by padding, which repeats the first token."""
+
+    arena: KVArena
+    tokens: int  # T
+    rows: int
+    longest: int  # positions of the longest sequence
+    num_logits: int  # R
+    numbers: torch.Tensor  # all that differs between passes of one shape, moved to the device at once
+    attention: "AttentionPlan | None" = None
+    """None: the model attends by itself."""
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[rows]"""
+        return self.numbers[: self.rows]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[rows]"""
+        return self.numbers[self.rows : 2 * self.rows]
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """[rows] where in the arena each token is cached."""
+        return self.numbers[2 * self.rows : 3 * self.rows]
+
+    @property
+    def logit_rows(self) -> torch.Tensor:
+        """[R, padded like rows] packed index of each row of logits."""
+        return self.numbers[3 * self.rows :]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What a pass without an attention plan depends on beside its numbers."""
+        return self.rows, len(self.numbers) - 3 * self.rows, splits_for(self.longest)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sequence lies in the arena: its extent begins at column `origin`, position 0 is `start` columns later."""
+
+    origin: int
+    start: int = 0
+
+    @property
+    def first(self) -> int:
+        """The column of position 0."""
+        return self.origin + self.start
+
+
+def pack(spans: Sequence[Span], places: Sequence[Place], arena: KVArena, tiles: Tiles) -> PackedBatch:
+    """Lays out the spans one behind the other, in their order; `places` are those of their sequences."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    columns: list[int] = []
+    logit_rows: list[int] = []
+    for span, place in zip(spans, places, strict=True):
+        token_ids.extend(span.token_ids)
+        positions.extend(range(span.start, span.end))
+        columns.extend(range(place.first + span.start, place.first + span.end))
+        logit_rows.extend(range(len(token_ids) - span.num_logits, len(token_ids)))
+    tokens, num_logits = len(token_ids), len(logit_rows)
+    padding = tiles.rows(tokens) - tokens
+    logit_padding = tiles.rows(num_logits) - num_logits if num_logits else 0
+    padded = [numbers + numbers[:1] * padding for numbers in (token_ids, positions, columns)]
+    numbers = torch.tensor(
+        [*chain(*padded), *logit_rows, *logit_rows[:1] * logit_padding], pin_memory=arena.device.type == "cuda"
+    )
+    return PackedBatch(
+        arena=arena,
+        tokens=tokens,
+        rows=tokens + padding,
+        longest=max(span.end for span in spans),
+        num_logits=num_logits,
+        numbers=numbers.to(arena.device, non_blocking=True),
+    )

@@ -1,0 +1,105 @@
+"""Proves on a loaded model that the logits of a token are the same bits in every batch, or finds that they are not."""
+
+import logging
+import random
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.passes.graphs import RecordedModel
+from engine.passes.native.model import NativeModel
+from engine.passes.packing import Span
+from engine.probes.exactness import kernels_agree
+from engine.probes.operations import OperationProbe
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+# Tokens of a prompt in one pass, few and many.
+SHORT_PASS, LONG_PASSES = 15, (97, 271)
+# Tokens of the passes whose operations are probed, and as many as one pass may have.
+PROBED_PASSES = (1, 2, 7, SHORT_PASS, *LONG_PASSES)
+
+
+def self_test(engine: "Engine") -> bool:
+    """Whether the logits of a token are the same bits whatever else is in its passes.
+
+    Probes every kind of operation with numbers for which a difference shows, then compares whole passes of random
+    tokens. Uses the engine's own slots, which must be free.
+    """
+    agree = _operations_agree(engine) and _rounds_agree(engine) and _long_passes_agree(engine)
+    (log.info if agree else log.warning)("self-test: equivalence is %s", "bitwise" if agree else "numeric")
+    return agree
+
+
+def _operations_agree(engine: "Engine") -> bool:
+    """Whether each operation gives equal rows equal bits, in passes of one row to as many as one pass may have."""
+    model = engine._model
+    if isinstance(model, NativeModel):
+        return model.products_agree()
+    cache = engine.layout.arena.keys[0]
+    if not model.plans_attention and not kernels_agree(cache, engine.query_groups, engine.max_model_len):
+        log.warning("self-test: the attention of a row depends on the rows beside it")
+        return False
+    tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_forward_tokens), seed=2)
+    launched = model.launched() if isinstance(model, RecordedModel) else nullcontext()
+    with launched, OperationProbe([*model.parameters(), *model.buffers(), *engine.layout.arena.keys]) as probe:
+        for size in dict.fromkeys(min(size, len(tokens)) for size in (*PROBED_PASSES, len(tokens))):
+            engine.forward([Span(0, 0, tokens[:size], size)])
+    if probe.unequal:
+        log.warning("self-test: equal rows do not have equal bits after %s", ", ".join(probe.unequal))
+    return not probe.unequal
+
+
+def _rounds_agree(engine: "Engine") -> bool:
+    """Whether sequences have the same logits alone, token by token, and in a ragged batch with drafts."""
+    chance = random.Random(0)
+    steps, longest = 5, engine.max_model_len - 8
+    lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
+    lengths = [n for n in lengths if n <= longest]
+    truth = [[chance.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
+
+    alone = []
+    for length, tokens in zip(lengths, truth, strict=True):
+        spans = [Span(0, 0, tokens[:length], 1)]
+        spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
+        alone.append(torch.cat([engine.forward([span]) for span in spans]))
+
+    # Extents without a column to spare, as many as there is room for, in any order.
+    keys = [("self-test", i) for i in range(len(lengths))]
+    taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in chance.sample(range(len(keys)), len(keys))}
+    members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]
+    # All prompts but their last tokens in one pass of chunks, then everything that is left as one round of drafts.
+    engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
+    drafts = [chance.randint(1, steps) for _ in members]
+    spans = [
+        Span(slot, n - 1, tokens[n - 1 : n + d], d + 1) for (slot, n, tokens, _), d in zip(members, drafts, strict=True)
+    ]
+    together = engine.forward(spans).split([span.num_logits for span in spans])
+    same = all(torch.equal(rows, one[: len(rows)]) for rows, (*_, one) in zip(together, members, strict=True))
+    engine.slots.release(keys)
+    engine.slots.drop_released()
+    return same
+
+
+def _long_passes_agree(engine: "Engine") -> bool:
+    """Whether a prompt leaves the same cache and logits however it is cut: of long passes torch divides the work."""
+    longest = min(LONG_PASSES[-1], engine.max_model_len)
+    tokens = _random_tokens(engine, longest, seed=1)
+    cached = slice(0, longest - 1)  # the last token only has logits
+    short = [engine.forward([Span(0, at, tokens[at : at + SHORT_PASS], 1)]) for at in range(0, longest, SHORT_PASS)]
+    keys = [layer[:, cached].clone() for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
+    for size in (size for size in LONG_PASSES if size <= longest):
+        logits = [engine.forward([Span(0, at, tokens[at : at + size], 1)]) for at in range(0, longest, size)]
+        again = [layer[:, cached] for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
+        if not torch.equal(logits[-1], short[-1]) or not all(map(torch.equal, again, keys)):
+            return False
+    return True
+
+
+def _random_tokens(engine: "Engine", count: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(engine.vocab_size) for _ in range(count)]

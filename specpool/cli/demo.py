@@ -1,0 +1,143 @@
+"""`specpool demo`: starts everything, generates with and without speculation, shows that the tokens are the same."""
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from pydantic import Field
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from rpc.settings import UINT32_MAX, LogLevel, Seconds
+from specpool.cli.generate import sure_answers
+from specpool.cli.processes import ProcessFailedError
+from specpool.cli.prompts import PromptLine, own_prompts, read_prompt_file
+from specpool.cli.up import UpSettings, running
+from specpool.client import AsyncClient
+from specpool.v1 import common_pb2
+from specpool.v1 import generation_pb2 as pb
+
+
+class DemoSettings(UpSettings):
+    """Runs the embedded pair, or another, on a few prompts: plainly and speculatively, in turns."""
+
+    port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
+    log_level: LogLevel = Field("error", description="least severe messages logged")
+    prefix_reuse: bool = Field(False, description="copy cached prompts; then the first run alone works them off")
+    drain_seconds: Seconds = Field(5.0, ge=0, description="time that running calls get at the end")
+    prompts: Path | None = Field(
+        None, description="JSONL file of prompts; - for standard input; default: a small set of our own"
+    )
+    num_prompts: int = Field(16, ge=1, description="prompts used, from the first on")
+    max_tokens: int = Field(128, ge=1, le=UINT32_MAX, description="tokens generated for each prompt at most")
+    concurrency: int = Field(4, ge=1, description="requests at a time")
+    repeats: int = Field(2, ge=1, description="runs of each kind; the median counts")
+
+
+@dataclass(frozen=True)
+class Run:
+    """All prompts once."""
+
+    responses: list[pb.GenerateResponse]
+    seconds: float
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated."""
+        return sum(response.usage.completion_tokens for response in self.responses)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput, end to end."""
+        return self.completion_tokens / self.seconds
+
+
+def demo(settings: DemoSettings) -> int:
+    """Runs the command; returns its exit status. The last line printed is one JSON object."""
+    try:
+        lines = own_prompts() if settings.prompts is None else read_prompt_file(settings.prompts)
+        if not lines:
+            raise ValueError("there are no prompts in it")
+    except (OSError, ValueError) as error:
+        print(f"specpool demo: {settings.prompts}: {error}", file=sys.stderr)
+        return 2
+    try:
+        result, answer = asyncio.run(_demo(settings, lines[: settings.num_prompts]))
+    except ProcessFailedError as error:
+        print(f"specpool demo: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:  # a signal asked us to stop
+        return 130
+    except grpc.aio.AioRpcError as error:
+        print(f"specpool demo: {error.code().name}: {error.details()}", file=sys.stderr)
+        return 1
+    console = Console()
+    console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)
+    table = Table("measure", "value")
+    for name, value in result.items():
+        table.add_row(name, str(value))
+    console.print(table)
+    print(json.dumps(result))
+    return 0
+
+
+async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[str, object], str]:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        starting = progress.add_task("starting three processes", total=None)
+        async with running(settings) as address, AsyncClient(address) as client:
+            progress.update(starting, visible=False)
+            task = progress.add_task("generating", total=2 * settings.repeats * len(lines))
+            plain, speculative = [], []
+            await _run(client, lines[:2], settings, None, progress, None)  # warms up both workers
+            for _ in range(settings.repeats):  # in turns, so that a noisy machine is noisy for both
+                plain.append(await _run(client, lines, settings, 0, progress, task))
+                speculative.append(await _run(client, lines, settings, None, progress, task))
+            info = await client.model_info()
+    return _result(plain, speculative, info), speculative[0].responses[0].text
+
+
+async def _run(
+    client: AsyncClient,
+    lines: list[PromptLine],
+    settings: DemoSettings,
+    k: int | None,
+    progress: Progress,
+    task: object,
+) -> Run:
+    began = time.perf_counter()
+    responses = []
+    options = {"max_tokens": settings.max_tokens, "num_speculative_tokens": k}
+    async for response in sure_answers(client, lines, settings.concurrency, **options):
+        responses.append(response)
+        if task is not None:
+            progress.advance(task)  # type: ignore[arg-type]
+    return Run(responses, time.perf_counter() - began)
+
+
+def _result(plain: list[Run], speculative: list[Run], info: pb.GetModelInfoResponse) -> dict[str, object]:
+    reference = [list(response.token_ids) for response in plain[0].responses]
+    runs = [*plain, *speculative]
+    equal = sum(all(list(run.responses[i].token_ids) == tokens for run in runs) for i, tokens in enumerate(reference))
+    totals = [response.speculative_decoding for response in speculative[0].responses]
+    rounds = sum(total.num_spec_steps for total in totals)
+    drafted = sum(total.num_draft_tokens for total in totals)
+    accepted = sum(total.num_accepted_draft_tokens for total in totals)
+    plain_rate = statistics.median(run.tokens_per_s for run in plain)
+    speculative_rate = statistics.median(run.tokens_per_s for run in speculative)
+    return {
+        "prompts": len(reference),
+        "completion_tokens": plain[0].completion_tokens,
+        "plain_tokens_per_s": round(plain_rate, 2),
+        "speculative_tokens_per_s": round(speculative_rate, 2),
+        "speedup": round(speculative_rate / plain_rate, 3),
+        "mean_acceptance_length": round(1 + accepted / rounds if rounds else 0.0, 3),
+        "draft_acceptance_rate": round(accepted / drafted if drafted else 0.0, 3),
+        "exact_match": equal / len(reference),
+        "equivalence": common_pb2.Equivalence.Name(info.target.equivalence).removeprefix("EQUIVALENCE_").lower(),
+    }

@@ -1,0 +1,175 @@
+"""`specpool generate`: one prompt, streamed as it comes, or a file of them, several at a time."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from pydantic import Field, model_validator
+from pydantic_settings import CliPositionalArg
+from rich.console import Console
+from rich.progress import track
+
+from coordinator.scheduling.sequence import DraftMethod
+from rpc.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
+from specpool.cli.prompts import PromptLine, read_prompt_file, read_standard_input
+from specpool.client import AsyncClient, DivergedError, GenerateOptions
+from specpool.v1 import generation_pb2 as pb
+
+
+class GenerateSettings(Settings):
+    """Generates text: for a PROMPT, for every line of a JSONL file, or for what comes on standard input."""
+
+    prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
+    address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
+    prompts: Path | None = Field(
+        None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
+    )
+    chat: bool = Field(False, description="send PROMPT as a user's chat message; lines of a file say it themselves")
+    max_tokens: int | None = Field(
+        None, ge=1, le=UINT32_MAX, description="tokens to generate at most; default: the server's"
+    )
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
+    )
+    draft_method: DraftMethod | None = Field(
+        None, description="who drafts: model, ngram or best of both; default: the server's"
+    )
+    temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
+    top_p: float | None = Field(None, description="sample among the most probable tokens that together hold so much")
+    top_k: int | None = Field(None, ge=INT32_MIN, le=INT32_MAX, description="sample among so many tokens")
+    min_p: float | None = Field(None, description="sample among tokens so probable, relative to the most probable one")
+    repetition_penalty: float | None = Field(None, description="above 1: tokens that occurred become less likely")
+    frequency_penalty: float | None = Field(None, description="above 0: the more often they were generated, the less")
+    presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
+    seed: int | None = Field(None, ge=0, le=UINT64_MAX, description="of the samples; default: drawn, and in --json")
+    stop: str | None = Field(None, description="end before this text")
+    min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="tokens before which nothing stops")
+    ignore_eos: bool | None = Field(None, description="go on after the end of the sequence")
+    concurrency: int = Field(8, ge=1, description="requests at a time")
+    timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
+    retry_seconds: Seconds = Field(0.0, ge=0, description="how long to try again while the server is unavailable")
+    json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in their order")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "GenerateSettings":
+        if self.prompt is not None and self.prompts is not None:
+            raise ValueError("give a prompt or a file of prompts, not both")
+        if self.chat and self.prompts is not None:
+            raise ValueError('chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
+        return self
+
+
+def generate(settings: GenerateSettings) -> int:
+    """Runs the command; returns its exit status."""
+    try:
+        lines = _lines(settings)
+    except (OSError, ValueError) as error:
+        print(f"specpool generate: {settings.prompts or 'standard input'}: {error}", file=sys.stderr)
+        return 2
+    if settings.prompts is None and not settings.json_lines:
+        return asyncio.run(_stream_one(settings, lines[0]))
+    return asyncio.run(_print_all(settings, lines))
+
+
+async def answers(
+    client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
+) -> AsyncIterator[pb.GenerateResponse | grpc.aio.AioRpcError]:
+    """The response to each line, or the error it met, in their order, with so many requests in flight."""
+    free = asyncio.Semaphore(concurrency)
+
+    async def answer(line: PromptLine) -> pb.GenerateResponse | grpc.aio.AioRpcError:
+        async with free:
+            try:
+                return await client.generate(line.prompt, **options)
+            except grpc.aio.AioRpcError as error:
+                return error
+
+    tasks = [asyncio.create_task(answer(line)) for line in lines]
+    try:
+        for task in tasks:
+            yield await task
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def sure_answers(
+    client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
+) -> AsyncIterator[pb.GenerateResponse]:
+    """The same where no line may fail: raises the first error."""
+    async for response in answers(client, lines, concurrency, **options):
+        if isinstance(response, grpc.aio.AioRpcError):
+            raise response
+        yield response
+
+
+def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, object]:
+    """What `--json` prints for a prompt."""
+    statistics = MessageToDict(
+        response.speculative_decoding, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return {
+        "id": line.id,
+        "token_ids": list(response.token_ids),
+        "text": response.text,
+        "finish_reason": response.finish_reason,
+        "seed": response.seed,
+        "speculative_decoding": statistics,
+    }
+
+
+def _lines(settings: GenerateSettings) -> list[PromptLine]:
+    if settings.prompts is not None:
+        return read_prompt_file(settings.prompts)
+    text = settings.prompt if settings.prompt is not None else read_standard_input()
+    return [PromptLine(0, [{"role": "user", "content": text}] if settings.chat else text)]
+
+
+def _options(settings: GenerateSettings) -> dict[str, Any]:
+    names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys()
+    stop = None if settings.stop is None else [settings.stop]
+    return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop}
+
+
+async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:
+    async with AsyncClient(settings.address, settings.retry_seconds) as client:
+        try:
+            async for message in client.stream(line.prompt, **_options(settings)):
+                print(message.chunk.text, end="", flush=True)
+        except (grpc.aio.AioRpcError, DivergedError) as error:
+            print(f"specpool generate: {_explain(error)}", file=sys.stderr)
+            return 1
+    print()
+    return 0
+
+
+async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: TextIO = sys.stdout) -> int:
+    failed = 0
+    # A bar only for many prompts and for eyes, and never among the results.
+    console = Console(stderr=True)
+    bar = track(lines, "generating", console=console, disable=len(lines) < 2 or not console.is_terminal, transient=True)
+    async with AsyncClient(settings.address, settings.retry_seconds) as client:
+        responses = answers(client, lines, settings.concurrency, **_options(settings))
+        for line in bar:
+            response = await anext(responses)
+            if isinstance(response, grpc.aio.AioRpcError):
+                failed += 1
+                print(f"specpool generate: {json.dumps(line.id)}: {_explain(response)}", file=sys.stderr)
+                if settings.json_lines:
+                    print(json.dumps({"id": line.id, "error": _explain(response)}), file=out, flush=True)
+            elif settings.json_lines:
+                print(json.dumps(as_record(line, response), ensure_ascii=False), file=out, flush=True)
+            else:
+                print(f"{json.dumps(line.id)}: {response.text}", file=out, flush=True)
+    return 1 if failed else 0
+
+
+def _explain(error: grpc.aio.AioRpcError | DivergedError) -> str:
+    if isinstance(error, DivergedError):
+        return str(error)
+    return f"{error.code().name}: {error.details()}"

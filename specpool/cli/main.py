@@ -1,0 +1,96 @@
+"""`specpool`: one command, a few subcommands, each with settings of its own."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from coordinator.settings import CoordinatorSettings
+from rpc.settings import Settings
+from specpool.cli.demo import DemoSettings, demo
+from specpool.cli.generate import GenerateSettings, generate
+from specpool.cli.up import UpSettings, up
+
+COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
+    "up": (UpSettings, up),
+    "generate": (GenerateSettings, generate),
+    "demo": (DemoSettings, demo),
+}
+
+# Commands whose code needs torch: the module that runs in this process's place, and what it does.
+ELSEWHERE = {
+    "distill": ("distill.main", "Trains a small draft on what its target writes."),
+    "plan": ("planning.main", "Measures a pair, and predicts its speed by batch and draft length."),
+}
+
+# Settings that only workers have, by name, since their code needs torch.
+WORKER_KEYS = {
+    "cuda_graphs",
+    "device",
+    "dtype",
+    "kv_layout",
+    "kv_memory",
+    "lean",
+    "lease_seconds",
+    "max_forward_tokens",
+    "max_sequences",
+    "memory_budget",
+    "model",
+    "native",
+}
+
+
+def main() -> None:
+    """Entry point of `specpool`."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if sys.stdout is None:
+        sys.exit(f"specpool {name}: standard output is closed")
+    for stream in filter(None, (sys.stdin, sys.stdout)):
+        stream.reconfigure(encoding="utf-8")  # whatever the locale, as our files are
+    try:
+        try:
+            status = run(name, arguments)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except OSError as error:  # nobody reads our output any more, or there is no room for it
+        print(f"specpool {name}: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        status = 1
+    sys.exit(status)
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Runs a command; returns its exit status."""
+    if name in ELSEWHERE:
+        os.execv(sys.executable, [sys.executable, "-m", ELSEWHERE[name][0], *arguments])
+    if name not in COMMANDS:
+        asked = name in ("-h", "--help")
+        print(usage(), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    settings, command = COMMANDS[name]
+    return command(settings.load(f"specpool {name}", arguments, neighbours=known_keys()))
+
+
+def known_keys() -> set[str]:
+    """Names of all settings of all processes."""
+    kinds: list[type[Settings]] = [CoordinatorSettings, *(settings for settings, _ in COMMANDS.values())]
+    return WORKER_KEYS.union(*(settings.keys() for settings in kinds))
+
+
+def usage() -> str:
+    """What `specpool --help` prints."""
+    lines = [f"  {name:10}{_summary(settings)}" for name, (settings, _) in COMMANDS.items()]
+    lines += [f"  {name:10}{summary}" for name, (_, summary) in ELSEWHERE.items()]
+    return "\n".join(
+        ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]
+    )
+
+
+def _summary(settings: type[Settings]) -> str:
+    return (settings.__doc__ or "").splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()

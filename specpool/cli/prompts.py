@@ -1,0 +1,78 @@
+"""Prompts from a JSONL file: a line is {"id", "prompt"} or {"id", "messages": [{"role", "content"}, ...]}."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from specpool.client import Chat
+
+
+class PromptFileError(ValueError):
+    """A line is not what it must be; the message names it."""
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One line. `id` is any JSON value, and is returned as it came."""
+
+    id: object
+    prompt: str | Chat
+
+
+def read_prompt_file(path: Path) -> list[PromptLine]:
+    """All lines of a file, or of standard input for `-`. OSError, ValueError."""
+    if str(path) == "-":
+        return read_prompts(read_standard_input().split("\n"))
+    with path.open(encoding="utf-8") as file:
+        return read_prompts(file)
+
+
+def read_standard_input() -> str:
+    """All of it. OSError, UnicodeDecodeError."""
+    if sys.stdin is None:
+        raise OSError("it is closed")
+    return sys.stdin.read()
+
+
+def read_prompts(lines: Iterable[str]) -> list[PromptLine]:
+    """All lines that are not blank. PromptFileError."""
+    return [_parse(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def own_prompts() -> list[PromptLine]:
+    """A small set of chat prompts that comes with Specpool."""
+    return read_prompts((files(__package__) / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
+
+
+def _parse(number: int, line: str) -> PromptLine:
+    try:
+        record = json.loads(line)
+        # What Python reads and others do not: half a surrogate pair is no text, and NaN no number.
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise PromptFileError(f"line {number}: has half of a surrogate pair, which is no text") from None
+    except ValueError as error:
+        raise PromptFileError(f"line {number}: not JSON ({error})") from None
+    except RecursionError:
+        raise PromptFileError(f"line {number}: is nested too deeply") from None
+    if not isinstance(record, dict) or "id" not in record or ("prompt" in record) == ("messages" in record):
+        raise PromptFileError(f'line {number}: must be an object with "id" and either "prompt" or "messages"')
+    if unknown := record.keys() - {"id", "prompt", "messages"}:
+        raise PromptFileError(f"line {number}: unknown key {', '.join(map(json.dumps, sorted(unknown)))}")
+    if "prompt" in record:
+        if not isinstance(record["prompt"], str):
+            raise PromptFileError(f'line {number}: "prompt" must be a string')
+        return PromptLine(record["id"], record["prompt"])
+    messages = record["messages"]
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise PromptFileError(f'line {number}: "messages" must be a list of {{"role": string, "content": string}}')
+    return PromptLine(record["id"], messages)
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        return False
+    return all(isinstance(value, str) for value in message.values())

@@ -1,0 +1,167 @@
+"""`specpool up`: coordinator, draft worker and target worker on this machine, as three processes."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+from pydantic import Field
+
+from coordinator.scheduling.sequence import DraftMethod
+from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName
+from rpc.channel import join_address
+from rpc.settings import UINT32_MAX, ListeningSettings
+from specpool.cli.processes import KILL_AFTER_SECONDS, ProcessFailedError, Service, end, kill, start_module
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class UpSettings(ListeningSettings):
+    """Runs coordinator, draft worker and target worker on this machine. Without models: the embedded pair."""
+
+    port: int = Field(50050, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
+    target: str | None = Field(
+        None, description="target model: hub id, folder or GGUF file; default: the embedded pair's"
+    )
+    draft: str | None = Field(
+        None, description='draft model; "none": plain decoding; default: the embedded pair\'s, with its target only'
+    )
+    target_device: str = Field("auto", description="device of the target")
+    draft_device: str = Field("auto", description="device of the draft; with two GPUs name cuda:1")
+    threads: int = Field(
+        default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024, description="CPU threads of each worker"
+    )
+    window_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time")
+    max_batch_size: int | None = Field(None, ge=1, le=MAX_WINDOW_SIZE, description="sequences in a round; default: all")
+    policy: PolicyName = Field("ragged", description="who is batched with whom: ragged, exspec or eqspec")
+    prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
+    kv_layout: Literal["slots", "padded"] = Field("slots", description="where sequences lie in both workers' caches")
+    max_model_len: int = Field(2048, ge=16, le=UINT32_MAX, description="positions a sequence can have")
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_SPECULATIVE_TOKENS,
+        description="draft tokens per round unless a request says otherwise; default: as many as pay for themselves",
+    )
+    draft_method: DraftMethod = Field(
+        DraftMethod.BEST, description="who drafts: model, ngram (prompt lookup), or best: whoever promises more"
+    )
+
+
+@asynccontextmanager
+async def running(settings: UpSettings) -> AsyncIterator[str]:
+    """All processes serving; yields the coordinator's address. ProcessFailedError.
+
+    Signals that ask us to stop cancel the calling task, so that no process is left behind.
+    """
+    services: list[Service] = []
+    watchers: list[asyncio.Task[None]] = []
+    stop_signals = _cancel_on_signals()
+    try:
+        services += _services(settings, *await _models(settings))
+        for service in services:
+            await service.start()
+        await asyncio.gather(*(service.wait_serving() for service in services))
+        watchers = [asyncio.create_task(service.keep_running()) for service in services]
+        yield services[-1].address
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        try:
+            # The coordinator first: it drains with the help of the workers.
+            for service in reversed(services):
+                await service.stop(settings.drain_seconds)
+        finally:  # a second signal comes here at once
+            await kill([service.process for service in services if service.process is not None])
+            for number in stop_signals:
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def up(settings: UpSettings) -> int:
+    """Runs the command until SIGTERM or Ctrl-C; returns its exit status."""
+    try:
+        asyncio.run(_serve(settings))
+    except ProcessFailedError as error:
+        print(f"specpool up: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:  # a signal asked us to stop
+        return 0
+    return 0
+
+
+async def _serve(settings: UpSettings) -> None:
+    async with running(settings) as address:
+        print(f"specpool is serving at {address}", flush=True)
+        await asyncio.Event().wait()
+
+
+def _cancel_on_signals() -> list[signal.Signals]:
+    """Lets signals cancel the calling task; returns which. Under `nohup` a terminal that hangs up is none."""
+    caller = asyncio.current_task()
+    assert caller is not None
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    numbers = [number for number in STOP_SIGNALS if number not in ignored]
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, caller.cancel)
+    return numbers
+
+
+async def _models(settings: UpSettings) -> tuple[str, str | None]:
+    """Target and draft to run; the embedded pair, made if need be, where the settings name none."""
+    draft = None if settings.draft == "none" else settings.draft
+    if settings.target is not None:
+        return settings.target, draft
+    # In a process of its own, because making the pair needs torch and this process does not.
+    making = await start_module("engine.models.embedded_pair", stdout=asyncio.subprocess.PIPE)
+    try:
+        printed, _ = await making.communicate()
+    finally:
+        await end(making, KILL_AFTER_SECONDS)
+    if making.returncode != 0:
+        raise ProcessFailedError("the embedded pair could not be made")
+    pair = json.loads(printed)
+    return pair["target"], pair["draft"] if settings.draft is None else draft
+
+
+def _services(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
+    shared = ["--max-model-len", str(settings.max_model_len), "--max-sequences", str(settings.window_size)]
+    shared += ["--kv-layout", settings.kv_layout, "--threads", str(settings.threads), *_server_flags(settings)]
+    workers = [_worker("target", target, settings.target_device, shared)]
+    if draft is not None:
+        workers.append(_worker("draft", draft, settings.draft_device, shared))
+    port = settings.port or free_port()
+    arguments = ["--host", settings.host, "--port", str(port), "--window-size", str(settings.window_size)]
+    arguments += ["--policy", settings.policy, *_server_flags(settings)]
+    arguments += ["--max-batch-size", str(settings.max_batch_size or settings.window_size)]
+    if settings.num_speculative_tokens is not None:
+        arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
+    arguments += ["--draft-method", settings.draft_method]
+    arguments += ["--prefix-reuse" if settings.prefix_reuse else "--no-prefix-reuse"]
+    for worker in workers:
+        arguments += [f"--{worker.name.split()[0]}-address", worker.address]
+    address = join_address(REACHABLE.get(settings.host, settings.host), port)
+    return [*workers, Service("coordinator", "coordinator.server", arguments, address)]
+
+
+def _worker(kind: str, model: str, device: str, shared: list[str]) -> Service:
+    port = free_port()
+    arguments = ["--model", model, "--device", device, "--port", str(port), *shared]
+    return Service(f"{kind} worker", f"{kind}_worker.server", arguments, f"127.0.0.1:{port}")
+
+
+def _server_flags(settings: UpSettings) -> list[str]:
+    return ["--drain-seconds", str(settings.drain_seconds), "--log-level", settings.log_level]
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,8 @@
+"""Typed Python clients of a coordinator: `Client`, and `AsyncClient` for asyncio."""
+
+from specpool.client.aio import AsyncClient
+from specpool.client.requests import Chat, GenerateOptions, Prompt, make_request
+from specpool.client.retries import DivergedError
+from specpool.client.sync import Client
+
+__all__ = ["AsyncClient", "Chat", "Client", "DivergedError", "GenerateOptions", "Prompt", "make_request"]

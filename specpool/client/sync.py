@@ -1,0 +1,82 @@
+"""The client for programs without asyncio; it may be used from several threads."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from rpc.channel import open_blocking_channel
+from specpool.client.requests import GenerateOptions, Prompt, make_request
+from specpool.client.retries import Replay, Retries
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import generation_pb2_grpc
+
+
+class Client:
+    """Use as a context manager. Calls raise `grpc.RpcError` if the server refuses them, or stays unavailable."""
+
+    def __init__(self, address: str, retry_seconds: float = 30.0) -> None:
+        """`address`: "host:port" of a coordinator. `retry_seconds`: patience with one that is unavailable; 0: none."""
+        self._channel = open_blocking_channel(address)
+        self._retry_seconds = retry_seconds
+        self.stub: generation_pb2_grpc.GenerationServiceStub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+
+    def generate(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> pb.GenerateResponse:
+        """The whole answer. The timeout frees the request on the server."""
+        request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
+        while True:
+            try:
+                return self.stub.Generate(request, timeout=retries.remaining)
+            except grpc.RpcError as error:
+                pause = retries.pause(error)
+            time.sleep(pause)
+
+    def stream(
+        self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Iterator[pb.GenerateStreamResponse]:
+        """The answer in pieces; the last message is `complete`. Closing the iterator frees the request on the server.
+
+        A stream that breaks off is asked for again and goes on where it broke. DivergedError if it cannot.
+        """
+        request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
+        request.request_id = request.request_id or uuid.uuid4().hex  # of all attempts, so that `abort` finds it
+        replay = Replay()
+        while True:
+            replay.begin()
+            call = self.stub.GenerateStream(request, timeout=retries.remaining)
+            try:
+                for message in call:
+                    if (fresh := replay.fresh(message)) is not None:
+                        retries.progress()
+                        yield fresh
+                return
+            except grpc.RpcError as error:
+                pause = retries.pause(error)
+            finally:
+                call.cancel()
+            time.sleep(pause)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in flight; its caller gets what there is."""
+        self.stub.Abort(pb.AbortRequest(request_id=request_id))
+
+    def model_info(self) -> pb.GetModelInfoResponse:
+        """Models and limits."""
+        return self.stub.GetModelInfo(pb.GetModelInfoRequest())
+
+    def server_info(self) -> pb.GetServerInfoResponse:
+        """Load, workers and counters."""
+        return self.stub.GetServerInfo(pb.GetServerInfoRequest())

@@ -1,0 +1,276 @@
+"""Stand-ins for both workers, for tests and benchmarks of all that is not a model: real gRPC servers, no torch.
+
+The fake target "generates" by a hash of the context, so every token depends on all before it: a coordinator that loses,
+repeats or reorders a token is found out. Both fakes keep what they cached as token ids and hold the coordinator to the
+protocol. `FakeTarget.continuation` says what plain decoding gives.
+"""
+
+import asyncio
+import math
+import random
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
+
+VOCAB_SIZE = 257
+EOS_TOKEN_ID = 256
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer with one token per byte and an end-of-sequence token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+class FakeWorker:
+    """Slots and caches of a worker, with knobs for what can go wrong."""
+
+    def __init__(
+        self,
+        slots: int = 16,
+        max_model_len: int = 4096,
+        fingerprint: str = "fake",
+        device: str = "cpu",
+        pass_seconds: Callable[[int], float] | None = None,
+    ) -> None:
+        """`pass_seconds`: what a pass takes by its new tokens; None: as long as it takes."""
+        self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
+        self.pass_seconds = pass_seconds
+        self.busy = False
+        """Whether a round is under way."""
+        self.caches: dict[tuple[str, int], list[int]] = {}
+        self.released: dict[tuple[str, int], list[int]] = {}
+        """What is still there to be copied, while there are more slots than sequences."""
+        self.calls = 0
+        self.forget_every = 0
+        """Every so many rounds all caches are lost, as if the worker had restarted. 0: never."""
+        self.fail_next: list[grpc.StatusCode] = []
+        """Status codes that the next rounds end in, instead of being served."""
+        self._server: grpc.aio.Server | None = None
+        self._health = health.aio.HealthServicer()
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        """Serves; returns the address."""
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._register(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        port = self._server.add_insecure_port(address)
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        """Stops at once, as a killed process would, and forgets everything."""
+        if self._server is not None:
+            await self._server.stop(None)
+        self.forget()  # a round that was under way had its part in what there is to forget
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
+        """Describes the fake."""
+        return common_pb2.GetWorkerInfoResponse(
+            model=common_pb2.ModelInfo(
+                model="fake",
+                architecture="fake",
+                dtype="float32",
+                device=self.device,
+                vocab_size=VOCAB_SIZE,
+                max_model_len=self.max_model_len,
+                tokenizer_fingerprint=self.fingerprint,
+                equivalence=common_pb2.EQUIVALENCE_BITWISE,
+            ),
+            load=common_pb2.WorkerLoad(slots_total=self.slots, slots_in_use=len(self.caches)),
+            costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
+            if self.pass_seconds is not None
+            else None,
+        )
+
+    async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:
+        """Frees sequences."""
+        keys = [(request.coordinator_id, sequence_id) for sequence_id in request.sequence_ids]
+        held = [key for key in dict.fromkeys(keys) if key in self.caches]
+        self.released.update((key, self.caches.pop(key)) for key in held)
+        return common_pb2.ReleaseResponse(released=len(held))
+
+    def forget(self) -> None:
+        """Loses everything, as a restart would."""
+        self.caches.clear()
+        self.released.clear()
+
+    async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
+        """`passes`: the new tokens of each."""
+        if self.pass_seconds is not None:
+            self.busy = True
+            await asyncio.sleep(sum(map(self.pass_seconds, passes)))
+            self.busy = False
+        self.calls += 1
+        if self.forget_every and self.calls % self.forget_every == 0:
+            self.forget()
+        if self.fail_next:
+            await context.abort(self.fail_next.pop(0), "told to fail")
+
+    def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
+        """The status of an item and the tokens cached once its own are appended."""
+        assert item.token_ids, "an item without tokens"
+        is_first = item.base_length == 0 or item.HasField("prefix_sequence_id")
+        assert is_first == item.HasField("sampling"), "sampling parameters belong to first contact"
+        cache = self.caches.get(key)
+        if cache is None and item.HasField("prefix_sequence_id"):
+            source = (key[0], item.prefix_sequence_id)
+            cache = self.released.get(source, self.caches.get(source))
+        if item.base_length and (cache is None or len(cache) < item.base_length):
+            return common_pb2.ITEM_STATUS_CACHE_MISS, []
+        if key not in self.caches and len(self.caches) >= self.slots:
+            return common_pb2.ITEM_STATUS_NO_SLOT, []
+        tokens = [*(cache or [])[: item.base_length], *item.token_ids]
+        self.caches[key] = tokens
+        while len(self.caches) + len(self.released) > self.slots:
+            del self.released[next(iter(self.released))]
+        return common_pb2.ITEM_STATUS_OK, tokens
+
+
+class FakeTarget(FakeWorker):
+    """`eos_rate`: share of contexts whose next token is the end of the sequence."""
+
+    def __init__(self, eos_rate: float = 0.0, **knobs: Any) -> None:
+        super().__init__(**knobs)
+        self._eos_rate = eos_rate
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
+
+    def choose(self, context: Sequence[int]) -> int:
+        """The next token after these."""
+        digest = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in context))
+        return EOS_TOKEN_ID if digest % 10_000 < self._eos_rate * 10_000 else digest // 10_000 % EOS_TOKEN_ID
+
+    def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
+        """What plain decoding gives: `count` tokens, fewer if the sequence ends before."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + count and EOS_TOKEN_ID not in tokens[len(prompt) :]:
+            tokens.append(self.choose(tokens))
+        return tokens[len(prompt) :]
+
+    async def GetTokenizer(self, request: Any, context: Any) -> target_worker_pb2.GetTokenizerResponse:
+        """One token per byte."""
+        return target_worker_pb2.GetTokenizerResponse(
+            tokenizer_json=byte_tokenizer().to_str().encode(),
+            chat_template=CHAT_TEMPLATE,
+            eos_token_ids=[EOS_TOKEN_ID],
+        )
+
+    async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
+        """Verifies by the hash."""
+        began = time.perf_counter_ns()
+        await self._begin_round(context, [sum(len(i.token_ids) + len(i.draft_token_ids) for i in request.items)])
+        results = [self._verify((request.coordinator_id, item.sequence_id), item) for item in request.items]
+        forward_ns = time.perf_counter_ns() - began
+        return target_worker_pb2.VerifyResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+
+    async def VerifyStream(
+        self, requests: AsyncIterator[target_worker_pb2.VerifyRequest], context: Any
+    ) -> AsyncIterator[target_worker_pb2.VerifyResponse]:
+        """Round after round."""
+        async for request in requests:
+            yield await self.Verify(request, context)
+
+    def _verify(self, key: tuple[str, int], item: target_worker_pb2.VerifyItem) -> target_worker_pb2.VerifyResult:
+        status, tokens = self._realign(key, item)
+        if status != common_pb2.ITEM_STATUS_OK:
+            return target_worker_pb2.VerifyResult(sequence_id=item.sequence_id, status=status)
+        gained: list[int] = []
+        if not item.prefill_only:
+            for draft in item.draft_token_ids:
+                if draft != self.choose(tokens):
+                    break
+                tokens.append(draft)
+                gained.append(draft)
+            gained.append(self.choose(tokens))
+        return target_worker_pb2.VerifyResult(
+            sequence_id=item.sequence_id, status=status, token_ids=gained, cached_length=len(tokens)
+        )
+
+
+class FakeDraft(FakeWorker):
+    """Drafts what `target` would choose, each token with probability `acceptance`, else another."""
+
+    def __init__(self, target: FakeTarget, acceptance: float = 0.7, **knobs: Any) -> None:
+        super().__init__(**knobs)
+        self._target, self._acceptance = target, acceptance
+        self._chance = random.Random(0)
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
+
+    async def Propose(self, request: draft_worker_pb2.ProposeRequest, context: Any) -> draft_worker_pb2.ProposeResponse:
+        """Drafts every item."""
+        began = time.perf_counter_ns()
+        lengths = self._lengths(request)
+        await self._begin_round(context, [sum(k > j for k in lengths) for j in range(max(lengths, default=0))])
+        results = [
+            self._propose((request.coordinator_id, item.sequence_id), item, length)
+            for item, length in zip(request.items, lengths, strict=True)
+        ]
+        forward_ns = time.perf_counter_ns() - began
+        return draft_worker_pb2.ProposeResponse(round_id=request.round_id, results=results, forward_ns=forward_ns)
+
+    async def ProposeStream(
+        self, requests: AsyncIterator[draft_worker_pb2.ProposeRequest], context: Any
+    ) -> AsyncIterator[draft_worker_pb2.ProposeResponse]:
+        """Round after round."""
+        async for request in requests:
+            yield await self.Propose(request, context)
+
+    def _lengths(self, request: draft_worker_pb2.ProposeRequest) -> list[int]:
+        """Tokens that are drafted for each item: as many as are wanted, or until one of its tokens, or a step for all,
+        gains too little."""
+        lengths = [min(1, item.num_draft_tokens) for item in request.items]
+        for step in range(1, max((item.num_draft_tokens for item in request.items), default=0)):
+            gains = {
+                index: self._gain(item, step)
+                for index, item in enumerate(request.items)
+                if item.num_draft_tokens > step == lengths[index] and self._gain(item, step) >= 0
+            }
+            if not gains or sum(gains.values()) < request.step_cost:
+                break
+            for index in gains:
+                lengths[index] += 1
+        return lengths
+
+    def _gain(self, item: draft_worker_pb2.ProposeItem, step: int) -> float:
+        next_chance = item.next_chance if item.HasField("next_chance") else 1.0
+        return self._acceptance**step * next_chance - item.min_chance if item.min_chance else math.inf
+
+    def _propose(
+        self, key: tuple[str, int], item: draft_worker_pb2.ProposeItem, length: int
+    ) -> draft_worker_pb2.ProposeResult:
+        status, tokens = self._realign(key, item)
+        if status != common_pb2.ITEM_STATUS_OK:
+            return draft_worker_pb2.ProposeResult(sequence_id=item.sequence_id, status=status)
+        draft: list[int] = []
+        for _ in range(length):
+            choice = self._target.choose([*tokens, *draft])
+            draft.append(choice if self._chance.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
+        self.caches[key] = [*tokens, *draft[:-1]]
+        return draft_worker_pb2.ProposeResult(
+            sequence_id=item.sequence_id,
+            status=status,
+            draft_token_ids=draft,
+            cached_length=len(self.caches[key]),
+            confidences=[self._acceptance] * len(draft) if item.min_chance else [],
+        )

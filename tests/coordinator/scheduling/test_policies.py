@@ -1,0 +1,150 @@
+"""Every policy gives the tokens of plain decoding, in every KV layout, whatever the batch and the draft length."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mixes import MAX_TOKENS, Case, assert_equal, cases, make_prompt, make_request, play
+from pair_service import LogitsTap, PairService, serving_coordinator, serving_pair
+
+from coordinator.scheduling.grouping import POLICIES
+from engine.cache.layout import LAYOUTS
+from specpool.v1 import generation_pb2 as pb
+
+EVERY_POLICY, EVERY_LAYOUT = sorted(POLICIES), sorted(LAYOUTS)
+# Two pairs of equal lengths, and others.
+LENGTHS = (20, 20, 5, 63, 5, 130, 20, 41)
+
+
+class Workers:
+    """A pair of workers for each layout; coordinators of any kind come and go before them."""
+
+    def __init__(self, runner: asyncio.Runner, services: dict[str, PairService], taps: list[LogitsTap]) -> None:
+        self.runner, self.services, self._taps = runner, services, taps
+        self._plain: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+
+    @property
+    def compared(self) -> int:
+        return sum(tap.compared for tap in self._taps)
+
+    @property
+    def different(self) -> list[tuple[int, ...]]:
+        """Contexts whose logits were not the same bits in every batch, policy and layout."""
+        return [context for tap in self._taps for context in tap.different]
+
+    async def plain(self, case: Case) -> list[int]:
+        """What the target alone gives in slots, with nothing beside it."""
+        key = (case.prompt, case.ignore_eos)
+        if key not in self._plain:
+            alone = make_request(Case(case.prompt, MAX_TOKENS, 0, case.ignore_eos, 0, None))
+            self._plain[key] = list((await self.services["slots"].client.stub.Generate(alone)).token_ids)
+        return self._plain[key][: case.max_tokens]
+
+    async def check(self, layout: str, mix: list[Case], **coordinator: Any) -> pb.ServerCounters:
+        """Plays a mix with a coordinator of its own, and compares."""
+        expected = [await self.plain(case) for case in mix]
+        links = self.services[layout].process.coordinator
+        assert links.draft is not None
+        addresses = links.target.address, links.draft.address
+        async with serving_coordinator(*addresses, **coordinator) as (client, _):
+            assert_equal(mix, await asyncio.gather(*(play(client, case) for case in mix)), expected)
+            await self.services[layout].wait_idle()
+            info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert info.target.load.kv_layout == info.draft.load.kv_layout == layout
+        return info.counters
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_pair: tuple[Path, Path]) -> Iterator[Workers]:
+    with asyncio.Runner() as runner:
+        contexts = {
+            layout: serving_pair(
+                *tiny_pair, worker={"max_sequences": 12, "max_forward_tokens": 96, "kv_layout": layout}
+            )
+            for layout in EVERY_LAYOUT
+        }
+        services = {layout: runner.run(context.__aenter__()) for layout, context in contexts.items()}
+        seen: dict[tuple[int, ...], bytes] = {}
+        taps = []
+        for service in services.values():
+            taps.append(LogitsTap(runner.run(service.target.run(lambda backend: backend.engine)), seen))
+            assert runner.run(service.target.run(lambda backend: backend.info())).bitwise
+        yield Workers(runner, services, taps)
+        for context in contexts.values():
+            runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 7])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("policy", EVERY_POLICY)
+def test_tokens_are_those_of_plain_decoding(workers: Workers, policy: str, layout: str, batch: int, k: int) -> None:
+    mix = [Case(make_prompt((i % 3, n)), 10 + i, k, True, 0, None) for i, n in enumerate(LENGTHS)]
+    counters = workers.runner.run(
+        workers.check(layout, mix, policy=policy, max_batch_size=batch, window_size=2 * batch, prefill_tokens=64)
+    )
+    assert not workers.different
+    assert len(counters.grouping.group_sizes) <= batch
+    assert bool(counters.draft_tokens) == bool(k)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policy=st.sampled_from(EVERY_POLICY),
+    layout=st.sampled_from(EVERY_LAYOUT),
+    batch=st.sampled_from([1, 3, 8]),
+    window=st.integers(1, 12),
+    least=st.integers(1, 8),
+    wait=st.integers(0, 5),
+    prefer=st.sampled_from(["largest", "oldest"]),
+    admission=st.sampled_from(["arrival", "length"]),
+    mix=st.lists(cases, min_size=1, max_size=12),
+)
+def test_whatever_the_settings_the_lengths_and_the_arrivals(
+    workers: Workers,
+    policy: str,
+    layout: str,
+    batch: int,
+    window: int,
+    least: int,
+    wait: int,
+    prefer: str,
+    admission: str,
+    mix: list[Case],
+) -> None:
+    grouping = {"min_group_size": min(least, batch), "max_wait_rounds": wait, "prefer_group": prefer}
+    pool = {"max_batch_size": batch, "window_size": window, "admission": admission, "prefill_tokens": 16}
+    workers.runner.run(workers.check(layout, mix, policy=policy, **grouping, **pool))
+    assert not workers.different
+
+
+def test_logits_were_compared_across_layouts(workers: Workers) -> None:
+    """The tests above are about something: the same contexts came in both layouts."""
+    before = workers.compared
+    mix = [Case(make_prompt((0, 33)), MAX_TOKENS, 4, True, 0, None)]
+    for layout in EVERY_LAYOUT:
+        workers.runner.run(workers.check(layout, mix))
+    assert workers.compared - before > MAX_TOKENS
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+def test_realignment_is_timed(workers: Workers, layout: str) -> None:
+    mix = [Case(make_prompt((i, 10 * i + 5)), MAX_TOKENS, 4, True, 0, None) for i in range(3)]
+    seconds = workers.runner.run(workers.check(layout, mix)).stage_seconds
+    assert set(seconds) == {"draft", "verify", "realign", "wire", "schedule"}
+    assert all(spent > 0 for spent in seconds.values())
+
+
+def test_exspec_finds_sequences_of_the_same_length(workers: Workers) -> None:
+    """Prompts of equal length without drafts stay equal to the end; ragged lengths beside them make it fall back."""
+    equal = [Case(make_prompt((i, 20)), MAX_TOKENS, 0, True, 0, None) for i in range(3)]
+    limits = {"policy": "exspec", "max_batch_size": 4, "min_group_size": 2, "prefill_tokens": 512}
+    counters = workers.runner.run(workers.check("padded", equal, **limits))
+    assert counters.grouping.same_length_rounds > MAX_TOKENS // 2
+    unequal = [Case(make_prompt((i, 20 + 30 * i)), MAX_TOKENS, 0, True, 0, None) for i in range(3)]
+    counters = workers.runner.run(workers.check("padded", unequal, **limits))
+    assert counters.grouping.fallback_rounds == counters.grouping.mixed_rounds > MAX_TOKENS // 2

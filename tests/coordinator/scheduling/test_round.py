@@ -1,0 +1,547 @@
+"""Rounds against plain decoding: both workers are dictionaries of tokens here, and fail in every way they may."""
+
+import random
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.scheduling.round import (
+    DRAFT_REST_ROUNDS,
+    FEW_TOKENS,
+    DraftOrder,
+    ItemStatus,
+    Proposal,
+    ProposeItem,
+    Round,
+    Verdict,
+    VerifyItem,
+)
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
+
+VOCAB_SIZE = 11
+DRAFT_VOCAB_SIZE = 13
+NO_LIMIT = 10_000
+# After so many rounds workers behave: with a budget of one token, a cache that is lost all the time is never rebuilt.
+TROUBLED_ROUNDS = 150
+
+
+def choose(context: Iterable[int]) -> int:
+    """The target's next token."""
+    return zlib.crc32(bytes(context)) % VOCAB_SIZE
+
+
+def decode_plainly(request: GenerationRequest) -> list[int]:
+    tokens = list(request.prompt_ids)
+    while len(tokens) < len(request.prompt_ids) + request.max_tokens:
+        tokens.append(choose(tokens))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.prompt_ids) :]
+
+
+@dataclass
+class Worker:
+    """Slots and caches as the protocol describes them."""
+
+    slots: int = NO_LIMIT
+    caches: dict[int, list[int]] = field(default_factory=dict)
+    released: dict[int, list[int]] = field(default_factory=dict)
+
+    def realign(self, item: ProposeItem | VerifyItem) -> ItemStatus:
+        cached, source = self.caches.get(item.sequence_id), item.prefix_sequence_id
+        if cached is None and source is not None:
+            cached = self.released.get(source, self.caches.get(source))
+        if item.base_length > len(cached or []):
+            return ItemStatus.CACHE_MISS
+        if item.sequence_id not in self.caches and len(self.caches) >= self.slots:
+            return ItemStatus.NO_SLOT
+        self.caches[item.sequence_id] = [*(cached or [])[: item.base_length], *item.token_ids]
+        return ItemStatus.OK
+
+    def release(self, sequence_id: int) -> None:
+        if sequence_id in self.caches:
+            self.released[sequence_id] = self.caches.pop(sequence_id)
+
+    def forget(self) -> None:
+        self.caches.clear()
+        self.released.clear()
+
+    def verify(self, item: VerifyItem) -> Verdict:
+        status = self.realign(item)
+        if status is not ItemStatus.OK:
+            return Verdict(item.sequence_id, status, (), 0)
+        tokens, gained = self.caches[item.sequence_id], []
+        for draft in item.draft_token_ids:
+            if item.prefill_only or draft != choose(tokens):
+                break
+            tokens.append(draft)
+            gained.append(draft)
+        if not item.prefill_only:
+            gained.append(choose(tokens))
+        return Verdict(item.sequence_id, status, tuple(gained), len(tokens))
+
+    def propose(self, item: ProposeItem, is_right: list[bool]) -> Proposal:
+        status = self.realign(item)
+        if status is not ItemStatus.OK:
+            return Proposal(item.sequence_id, status, (), 0)
+        tokens = self.caches[item.sequence_id]
+        start = len(tokens)
+        for right in is_right[: item.num_draft_tokens]:
+            tokens.append(choose(tokens) if right else DRAFT_VOCAB_SIZE - 1 - choose(tokens))
+        drafts = tuple(tokens[start:])
+        del tokens[max(start, len(tokens) - 1) :]  # a last draft token is not fed
+        return Proposal(item.sequence_id, status, drafts, len(tokens))
+
+
+def check_first_contact(item: ProposeItem | VerifyItem, sequence: Sequence, cached: int, prefix: Prefix | None) -> None:
+    """A worker is told what to copy and how to choose when it knows nothing of the sequence, and only then."""
+    source = prefix.source.sequence_id if prefix is not None and item.base_length and not cached else None
+    assert item.prefix_sequence_id == source
+    assert item.beginning is (None if cached else sequence.request)
+
+
+def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget: int, draft_max_len: int) -> None:
+    by_id = {sequence.sequence_id: sequence for sequence in group}
+    long = 0
+    for item in items:
+        sequence = by_id.pop(item.sequence_id)
+        length = len(sequence.token_ids)
+        end = item.base_length + len(item.token_ids)
+        assert item.token_ids
+        assert item.base_length == min(sequence.draft_base, length - 1)
+        check_first_contact(item, sequence, sequence.draft_length, sequence.draft_prefix)
+        assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
+        assert 0 <= item.num_draft_tokens <= sequence.request.num_speculative_tokens
+        assert item.num_draft_tokens <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
+        assert item.num_draft_tokens == 0 or end == length
+        assert end + max(0, item.num_draft_tokens - 1) <= draft_max_len
+        long += len(item.token_ids) if length - item.base_length > FEW_TOKENS else 0
+    assert long <= budget
+
+
+def check_verify_items(group: list[Sequence], items: list[VerifyItem], budget: int) -> None:
+    by_id = {sequence.sequence_id: sequence for sequence in group if sequence.finish is None}
+    long = 0
+    for item in items:
+        sequence = by_id.pop(item.sequence_id)
+        end = item.base_length + len(item.token_ids)
+        assert item.token_ids
+        assert item.base_length == sequence.target_base
+        check_first_contact(item, sequence, sequence.target_length, sequence.target_prefix)
+        assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
+        assert item.prefill_only == (end < len(sequence.token_ids))
+        assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
+        assert len(item.draft_token_ids) <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
+        assert not item.draft_token_ids or len(item.token_ids) == 1
+        long += len(item.token_ids) if len(sequence.token_ids) - item.base_length > FEW_TOKENS else 0
+    assert long <= budget
+    assert not any(sequence.is_decoding for sequence in by_id.values()), "one that decodes was left out"
+
+
+@dataclass
+class Table:
+    """Plays rounds of changing groups until all have finished; `chance` decides about troubles and drafts."""
+
+    sequences: list[Sequence]
+    budget: int
+    chance: random.Random
+    draft_max_len: int = NO_LIMIT
+    acceptance: float = 0.7
+    trouble: float = 0.0
+    cancel: float = 0.0
+    target: Worker = field(default_factory=Worker)
+    draft: Worker = field(default_factory=Worker)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    went_ahead: int = 0
+
+    def happens(self) -> bool:
+        return self.rounds <= TROUBLED_ROUNDS and self.chance.random() < self.trouble
+
+    def lose_caches(self) -> None:
+        for worker in (self.target, self.draft):
+            if self.happens():
+                worker.forget()
+            for caches in (worker.caches, worker.released):
+                if caches and self.happens():
+                    caches.pop(self.chance.choice(list(caches)))
+
+    def play(self) -> None:
+        unfinished = [sequence for sequence in self.sequences if sequence.finish is None]
+        group = self.chance.sample(unfinished, self.chance.randint(1, len(unfinished)))
+        self.rounds += 1
+        self.lose_caches()
+        round_ = Round(self.rounds, group, self.budget, self.orders(group))
+        self.propose(round_, group)
+        self.verify(round_, group)
+        for sequence in group:
+            if sequence.finish is not None:
+                self.target.release(sequence.sequence_id)
+                self.draft.release(sequence.sequence_id)
+            else:
+                self.check_caches(sequence)
+
+    def orders(self, group: list[Sequence]) -> dict[int, DraftOrder]:
+        """Any for most: by the model, by prompt lookup, both or neither."""
+        return {
+            sequence.sequence_id: DraftOrder(
+                by_model=self.chance.randint(0, 9),
+                worth=self.chance.choice([0.0, 0.5, 1.0]),
+                found=self.found(sequence),
+            )
+            for sequence in group
+            if self.chance.random() < 0.7
+        }
+
+    def found(self, sequence: Sequence) -> tuple[int, ...]:
+        """Tokens that are right, to a random one."""
+        context, found = sequence.token_ids.copy(), list[int]()
+        for _ in range(self.chance.randint(0, max(0, sequence.draft_limit))):
+            token = choose(context)
+            found.append(token if self.chance.random() < self.acceptance else (token + 1) % VOCAB_SIZE)
+            context.append(found[-1])
+        return tuple(found) if self.chance.random() < 0.5 else ()
+
+    def check_caches(self, sequence: Sequence) -> None:
+        """What the sequence believes to be cached is cached, unless all of it was lost."""
+        for worker, length in ((self.target, sequence.target_length), (self.draft, sequence.draft_length)):
+            assert 0 <= length <= len(sequence.token_ids)
+            cached = worker.caches.get(sequence.sequence_id)
+            assert cached is None or cached[:length] == sequence.token_ids[:length]
+
+    def propose(self, round_: Round, group: list[Sequence]) -> None:
+        if self.happens():  # the draft worker is not there
+            return
+        items = round_.propose_items(self.draft_max_len, NO_LIMIT)
+        check_propose_items(group, items, self.budget, self.draft_max_len)
+        is_right = [self.chance.random() < self.acceptance for _ in range(20)]
+        proposals = [self.draft.propose(item, is_right) for item in items]
+        if self.happens():  # it did the work, but its answer is lost
+            return
+        round_.take_proposals([self.spoiled_proposal(proposal) for proposal in proposals], VOCAB_SIZE)
+
+    def spoiled_proposal(self, proposal: Proposal) -> Proposal:
+        if self.happens():
+            return Proposal(proposal.sequence_id, ItemStatus.STALE_ROUND, (), 0)
+        return proposal
+
+    def draft_ahead(self, round_: Round) -> None:
+        items = round_.ahead_items(self.chance.randint(0, 9), self.draft_max_len)
+        for item in items:
+            sequence = next(s for s in self.sequences if s.sequence_id == item.sequence_id)
+            end = item.base_length + 1
+            assert len(item.token_ids) == 1
+            assert item.beginning is None
+            assert end > len(sequence.token_ids)
+            assert end + item.num_draft_tokens <= min(sequence.max_length, self.draft_max_len + 1)
+        is_right = [self.chance.random() < self.acceptance for _ in range(20)]
+        proposals = [self.draft.propose(item, is_right) for item in items]
+        if not self.happens():
+            round_.take_ahead([self.spoiled_proposal(proposal) for proposal in proposals], VOCAB_SIZE)
+            self.went_ahead += len(proposals)
+
+    def verify(self, round_: Round, group: list[Sequence]) -> None:
+        if self.chance.random() < self.cancel:
+            self.cancel_one(group)
+        items = round_.verify_items()
+        check_verify_items(group, items, self.budget)
+        verdicts = [self.target.verify(item) for item in items]
+        if self.chance.random() < 0.5:
+            self.draft_ahead(round_)
+        if self.happens():  # the target's answer is lost
+            return
+        if self.chance.random() < self.cancel:
+            self.cancel_one(group)
+        decoding = {sequence.sequence_id for sequence in group if sequence.is_decoding}
+        before = {sequence.sequence_id: sequence.token_ids.copy() for sequence in group}
+        commits = round_.commit(verdicts)
+        gained = {commit.sequence.sequence_id: list(commit.token_ids) for commit in commits}
+        for sequence in group:
+            assert sequence.token_ids == before[sequence.sequence_id] + gained.get(sequence.sequence_id, [])
+        answered = {verdict.sequence_id for verdict in verdicts if verdict.status is ItemStatus.OK}
+        finished = {sequence.sequence_id for sequence in group if sequence.finish is not None}
+        assert decoding & answered <= set(gained) | finished
+        self.drafted += sum(commit.drafted for commit in commits)
+        self.accepted += sum(commit.accepted for commit in commits)
+
+    def cancel_one(self, group: list[Sequence]) -> None:
+        sequence = self.chance.choice(group)
+        sequence.finish = sequence.finish or Finish(FinishReason.ABORT)
+
+    def play_to_the_end(self) -> None:
+        while any(sequence.finish is None for sequence in self.sequences):
+            self.play()
+            assert self.rounds < 20_000, "it never ends"
+
+
+def sharing(requests: list[GenerationRequest], shared: tuple[int, ...]) -> list[Sequence]:
+    """Sequences of prompts that begin alike; each but the first may copy that from the one before it."""
+    sequences: list[Sequence] = []
+    for i, request in enumerate(requests):
+        sequences.append(Sequence(i, replace(request, prompt_ids=shared + request.prompt_ids)))
+        if i and shared:
+            sequences[i].target_prefix = sequences[i].draft_prefix = Prefix(sequences[i - 1], len(shared))
+    return sequences
+
+
+REQUESTS = st.builds(
+    GenerationRequest,
+    request_id=st.just("r"),
+    prompt_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40).map(tuple),
+    max_tokens=st.integers(1, 24),
+    stop_token_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
+    num_speculative_tokens=st.integers(0, 8),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.lists(REQUESTS, min_size=1, max_size=6),
+    budget=st.integers(1, 60),
+    seed=st.integers(0, 2**32),
+    draft_max_len=st.sampled_from([1, 8, 20, 45, NO_LIMIT]),
+    acceptance=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
+    trouble=st.sampled_from([0.0, 0.02, 0.2]),
+    cancel=st.sampled_from([0.0, 0.02]),
+    draft_slots=st.sampled_from([0, 1, 3, NO_LIMIT]),
+    target_slots=st.sampled_from([1, 2, NO_LIMIT]),
+    shared=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20),
+)
+def test_rounds_give_the_tokens_of_plain_decoding(
+    requests: list[GenerationRequest],
+    budget: int,
+    seed: int,
+    draft_max_len: int,
+    acceptance: float,
+    trouble: float,
+    cancel: float,
+    draft_slots: int,
+    target_slots: int,
+    shared: list[int],
+) -> None:
+    """With `shared` tokens in front of the prompts, which whoever comes later may copy from whoever came before."""
+    table = Table(
+        sharing(requests, tuple(shared)),
+        budget,
+        random.Random(seed),
+        draft_max_len,
+        acceptance,
+        trouble,
+        cancel,
+        Worker(target_slots),
+        Worker(draft_slots),
+    )
+    table.play_to_the_end()
+    for sequence in table.sequences:
+        expected = decode_plainly(sequence.request)
+        assert sequence.finish is not None
+        if sequence.finish.reason is FinishReason.ABORT:
+            assert cancel
+            assert sequence.generated_ids == expected[: sequence.num_generated]
+        else:
+            assert sequence.generated_ids == expected
+    assert sum(sequence.speculation.draft_tokens for sequence in table.sequences) == table.drafted
+    assert sum(sequence.speculation.accepted_tokens for sequence in table.sequences) == table.accepted
+
+
+def make_sequence(
+    prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 40, k: int = 4, sequence_id: int = 0
+) -> Sequence:
+    return Sequence(sequence_id, GenerationRequest("r", tuple(prompt), max_tokens, frozenset(), k))
+
+
+def play_once(
+    sequences: list[Sequence], target: Worker, draft: Worker, is_right: list[bool], budget: int = 100, round_id: int = 1
+) -> tuple[list[ProposeItem], list[VerifyItem]]:
+    round_ = Round(round_id, sequences, budget)
+    asked = round_.propose_items(NO_LIMIT, NO_LIMIT)
+    round_.take_proposals([draft.propose(item, is_right) for item in asked], VOCAB_SIZE)
+    items = round_.verify_items()
+    round_.commit([target.verify(item) for item in items])
+    return asked, items
+
+
+def test_full_acceptance_gains_k_plus_one_and_the_draft_catches_up_on_its_last_token_and_the_bonus() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)  # the prompt
+    play_once([sequence], target, draft, [True] * 4)
+    assert sequence.num_generated == 1 + 5
+    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    expected = decode_plainly(sequence.request)
+    assert item.token_ids == (expected[4], expected[5])
+    assert item.base_length == len(sequence.request.prompt_ids) + 4
+
+
+@pytest.mark.parametrize("accepted", range(4))
+def test_after_a_rejection_the_draft_is_sent_the_recovered_token_only(accepted: int) -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    play_once([sequence], target, draft, [i != accepted for i in range(4)])
+    assert sequence.num_generated == 1 + accepted + 1
+    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    assert item.token_ids == (decode_plainly(sequence.request)[accepted + 1],)
+
+
+def test_a_draft_that_missed_rounds_catches_up_in_one_item() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    for round_id in range(2, 5):  # the draft is away
+        round_ = Round(round_id, [sequence], 100)
+        round_.commit([target.verify(item) for item in round_.verify_items()])
+    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    assert item.token_ids == tuple(decode_plainly(sequence.request)[:4])
+    assert item.num_draft_tokens == 4
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
+    sequence, target, draft = make_sequence([3] * 50), Worker(), Worker()
+    asked, items = play_once([sequence], target, draft, [], budget=16)
+    assert [len(item.token_ids) for item in asked] == [len(item.token_ids) for item in items] == [16]
+    assert items[0].prefill_only
+    assert not items[0].draft_token_ids
+    assert asked[0].num_draft_tokens == 0
+
+
+def test_the_budget_is_one_for_all_who_prefill() -> None:
+    sequences = [make_sequence([i] * 30, sequence_id=i) for i in range(4)]
+    _, items = play_once(sequences, Worker(), Worker(), [], budget=40)
+    assert [(item.sequence_id, len(item.token_ids)) for item in items] == [(0, 30), (1, 10)]
+
+
+@pytest.mark.parametrize("budget", [1, 7, 30])
+def test_those_who_decode_gain_in_every_round_while_others_prefill(budget: int) -> None:
+    newcomers = [make_sequence([i] * 200, sequence_id=i) for i in range(3)]
+    decoding, target, draft = make_sequence(sequence_id=9, max_tokens=100), Worker(), Worker()
+    play_once([decoding], target, draft, [False] * 4)
+    for round_id in range(2, 12):
+        before = decoding.num_generated
+        play_once([*newcomers, decoding], target, draft, [False] * 4, budget, round_id)
+        assert decoding.num_generated == before + 1
+    assert any(sequence.num_generated == 0 for sequence in newcomers)
+
+
+def test_no_draft_is_asked_for_where_only_one_token_remains() -> None:
+    sequence, target, draft = make_sequence(max_tokens=2), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    asked, items = play_once([sequence], target, draft, [True] * 4)
+    assert asked == []
+    assert items[0].draft_token_ids == ()
+    assert sequence.finish == Finish(FinishReason.LENGTH)
+
+
+def test_without_speculation_the_draft_is_never_asked() -> None:
+    sequence, target, draft = make_sequence(k=0, max_tokens=6), Worker(), Worker()
+    while sequence.finish is None:
+        asked, _ = play_once([sequence], target, draft, [True] * 4)
+        assert asked == []
+    assert sequence.generated_ids == decode_plainly(sequence.request)
+    assert sequence.speculation.rounds == 0
+
+
+def test_drafts_that_the_target_does_not_know_end_the_proposal_before_them() -> None:
+    sequence, target = make_sequence(), Worker()
+    play_once([sequence], target, Worker(), [True])
+    round_ = Round(2, [sequence], 100)
+    (asked,) = round_.propose_items(NO_LIMIT, NO_LIMIT)
+    cached_length = len(sequence.token_ids) + 3
+    proposal = Proposal(asked.sequence_id, ItemStatus.OK, (5, VOCAB_SIZE - 1, VOCAB_SIZE, 6), cached_length)
+    round_.take_proposals([proposal], VOCAB_SIZE)
+    assert round_.verify_items()[0].draft_token_ids == (5, VOCAB_SIZE - 1)
+
+
+def test_a_target_that_lost_a_cache_is_sent_everything() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    for _ in range(3):
+        play_once([sequence], target, draft, [True] * 4)
+    target.caches.clear()
+    before = sequence.token_ids.copy()
+    round_ = Round(4, [sequence], 100)
+    commits = round_.commit([target.verify(item) for item in round_.verify_items()])
+    assert (commits, round_.cache_misses) == ([], 1)
+    assert sequence.token_ids == before
+    (item,) = Round(5, [sequence], 100).verify_items()
+    assert (item.base_length, list(item.token_ids), item.prefill_only) == (0, before, False)
+
+
+def test_a_draft_that_lost_a_cache_is_sent_everything_and_the_round_goes_on() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    draft.caches.clear()
+    play_once([sequence], target, draft, [True] * 4)
+    assert sequence.num_generated == 2
+    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    assert (item.base_length, len(item.token_ids), item.num_draft_tokens) == (0, 5, 4)
+
+
+def test_a_draft_without_a_slot_is_left_alone_for_a_while() -> None:
+    sequence, target, draft = make_sequence(max_tokens=100), Worker(), Worker(slots=0)
+    asked = [bool(play_once([sequence], target, draft, [], round_id=i)[0]) for i in range(1, DRAFT_REST_ROUNDS + 3)]
+    assert asked == [True] + [False] * (DRAFT_REST_ROUNDS - 1) + [True, False]
+
+
+def test_a_target_without_a_slot_keeps_the_sequence_waiting() -> None:
+    sequences = [make_sequence(sequence_id=i) for i in range(2)]
+    target = Worker(slots=1)
+    play_once(sequences, target, Worker(), [True])
+    assert [sequence.num_generated for sequence in sequences] == [1, 0]
+    target.caches.clear()
+    target.slots = 2
+    play_once(sequences[1:], target, Worker(), [True])
+    assert sequences[1].num_generated == 1
+
+
+def test_a_stale_answer_gains_nothing_and_loses_nothing() -> None:
+    sequence, target, draft = make_sequence(), Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    before = sequence.token_ids.copy()
+    round_ = Round(2, [sequence], 100)
+    round_.verify_items()
+    assert round_.commit([Verdict(0, ItemStatus.STALE_ROUND, (), 0)]) == []
+    assert sequence.token_ids == before
+    play_once([sequence], target, draft, [True] * 4)
+    assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
+
+
+def test_a_verdict_for_a_sequence_that_ended_meanwhile_is_dropped() -> None:
+    sequence, target = make_sequence(), Worker()
+    round_ = Round(1, [sequence], 100)
+    verdicts = [target.verify(item) for item in round_.verify_items()]
+    sequence.finish = Finish(FinishReason.ABORT)
+    assert round_.commit(verdicts) == []
+    assert sequence.num_generated == 0
+
+
+def test_what_lies_behind_a_stop_is_not_counted_as_accepted() -> None:
+    expected = decode_plainly(make_sequence().request)
+    stop = expected[2]
+    assert stop not in expected[:2]
+    sequence = Sequence(0, GenerationRequest("r", (1, 2, 3), 40, frozenset({stop}), 4))
+    target, draft = Worker(), Worker()
+    play_once([sequence], target, draft, [True] * 4)
+    play_once([sequence], target, draft, [True] * 4)
+    assert sequence.generated_ids == expected[:3]
+    assert sequence.speculation.histogram == [0, 0, 1]
+
+
+def test_what_was_drafted_ahead_is_the_next_rounds_draft() -> None:
+    sequence = Sequence(1, GenerationRequest("r", (1, 2), 40, frozenset(), 3))
+    target, draft = Worker(), Worker()
+    asked = []
+    for number in range(1, 7):
+        round_ = Round(number, [sequence], 100)
+        items = round_.propose_items(NO_LIMIT, NO_LIMIT)
+        asked.append(len(items))
+        round_.take_proposals([draft.propose(item, [True] * 9) for item in items], VOCAB_SIZE)
+        verified = round_.verify_items()
+        ahead = [draft.propose(item, [True] * 9) for item in round_.ahead_items(9, NO_LIMIT)]
+        round_.take_ahead(ahead, VOCAB_SIZE)
+        (commit,) = round_.commit([target.verify(item) for item in verified])
+    # The prompt's round and the first draft's: from then on everything is there before it is needed.
+    assert asked == [1, 1, 0, 0, 0, 0]
+    assert (commit.drafted, commit.accepted) == (3, 3)
+    assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]

@@ -1,0 +1,540 @@
+"""The public API over real sockets, with fakes for workers."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from serving import (
+    RecordingDraft,
+    RecordingTarget,
+    Serving,
+    check_tokens,
+    expected_tokens,
+    make_request,
+    random_request,
+    serving,
+    stream,
+)
+
+from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, FakeDraft, FakeTarget, byte_tokenizer
+from specpool.v1 import generation_pb2 as pb
+
+SERVICE = "specpool.v1.GenerationService"
+
+
+def request_with_text(target: FakeTarget, text: str, **params: Any) -> tuple[pb.GenerateRequest, list[int]]:
+    """A request for a text, and the tokens it must give."""
+    count = params.setdefault("max_tokens", 12)
+    expected = target.continuation(byte_tokenizer().encode(text).ids, count)
+    return pb.GenerateRequest(text=text, sampling_params=pb.SamplingParams(**params)), expected
+
+
+def check_statistics(response: pb.GenerateResponse) -> None:
+    stats = response.speculative_decoding
+    histogram = list(stats.acceptance_histogram)
+    assert sum(histogram) == stats.num_spec_steps
+    assert sum(i * rounds for i, rounds in enumerate(histogram)) == stats.num_accepted_draft_tokens
+    assert stats.num_accepted_draft_tokens <= stats.num_draft_tokens
+    # A round gains one token beyond the accepted ones, unless it was cut at a stop token.
+    cut = response.finish_reason == "stop"
+    assert stats.num_spec_steps + stats.num_accepted_draft_tokens <= response.usage.completion_tokens + cut
+    if stats.num_spec_steps:
+        assert stats.mean_acceptance_length == 1 + stats.num_accepted_draft_tokens / stats.num_spec_steps
+        assert stats.draft_acceptance_rate == stats.num_accepted_draft_tokens / stats.num_draft_tokens
+    else:
+        assert stats.mean_acceptance_length == stats.draft_acceptance_rate == 0
+
+
+@pytest.mark.parametrize("k", range(9))
+async def test_tokens_are_those_of_plain_decoding_for_every_k(k: int) -> None:
+    async with serving() as served:
+        request = make_request(k=k)
+        response = await served.expect(request)
+        assert response.finish_reason == "length"
+        assert not response.WhichOneof("matched_stop")
+        _, complete = await stream(served, request)
+        assert complete.token_ids == response.token_ids
+        assert complete.text == response.text
+        check_statistics(response)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"window_size": 3, "queue_size": 100},
+        {"window_size": 10, "max_batch_size": 3},
+        {"window_size": 1, "max_batch_size": 1, "queue_size": 100},
+        {"prefill_tokens": 5},
+    ],
+    ids=str,
+)
+async def test_tokens_do_not_depend_on_the_company(settings: dict[str, int]) -> None:
+    chance = random.Random(1)
+    requests = [random_request(chance) for _ in range(30)]
+    async with serving(target=RecordingTarget(eos_rate=0.02), **settings) as served:
+        unary = [served.stub.Generate(request) for request in requests[:15]]
+        streams = [stream(served, request) for request in requests[15:]]
+        responses = await asyncio.gather(*unary, *streams)
+        complete = [response if isinstance(response, pb.GenerateResponse) else response[1] for response in responses]
+        for request, response in zip(requests, complete, strict=True):
+            check_tokens(served.target, request, response)
+            check_statistics(response)
+        info = await served.until_idle()
+        assert sum(info.counters.finished.values()) == info.counters.requests == 30
+
+
+async def test_no_round_is_larger_than_the_batch_or_the_window() -> None:
+    async with serving(window_size=6, max_batch_size=4) as served:
+        await asyncio.gather(*(served.expect(make_request([i], 10)) for i in range(20)))
+        sizes = {len(request.items) for request in served.target.requests}
+        assert max(sizes) == 4
+        assert max(served.target.held) == 6
+
+
+async def test_text_and_chat_are_tokenized_as_the_target_does() -> None:
+    async with serving() as served:
+        request, expected = request_with_text(served.target, "Grüße, 世界")
+        response = await served.stub.Generate(request)
+        assert list(response.token_ids) == expected
+        assert response.text == byte_tokenizer().decode(expected)
+        assert response.usage.prompt_tokens == len("Grüße, 世界".encode())
+
+        chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")])
+        request = pb.GenerateRequest(chat=chat, sampling_params=pb.SamplingParams(max_tokens=5))
+        prompt = byte_tokenizer().encode("user: hi\n").ids
+        assert list((await served.stub.Generate(request)).token_ids) == served.target.continuation(prompt, 5)
+
+
+async def test_streamed_text_is_the_whole_text_also_where_bytes_make_no_character() -> None:
+    async with serving() as served:
+        for i in range(20):
+            request = make_request([i], max_tokens=30 + i)
+            chunks, complete = await stream(served, request)
+            check_tokens(served.target, request, complete)
+            assert complete.text == byte_tokenizer().decode(expected_tokens(served.target, request))
+            assert not any(chunk.text.endswith("\ufffd") for chunk in chunks[:-1])
+
+
+class EuroTarget(RecordingTarget):
+    """Says nothing but euro signs."""
+
+    def choose(self, context: Any) -> int:
+        euro = byte_tokenizer().encode("€").ids
+        return euro[(euro.index(context[-1]) + 1) % 3] if context[-1] in euro else euro[0]
+
+
+@pytest.mark.parametrize("max_tokens", [30, 31, 32])
+async def test_a_reader_who_lags_behind_gets_the_same_text(max_tokens: int) -> None:
+    async with serving(target=EuroTarget(), with_draft=False) as served:
+        generate = served.process.coordinator.generate
+        served.process.coordinator.generate = lambda *request: Lagging(generate(*request))  # type: ignore[method-assign]
+        _, complete = await stream(served, make_request(max_tokens=max_tokens))
+        assert complete.text == byte_tokenizer().decode(list(complete.token_ids))
+
+
+class Lagging:
+    """A generation whose caller looks only after it has ended."""
+
+    def __init__(self, generation: Any) -> None:
+        self._generation = generation
+
+    async def __aenter__(self) -> Any:
+        entered = await self._generation.__aenter__()
+        while entered.samples[0].sequence.finish is None:  # noqa: ASYNC110 - nothing tells when a generation ends but its pieces
+            await asyncio.sleep(0.001)
+        return entered
+
+    async def __aexit__(self, *error: object) -> Any:
+        return await self._generation.__aexit__(*error)
+
+
+def prompt_that_ends(target: FakeTarget, within: int) -> list[int]:
+    """A prompt after which the sequence ends, but not at once."""
+    return next([i, j] for i in range(256) for j in range(256) if 3 < len(target.continuation([i, j], within)) < within)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+async def test_the_end_of_the_sequence_stops_and_is_no_text(k: int) -> None:
+    async with serving(target=RecordingTarget(eos_rate=0.1)) as served:
+        prompt = prompt_that_ends(served.target, 30)
+        response = await served.expect(make_request(prompt, 30, k))
+        assert response.finish_reason == "stop"
+        assert response.token_ids[-1] == response.matched_token_id == EOS_TOKEN_ID
+        assert response.text == byte_tokenizer().decode(list(response.token_ids[:-1]))
+        _, complete = await stream(served, make_request(prompt, 30, k))
+        assert complete.text == response.text
+
+
+async def test_ignore_eos_goes_on() -> None:
+    async with serving(target=RecordingTarget(eos_rate=0.1)) as served:
+        prompt = prompt_that_ends(served.target, 30)
+        response = await served.expect(make_request(prompt, 30, ignore_eos=True))
+        assert EOS_TOKEN_ID in response.token_ids
+        assert (response.finish_reason, len(response.token_ids)) == ("length", 30)
+
+
+@pytest.mark.parametrize("k", [0, 3, 8])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_stop_tokens_stop_where_they_first_occur(k: int, ignore_eos: bool) -> None:
+    async with serving(draft=None, target=RecordingTarget()) as served:
+        expected = served.target.continuation([9, 9], 40)
+        stop = expected[17]
+        request = make_request([9, 9], 40, k, stop_token_ids=[stop, 256], ignore_eos=ignore_eos)
+        response = await served.expect(request)
+        assert list(response.token_ids) == expected[: expected.index(stop) + 1]
+        assert (response.finish_reason, response.matched_token_id) == ("stop", stop)
+        chunks, complete = await stream(served, request)
+        assert complete.text == byte_tokenizer().decode(list(complete.token_ids[:-1]))
+        assert chunks[-1].token_ids[-1] == stop
+
+
+async def test_max_tokens_of_one_never_asks_the_draft() -> None:
+    async with serving() as served:
+        response = await served.expect(make_request(max_tokens=1, k=8))
+        assert response.finish_reason == "length"
+        assert served.draft.requests == []
+
+
+async def test_unset_max_tokens_is_the_default_or_what_the_prompt_leaves() -> None:
+    async with serving(target=RecordingTarget(max_model_len=64), default_max_tokens=20) as served:
+        for prompt_tokens, expected in [(4, 20), (50, 14), (63, 1)]:
+            request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[7] * prompt_tokens))
+            response = await served.stub.Generate(request)
+            assert len(response.token_ids) == expected
+            assert response.finish_reason == "length"
+
+
+async def test_the_whole_length_of_the_model_can_be_used() -> None:
+    target = RecordingTarget(max_model_len=64)
+    async with serving(target=target, draft=RecordingDraft(target, max_model_len=64, acceptance=1.0)) as served:
+        await served.expect(make_request([5] * 10, 54, k=8))
+        for request in served.target.requests:
+            for item in request.items:
+                assert item.base_length + len(item.token_ids) + len(item.draft_token_ids) <= 64
+
+
+@pytest.mark.parametrize("k", [1, 4, 7])
+async def test_full_acceptance_gains_k_plus_one_tokens_a_round(k: int) -> None:
+    target = RecordingTarget()
+    async with serving(target=target, draft=FakeDraft(target, acceptance=1.0)) as served:
+        chunks, complete = await stream(served, make_request(max_tokens=1 + 5 * (k + 1), k=k))
+        assert [len(chunk.token_ids) for chunk in chunks] == [1] + [k + 1] * 5
+        stats = complete.speculative_decoding
+        assert list(stats.acceptance_histogram) == [0] * k + [5]
+        assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (5, 5 * k, 5 * k)
+        assert stats.mean_acceptance_length == k + 1
+        assert stats.draft_acceptance_rate == 1
+        check_statistics(complete)
+
+
+async def test_no_acceptance_gains_one_token_a_round() -> None:
+    target = RecordingTarget()
+    async with serving(target=target, draft=FakeDraft(target, acceptance=0.0)) as served:
+        chunks, complete = await stream(served, make_request(max_tokens=10, k=4))
+        check_tokens(served.target, make_request(max_tokens=10), complete)
+        assert [len(chunk.token_ids) for chunk in chunks] == [1] * 10
+        assert list(complete.speculative_decoding.acceptance_histogram) == [8]  # not in the first nor the last round
+
+
+async def test_k_of_zero_never_asks_the_draft() -> None:
+    async with serving() as served:
+        response = await served.expect(make_request(k=0))
+        assert served.draft.requests == []
+        assert response.speculative_decoding == pb.SpeculativeDecodingStats()
+
+
+async def test_the_configured_k_is_the_default() -> None:
+    async with serving(num_speculative_tokens=2) as served:
+        await served.expect(make_request())
+        asked = [item.num_draft_tokens for request in served.draft.requests for item in request.items]
+        assert max(asked) == 2
+
+
+async def test_adaptive_lengths_explain_themselves() -> None:
+    async with serving(num_speculative_tokens=None, draft_method="best") as served:
+        requests = [make_request([i, 1], max_tokens=60) for i in range(4)]
+        await asyncio.gather(*(served.expect(request) for request in requests))
+        assert not (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).HasField("num_speculative_tokens")
+        info = await served.until_idle()
+        counters, state = info.counters, info.speculation
+        assert sum(i * times for i, times in enumerate(counters.draft_lengths)) == counters.draft_tokens
+        assert sum(drafts.draft_tokens for drafts in counters.drafts.values()) == counters.draft_tokens
+        assert (
+            sum(drafts.accepted_draft_tokens for drafts in counters.drafts.values()) == counters.accepted_draft_tokens
+        )
+        assert 0 < state.model_acceptance_rate < 1
+        assert min(state.plain_tokens_per_s, state.draft_step_s, state.verify_s, state.exchange_s) > 0
+        assert set(state.ngram_acceptance_rates) == {2, 3, 4}
+
+
+class LoopingTarget(RecordingTarget):
+    """Says the same few tokens over and over."""
+
+    def choose(self, context: Sequence[int]) -> int:
+        return 65 + len(context) % 5
+
+
+@pytest.mark.parametrize("method", [pb.DRAFT_METHOD_NGRAM, pb.DRAFT_METHOD_BEST])
+async def test_without_a_draft_worker_prompt_lookup_drafts(method: pb.DraftMethod) -> None:
+    async with serving(LoopingTarget(), with_draft=False) as served:
+        response = await served.expect(make_request(max_tokens=60, k=4, method=method))
+        assert response.speculative_decoding.mean_acceptance_length > 3
+        drafts = (await served.info()).counters.drafts
+        assert set(drafts) == {"ngram"}
+
+
+async def test_a_request_for_the_model_alone_gets_no_prompt_lookup() -> None:
+    async with serving(LoopingTarget(), with_draft=False) as served:
+        response = await served.expect(make_request(max_tokens=60, k=4, method=pb.DRAFT_METHOD_MODEL))
+        assert response.speculative_decoding == pb.SpeculativeDecodingStats()
+
+
+async def test_the_request_id_and_the_seed_come_back() -> None:
+    async with serving() as served:
+        response = await served.stub.Generate(make_request(request_id="mine", seed=0))
+        assert response.request_id == "mine"
+        assert response.HasField("seed")
+        assert response.seed == 0
+        drawn = [await served.stub.Generate(make_request()) for _ in range(2)]
+        assert drawn[0].seed != drawn[1].seed, "a request without a seed gets one, and is told which"
+        assert len({"", "mine", drawn[0].request_id, drawn[1].request_id}) == 4
+
+
+async def test_timings_add_up() -> None:
+    async with serving() as served:
+        timings = (await served.stub.Generate(make_request())).timings
+        assert min(timings.queue_s, timings.prefill_s, timings.decode_s) > 0
+        assert timings.queue_s + timings.prefill_s == pytest.approx(timings.time_to_first_token_s)
+        assert timings.time_to_first_token_s + timings.decode_s == pytest.approx(timings.total_s)
+
+
+async def test_timings_of_what_never_began_are_all_queue() -> None:
+    async with serving(RecordingTarget(slots=1), with_draft=False) as served:
+        served.target.open.clear()
+        running = served.stub.Generate(make_request())
+        await served.until(lambda info: info.running == 1)
+        waiting = served.stub.Generate(make_request(request_id="waits"))
+        await served.until(lambda info: info.queued == 1)
+        await served.stub.Abort(pb.AbortRequest(request_id="waits"))
+        timings = (await waiting).timings
+        assert timings.queue_s == timings.total_s > 0
+        assert timings.prefill_s == timings.decode_s == timings.time_to_first_token_s == 0
+        served.target.open.set()
+        await running
+
+
+async def begun(served: Serving, request: pb.GenerateRequest) -> tuple[Any, pb.GenerateStreamResponse]:
+    """A stream whose first message has come."""
+    call = served.stub.GenerateStream(request)
+    return call, await anext(aiter(call))
+
+
+async def test_abort_gives_what_was_generated_so_far() -> None:
+    async with serving() as served:
+        request = make_request(max_tokens=3000, k=0, request_id="long")
+        call, first = await begun(served, request)
+        await served.stub.Abort(pb.AbortRequest(request_id="long"))
+        messages = [first, *[message async for message in call]]
+        complete = messages[-1].complete
+        assert complete.finish_reason == "abort"
+        assert not complete.WhichOneof("matched_stop")
+        assert 0 < len(complete.token_ids) < 3000
+        assert list(complete.token_ids) == expected_tokens(served.target, request)[: len(complete.token_ids)]
+        assert [t for message in messages[:-1] for t in message.chunk.token_ids] == list(complete.token_ids)
+        assert "".join(message.chunk.text for message in messages[:-1]) == complete.text
+        info = await served.until_idle()
+        assert dict(info.counters.finished) == {"abort": 1}
+
+
+async def test_a_queued_request_can_be_aborted() -> None:
+    async with serving(window_size=1) as served:
+        served.target.open.clear()
+        first = asyncio.ensure_future(served.expect(make_request()))
+        await served.until(lambda info: info.running == 1)
+        second = asyncio.ensure_future(served.stub.Generate(make_request(request_id="waits")))
+        await served.until(lambda info: info.queued == 1)
+        await served.stub.Abort(pb.AbortRequest(request_id="waits"))
+        response = await second
+        assert (response.finish_reason, list(response.token_ids), response.text) == ("abort", [], "")
+        served.target.open.set()
+        await first
+
+
+async def test_an_aborted_request_id_can_be_used_again_at_once() -> None:
+    async with serving() as served:
+        served.target.open.clear()
+        old = asyncio.ensure_future(served.stub.Generate(make_request(request_id="again", max_tokens=50)))
+        await served.until(lambda _: served.target.requests)
+        await served.stub.Abort(pb.AbortRequest(request_id="again"))
+        assert (await old).finish_reason == "abort"
+        new = asyncio.ensure_future(served.stub.Generate(make_request([4], 3000, k=0, request_id="again")))
+        await served.until(lambda info: info.queued == 1)
+        served.target.open.set()
+        await served.until(lambda info: info.running == 1)
+        await served.stub.Abort(pb.AbortRequest(request_id="again"))
+        assert (await new).finish_reason == "abort"
+        await served.until_idle()
+
+
+async def test_a_cancelled_call_frees_its_slots() -> None:
+    async with serving() as served:
+        call, _ = await begun(served, make_request(max_tokens=4000, k=3))
+        unary = served.stub.Generate(make_request([8], max_tokens=4000, k=3))
+        await served.until(lambda info: info.running == 2 and len(served.draft.caches) == 2)
+        call.cancel()
+        unary.cancel()
+        info = await served.until_idle()
+        assert dict(info.counters.finished) == {"abort": 2}
+        await served.expect(make_request())
+
+
+async def test_a_passed_deadline_frees_the_slots() -> None:
+    async with serving() as served:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.stub.Generate(make_request(max_tokens=4000, k=1), timeout=0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await served.until_idle()
+
+
+async def drain(call: Any, most: int | None = None) -> None:
+    """Reads a stream, or the first `most` messages of it."""
+    read = 0
+    async for _ in call:
+        read += 1
+        if read == most:
+            break
+
+
+async def cancelled_sometime(served: Serving, request: pb.GenerateRequest, chance: random.Random) -> None:
+    """A call that its client gives up: at once, after some time, or after some messages."""
+    match chance.randrange(3):
+        case 0:
+            call = served.stub.Generate(request)
+            await asyncio.sleep(chance.random() / 10)
+        case 1:
+            call = served.stub.GenerateStream(request)
+            await asyncio.sleep(chance.random() / 10)
+        case _:
+            call = served.stub.GenerateStream(request)
+            await drain(call, chance.randint(1, 5))
+    call.cancel()
+
+
+async def test_three_hundred_requests_of_which_half_are_cancelled_leave_nothing_behind() -> None:
+    chance = random.Random(3)
+    async with serving(window_size=8, queue_size=300) as served:
+
+        async def one() -> None:
+            await asyncio.sleep(chance.random())
+            if chance.random() < 0.5:
+                await cancelled_sometime(served, make_request([chance.randrange(256)], 300), chance)
+            else:
+                await served.expect(random_request(chance, most_tokens=30))
+
+        await asyncio.gather(*(one() for _ in range(300)))
+        info = await served.until_idle()
+        assert sum(info.counters.finished.values()) == info.counters.requests
+        assert "error" not in info.counters.finished
+        assert info.counters.finished["abort"] > 10
+        await served.expect(make_request())
+
+
+async def test_model_info_names_models_and_limits() -> None:
+    target = RecordingTarget(max_model_len=128)
+    async with serving(target=target, num_speculative_tokens=3, max_num_speculative_tokens=5) as served:
+        info = await served.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (info.target.vocab_size, info.target.tokenizer_fingerprint) == (VOCAB_SIZE, "fake")
+        assert info.HasField("draft")
+        assert (info.max_model_len, info.default_max_tokens) == (128, 256)
+        assert (info.num_speculative_tokens, info.max_num_speculative_tokens) == (3, 5)
+        assert info.has_chat_template
+        assert list(info.eos_token_ids) == [EOS_TOKEN_ID]
+
+
+async def test_server_info_counts_and_describes() -> None:
+    async with serving(window_size=4, queue_size=7) as served:
+        responses = await asyncio.gather(*(served.expect(make_request([i], k=2)) for i in range(5)))
+        info = await served.until_idle()
+        assert info.version == version("specpool")
+        assert info.uptime_s > 0
+        assert (info.policy, info.window_size, info.queue_size) == ("ragged", 4, 7)
+        assert (info.target.address, info.draft.address) == (served.target_address, served.draft_address)
+        assert (info.target.reason, info.draft.reason) == ("", "")
+        assert (info.target.load.slots_total, info.draft.model.vocab_size) == (16, VOCAB_SIZE)
+        counters = info.counters
+        assert (counters.requests, dict(counters.finished)) == (5, {"length": 5})
+        assert counters.completion_tokens == 5 * 24
+        assert counters.rounds == len(served.target.requests)
+        assert counters.draft_tokens == sum(r.speculative_decoding.num_draft_tokens for r in responses) > 0
+        accepted = sum(r.speculative_decoding.num_accepted_draft_tokens for r in responses)
+        assert counters.accepted_draft_tokens == accepted
+        assert counters.cache_misses == 0
+        assert set(counters.stage_seconds) == {"draft", "verify", "realign", "wire", "schedule"}
+        rounds = (
+            counters.grouping.same_length_rounds + counters.grouping.mixed_rounds + counters.grouping.group_sizes[0]
+        )
+        assert rounds == sum(counters.grouping.group_sizes) == counters.rounds
+        assert counters.grouping.fallback_rounds == 0
+        assert all(seconds >= 0 for seconds in counters.stage_seconds.values())
+
+
+async def test_without_a_draft_worker_decoding_is_plain() -> None:
+    async with serving(with_draft=False) as served:
+        response = await served.expect(make_request(k=4))
+        assert response.speculative_decoding.num_spec_steps == 0
+        info = await served.info()
+        assert not info.HasField("draft")
+        assert not (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).HasField("draft")
+
+
+async def test_health_says_serving_for_the_process_and_the_service() -> None:
+    async with serving() as served:
+        for service in ("", SERVICE):
+            assert await served.status(service) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_reflection_lists_the_services_and_describes_them() -> None:
+    async with serving() as served:
+        stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+        asked = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+        ]
+        listed, described = [response async for response in stub.ServerReflectionInfo(iter(asked))]
+        names = {service.name for service in listed.list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= names
+        assert described.file_descriptor_response.file_descriptor_proto
+
+
+async def test_running_calls_end_and_new_ones_are_refused_while_the_server_drains() -> None:
+    requests = [make_request([i], 60) for i in range(3)]
+    async with serving(drain_seconds=20.0) as served:
+        calls = [(await begun(served, request))[0] for request in requests]
+        served.target.open.clear()
+        served.process.server.stop()
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
+            await served.stub.Generate(make_request())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        stopping = asyncio.ensure_future(served.process.wait_stopped())
+        served.target.open.set()
+        for request, call in zip(requests, calls, strict=True):
+            messages = [message async for message in call]
+            check_tokens(served.target, request, messages[-1].complete)
+        await stopping
+
+
+async def test_a_drain_cuts_off_what_takes_too_long() -> None:
+    async with serving(drain_seconds=0.1) as served:
+        call, _ = await begun(served, make_request(max_tokens=100))
+        served.target.open.clear()
+        served.process.server.stop()
+        await served.process.wait_stopped()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await drain(call)

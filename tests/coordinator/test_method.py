@@ -1,0 +1,54 @@
+"""Where published code of batch speculative decoding stops short, this one must not, under any policy."""
+
+import asyncio
+
+import pytest
+from serving import RecordingDraft, RecordingTarget, Serving, make_request, serving, stream
+
+from coordinator.scheduling.grouping import POLICIES
+from specpool.testing import EOS_TOKEN_ID
+
+pytestmark = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+
+async def test_a_fully_accepted_round_yields_k_plus_one_tokens(policy: str) -> None:
+    target = RecordingTarget()
+    async with serving(target, RecordingDraft(target, acceptance=1.0), policy=policy) as served:
+        results = await asyncio.gather(*(stream(served, make_request([i, i], 1 + 3 * 6, k=5)) for i in range(4)))
+        for chunks, _ in results:
+            assert [len(chunk.token_ids) for chunk in chunks] == [1, 6, 6, 6]
+
+
+async def join(served: Serving) -> None:
+    """Some generate for a while, then others join them, one after the other."""
+    first = [asyncio.create_task(served.expect(make_request([i] * 9, 60, k=3))) for i in range(3)]
+    await served.until(lambda info: info.counters.completion_tokens > 10)
+    for i in range(3, 6):
+        await served.expect(make_request([i] * 40, 5, k=3))
+    await asyncio.gather(*first)
+
+
+async def test_a_newcomer_costs_nobody_a_cache(policy: str) -> None:
+    async with serving(policy=policy, max_batch_size=3, window_size=6, prefill_tokens=16) as served:
+        await join(served)
+        begun = [item.sequence_id for r in served.target.requests for item in r.items if item.base_length == 0]
+        assert len(begun) == len(set(begun)) == 6, "a sequence was sent from its start again"
+        assert (await served.info()).counters.cache_misses == 0
+
+
+async def test_the_draft_keeps_its_cache_between_rounds(policy: str) -> None:
+    async with serving(policy=policy, max_batch_size=3, window_size=6, prefill_tokens=16) as served:
+        await join(served)
+        begun = [item.sequence_id for r in served.draft.requests for item in r.items if item.base_length == 0]
+        assert len(begun) == len(set(begun)) == 6, "a sequence was sent from its start again"
+        # Once the prompt is cached, the draft is fed at most its own last token and the bonus token a round.
+        fed = [len(item.token_ids) for r in served.draft.requests for item in r.items if item.num_draft_tokens]
+        assert sum(count > 2 for count in fed) <= 6, "more than the prompt's last chunk of each"
+
+
+async def test_an_end_of_sequence_token_in_the_prompt_ends_nothing(policy: str) -> None:
+    prompts = [[EOS_TOKEN_ID, 5, EOS_TOKEN_ID], [7, EOS_TOKEN_ID], [1, 2, 3]]
+    async with serving(policy=policy) as served:
+        responses = await asyncio.gather(*(served.expect(make_request(prompt, 20, k=4)) for prompt in prompts))
+        assert [response.finish_reason for response in responses] == ["length"] * 3
+        assert all(len(response.token_ids) == 20 for response in responses)

@@ -1,0 +1,166 @@
+"""Rounds over a stream that stays open, with a server that misbehaves in every way."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2
+from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
+
+from coordinator.workers.streams import RoundCalls
+from rpc.channel import open_channel
+
+
+class Echo(grpc.GenericRpcHandler):
+    """Answers `x` with `x!`, except what it knows as commands."""
+
+    def __init__(self, has_streams: bool = True) -> None:
+        self.streams = self.singles = self.ended = 0
+        self.has_streams = has_streams
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if details.method == "/echo/Single":
+            return grpc.unary_unary_rpc_method_handler(self.single)
+        return grpc.stream_stream_rpc_method_handler(self.stream) if self.has_streams else None
+
+    async def single(self, request: bytes, context: Any) -> bytes:
+        self.singles += 1
+        return request + b"!"
+
+    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self.streams += 1
+        try:
+            async for request in requests:
+                if request == b"end":
+                    return
+                if request == b"fail":
+                    await context.abort(StatusCode.INTERNAL, "told to fail")
+                if request == b"slow":
+                    await asyncio.sleep(0.2)
+                if request == b"hang":
+                    await asyncio.sleep(PATIENCE_SECONDS)
+                yield request + b"!"
+                if request == b"last":
+                    return
+        finally:
+            self.ended += 1
+
+
+@asynccontextmanager
+async def echoing(timeout_seconds: float = PATIENCE_SECONDS, **knobs: Any) -> AsyncIterator[tuple[Echo, RoundCalls]]:
+    echo, server = Echo(**knobs), grpc.aio.server()
+    server.add_generic_rpc_handlers((echo,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stream, single = channel.stream_stream("/echo/Stream"), channel.unary_unary("/echo/Single")
+        yield echo, RoundCalls(stream, single, timeout_seconds)
+    await server.stop(None)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - the state is beyond a connection
+            await asyncio.sleep(0.01)
+
+
+async def test_one_stream_is_enough_for_rounds_one_after_the_other() -> None:
+    async with echoing() as (echo, calls):
+        assert [await calls(request) for request in (b"a", b"b", b"c")] == [b"a!", b"b!", b"c!"]
+        assert (echo.streams, echo.singles) == (1, 0)
+
+
+async def test_rounds_at_the_same_time_have_a_stream_each_and_share_them_later() -> None:
+    async with echoing() as (echo, calls):
+        for _ in range(3):
+            assert await asyncio.gather(calls(b"a"), calls(b"b")) == [b"a!", b"b!"]
+        assert echo.streams == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (b"end", StatusCode.UNAVAILABLE),
+        (b"fail", StatusCode.INTERNAL),
+        (b"hang", StatusCode.DEADLINE_EXCEEDED),
+    ],
+)
+async def test_a_round_that_fails_says_why_and_the_next_one_has_a_stream_of_its_own(
+    command: bytes, code: StatusCode
+) -> None:
+    async with echoing(timeout_seconds=0.5) as (echo, calls):
+        await calls(b"a")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await calls(command)
+        assert failed.value.code() is code
+        assert await calls(b"b") == b"b!"
+        await until(lambda: echo.ended == echo.streams - 1)  # also the one that hung
+        # What may be the fault of a stream that waited is tried once more on a fresh one.
+        assert (echo.streams, echo.singles) == (2 if code is StatusCode.DEADLINE_EXCEEDED else 3, 0)
+
+
+async def test_a_stream_that_ended_while_it_waited_is_no_error() -> None:
+    async with echoing() as (echo, calls):
+        await calls(b"last")
+        await until(calls._idle[0].done)
+        assert await calls(b"a") == b"a!"
+        assert echo.streams == 2
+
+
+async def test_a_worker_without_streams_is_called_singly() -> None:
+    async with echoing(has_streams=False) as (echo, calls):
+        assert [await calls(request) for request in (b"a", b"b")] == [b"a!", b"b!"]
+        assert (echo.streams, echo.singles) == (0, 2)
+
+
+async def test_a_cancelled_round_ends_its_stream() -> None:
+    async with echoing() as (echo, calls):
+        task = asyncio.create_task(calls(b"hang"))
+        await until(lambda: echo.streams == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: echo.ended == 1)
+        assert await calls(b"a") == b"a!"
+
+
+async def test_nobody_there_is_unavailable() -> None:
+    async with echoing() as (_, calls):
+        pass
+    async with open_channel("127.0.0.1:1") as channel:
+        calls = RoundCalls(channel.stream_stream("/echo/Stream"), channel.unary_unary("/echo/Single"), 5.0)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await calls(b"a")
+        assert failed.value.code() is StatusCode.UNAVAILABLE
+
+
+async def test_a_stream_in_use_when_all_are_closed_does_not_wait_for_another_round() -> None:
+    async with echoing() as (echo, calls):
+        task = asyncio.create_task(calls(b"slow"))
+        await until(lambda: echo.streams == 1)
+        calls.close()
+        assert await task == b"slow!"
+        await until(lambda: echo.ended == 1)
+        assert not calls._idle
+
+
+async def test_closing_ends_what_waits() -> None:
+    async with echoing() as (echo, calls):
+        await calls(b"a")
+        calls.close()
+        await until(lambda: echo.ended == 1)
+        assert await calls(b"b") == b"b!"
+
+
+async def test_a_worker_that_drains_need_not_wait_for_a_coordinators_stream() -> None:
+    target = RecordingTarget()
+    async with serving(target) as served:
+        await served.expect(make_request([1, 2, 3], 5))
+        assert served.process.coordinator.target._rounds._idle
+        await target._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await served.until(lambda info: info.target.state != "ready")
+        assert not served.process.coordinator.target._rounds._idle

@@ -1,0 +1,121 @@
+"""Our own pass of the Llama family gives the logits of the library's modules, bitwise the same in every batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import load_engine, random_tokens, round_weights, rows_that_differ, small_config
+from transformers import AutoModelForCausalLM
+
+from benchmarks.pair import save_tokenizer
+from engine.cache.memory import weight_bytes
+from engine.engine import Engine
+from engine.passes.attention import LibraryModel
+from engine.passes.lean import FAMILIES, LeanModel, is_lean
+from engine.passes.linear import can_prepack
+from engine.passes.native.model import NativeModel
+from engine.passes.packing import Span
+
+THETA = {"rope_theta": 10_000.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied, biased": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama, no groups": ("llama", {"num_key_value_heads": 4}),
+    "llama 3": (
+        "llama",
+        {
+            "rope_parameters": {
+                **THETA, "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "yarn": (
+        "llama",
+        {"rope_parameters": {**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "glm": ("glm", {}),
+    "glm, all rotated": ("glm", {"rope_parameters": {**THETA, "rope_type": "default", "partial_rotary_factor": 1.0}}),
+    "glm4": ("glm4", {}),
+    "glm4, biased": ("glm4", {"attention_bias": True}),
+}  # fmt: skip
+
+
+def save_random(folder: Path, architecture: str, changes: dict[str, Any]) -> Path:
+    """A model that bfloat16 holds, whose norms and biases are random too, so that none can be forgotten."""
+    torch.manual_seed(0)
+    config = small_config(architecture, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.12)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return round_weights(folder)
+
+
+def logits_of(engine: Engine) -> torch.Tensor:
+    """Of a prompt in one pass, its continuation in two, and a neighbour that is one token long."""
+    tokens, other = random_tokens(60), random_tokens(9, seed=1)
+    first = engine.forward([Span(2, 0, tokens[:40], 40), Span(5, 0, other[:1], 1)])
+    rest = engine.forward([Span(5, 1, other[1:], 8), Span(2, 40, tokens[40:59], 19)])
+    return torch.cat([first, rest, engine.forward([Span(2, 59, tokens[59:], 1)])])
+
+
+PASSES = {"torch": (LeanModel, "float32"), "native": (NativeModel, "float32"), "bfloat16": (NativeModel, "bfloat16")}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_logits_are_the_librarys_and_bitwise(tmp_path: Path, variant: str, kind: str) -> None:
+    folder = save_random(tmp_path, *VARIANTS[variant])
+    model, dtype = PASSES[kind]
+    library, lean = load_engine(folder, lean=False), load_engine(folder, native=model is NativeModel, dtype=dtype)
+    assert isinstance(library._model, LibraryModel)
+    assert isinstance(lean._model, model)
+    torch.testing.assert_close(logits_of(lean), logits_of(library), atol=2e-5, rtol=1e-4)
+    assert lean.bitwise
+    assert rows_that_differ(lean) == 0
+
+
+def test_every_family_is_tested() -> None:
+    assert {architecture for architecture, _ in VARIANTS.values()} == FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("gpt2", {}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}}),
+    ],
+)
+def test_what_it_does_not_know_is_left_to_the_library(architecture: str, changes: dict[str, Any]) -> None:
+    assert not is_lean(small_config(architecture, **changes))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "native"), [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
+def test_no_weight_is_kept_twice(tmp_path: Path, dtype: str, native: bool, tied: bool) -> None:
+    folder = save_random(tmp_path, "llama", {"tie_word_embeddings": tied, "vocab_size": 288})
+    engine = load_engine(folder, dtype=dtype, native=native)
+    assert sum(weight.numel() for weight in engine.loaded.model.parameters()) == engine.loaded.config.hidden_size
+    # Saved in bfloat16, they are kept so where that is possible.
+    kept = weight_bytes(engine._model) // (2 if native else engine._dtype.itemsize)
+    prepacked = not native and can_prepack(engine._dtype, engine._device)
+    head = 288 * 64 if tied and prepacked else 0  # in which no embedding can be looked up
+    assert kept == engine.info().parameters + head
+
+
+def test_the_rotary_tables_grow_with_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.passes.rotary.FIRST_POSITIONS", 16)
+    folder = save_random(tmp_path, "qwen3", {})
+    grown, library = load_engine(folder), load_engine(folder, lean=False)
+    torch.testing.assert_close(logits_of(grown), logits_of(library), atol=2e-5, rtol=1e-4)
+    assert rows_that_differ(grown) == 0

@@ -1,0 +1,223 @@
+"""The self-test has power: it notices whatever protection is undone, or thousands of rows have the same bits anyway."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreted_kernels import attend_by_kernels
+from tiny_models import load_engine, random_tokens, save_model, small_config
+from torch.nn.functional import silu
+
+from engine import engine, forward
+from engine.engine import Engine
+from engine.numerics import Tiles
+from engine.passes import attention, kernels, lean
+from engine.passes.native import compiler
+from engine.passes.native.model import NativeModel
+from engine.passes.packing import Span
+from engine.probes import exactness
+from engine.probes.operations import OperationProbe
+
+Undo = Callable[[pytest.MonkeyPatch], None]
+
+# Sizes of passes whose rows are compared with those of passes of one token.
+SIZES = (2, 3, 5, 7, 12, 97, 130, 271, 389, 500)
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def different_rows(engine: Engine, length: int = 500) -> int:
+    """How many of thousands of rows of logits are not those of passes of one token, bit for bit."""
+    tokens = random_tokens(length, seed=3)
+    alone = torch.cat([engine.forward([Span(0, at, [token], 1)]) for at, token in enumerate(tokens)])
+    different = 0
+    for size in (size for size in SIZES if size <= length):
+        pieces = [tokens[at : at + size] for at in range(0, length, size)]
+        spans = [Span(1, at * size, piece, len(piece)) for at, piece in enumerate(pieces)]
+        logits = torch.cat([engine.forward([span]) for span in spans])
+        different += int((logits != alone).any(-1).sum())
+    return different
+
+
+# --- Passes of torch's operations
+
+
+def _no_pieces(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lean, "in_pieces", lambda function, x: function(x))
+
+
+def _fused_rotation(patch: pytest.MonkeyPatch) -> None:
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    patch.setattr(lean, "rotate", rotate)
+
+
+def _no_prepacked_products(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(forward, "can_prepack", lambda *_: False)
+
+
+def _plain_products_on_the_grid_of_prepacked_ones(patch: pytest.MonkeyPatch) -> None:
+    _no_prepacked_products(patch)
+    patch.setattr(engine, "choose_tiles", lambda *_: Tiles(kv=64, max_rows=512))
+
+
+def _no_tiles(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine, "choose_tiles", lambda *_: Tiles())
+
+
+def _no_tiles_of_attention(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(exactness, "_attention_agrees", lambda *_: True)
+    patch.setattr(exactness, "ATTENTION_GRIDS", ((1, 1), (8, 64)))
+
+
+UNDONE: list[Undo] = [
+    _no_pieces,
+    _fused_rotation,
+    _no_prepacked_products,
+    _plain_products_on_the_grid_of_prepacked_ones,
+    _no_tiles,
+    _no_tiles_of_attention,
+]
+
+
+@pytest.mark.cpus
+@pytest.mark.thorough
+@pytest.mark.parametrize("undo", UNDONE)
+@pytest.mark.parametrize("features", [160, 192])
+def test_an_undone_protection_is_noticed_or_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: Undo, features: int, cpu_threads: int
+) -> None:
+    undo(monkeypatch)
+    folder = save_model(tmp_path, small_config("llama", intermediate_size=features))
+    undone = load_engine(folder, threads=cpu_threads, native=False)
+    assert not undone.bitwise or different_rows(undone) == 0
+
+
+@pytest.mark.cpus
+@pytest.mark.parametrize("features", [160, 192])
+def test_nothing_is_noticed_where_nothing_is_undone(tmp_path: Path, features: int, cpu_threads: int) -> None:
+    folder = save_model(tmp_path, small_config("llama", intermediate_size=features))
+    engine = load_engine(folder, threads=cpu_threads, native=False)
+    assert engine.bitwise
+    assert different_rows(engine) == 0
+
+
+def test_one_element_of_thousands_is_noticed() -> None:
+    """Where some values round otherwise in one place of one row: passes of random tokens rarely have them there."""
+
+    def scalar_rest(x: torch.Tensor) -> torch.Tensor:
+        whole = silu(x)
+        rounded_otherwise = x.frexp().mantissa.abs() > 0.99
+        place = torch.zeros(x.shape, dtype=torch.bool)
+        place.view(-1)[-161:][:1] = True  # none if there is only one row
+        place |= torch.tensor(x.numel() == 1)
+        return torch.where(place & rounded_otherwise, whole.nextafter(whole + 1), whole)
+
+    library = torch.library.Library("specpool_test", "DEF")
+    library.define("silu(Tensor x) -> Tensor", tags=(torch.Tag.pointwise,))
+    library.impl("silu", scalar_rest, "CPU")
+    operation, numbers = torch.ops.specpool_test.silu, torch.ones(24, 160)
+    with torch.inference_mode(), OperationProbe([]) as probe:
+        operation(numbers[:1])
+        assert not probe.unequal
+        operation(numbers)
+        assert list(probe.unequal) == ["specpool_test::silu"]
+
+
+def test_the_operation_that_failed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-2 has products that are no linear layers: no grid is looked for, and torch's kernels differ by their rows."""
+    engine = load_engine(save_model(tmp_path, small_config("gpt2", n_layer=2, n_head=4)), threads=1)
+    assert engine.bitwise or "equal rows do not have equal bits after aten::addmm" in caplog.text
+    assert not engine.bitwise or different_rows(engine) == 0
+
+
+# --- Attention by kernels
+
+
+@pytest.fixture
+def cache() -> torch.Tensor:
+    return torch.zeros(2, 1, 16)
+
+
+def test_kernels_agree_at_joins_of_splits(cache: torch.Tensor) -> None:
+    pytest.importorskip("triton")
+    assert exactness.kernels_agree(cache, query_groups=3, longest=1200)
+
+
+def test_splits_that_depend_on_the_batch_are_noticed(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor) -> None:
+    pytest.importorskip("triton")
+    fixed = exactness.attend_extents
+
+    def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        monkeypatch.setattr(kernels, "SPLIT", 512 if len(query) == 1 else 256)
+        return fixed(query, *others[:-1], 8)
+
+    monkeypatch.setattr(exactness, "attend_extents", attend)
+    assert not exactness.kernels_agree(cache, query_groups=3, longest=1200)
+
+
+def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    attend_by_kernels(monkeypatch)
+    folder = save_model(tmp_path, small_config("llama"))
+    options = {"native": False, "max_sequences": 2, "max_model_len": 16}
+    assert load_engine(folder, **options).bitwise
+    real = attention.attend_extents
+    monkeypatch.setattr(exactness, "attend_extents", lambda *a: real(*a) * (1 + 1e-6 * (len(a[0]) > 1)))
+    assert not load_engine(folder, **options).bitwise
+
+
+# --- The compiled pass
+
+
+def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
+    source = compiler.SOURCE.read_text()
+    for before, after in changes.items():
+        assert before in source
+        source = source.replace(before, after)
+    (folder / "decoder.c").write_text(source)
+    patch.setattr(compiler, "SOURCE", folder / "decoder.c")
+
+
+def _backwards(rows: int) -> dict[str, str]:
+    """Products of this number of rows are added up from the other end."""
+    return {
+        "Halves w = halves(weight);": f"int64_t j = rows == {rows} ? count - 1 - k : k;"
+        "Halves w = halves(weight + (j - k) * PANEL);",
+        "x[r * inputs + k]": "x[r * inputs + j]",
+    }
+
+
+NATIVE_MUTANTS = {
+    **{f"{rows} rows backwards": (_backwards(rows), False) for rows in (1, 2, 3)},
+    "threads beyond the first scale otherwise": (
+        {"left[r] += w.left * factor;": "left[r] += w.left * factor * (omp_get_thread_num() ? 1.0000001f : 1.0f);"},
+        None,
+    ),
+    "shorter blocks for many rows": (
+        {"(inputs + BLOCK - 1) / BLOCK": "(inputs + BLOCK - 1) / (rows > 4 ? 32 : BLOCK)"},
+        True,
+    ),
+}
+
+
+@pytest.mark.cpus
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", NATIVE_MUTANTS)
+def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cpu_threads: int
+) -> None:
+    changes, harmless = NATIVE_MUTANTS[name]
+    change_source(changes, monkeypatch, tmp_path)
+    mutant = load_engine(save_model(tmp_path / "model", small_config("llama")), threads=cpu_threads)
+    assert isinstance(mutant._model, NativeModel)
+    assert not mutant.bitwise or different_rows(mutant) == 0
+    assert harmless in (None, mutant.bitwise)

@@ -1,0 +1,176 @@
+"""`specpool up` from its first moment to its end, however that comes: nothing foreign is served, nothing is left."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from serving import PATIENCE_SECONDS, serving
+
+from specpool.client import AsyncClient
+from specpool.v1 import generation_pb2 as pb
+
+Pair = tuple[Path, Path]
+
+
+@asynccontextmanager
+async def started(*arguments: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`specpool ...` as a process, which is gone afterwards."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **environment},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(3 * PATIENCE_SECONDS):
+            yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def up(pair: Pair, *more: str) -> list[str]:
+    """What to type to serve a tiny pair."""
+    sizes = ["--max-model-len", "256", "--threads", "1", "--log-level", "error"]
+    return ["up", "--port", "0", "--target", str(pair[0]), "--draft", str(pair[1]), *sizes, *more]
+
+
+async def address_of(process: asyncio.subprocess.Process) -> str:
+    """Where it serves, once it does."""
+    assert process.stdout is not None
+    line = (await process.stdout.readline()).decode()
+    assert line.startswith("specpool is serving at "), line
+    return line.split()[-1]
+
+
+def children_of(pid: int) -> set[int]:
+    """Ids of the processes that this one started and that run."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.add(int(status.parent.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Returns as soon as it holds."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+async def test_no_process_outlives_it(tiny_pair: Pair, number: signal.Signals) -> None:
+    async with started(*up(tiny_pair, "--drain-seconds", "1")) as process:
+        await address_of(process)
+        children = children_of(process.pid)
+        assert len(children) == 3
+        process.send_signal(number)
+        _, err = await process.communicate()
+        assert process.returncode == (0 if number != signal.SIGKILL else -signal.SIGKILL)
+        assert b"Traceback" not in err
+        await until(lambda: not any(map(is_running, children)))
+
+
+async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
+    flags = ["--policy", "exspec", "--kv-layout", "padded", "--max-batch-size", "3", "--num-speculative-tokens", "2"]
+    async with started(*up(tiny_pair, "--drain-seconds", "1", "--window-size", "5", *flags)) as process:
+        async with AsyncClient(await address_of(process)) as client:
+            await asyncio.gather(*(client.generate("abc" * i, max_tokens=20, ignore_eos=True) for i in range(1, 6)))
+            info = await client.server_info()
+            assert (info.policy, info.window_size) == ("exspec", 5)
+            assert info.target.load.kv_layout == info.draft.load.kv_layout == "padded"
+            assert len(info.counters.grouping.group_sizes) == 3
+            assert (await client.model_info()).num_speculative_tokens == 2
+        process.terminate()
+        await process.communicate()
+
+
+async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
+    async with started(*up(tiny_pair, "--drain-seconds", "600")) as process:
+        await address_of(process)
+        children = children_of(process.pid)
+        for child in children:
+            os.kill(child, signal.SIGSTOP)  # none of them will do as it is told
+        while process.returncode is None:
+            process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.1)
+        assert b"Traceback" not in await process.stderr.read()  # type: ignore[union-attr]
+        await until(lambda: not any(map(is_running, children)))
+
+
+async def test_a_terminal_that_hangs_up_is_nothing_to_one_started_with_nohup(tiny_pair: Pair) -> None:
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes that we start inherit
+    try:
+        async with started(*up(tiny_pair, "--drain-seconds", "1")) as process:
+            address = await address_of(process)
+            process.send_signal(signal.SIGHUP)
+            async with AsyncClient(address) as client:
+                assert (await client.generate("abc", max_tokens=3)).token_ids
+            process.terminate()
+            await process.communicate()
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+
+
+async def test_a_signal_while_the_embedded_pair_is_made_leaves_nothing(tmp_path: Path) -> None:
+    async with started("up", "--port", "0", XDG_CACHE_HOME=str(tmp_path)) as process:
+        await until(lambda: children_of(process.pid))
+        [child] = children_of(process.pid)
+        process.terminate()
+        _, err = await process.communicate()
+        assert (process.returncode, err) == (0, b"")
+        assert not is_running(child)
+    assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+async def test_a_port_that_another_coordinator_serves_is_refused(tiny_pair: Pair, command: str) -> None:
+    async with serving() as other:
+        port = other.address.rpartition(":")[2]
+        async with started(command, *up(tiny_pair, "--port", port)[1:]) as process:
+            out, err = await process.communicate()
+        assert process.returncode == 1
+        assert out == b""
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in err.decode()
+        assert f"specpool {command}: the coordinator ended with status 1" in err.decode()
+        assert b"starting it again" not in err
+        assert (await other.stub.GetServerInfo(pb.GetServerInfoRequest())).counters.requests == 0
+
+
+async def test_it_serves_at_an_ipv6_address(tiny_pair: Pair) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    async with started(*up(tiny_pair, "--host", "::", "--draft", "none", "--drain-seconds", "1")) as process:
+        address = await address_of(process)
+        assert address.startswith("[::1]:")
+        async with AsyncClient(address) as client:
+            assert (await client.generate("abc", max_tokens=3)).token_ids
+
+
+async def test_what_cannot_be_run_is_refused_before_anything_is_started() -> None:
+    limits = {"num-speculative-tokens": 16, "window-size": 4096, "threads": 1024, "drain-seconds": 86400}
+    for key, most in limits.items():
+        async with started("up", f"--{key}", str(most + 1)) as process:
+            out, err = await process.communicate()
+        assert (process.returncode, out) == (2, b"")
+        assert err.decode() == f"specpool up: {key}: Input should be less than or equal to {most}\n"

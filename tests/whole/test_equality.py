@@ -1,0 +1,95 @@
+"""The promise: token ids of plain decoding, and the logits behind them bit for bit, whatever happens meanwhile."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mixes import MAX_TOKENS, Case, assert_equal, cases, make_prompt, make_request, play
+from pair_service import LogitsTap, PairService, serving_pair
+
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
+
+pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
+
+
+class Mixes:
+    """The service, and the plain decoding of every prompt alone."""
+
+    def __init__(self, runner: asyncio.Runner, service: PairService, tap: LogitsTap) -> None:
+        self.runner, self.service, self.tap = runner, service, tap
+        self._plain: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+
+    async def plain(self, case: Case) -> list[int]:
+        """What the target alone gives, with nothing beside it."""
+        key = (case.prompt, case.ignore_eos)
+        if key not in self._plain:
+            await self.service.wait_idle()
+            alone = make_request(Case(case.prompt, MAX_TOKENS, 0, case.ignore_eos, 0, None))
+            self._plain[key] = list((await self.service.client.stub.Generate(alone)).token_ids)
+        return self._plain[key][: case.max_tokens]
+
+    async def check(self, mix: list[Case], forget_after: list[int]) -> None:
+        """Plays a mix, while workers lose their caches now and then, and compares."""
+        expected = [await self.plain(case) for case in mix]
+        forgetting = asyncio.create_task(self._forget(forget_after))
+        got = await asyncio.gather(*(play(self.service.client, case) for case in mix))
+        await forgetting
+        assert_equal(mix, got, expected)
+        await self.service.wait_idle()
+
+    async def _forget(self, after: list[int]) -> None:
+        for hundredths in after:
+            await asyncio.sleep(hundredths / 100)
+            for host in (self.service.target, self.service.draft):
+                assert host is not None
+                await self.service.forget(host)
+
+
+@pytest.fixture(scope="module")
+def mixes(tiny_pair: tuple[Path, Path]) -> Iterator[Mixes]:
+    """A service whose window, batches and chunks are all smaller than what the mixes ask for."""
+    with asyncio.Runner() as runner:
+        context = serving_pair(
+            *tiny_pair, worker={"max_sequences": 5, "max_forward_tokens": 48}, window_size=5, max_batch_size=4,
+            prefill_tokens=16, overlap="on",
+        )  # fmt: skip
+        service = runner.run(context.__aenter__())
+        tap = LogitsTap(runner.run(service.target.run(lambda backend: backend.engine)))
+        yield Mixes(runner, service, tap)
+        runner.run(context.__aexit__(None, None, None))
+
+
+def test_the_tiny_pair_is_a_fair_test(mixes: Mixes) -> None:
+    """Drafts are accepted and rejected, and the engine claims what is tested."""
+
+    async def ask() -> tuple[pb.GenerateResponse, pb.GetModelInfoResponse]:
+        stub = mixes.service.client.stub
+        case = Case(make_prompt((0, 20)), MAX_TOKENS, 4, True, 0, None)
+        return await stub.Generate(make_request(case)), await stub.GetModelInfo(pb.GetModelInfoRequest())
+
+    response, info = mixes.runner.run(ask())
+    assert 0.05 < response.speculative_decoding.draft_acceptance_rate < 0.95
+    assert info.target.equivalence == EQUIVALENCE_BITWISE
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    mix=st.lists(cases, min_size=1, max_size=9),
+    forget_after=st.lists(st.integers(1, 8), max_size=2),
+)
+def test_tokens_and_logits_are_those_of_plain_decoding(mixes: Mixes, mix: list[Case], forget_after: list[int]) -> None:
+    mixes.runner.run(mixes.check(mix, forget_after))
+    assert not mixes.tap.different
+
+
+def test_verified_logits_were_compared(mixes: Mixes) -> None:
+    """The property above is about something: contexts did come again."""
+    mix = [Case(make_prompt((seed, 20)), MAX_TOKENS, k, True, 0, None) for seed in range(2) for k in (0, 3, 8)]
+    before = mixes.tap.compared
+    mixes.runner.run(mixes.check(mix, []))
+    assert mixes.tap.compared - before > 5 * MAX_TOKENS
+    assert not mixes.tap.different

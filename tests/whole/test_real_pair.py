@@ -1,0 +1,82 @@
+"""Real weights through real processes: what `specpool up` serves is what plain decoding of the target gives."""
+
+import asyncio
+from typing import Unpack
+
+import grpc
+import pytest
+
+from specpool.cli.generate import answers
+from specpool.cli.prompts import own_prompts
+from specpool.cli.up import UpSettings, running
+from specpool.client import AsyncClient, GenerateOptions
+from specpool.v1 import common_pb2
+from specpool.v1 import generation_pb2 as pb
+
+MAX_TOKENS = 32
+
+
+@pytest.mark.real_pair
+async def test_32_chats_in_batches_of_8_are_those_of_plain_decoding_alone() -> None:
+    async with (
+        running(UpSettings(port=0, drain_seconds=1, log_level="warning", prefix_reuse=False)) as address,
+        AsyncClient(address) as client,
+    ):
+        info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert info.target.equivalence == common_pb2.EQUIVALENCE_BITWISE
+        alone = await all_answers(client, concurrency=1, k=0)
+        # Draft lengths differ from request to request, so that every round is ragged.
+        mixed = await asyncio.gather(
+            *(all_answers(client, concurrency=3, k=k, part=part) for part, k in enumerate((1, 3, None)))
+        )
+        for part, responses in enumerate(mixed):
+            assert [tokens(response) for response in responses] == [tokens(response) for response in alone[part::3]]
+        accepted = sum(r.speculative_decoding.num_accepted_draft_tokens for responses in mixed for r in responses)
+        assert accepted > 0
+        assert "Oslo" in alone[0].text
+
+
+SAMPLING: GenerateOptions = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "logprobs": 2, "seed": 5}
+
+
+@pytest.mark.real_pair
+async def test_samples_in_mixed_batches_are_those_of_plain_decoding_alone() -> None:
+    """With greedy neighbours, prompts shared by several samples, and a cache that has seen the prompts before."""
+    async with (
+        running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address,
+        AsyncClient(address) as client,
+    ):
+        alone = await all_answers(client, concurrency=1, k=0, part=0, **SAMPLING)
+        greedy = all_answers(client, concurrency=2, k=3, part=1)
+        mixed = await asyncio.gather(*(all_answers(client, 2, k, 0, **SAMPLING) for k in (1, None, 8)), greedy)
+        for responses in mixed[:-1]:
+            for together, plain in zip(responses, alone, strict=True):
+                assert (tokens(together), together.text) == (tokens(plain), plain.text)
+                assert list(together.logprobs) == list(plain.logprobs)
+        prompt = own_prompts()[0].prompt
+        several = await client.generate(prompt, n=4, max_tokens=MAX_TOKENS, num_speculative_tokens=2, **SAMPLING)
+        samples = [several, *several.other_samples]
+        assert tokens(several) == tokens(alone[0])
+        assert len({tuple(tokens(sample)) for sample in samples}) == 4
+        # All prompts begin with the template's system prompt.
+        first, *others = [sample.usage.cached_tokens for sample in samples]
+        assert 0 < first < several.usage.prompt_tokens
+        assert others == [several.usage.prompt_tokens - 1] * 3
+
+
+async def all_answers(
+    client: AsyncClient, concurrency: int, k: int | None, part: int | None = None, **options: Unpack[GenerateOptions]
+) -> list[pb.GenerateResponse]:
+    """Answers to our own prompts, or to every third of them."""
+    lines = own_prompts() if part is None else own_prompts()[part::3]
+    options = {"max_tokens": MAX_TOKENS, "num_speculative_tokens": k, **options}
+    found = []
+    async for response in answers(client, lines, concurrency, **options):
+        assert not isinstance(response, grpc.aio.AioRpcError), response
+        found.append(response)
+    return found
+
+
+def tokens(response: pb.GenerateResponse) -> list[int]:
+    """Token ids, to compare."""
+    return list(response.token_ids)
