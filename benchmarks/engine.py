@@ -24,11 +24,12 @@ from benchmarks.figures import engine_figure
 from benchmarks.report import finish, progress, seconds_of, show
 from benchmarks.shapes import SHAPES, random_loaded, random_model
 from engine.cache.memory import zeros
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.embedded_pair import embedded_pair
 from engine.options import EngineOptions
 from engine.passes.native.model import NativeModel
-from engine.passes.packing import Span
+from engine.startup import load_engine, start_engine
 
 BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 1024, 2048)
 DRAFTED = 4
@@ -93,9 +94,9 @@ def load(model: str, options: argparse.Namespace) -> Engine:
         threads=options.threads,
     )
     if options.shape is None:
-        return Engine.load(settings, exact=True)
+        return load_engine(settings, exact=True)
     loaded = random_loaded(options.shape, options.device, getattr(torch, options.dtype))
-    return Engine(replace(loaded, max_model_len=longest), settings, exact=True)
+    return start_engine(replace(loaded, max_model_len=longest), settings, exact=True)
 
 
 class Peer:
@@ -194,8 +195,8 @@ def measure_bandwidth(device: str, repeats: int) -> float:
 def where_the_time_goes(engine: Engine, batch: int, cached: int) -> Row:
     """Shares of a step: products, attention, and all that is neither."""
     step = engine_step(engine, batch, cached, 1)
-    if isinstance(engine._model, NativeModel):
-        with engine._model.measured() as seconds:
+    if isinstance(engine.forward_pass, NativeModel):
+        with engine.forward_pass.measured() as seconds:
             whole = seconds_of(lambda: [step() for _ in range(MEASURED_STEPS)])
         shares = {name: round(100 * spent / whole, 1) for name, spent in seconds.items()}
     else:

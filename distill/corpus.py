@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from distill.files import in_one_step
 from distill.template import ChatTemplate
+from engine.cache.spans import Span
 from engine.engine import Engine
-from engine.passes.packing import Span
 
 # Candidates that a draft learns from at every position, and those that questions are drawn from.
 TOP, QUESTION_TOP = 16, 64

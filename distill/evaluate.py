@@ -22,11 +22,12 @@ from distill.corpus import LONGEST_ANSWER, Writer, gathered
 from distill.replay import ACCEPTANCE_AT, agreement_rate, mean_acceptance_length
 from distill.template import ChatTemplate
 from distill.training import Example, examples_of
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.embedded_pair import embedded_pair
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
-from engine.passes.packing import Span
+from engine.startup import load_engine
 from rpc.server import configure_logging
 from rpc.settings import LogLevel, Settings, naming
 
@@ -93,7 +94,7 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
 def engine_of(settings: EvaluateSettings, model: str) -> Engine:
     """Runs a model as a worker does."""
     sizes = {"max_sequences": settings.max_sequences, "max_model_len": settings.max_model_len}
-    return Engine.load(EngineOptions(model=model, device=settings.device, **sizes), exact=False)
+    return load_engine(EngineOptions(model=model, device=settings.device, **sizes), exact=False)
 
 
 def read_chats(path: Path) -> dict[str, list[Chat]]:

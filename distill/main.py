@@ -26,12 +26,12 @@ from distill.training import (
     learning_rate,
     loss_of,
 )
-from engine.engine import Engine
 from engine.models.compact import load_compact, save_compact
 from engine.models.embedded_pair import embedded_pair
 from engine.models.loading import UnsupportedModelError, load_config, pick_device
 from engine.models.trained_draft import layers_of, save_draft
 from engine.options import EngineOptions
+from engine.startup import load_engine
 from rpc.server import configure_logging
 from rpc.settings import UINT32_MAX, LogLevel, Settings, naming
 
@@ -127,7 +127,7 @@ def write(settings: DistillSettings, target: str) -> None:
         model=target, device=settings.device, max_sequences=settings.max_sequences, max_model_len=512
     )
     with naming(PROGRAM, "target", OSError, UnsupportedModelError, ValueError):
-        engine = Engine.load(options, exact=False)
+        engine = load_engine(options, exact=False)
         tokenizer = AutoTokenizer.from_pretrained(target)
         template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
     with bar() as progress:

@@ -3,14 +3,14 @@
 from functools import partial
 
 from pydantic import Field
+from worker.service import WorkerSettings, run_worker
 
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
-from engine.engine import Engine
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
+from engine.startup import load_engine
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
-from worker.service import WorkerSettings, run_worker
 
 PROGRAM = "specpool-draft-worker"
 SERVICE = "specpool.v1.DraftWorkerService"
@@ -26,7 +26,7 @@ def load_proposer(settings: DraftWorkerSettings) -> Proposer:
     """Builds the backend; on the model thread."""
     # A draft may differ from batch to batch: verification decides.
     options = EngineOptions(**settings.model_dump(include=set(EngineOptions.model_fields)))
-    return Proposer(Engine.load(options, exact=False))
+    return Proposer(load_engine(options, exact=False))
 
 
 def main() -> None:

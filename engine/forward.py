@@ -6,21 +6,19 @@ from engine.cache.memory import release_files
 from engine.models.loading import LoadedModel
 from engine.options import EngineOptions
 from engine.passes.attention import LibraryModel
+from engine.passes.forward_pass import ForwardPass
 from engine.passes.graphs import CudaGraphs, RecordedModel
 from engine.passes.lean import LeanModel, is_lean
 from engine.passes.linear import can_prepack, prepack_linears
 from engine.passes.native.model import NativeModel, can_compile, lossless_dtype
 
-ForwardPass = LibraryModel | LeanModel | NativeModel | RecordedModel
-"""Computes the logits of packed batches."""
 
-
-def forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPass:
-    """The fastest pass that this model can have here; it has taken over the weights of the library's model."""
+def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPass:
+    """The fastest pass that this model can have here; it takes over the weights of the library's model."""
     device, dtype = loaded.model.device, loaded.model.dtype
-    model: LibraryModel | LeanModel = LibraryModel(loaded.model)
+    forward_pass: ForwardPass = LibraryModel(loaded.model)
     if options.lean and is_lean(loaded.config):
-        model = lean = LeanModel(loaded.model)
+        forward_pass = lean = LeanModel(loaded.model)
         if options.native and device.type == "cpu" and can_compile(lean, kept := lossless_dtype(lean)):
             native = NativeModel(lean, kept)
             release_files(loaded.model)
@@ -29,10 +27,10 @@ def forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPass:
             lean.rotary(loaded.max_model_len)  # recorded passes go on using these tables
             return RecordedModel(lean, CudaGraphs())
     if can_prepack(dtype, device):
-        prepack_linears(model)
+        prepack_linears(forward_pass)
     if device == torch.device("cpu"):
-        release_files(model)
-    return model
+        release_files(forward_pass)
+    return forward_pass
 
 
 def records_passes(device: torch.device, options: EngineOptions) -> bool:

@@ -7,8 +7,8 @@ from itertools import islice
 import torch
 
 from engine.cache.slots import Realignment, SequenceKey
+from engine.cache.spans import Span
 from engine.engine import Engine, EngineInfo
-from engine.passes.packing import Span
 from engine.sampling import SamplingParams, choose_tokens
 
 

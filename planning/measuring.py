@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress import track
 
 from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
-from engine.passes.packing import Span
 from engine.probes.step_times import measure_step_times
+from engine.startup import load_engine
 from planning.plan import Model
 from specpool.cli.prompts import PromptLine
 
@@ -58,7 +59,7 @@ def _load(options: EngineOptions, exact: bool, console: Console) -> Engine:
     gc.collect()  # the model before this one: modules are cycles
     torch.cuda.empty_cache()
     with console.status(f"loading {options.model}"):
-        return Engine.load(options, exact)
+        return load_engine(options, exact)
 
 
 def _model(engine: Engine, rows: Sequence[int]) -> Model:

@@ -3,14 +3,14 @@
 from functools import partial
 
 from pydantic import Field
+from worker.service import WorkerSettings, run_worker
 
-from engine.engine import Engine
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
+from engine.startup import load_engine
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
-from worker.service import WorkerSettings, run_worker
 
 PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"
@@ -25,7 +25,7 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
 def load_verifier(settings: TargetWorkerSettings) -> Verifier:
     """Builds the backend; on the model thread."""
     options = EngineOptions(**settings.model_dump(include=set(EngineOptions.model_fields)))
-    return Verifier(Engine.load(options, exact=True))
+    return Verifier(load_engine(options, exact=True))
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine import engine
+from engine import startup
 from engine.passes import lean
 from engine.probes import self_test
 
@@ -12,5 +12,5 @@ def attend_by_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lean, "attends_by_kernels", lambda *_: True)
     patch.setattr(self_test, "LONG_PASSES", (20,))
     patch.setattr(self_test, "PROBED_PASSES", (1,))
-    patch.setattr(engine, "measure_step_times", lambda _: {})
-    patch.setattr(engine, "measure_seconds_per_cached", lambda _: 0.0)
+    patch.setattr(startup, "measure_step_times", lambda _: {})
+    patch.setattr(startup, "measure_seconds_per_cached", lambda _: 0.0)

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from worker.service import WorkerHost
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings, load_proposer
 from draft_worker.service import DraftWorkerServicer
+from engine.cache.spans import Span
 from engine.engine import Engine
-from engine.passes.packing import Span
 from rpc.channel import MAX_WORKER_MESSAGE_BYTES
 from rpc.server import Server
 from specpool.client import AsyncClient
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from target_worker.server import TargetWorkerSettings, load_verifier
 from target_worker.service import TargetWorkerServicer
-from worker.service import WorkerHost
 
 
 class LogitsTap:

@@ -11,12 +11,13 @@ from tiny_pair import MAX_MODEL_LEN
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from benchmarks.pair import save_tokenizer
+from engine import startup
 from engine.cache.extents import Extents
 from engine.cache.slots import SlotTable
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.loading import OUTPUT_HEAD
 from engine.options import EngineOptions
-from engine.passes.packing import Span
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE
 
 SMALL = {
@@ -71,7 +72,7 @@ def save_output_head(folder: Path, output_ids: list[int], weight: torch.Tensor |
 
 def load_engine(folder: Path, exact: bool = True, **options: Any) -> Engine:
     """An engine on one thread."""
-    return Engine.load(EngineOptions(model=str(folder), **{"threads": 1, "max_sequences": 8, **options}), exact)
+    return startup.load_engine(EngineOptions(model=str(folder), **{"threads": 1, "max_sequences": 8, **options}), exact)
 
 
 def forget_all(engine: Engine, slots: int) -> None:

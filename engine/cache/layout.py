@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from engine.cache.arena import KVArena
 from engine.cache.extents import Extents
-from engine.passes.packing import Span
+from engine.cache.spans import Span
 
 
 class KVLayout(ABC):

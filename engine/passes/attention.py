@@ -8,6 +8,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine.passes.attention_plan import AttentionCall
+from engine.passes.forward_pass import ForwardPass
 from engine.passes.kernels import attend_extents, splits_for
 from engine.passes.packing import PackedBatch
 
@@ -77,15 +78,12 @@ def _attend(
     return attended.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch * length, heads, dim)
 
 
-class LibraryModel(torch.nn.Module):
+class LibraryModel(ForwardPass):
     """Runs packed batches by the library's own modules: any architecture."""
-
-    plans_attention = True
-    """Whether batches need an attention plan."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.compute_dtype = model, model.dtype
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""

@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 
 from engine.cache.arena import KVArena
+from engine.cache.spans import Location, Span
 from engine.numerics import Tiles, round_up
-from engine.passes.packing import Place, Span
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class AttentionPlan:
 
 
 def plan_attention(
-    spans: Sequence[Span], places: Sequence[Place], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
+    spans: Sequence[Span], locations: Sequence[Location], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
 ) -> AttentionPlan:
-    """The plan for spans that are packed in this order, whose sequences are at these places.
+    """The plan for spans that are packed in this order, whose sequences are at these locations.
 
     `query_groups`: query heads per KV head, folded into the query rows. `gather`: attend to sequences that lie anywhere
     by copying them together (one call), rather than by a call for those at equal distances (no copy).
     """
     placed: list[_Placed] = []
     tokens = 0
-    for span, place in zip(spans, places, strict=True):
-        placed.append(_Placed(span, tokens, place.origin, place.start))
+    for span, location in zip(spans, locations, strict=True):
+        placed.append(_Placed(span, tokens, location.origin, location.start))
         tokens += len(span.token_ids)
     runs = _runs(placed, tiles, gather, arena.columns)
     result_rows = _result_rows(runs, tokens, tiles)

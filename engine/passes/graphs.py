@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
+from engine.passes.forward_pass import ForwardPass
 from engine.passes.packing import PackedBatch
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,15 @@ class Recording:
     logits: torch.Tensor
 
 
-class RecordedModel(nn.Module):
+class RecordedModel(ForwardPass):
     """A model whose passes differ in the numbers of their batches alone, as far as their shapes are the same."""
 
     plans_attention = False
+    row_multiple = 8
 
-    def __init__(self, model: nn.Module, record: Record) -> None:
+    def __init__(self, model: ForwardPass, record: Record) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.compute_dtype = model, model.compute_dtype
         self._record: Record | None = record
         self._seen: set[tuple[int, ...]] = set()
         self._recordings: dict[tuple[int, ...], Recording] = {}
@@ -50,6 +51,10 @@ class RecordedModel(nn.Module):
         recording.batch.numbers.copy_(batch.numbers, non_blocking=True)
         recording.replay()
         return recording.logits.clone()  # the next pass of this shape overwrites them
+
+    def scratch_bytes(self, rows: int, longest: int) -> int:
+        """The scratch memory of the model that is recorded."""
+        return self.model.scratch_bytes(rows, longest)
 
     @contextmanager
     def launched(self) -> Iterator[None]:

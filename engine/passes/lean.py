@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.passes.activations import in_pieces
 from engine.passes.attention import attend
-from engine.passes.kernels import attends_by_kernels
+from engine.passes.forward_pass import ForwardPass
+from engine.passes.kernels import attends_by_kernels, splits_for
 from engine.passes.packing import PackedBatch
 from engine.passes.rotary import RotaryTables, head_order, rotate
 
@@ -31,13 +32,14 @@ def is_lean(config: PreTrainedConfig) -> bool:
     return config.model_type in FAMILIES and config.hidden_act == "silu" and "rope_theta" in rope and fixed
 
 
-class LeanModel(nn.Module):
+class LeanModel(ForwardPass):
     """Takes the weights out of a library's model, which cannot run afterwards: there is never a second copy of them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         config: Any = model.config
         inner: Any = model.model
+        self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
         self.head_dim: int = inner.layers[0].self_attn.head_dim
         self.embedding, self.norm, self.head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head
@@ -49,9 +51,10 @@ class LeanModel(nn.Module):
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
         layer: Any = self.layers[0]
+        self.heads: int = layer.heads
         heads = (layer.heads, layer.kv_heads, layer.head_dim)
-        self.plans_attention = not attends_by_kernels(self.norm.device, self.norm.dtype, *heads)
-        """Whether batches need an attention plan."""
+        kernels = attends_by_kernels(self.norm.device, self.norm.dtype, *heads)
+        self.plans_attention = not kernels
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
@@ -63,6 +66,12 @@ class LeanModel(nn.Module):
         wanted = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
         logits: torch.Tensor = self.head(wanted)
         return logits
+
+    def scratch_bytes(self, rows: int, longest: int) -> int:
+        """Bytes of the parts of attention that kernels join afterwards."""
+        if self.plans_attention:
+            return 0
+        return rows * splits_for(longest) * self.heads * (self.head_dim + 2) * torch.float32.itemsize
 
 
 class LeanLayer(nn.Module):

@@ -3,32 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.cache.arena import KVArena
+from engine.cache.spans import Location, Span
 from engine.numerics import Tiles
+from engine.passes.attention_plan import AttentionPlan
 from engine.passes.kernels import splits_for
-
-if TYPE_CHECKING:
-    from engine.passes.attention_plan import AttentionPlan
-
-
-@dataclass(frozen=True)
-class Span:
-    """New tokens of one sequence: they take the positions from `start` on in `slot`."""
-
-    slot: int
-    start: int
-    token_ids: Sequence[int]
-    num_logits: int
-    """For how many of the last tokens logits are wanted."""
-
-    @property
-    def end(self) -> int:
-        """Positions of the sequence once these tokens are cached."""
-        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -41,7 +23,7 @@ class PackedBatch:
     longest: int  # positions of the longest sequence
     num_logits: int  # R
     numbers: torch.Tensor  # all that differs between passes of one shape, moved to the device at once
-    attention: "AttentionPlan | None" = None
+    attention: AttentionPlan | None = None
     """None: the model attends by itself."""
 
     @property
@@ -70,29 +52,16 @@ class PackedBatch:
         return self.rows, len(self.numbers) - 3 * self.rows, splits_for(self.longest)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a sequence lies in the arena: its extent begins at column `origin`, position 0 is `start` columns later."""
-
-    origin: int
-    start: int = 0
-
-    @property
-    def first(self) -> int:
-        """The column of position 0."""
-        return self.origin + self.start
-
-
-def pack(spans: Sequence[Span], places: Sequence[Place], arena: KVArena, tiles: Tiles) -> PackedBatch:
-    """Lays out the spans one behind the other, in their order; `places` are those of their sequences."""
+def pack(spans: Sequence[Span], locations: Sequence[Location], arena: KVArena, tiles: Tiles) -> PackedBatch:
+    """Lays out the spans one behind the other, in their order; `locations` are those of their sequences."""
     token_ids: list[int] = []
     positions: list[int] = []
     columns: list[int] = []
     logit_rows: list[int] = []
-    for span, place in zip(spans, places, strict=True):
+    for span, location in zip(spans, locations, strict=True):
         token_ids.extend(span.token_ids)
         positions.extend(range(span.start, span.end))
-        columns.extend(range(place.first + span.start, place.first + span.end))
+        columns.extend(range(location.first + span.start, location.first + span.end))
         logit_rows.extend(range(len(token_ids) - span.num_logits, len(token_ids)))
     tokens, num_logits = len(token_ids), len(logit_rows)
     padding = tiles.rows(tokens) - tokens

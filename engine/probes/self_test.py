@@ -2,19 +2,14 @@
 
 import logging
 import random
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.passes.graphs import RecordedModel
-from engine.passes.native.model import NativeModel
-from engine.passes.packing import Span
+from engine.cache.spans import Span
+from engine.engine import Engine
 from engine.probes.exactness import kernels_agree
+from engine.probes.native_products import products_agree
 from engine.probes.operations import OperationProbe
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +19,7 @@ SHORT_PASS, LONG_PASSES = 15, (97, 271)
 PROBED_PASSES = (1, 2, 7, SHORT_PASS, *LONG_PASSES)
 
 
-def self_test(engine: "Engine") -> bool:
+def self_test(engine: Engine) -> bool:
     """Whether the logits of a token are the same bits whatever else is in its passes.
 
     Probes every kind of operation with numbers for which a difference shows, then compares whole passes of random
@@ -35,18 +30,17 @@ def self_test(engine: "Engine") -> bool:
     return agree
 
 
-def _operations_agree(engine: "Engine") -> bool:
+def _operations_agree(engine: Engine) -> bool:
     """Whether each operation gives equal rows equal bits, in passes of one row to as many as one pass may have."""
-    model = engine._model
-    if isinstance(model, NativeModel):
-        return model.products_agree()
-    cache = engine.layout.arena.keys[0]
-    if not model.plans_attention and not kernels_agree(cache, engine.query_groups, engine.max_model_len):
+    forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
+    if forward_pass.compiled_products is not None:
+        return products_agree(forward_pass.compiled_products)
+    if not forward_pass.plans_attention and not kernels_agree(cache, engine.facts.query_groups, engine.max_model_len):
         log.warning("self-test: the attention of a row depends on the rows beside it")
         return False
     tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_forward_tokens), seed=2)
-    launched = model.launched() if isinstance(model, RecordedModel) else nullcontext()
-    with launched, OperationProbe([*model.parameters(), *model.buffers(), *engine.layout.arena.keys]) as probe:
+    kept = [*forward_pass.parameters(), *forward_pass.buffers(), *engine.layout.arena.keys]
+    with forward_pass.launched(), OperationProbe(kept) as probe:
         for size in dict.fromkeys(min(size, len(tokens)) for size in (*PROBED_PASSES, len(tokens))):
             engine.forward([Span(0, 0, tokens[:size], size)])
     if probe.unequal:
@@ -54,13 +48,13 @@ def _operations_agree(engine: "Engine") -> bool:
     return not probe.unequal
 
 
-def _rounds_agree(engine: "Engine") -> bool:
+def _rounds_agree(engine: Engine) -> bool:
     """Whether sequences have the same logits alone, token by token, and in a ragged batch with drafts."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     steps, longest = 5, engine.max_model_len - 8
     lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
     lengths = [n for n in lengths if n <= longest]
-    truth = [[chance.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
+    truth = [[rng.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
 
     alone = []
     for length, tokens in zip(lengths, truth, strict=True):
@@ -70,11 +64,11 @@ def _rounds_agree(engine: "Engine") -> bool:
 
     # Extents without a column to spare, as many as there is room for, in any order.
     keys = [("self-test", i) for i in range(len(lengths))]
-    taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in chance.sample(range(len(keys)), len(keys))}
+    taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in rng.sample(range(len(keys)), len(keys))}
     members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]
     # All prompts but their last tokens in one pass of chunks, then everything that is left as one round of drafts.
     engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
-    drafts = [chance.randint(1, steps) for _ in members]
+    drafts = [rng.randint(1, steps) for _ in members]
     spans = [
         Span(slot, n - 1, tokens[n - 1 : n + d], d + 1) for (slot, n, tokens, _), d in zip(members, drafts, strict=True)
     ]
@@ -85,7 +79,7 @@ def _rounds_agree(engine: "Engine") -> bool:
     return same
 
 
-def _long_passes_agree(engine: "Engine") -> bool:
+def _long_passes_agree(engine: Engine) -> bool:
     """Whether a prompt leaves the same cache and logits however it is cut: of long passes torch divides the work."""
     longest = min(LONG_PASSES[-1], engine.max_model_len)
     tokens = _random_tokens(engine, longest, seed=1)
@@ -100,6 +94,6 @@ def _long_passes_agree(engine: "Engine") -> bool:
     return True
 
 
-def _random_tokens(engine: "Engine", count: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(engine.vocab_size) for _ in range(count)]
+def _random_tokens(engine: Engine, count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(engine.vocab_size) for _ in range(count)]

@@ -22,10 +22,10 @@ from distill.replay import acceptance_by_position, mean_acceptance_length
 from distill.student import Student, most_frequent
 from distill.template import ChatTemplate
 from distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.compact import load_compact, save_compact
 from engine.models.trained_draft import save_draft
-from engine.passes.packing import Span
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,12 @@ from tiny_models import (
 from tiny_pair import MAX_MODEL_LEN, tiny_config
 
 from engine.cache.arena import KVArena
+from engine.cache.spans import Location, Span
 from engine.engine import Engine, _chunks
 from engine.numerics import Tiles
 from engine.passes.attention_plan import plan_attention
 from engine.passes.native.model import NativeModel
-from engine.passes.packing import Place, Span, pack
+from engine.passes.packing import pack
 
 # Lengths on both sides of the attention tiles that CPUs need (64, 128, 256), and small ones.
 LONGEST = 264
@@ -256,7 +257,7 @@ def test_other_architectures_give_the_logits_of_transformers(
 def test_half_precision_decodes_and_keeps_its_word(tiny_pair: tuple[Path, Path], dtype: str) -> None:
     engine = load_engine(tiny_pair[0], dtype=dtype)
     assert engine.info().dtype == dtype
-    compiled = isinstance(engine._model, NativeModel)
+    compiled = isinstance(engine.forward_pass, NativeModel)
     assert engine.layout.arena.keys[0].dtype == (torch.float32 if compiled else getattr(torch, dtype))
     tokens = random_tokens(60)
     alone = decode_alone(engine, tokens)
@@ -354,7 +355,7 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
     starts = [max(span.end for span in spans) - span.end if padded else 0 for span in spans]
     # Any origins: extents are of different lengths.
     origins = {slot: tiles.kv * (11 * slot + slot * slot) for slot in range(8)}
-    where = [Place(origins[span.slot], start) for span, start in zip(spans, starts, strict=True)]
+    where = [Location(origins[span.slot], start) for span, start in zip(spans, starts, strict=True)]
     start_of = dict(zip([span.slot for span in spans], starts, strict=True))
     arena = KVArena(1, 1, origins[7] + 1024, 1, torch.float32, torch.device("cpu"))
     arena.keys[0][0, :, 0] = torch.arange(arena.columns)
@@ -408,13 +409,13 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
 def test_sequences_of_equal_length_share_one_mask_or_need_none(engine: Engine) -> None:
     spans = [Span(slot, 40, [1] * 5, 5) for slot in (2, 3, 4)]
     arena = engine.layout.arena
-    places = [Place(origin) for origin in (128, 512, 896)]
+    places = [Location(origin) for origin in (128, 512, 896)]
     (call,) = plan_attention(spans, places, arena, Tiles(2, 1, 8, 64), query_groups=3, gather=False).calls
     assert call.attended(arena.keys[0]).data_ptr() == arena.keys[0][:, 128:].data_ptr(), "keys were copied"
     assert call.mask is not None
     assert call.mask.shape == (1, 1, 3 * 8, 64)
     steps = [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
-    places = [Place(origin, start=7) for origin in (128, 512, 896)]
+    places = [Location(origin, start=7) for origin in (128, 512, 896)]
     (call,) = plan_attention(steps, places, arena, Tiles(), query_groups=3, gather=False).calls
     assert call.mask is None
     assert (call.origins, call.kv_length) == ((135, 519, 903), 41)
@@ -422,7 +423,7 @@ def test_sequences_of_equal_length_share_one_mask_or_need_none(engine: Engine) -
 
 def test_sequences_at_unequal_distances_are_attended_apart_or_copied_together(engine: Engine) -> None:
     arena, spans = engine.layout.arena, [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
-    places = [Place(origin) for origin in (128, 512, 832)]
+    places = [Location(origin) for origin in (128, 512, 832)]
     apart = plan_attention(spans, places, arena, Tiles(), query_groups=3, gather=False).calls
     assert [call.origins for call in apart] == [(128, 512), (832,)]
     (together,) = plan_attention(spans, places, arena, Tiles(), query_groups=3, gather=True).calls

@@ -25,14 +25,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tiny_models import forget_all, load_engine, random_tokens
 from tiny_pair import MAX_MODEL_LEN
 from tokenizers import Tokenizer
+from worker.service import WorkerHost, WorkerServicer, WorkerSettings, _serve
 
 import draft_worker.server
 import target_worker.server
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
+from engine import startup
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.options import EngineOptions
-from engine.passes.packing import Span
 from rpc.channel import MAX_WORKER_MESSAGE_BYTES
 from rpc.server import Server
 from rpc.settings import ServerSettings
@@ -40,7 +42,6 @@ from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
 from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
-from worker.service import WorkerHost, WorkerServicer, WorkerSettings, _serve
 
 SLOTS = 3
 TRUTH_SLOT = 7
@@ -353,7 +354,7 @@ async def test_a_step_that_gains_too_little_for_all_is_not_taken(draft: Worker) 
 
 
 async def test_passes_are_measured_when_the_model_is_loaded(tiny_pair: tuple[Path, Path]) -> None:
-    engine = Engine.load(EngineOptions(model=str(tiny_pair[1]), device="cpu", max_sequences=3), exact=False)
+    engine = startup.load_engine(EngineOptions(model=str(tiny_pair[1]), device="cpu", max_sequences=3), exact=False)
     async with serving(DRAFT, engine) as worker:
         costs = (await worker.info()).costs
         assert list(costs.rows) == [1, 2, 4, 8, 16, 32, 64]

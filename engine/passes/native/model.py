@@ -1,7 +1,7 @@
 """The lean pass as one call of compiled code: float32, with weights of that or bfloat16, on a CPU with a compiler."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from ctypes import CDLL, POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
 from functools import partial
@@ -14,16 +14,14 @@ from torch.nn.functional import pad
 from engine.cache.arena import KVArena
 from engine.cache.memory import zeros
 from engine.numerics import round_up
+from engine.passes.forward_pass import ForwardPass
 from engine.passes.lean import LeanModel
 from engine.passes.native.compiler import compile_decoder
 from engine.passes.packing import PackedBatch
-from engine.probes.inputs import ProbeInputs
 
 # As in decoder.c, like the structures below.
 LANES, PANEL = 16, 32
 STAGES = ("products", "attention", "rows and cache")
-# Of probes: more rows than two tiles have, and panels that no number of threads divides evenly.
-PROBED_ROWS, PROBED_OUTPUTS = 37, 7 * PANEL
 _NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
 
 
@@ -58,10 +56,12 @@ class _Batch(Structure):
     )
 
 
-class NativeModel(nn.Module):
+class NativeModel(ForwardPass):
     """Takes the weights out of a lean model, layer by layer: there is never a second copy of all of them."""
 
+    compute_dtype = torch.float32
     plans_attention = False
+    exact_by_construction = True
     weights: torch.Tensor
 
     def __init__(self, lean: LeanModel, dtype: torch.dtype) -> None:
@@ -75,14 +75,14 @@ class NativeModel(nn.Module):
         self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
         linears = (first.qkv, first.out, first.gate_up, first.down, lean.head)
-        self._widths = {linear.in_features for linear in linears}
+        self._product_inputs = {linear.in_features for linear in linears}
         self._rotary, self._outputs = lean.rotary.in_float32(), lean.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (_Layer * len(lean.layers))()
         # In one piece, for large pages: a step took up to a fifth longer where every weight had pages of its own.
-        room = sum(_room(weight) for weight in _weights_of(lean))
-        self.register_buffer("weights", zeros((room,), dtype, lean.norm.device), persistent=False)
+        elements = sum(_padded_elements(weight) for weight in _weights_of(lean))
+        self.register_buffer("weights", zeros((elements,), dtype, lean.norm.device), persistent=False)
         self._used = 0
         tied = lean.embedding.data_ptr() == lean.head.weight.data_ptr()
         self._model = _Model(
@@ -127,31 +127,37 @@ class NativeModel(nn.Module):
         self._forward(byref(self._model), byref(arguments))
         return logits[:, : self._outputs]
 
-    @torch.inference_mode()
-    def products_agree(self) -> bool:
-        """Whether the products of a row are the same bits for every number of rows beside it, in every place.
+    @property
+    def compiled_products(self) -> "NativeModel":
+        """All products are compiled."""
+        return self
 
-        All else that is computed for a row is computed for it alone. The inputs cancel, so that a sum in another order
-        shows in nearly every output.
+    @property
+    def product_inputs(self) -> Set[int]:
+        """The different numbers of inputs that products of the pass have."""
+        return self._product_inputs
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype in which weights are kept."""
+        return self.weights.dtype
+
+    def product_with(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The product of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
+
+        `outputs` is a multiple of PANEL.
         """
-        sample = torch.empty(0, dtype=self.weights.dtype)
-        return all(self._product_agrees(inputs, ProbeInputs(sample)) for inputs in sorted(self._widths))
+        outputs, inputs = weight.shape
+        panels = _panels(weight, self.weight_dtype).contiguous()
 
-    def _product_agrees(self, inputs: int, numbers: ProbeInputs) -> bool:
-        order, half = numbers.order(inputs), numbers.normal(PROBED_OUTPUTS, inputs // 2)
-        # Inputs are whole vectors, so that their number is even.
-        weight = _panels(torch.cat([half, half], 1)[:, order], half.dtype).contiguous()
-        linear = _Linear(weight=weight.data_ptr(), bias=None, inputs=inputs, outputs=PROBED_OUTPUTS)
-        x = numbers.cancelling(inputs, PROBED_ROWS)[order].T.float().contiguous()
-
-        def products(rows: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(len(rows), PROBED_OUTPUTS)
+        def product(rows: torch.Tensor) -> torch.Tensor:
+            linear = _Linear(weight=panels.data_ptr(), bias=None, inputs=inputs, outputs=outputs)
+            out = torch.empty(len(rows), outputs)
             sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
             self._multiply(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
             return out
 
-        together = products(x)
-        return all(torch.equal(products(x[-count:]), together[-count:]) for count in range(1, PROBED_ROWS))
+        return product
 
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
@@ -206,7 +212,7 @@ def _weights_of(lean: LeanModel) -> list[torch.Tensor]:
     return [*lean.parameters(), *(layer.head_norms for layer in layers if layer.head_norms is not None)]
 
 
-def _room(weight: torch.Tensor) -> int:
+def _padded_elements(weight: torch.Tensor) -> int:
     """Elements of a weight whose outputs are padded to whole panels."""
     outputs, *inputs = weight.shape
     return math.prod([round_up(outputs, PANEL), *inputs])

@@ -10,7 +10,7 @@ from pair_service import serving_pair
 from tiny_models import load_engine, random_tokens
 from tiny_pair import MAX_MODEL_LEN
 
-from engine.passes.packing import Span
+from engine.cache.spans import Span
 
 PROMPTS = [make_prompt((seed, 10 + 7 * seed)) for seed in range(12)]
 MAX_TOKENS = 10

@@ -12,8 +12,8 @@ from tiny_models import decode_alone, load_engine, random_tokens
 from engine.cache.arena import KVArena
 from engine.cache.extents import Extents
 from engine.cache.layout import LAYOUTS, KVLayout, PaddedLayout, SlotLayout
+from engine.cache.spans import Span
 from engine.engine import Engine
-from engine.passes.packing import Span
 
 SEQUENCES, LONGEST = 4, 300
 

@@ -76,8 +76,8 @@ def test_the_pair_is_made_of_the_target_and_the_shipped_draft(
     assert draft.loaded.output_ids is not None
     assert draft.loaded.output_ids.tolist() == trained["output_ids"].tolist()
     # Without loss, so that a step reads half as much.
-    assert isinstance(draft._model, NativeModel)
-    assert draft._model.weights.dtype == torch.bfloat16
+    assert isinstance(draft.forward_pass, NativeModel)
+    assert draft.forward_pass.weights.dtype == torch.bfloat16
     stored = load_file(pair.draft / "model.safetensors")
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
     name = "layers.1.mlp.down_proj.weight"
@@ -108,5 +108,5 @@ def test_the_shipped_draft_loads_with_its_own_head_in_bfloat16() -> None:
     draft = load_engine(embedded_pair.embedded_pair().draft, max_model_len=400)
     assert draft.bitwise
     assert draft.loaded.output_ids is not None
-    assert isinstance(draft._model, NativeModel)
-    assert draft._model.weights.dtype == torch.bfloat16
+    assert isinstance(draft.forward_pass, NativeModel)
+    assert draft.forward_pass.weights.dtype == torch.bfloat16

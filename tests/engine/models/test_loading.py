@@ -29,10 +29,10 @@ from benchmarks.pair import save_tokenizer
 from draft_worker.proposer import ProposeItem, Proposer
 from engine.cache import memory
 from engine.cache.arena import KVArena
+from engine.cache.spans import Span
 from engine.models.loading import OUTPUT_HEAD, TokenizerFiles, UnsupportedModelError, load_model
 from engine.options import EngineOptions
 from engine.passes import attention
-from engine.passes.packing import Span
 from engine.sampling import SamplingParams
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from target_worker.verifier import Verifier, VerifyItem

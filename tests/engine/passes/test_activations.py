@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.passes import activations
 from engine.passes.activations import activate_in_pieces, in_pieces
-from engine.passes.packing import Span
 
 pytestmark = pytest.mark.cpus
 

@@ -11,10 +11,10 @@ from tiny_models import load_engine, random_tokens, rows_that_differ, transforme
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine import forward
+from engine.cache.spans import Span
 from engine.passes import attention
 from engine.passes.graphs import RecordedModel, Run
 from engine.passes.kernels import SPLIT, attend_extents, splits_for
-from engine.passes.packing import Span
 from engine.probes import exactness
 
 pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def test_few_numbers_of_splits_cover_all_lengths() -> None:
 def test_an_engine_of_kernels_has_the_librarys_logits_and_is_bitwise(tmp_path: Path, kv_layout: str) -> None:
     folder = save_random(tmp_path, *VARIANTS["qwen3"])
     kernels = load_engine(folder, native=False, max_sequences=3, max_model_len=26, kv_layout=kv_layout)
-    assert not kernels._model.plans_attention
+    assert not kernels.forward_pass.plans_attention
     assert kernels.bitwise
     tokens = random_tokens(20)
     together = kernels.forward([Span(2, 0, tokens, 20), Span(0, 0, tokens[:3], 1)])
@@ -115,7 +115,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> Recorder:
 def test_a_recorded_engine_gives_the_same_bits(tmp_path: Path, recorder: Recorder) -> None:
     folder = save_random(tmp_path, *VARIANTS["qwen3"])
     recorded = load_engine(folder, native=False, max_sequences=6, max_model_len=128)
-    assert isinstance(recorded._model, RecordedModel)
+    assert isinstance(recorded.forward_pass, RecordedModel)
     assert recorded.bitwise
     assert rows_that_differ(recorded, lengths=(2, 9, 40), drafts=3) == 0
     assert recorder.replayed > 5 * recorder.recorded > 0

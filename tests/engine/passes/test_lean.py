@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.pair import save_tokenizer
 from engine.cache.memory import weight_bytes
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.passes.attention import LibraryModel
 from engine.passes.lean import FAMILIES, LeanModel, is_lean
 from engine.passes.linear import can_prepack
 from engine.passes.native.model import NativeModel
-from engine.passes.packing import Span
 
 THETA = {"rope_theta": 10_000.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,8 +75,8 @@ def test_the_logits_are_the_librarys_and_bitwise(tmp_path: Path, variant: str, k
     folder = save_random(tmp_path, *VARIANTS[variant])
     model, dtype = PASSES[kind]
     library, lean = load_engine(folder, lean=False), load_engine(folder, native=model is NativeModel, dtype=dtype)
-    assert isinstance(library._model, LibraryModel)
-    assert isinstance(lean._model, model)
+    assert isinstance(library.forward_pass, LibraryModel)
+    assert isinstance(lean.forward_pass, model)
     torch.testing.assert_close(logits_of(lean), logits_of(library), atol=2e-5, rtol=1e-4)
     assert lean.bitwise
     assert rows_that_differ(lean) == 0
@@ -107,8 +107,8 @@ def test_no_weight_is_kept_twice(tmp_path: Path, dtype: str, native: bool, tied:
     engine = load_engine(folder, dtype=dtype, native=native)
     assert sum(weight.numel() for weight in engine.loaded.model.parameters()) == engine.loaded.config.hidden_size
     # Saved in bfloat16, they are kept so where that is possible.
-    kept = weight_bytes(engine._model) // (2 if native else engine._dtype.itemsize)
-    prepacked = not native and can_prepack(engine._dtype, engine._device)
+    kept = weight_bytes(engine.forward_pass) // (2 if native else engine.facts.dtype.itemsize)
+    prepacked = not native and can_prepack(engine.facts.dtype, engine.facts.device)
     head = 288 * 64 if tied and prepacked else 0  # in which no embedding can be looked up
     assert kept == engine.info().parameters + head
 

@@ -18,11 +18,11 @@ from tiny_models import (
 )
 from tiny_pair import tiny_config
 
+from engine.cache.spans import Span
 from engine.models.embedded_pair import embedded_pair
 from engine.passes.lean import LeanModel
 from engine.passes.native import compiler
 from engine.passes.native.model import NativeModel
-from engine.passes.packing import Span
 
 pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
 
@@ -43,7 +43,7 @@ def test_other_processors_get_other_vectors_and_results_as_exact(
     here = load_engine(tiny_pair[0], dtype=dtype)
     monkeypatch.setitem(compiler.NATIVE, "x86_64", processor)
     there = load_engine(tiny_pair[0], dtype=dtype)
-    assert isinstance(there._model, NativeModel)
+    assert isinstance(there.forward_pass, NativeModel)
     tokens = random_tokens(80)
     torch.testing.assert_close(decode_alone(there, tokens), decode_alone(here, tokens), atol=1e-4, rtol=1e-4)
     assert there.bitwise
@@ -72,7 +72,7 @@ def test_heads_of_any_size_and_grouping(tmp_path: Path, heads: int, kv_heads: in
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     folder = round_weights(save_model(tmp_path, tiny_config(hidden_size=16 * heads, num_hidden_layers=2, **shape)))
     compiled, lean = load_engine(folder, dtype=dtype), load_engine(folder, native=False)
-    assert isinstance(compiled._model, NativeModel)
+    assert isinstance(compiled.forward_pass, NativeModel)
     tokens = random_tokens(70)
     torch.testing.assert_close(decode_alone(compiled, tokens), decode_alone(lean, tokens), atol=1e-4, rtol=1e-4)
     assert rows_that_differ(compiled) == 0
@@ -99,7 +99,7 @@ def test_a_head_of_some_tokens_is_kept_as_bfloat16_too(tmp_path: Path) -> None:
     whole = load_engine(folder, dtype="bfloat16").forward([Span(0, 0, tokens, 30)])
     save_output_head(folder, kept)
     engine = load_engine(folder, dtype="bfloat16")
-    assert isinstance(engine._model, NativeModel)
+    assert isinstance(engine.forward_pass, NativeModel)
     assert rows_that_differ(engine) == 0
     assert torch.equal(engine.forward([Span(0, 0, tokens, 30)]), whole[:, kept])
 
@@ -109,7 +109,7 @@ def test_a_head_of_some_tokens_is_kept_as_bfloat16_too(tmp_path: Path) -> None:
 def test_real_weights_of_bfloat16_give_nearly_the_librarys_own_logits(model: str) -> None:
     """Else the engine would refuse them: the library computes in bfloat16 too."""
     engine = load_engine(getattr(embedded_pair(), model), dtype="bfloat16", max_model_len=400)
-    assert isinstance(engine._model, NativeModel)
+    assert isinstance(engine.forward_pass, NativeModel)
     assert engine.bitwise
 
 
@@ -134,13 +134,13 @@ def test_columns_beyond_what_was_ever_written_are_not_read(tiny_pair: tuple[Path
 
 def test_measured_passes_are_the_same_and_say_where_their_time_went(tiny_pair: tuple[Path, Path]) -> None:
     engine, tokens = load_engine(tiny_pair[0]), random_tokens(50)
-    assert isinstance(engine._model, NativeModel)
+    assert isinstance(engine.forward_pass, NativeModel)
     logits = engine.forward([Span(1, 0, tokens, 5)])
-    with engine._model.measured() as seconds:
+    with engine.forward_pass.measured() as seconds:
         assert torch.equal(engine.forward([Span(1, 0, tokens, 5)]), logits)
     assert set(seconds) == {"products", "attention", "rows and cache"}
     assert all(spent > 0 for spent in seconds.values())
-    with engine._model.measured() as again:
+    with engine.forward_pass.measured() as again:
         pass
     assert set(again.values()) == {0.0}
 
@@ -150,7 +150,7 @@ def test_measured_passes_are_the_same_and_say_where_their_time_went(tiny_pair: t
 
 def assert_done_without(folder: Path, **options: object) -> None:
     engine = load_engine(folder, **options)
-    assert not isinstance(engine._model, NativeModel)
+    assert not isinstance(engine.forward_pass, NativeModel)
     assert engine.bitwise
 
 
@@ -182,7 +182,7 @@ def test_sizes_that_are_no_whole_vectors_are_left_to_torch(tmp_path: Path, sizes
 
 
 def test_float16_is_left_to_torch(tiny_pair: tuple[Path, Path]) -> None:
-    assert isinstance(load_engine(tiny_pair[0], dtype="float16")._model, LeanModel)
+    assert isinstance(load_engine(tiny_pair[0], dtype="float16").forward_pass, LeanModel)
 
 
 def test_bfloat16_without_a_compiler_is_computed_and_cached_as_such(
@@ -190,7 +190,7 @@ def test_bfloat16_without_a_compiler_is_computed_and_cached_as_such(
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     engine = load_engine(tiny_pair[0], dtype="bfloat16")
-    assert isinstance(engine._model, LeanModel)
+    assert isinstance(engine.forward_pass, LeanModel)
     assert engine.layout.arena.keys[0].dtype == torch.bfloat16
     assert engine.info().kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_models import load_engine, rows_that_differ
 from torch import nn
 
-from engine import engine
+from engine import startup
 from engine.numerics import Tiles, round_up
 from engine.passes import attention
 from engine.passes.linear import PrepackedLinear, can_prepack, prepack_linears
@@ -101,7 +101,7 @@ def test_where_every_row_count_differs_all_passes_have_one_shape(
     monkeypatch.setattr(exactness, "_rows_agree", lambda *_: False)
     uniform = load_engine(tiny_pair[0], lean=lean, native=False)
     shapes = set()
-    head = uniform._model.head if lean else uniform.loaded.model.get_output_embeddings()
+    head = uniform.forward_pass.head if lean else uniform.loaded.model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, x: shapes.add(x[0].shape[-2]))
     assert rows_that_differ(uniform) == 0
     assert shapes - {0} == {64}
@@ -189,7 +189,7 @@ def test_without_a_grid_the_engine_claims_no_more_than_is_true(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On most processors nothing is equal then, and the engine must say so."""
-    monkeypatch.setattr(engine, "choose_tiles", lambda *_: Tiles())
+    monkeypatch.setattr(startup, "choose_tiles", lambda *_: Tiles())
     careless = load_engine(tiny_pair[0], native=False)
     assert careless.tiles == Tiles()
     assert not careless.bitwise or rows_that_differ(careless) == 0

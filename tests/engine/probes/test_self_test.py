@@ -10,13 +10,13 @@ from interpreted_kernels import attend_by_kernels
 from tiny_models import load_engine, random_tokens, save_model, small_config
 from torch.nn.functional import silu
 
-from engine import engine, forward
+from engine import forward, startup
+from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.numerics import Tiles
 from engine.passes import attention, kernels, lean
 from engine.passes.native import compiler
 from engine.passes.native.model import NativeModel
-from engine.passes.packing import Span
 from engine.probes import exactness
 from engine.probes.operations import OperationProbe
 
@@ -66,11 +66,11 @@ def _no_prepacked_products(patch: pytest.MonkeyPatch) -> None:
 
 def _plain_products_on_the_grid_of_prepacked_ones(patch: pytest.MonkeyPatch) -> None:
     _no_prepacked_products(patch)
-    patch.setattr(engine, "choose_tiles", lambda *_: Tiles(kv=64, max_rows=512))
+    patch.setattr(startup, "choose_tiles", lambda *_: Tiles(kv=64, max_rows=512))
 
 
 def _no_tiles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine, "choose_tiles", lambda *_: Tiles())
+    patch.setattr(startup, "choose_tiles", lambda *_: Tiles())
 
 
 def _no_tiles_of_attention(patch: pytest.MonkeyPatch) -> None:
@@ -218,6 +218,6 @@ def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
     changes, harmless = NATIVE_MUTANTS[name]
     change_source(changes, monkeypatch, tmp_path)
     mutant = load_engine(save_model(tmp_path / "model", small_config("llama")), threads=cpu_threads)
-    assert isinstance(mutant._model, NativeModel)
+    assert isinstance(mutant.forward_pass, NativeModel)
     assert not mutant.bitwise or different_rows(mutant) == 0
     assert harmless in (None, mutant.bitwise)

@@ -1,0 +1,76 @@
+"""Reserves the KV cache of an engine: as many positions as its memory limit allows."""
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.cache.arena import KVArena
+from engine.cache.extents import Extents
+from engine.cache.layout import LAYOUTS, KVLayout
+from engine.cache.memory import Footprint, KVLimit, default_kv_memory
+from engine.cache.slots import SlotTable
+from engine.models.facts import ModelFacts
+from engine.models.loading import UnsupportedModelError, first_line
+from engine.numerics import Tiles, round_up
+from engine.options import EngineOptions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReservedCache:
+    """A KV cache with its bookkeeping, and the memory of the engine with it."""
+
+    slots: SlotTable
+    layout: KVLayout
+    footprint: Footprint
+
+
+def reserve_cache(
+    facts: ModelFacts, dtype: torch.dtype, tiles: Tiles, options: EngineOptions, others: Footprint
+) -> ReservedCache:
+    """Reserves a cache of this dtype. `others`: the memory of weights and activations.
+
+    UnsupportedModelError if the limit holds no sequence of full length, or the device has less memory than the limit.
+    """
+    layout, per_token = LAYOUTS[options.kv_layout], facts.kv_bytes_per_token(dtype)
+    # Attended columns are a multiple of the tile, counted from the sequence's start.
+    longest = round_up(facts.max_model_len, tiles.kv) + (tiles.kv if layout.spare_columns else 0)
+    multiple = longest if layout.spare_columns else tiles.kv
+    columns = _affordable_columns(longest, multiple, per_token, options, _limit(options, others, facts.device))
+    footprint = replace(others, kv=columns * per_token)
+    log.info("memory: %s", footprint)
+    try:
+        arena = KVArena(facts.layers, facts.kv_heads, columns, facts.head_dim, dtype, facts.device)
+    except (RuntimeError, MemoryError) as error:
+        raise UnsupportedModelError(
+            f"a KV cache of {columns * per_token:,} bytes cannot be allocated: {first_line(error)}"
+        ) from error
+    extents = Extents(options.max_sequences, longest, columns, multiple)
+    return ReservedCache(SlotTable(options.max_sequences, extents), layout(arena, extents), footprint)
+
+
+def _affordable_columns(longest: int, multiple: int, per_token: int, options: EngineOptions, limit: KVLimit) -> int:
+    """Columns of the cache: enough for `max_sequences` of the longest sequences, or as many as the limit holds."""
+    wanted = options.max_sequences * longest
+    columns = min(wanted, limit.kv_bytes // per_token // multiple * multiple)
+    if columns < longest:
+        raise UnsupportedModelError(
+            f"{limit} holds no sequence of {longest} positions ({longest * per_token:,} bytes): "
+            f"lower max_model_len or raise {limit.name}"
+        )
+    if columns < wanted:
+        log.warning(
+            "%s holds %d positions, not %d sequences of %d", limit.name, columns, options.max_sequences, longest
+        )
+    return columns
+
+
+def _limit(options: EngineOptions, others: Footprint, device: torch.device) -> KVLimit:
+    """The memory that the KV cache may take."""
+    if options.memory_budget is not None:
+        return KVLimit("memory_budget", int(options.memory_budget), others)
+    if options.kv_memory is not None:
+        return KVLimit("kv_memory", int(options.kv_memory))
+    return KVLimit("kv_memory", default_kv_memory(device))

@@ -1,0 +1,55 @@
+"""Starts an engine: loads the model, finds the shapes that are exact, refuses wrong logits, and measures the passes."""
+
+import logging
+
+import torch
+
+from engine.engine import Engine
+from engine.forward import build_forward_pass
+from engine.models.facts import ModelFacts, read_facts
+from engine.models.loading import LoadedModel, load_model
+from engine.numerics import Tiles
+from engine.options import EngineOptions
+from engine.passes.activations import activate_in_pieces
+from engine.passes.forward_pass import ForwardPass
+from engine.probes.exactness import choose_tiles
+from engine.probes.library_logits import library_logits, refuse_other_logits
+from engine.probes.self_test import self_test
+from engine.probes.step_times import measure_seconds_per_cached, measure_step_times
+
+log = logging.getLogger(__name__)
+
+
+def load_engine(options: EngineOptions, exact: bool) -> Engine:
+    """Loads a model and makes it ready to serve. UnsupportedModelError says why it cannot be served.
+
+    `exact`: make every token's logits independent of its batch, and prove it on this device.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    engine = start_engine(load_model(options), options, exact)
+    if not engine.layout.spare_columns:  # in a padded layout the time of a pass depends on what has to be moved for it
+        engine.step_seconds = measure_step_times(engine)
+        engine.seconds_per_cached = measure_seconds_per_cached(engine)
+    log.info("ready: %s", engine.info())
+    return engine
+
+
+def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> Engine:
+    """An engine for a loaded model, whose weights it takes over; its passes are not measured."""
+    # Both read the library's model, which cannot run once a forward pass has taken its weights.
+    facts = read_facts(loaded)
+    expected = library_logits(loaded, facts)
+    forward_pass = build_forward_pass(loaded, options)
+    tiles = _exact_tiles(forward_pass, facts) if exact and not forward_pass.exact_by_construction else Tiles()
+    engine = Engine(loaded, facts, forward_pass, tiles, options)
+    refuse_other_logits(engine, expected)
+    engine.bitwise = exact and self_test(engine)
+    return engine
+
+
+def _exact_tiles(forward_pass: ForwardPass, facts: ModelFacts) -> Tiles:
+    """Makes the activations of a pass exact, and finds the tiles that its products and its attention need."""
+    activate_in_pieces(forward_pass)
+    attention = (facts.kv_heads, facts.query_groups, facts.head_dim)
+    return choose_tiles(forward_pass, attention if forward_pass.plans_attention else None)
