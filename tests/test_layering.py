@@ -49,7 +49,7 @@ MAY_NAME_STATUS_CODES = {
     "coordinator/workers/links.py",
     "specpool/testing.py",
     "specpool/client/retries.py",
-    "specpool/cli/main.py",
+    "specpool/cli/health.py",
 }
 MAY_USE_PROTOBUF = {
     "protocol/codec.py",

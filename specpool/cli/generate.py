@@ -1,6 +1,7 @@
 """`specpool generate`: one prompt, streamed as it comes, or a file of them, several at a time."""
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -15,7 +16,9 @@ from rich.console import Console
 from rich.progress import track
 
 from coordinator.scheduling.sequence import DraftMethod
+from rpc.channel import open_channel
 from rpc.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
+from specpool.cli.health import PROBE_SECONDS, is_serving
 from specpool.cli.prompts import PromptLine, read_prompt_file, read_standard_input
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
 from specpool.v1 import generation_pb2 as pb
@@ -52,6 +55,9 @@ class GenerateSettings(Settings):
     ignore_eos: bool | None = Field(None, description="go on after the end of the sequence")
     concurrency: int = Field(8, ge=1, description="requests at a time")
     timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
+    wait_seconds: Seconds = Field(
+        60.0, ge=0, description="how long to wait at first for a server that does not serve yet; 0: not at all"
+    )
     retry_seconds: Seconds = Field(0.0, ge=0, description="how long to try again while the server is unavailable")
     json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in their order")
 
@@ -71,9 +77,7 @@ def generate(settings: GenerateSettings) -> int:
     except (OSError, ValueError) as error:
         print(f"specpool generate: {settings.prompts or 'standard input'}: {error}", file=sys.stderr)
         return 2
-    if settings.prompts is None and not settings.json_lines:
-        return asyncio.run(_stream_one(settings, lines[0]))
-    return asyncio.run(_print_all(settings, lines))
+    return asyncio.run(_generate(settings, lines))
 
 
 async def answers(
@@ -134,6 +138,26 @@ def _options(settings: GenerateSettings) -> dict[str, Any]:
     names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys()
     stop = None if settings.stop is None else [settings.stop]
     return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop}
+
+
+async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
+    if settings.wait_seconds:
+        await _wait_serving(settings.address, settings.wait_seconds)
+    if settings.prompts is None and not settings.json_lines:
+        return await _stream_one(settings, lines[0])
+    return await _print_all(settings, lines)
+
+
+async def _wait_serving(address: str, seconds: float) -> None:
+    """Returns when the server serves or the time is up: then the request itself finds out what is wrong."""
+    # Likewise if the server answers, but no health checks: AioRpcError.
+    with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
+        async with asyncio.timeout(seconds), open_channel(address) as channel:
+            if await is_serving(channel):
+                return
+            print(f"specpool generate: waiting for {address}", file=sys.stderr)
+            while not await is_serving(channel):  # noqa: ASYNC110 - the state is beyond a connection
+                await asyncio.sleep(PROBE_SECONDS)
 
 
 async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:

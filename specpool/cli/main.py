@@ -45,6 +45,8 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if sys.stdout is None:
         sys.exit(f"specpool {name}: standard output is closed")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what is said there must not come out among the results
     for stream in filter(None, (sys.stdin, sys.stdout)):
         stream.reconfigure(encoding="utf-8")  # whatever the locale, as our files are
     try:

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.channel import open_channel
 from rpc.server import process_name
 from rpc.settings import ENV_PREFIX
+from specpool.cli.health import PROBE_SECONDS, is_serving
 
 # What a process gets, after the drain that it was promised, before it is killed.
 KILL_AFTER_SECONDS = 5.0
 RESTART_SECONDS = 1.0
-PROBE_SECONDS = 0.2
 # Turns of a loop, well below a millisecond.
 SPIN_COUNT = "30000"
 
@@ -44,16 +43,13 @@ class Service:
     async def wait_serving(self) -> None:
         """Returns when health says SERVING. ProcessFailedError if the process ends before."""
         async with open_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 assert self.process is not None
                 if self.process.returncode is not None:
                     raise ProcessFailedError(f"the {self.name} ended with status {self.process.returncode}")
                 # Another server on the port must not be mistaken for ours, which is about to say that it is taken.
-                request = health_pb2.HealthCheckRequest(service=process_name(self.process.pid))
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    response = await stub.Check(request, timeout=PROBE_SECONDS * 5)
-                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    if await is_serving(channel, process_name(self.process.pid)):
                         return
                 await asyncio.sleep(PROBE_SECONDS)
 

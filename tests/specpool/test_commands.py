@@ -10,7 +10,9 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import grpc
 import pytest
+from serving import free_address, serving
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
@@ -26,13 +28,20 @@ async def specpool(
     *arguments: str | bytes, stdin: str | bytes = "", environment: dict[str, str] | None = None
 ) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of `specpool ...`."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **(environment or {})},
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    process = await start_specpool(*arguments, environment=environment)
     out, err = await process.communicate(stdin.encode() if isinstance(stdin, str) else stdin)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
+
+
+async def start_specpool(
+    *arguments: str | bytes, environment: dict[str, str] | None = None
+) -> asyncio.subprocess.Process:
+    """`specpool ...` as a process with pipes to and from it."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **(environment or {})},
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -87,16 +96,82 @@ def tokenizer_of(_: FakeTarget) -> Callable[[str], list[int]]:
 async def test_generate_streams_a_prompt_from_standard_input(served: tuple[str, FakeTarget]) -> None:
     address, target = served
     status, out, err = await specpool("generate", "--address", address, "--max-tokens", "20", stdin="hello")
-    assert status == 0, err
+    assert (status, err) == (0, "")  # nothing about waiting: the server is there
     truth = target.continuation(tokenizer_of(target)("hello"), 20)
     assert out == byte_tokenizer().decode(truth) + "\n"
 
 
 async def test_generate_without_a_server_says_so(tmp_path: Path) -> None:
-    status, out, err = await specpool("generate", "--address", "127.0.0.1:9", "hello")
+    status, out, err = await specpool("generate", "--address", "127.0.0.1:9", "--wait-seconds", "0", "hello")
     assert (status, out) == (1, "")
     assert err.startswith("specpool generate: UNAVAILABLE")
     assert "Traceback" not in err
+
+
+@contextlib.asynccontextmanager
+async def waiting_generate(address: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`specpool generate`, which has said that it waits for the server at `address`."""
+    process = await start_specpool("generate", "--address", address, *arguments)
+    try:
+        assert process.stderr is not None
+        assert await process.stderr.readline() == f"specpool generate: waiting for {address}\n".encode()
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_generate_waits_for_a_server_that_is_about_to_start() -> None:
+    address = free_address()
+    port = int(address.split(":")[1])
+    async with waiting_generate(address, "--max-tokens", "5", "hello") as process, serving(port=port) as served:
+        out, err = await process.communicate()
+        truth = served.target.continuation(tokenizer_of(served.target)("hello"), 5)
+    assert (process.returncode, err) == (0, b"")
+    assert out.decode() == byte_tokenizer().decode(truth) + "\n"
+
+
+async def test_generate_waits_for_a_server_that_does_not_serve_yet() -> None:
+    flags = ["--max-tokens", "5", "--json"]
+    async with serving(with_target=False) as served, waiting_generate(served.address, *flags, "hello") as process:
+        await served.target.start(served.target_address)
+        out, err = await process.communicate()
+        truth = served.target.continuation(tokenizer_of(served.target)("hello"), 5)
+    assert (process.returncode, err) == (0, b"")
+    assert json.loads(out)["token_ids"] == truth
+
+
+async def test_generate_waits_no_longer_than_it_should() -> None:
+    address = free_address()
+    status, out, err = await specpool("generate", "--address", address, "--wait-seconds", "0.5", "hello")
+    assert (status, out) == (1, "")
+    waiting, error = err.splitlines()
+    assert waiting == f"specpool generate: waiting for {address}"
+    assert error.startswith("specpool generate: UNAVAILABLE: ")
+
+
+async def test_generate_does_not_wait_for_a_server_without_health_checks() -> None:
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    status, out, err = await specpool("generate", "--address", address, "hello")
+    await server.stop(None)
+    assert (status, out) == (1, "")
+    assert err.startswith("specpool generate: UNIMPLEMENTED: ")
+    assert err.count("\n") == 1
+
+
+async def test_ctrl_c_while_generate_waits_ends_quietly() -> None:
+    async with waiting_generate(free_address(), "hello") as process:
+        process.send_signal(signal.SIGINT)
+        assert await process.communicate() == (b"", b"")
+    assert process.returncode == 130
+
+
+async def test_nothing_is_said_to_a_closed_standard_error() -> None:
+    command = 'specpool generate --address "$1" --wait-seconds 0.1 hello 2>&-'
+    assert await asyncio.to_thread(shell, command, free_address()) == (1, "", "")
 
 
 async def test_generate_reports_a_refused_prompt_and_goes_on(served: tuple[str, FakeTarget], tmp_path: Path) -> None:
@@ -154,6 +229,8 @@ async def test_bad_usage_ends_with_status_2_and_no_traceback(tmp_path: Path) -> 
         (["--address", ""], "x", "address: String should have at least 1 character"),
         (["--max-tokens", "4294967296"], "x", "max-tokens: Input should be less than or equal to 4294967295"),
         (["--num-speculative-tokens", str(2**40)], "x", "num-speculative-tokens: Input should be less"),
+        (["--wait-seconds", "-1"], "x", "wait-seconds: Input should be greater than or equal to 0"),
+        (["--wait-seconds", "inf"], "x", "wait-seconds: Input should be less than or equal to 86400"),
         (["--timeout-seconds", "inf"], "x", "timeout-seconds: Input should be less than or equal to 86400"),
         (["--chat", "--prompts", "-"], "", "chat is for a prompt"),
         ([], b"caf\xe9", "standard input: 'utf-8' codec can't decode byte 0xe9"),
@@ -224,10 +301,7 @@ async def test_a_stream_that_cannot_be_used_is_said_in_one_line(
 
 
 async def test_ctrl_c_while_a_prompt_is_typed_ends_quietly() -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "specpool.cli.main", "generate",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    process = await start_specpool("generate")
     assert process.stdin is not None
     process.stdin.write(b"x" * 2**20)
     await process.stdin.drain()  # more than a pipe holds: it has begun to read
@@ -300,5 +374,5 @@ def test_a_stream_that_cannot_go_on_is_said_in_one_line(
         yield
 
     monkeypatch.setattr(AsyncClient, "stream", stream)
-    assert generate(GenerateSettings(prompt="a")) == 1
+    assert generate(GenerateSettings(prompt="a", wait_seconds=0)) == 1
     assert capsys.readouterr().err == "specpool generate: sample 0 has other tokens from its token 3 on\n"
