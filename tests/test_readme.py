@@ -1,22 +1,58 @@
-"""What the README tells to type works as it is written, but for the port."""
+"""What the README and docs/ tell to type works as it is written, but for the port; the files that they name exist."""
 
+import argparse
 import asyncio
+import importlib
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from serving import serving
 
+from rpc.settings import Settings
+from specpool.cli.main import COMMANDS, known_keys
+
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+PAGES = {page.relative_to(ROOT).as_posix(): page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+EVERYTHING = "\n".join(PAGES.values())
 BIN = Path(sys.executable).parent
 
-BUF_COMMANDS = re.findall(r"^    (\.venv/bin/buf curl (?:.*\n)+?.*GenerationService/\w+)$", README, flags=re.MULTILINE)
+BUF_COMMANDS = re.findall(r"^    (\.venv/bin/buf curl (?:.*\n)+?.*GenerationService/\w+)$", EVERYTHING, re.MULTILINE)
 # How many samples end in the output of each.
 ANSWERS = {"Generate": 1, "GenerateStream": 2, "GetModelInfo": 0}
-(PYTHON_EXAMPLE,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PYTHON_EXAMPLES = set(re.findall(r"```python\n(.*?)```", EVERYTHING, re.DOTALL))
+
+# Commands whose arguments are settings, and where these are; further commands are in `specpool.cli.main.COMMANDS`.
+SETTINGS = {
+    "specpool distill": "distill.main.DistillSettings",
+    "specpool plan": "planning.main.PlanSettings",
+    "specpool-coordinator": "coordinator.settings.CoordinatorSettings",
+    "specpool-draft-worker": "draft_worker.server.DraftWorkerSettings",
+    "specpool-target-worker": "target_worker.server.TargetWorkerSettings",
+    "python -m distill.evaluate": "distill.evaluate.EvaluateSettings",
+}
+# Commands of others, and those that the tests in this file or elsewhere run whole.
+NOT_OURS = ("pip install ", "cd examples/typescript ", "npm start ", ".venv/bin/buf curl ")
+TYPED = re.compile(r"(\.venv/bin/)?(specpool(-[a-z]+)*|python -m [\w.]+|make [\w-]+)( |$)")
+
+
+def commands_of(page: str) -> Iterator[str]:
+    """What a page tells to type, in blocks, fenced or indented, and in code within a line."""
+    fences = re.findall(r"^```(?:sh)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^$\n((?:^    \S.*\n(?:^     .*\n)*)+)", page, re.MULTILINE)
+    for block in (*fences, *(re.sub("^    ", "", block, flags=re.MULTILINE) for block in indented)):
+        if not re.match(r"\s*[a-z.]", block):  # a drawing
+            continue
+        whole = re.sub(r"\\?\n\s+", " ", block)  # commands of several lines
+        yield from (line.partition("  #")[0].partition(" > ")[0].strip() for line in whole.splitlines())
+    for code in re.findall(r"`([^`\n]+)`", page):
+        if TYPED.match(code) and code.partition(" ")[2]:
+            yield re.sub(r"[\[\]]", "", code)  # what may be left out
 
 
 def as_typed(command: str, address: str) -> str:
@@ -33,8 +69,22 @@ def method_of(command: str) -> str:
     return command.rpartition("/")[2]
 
 
+def settings_of(command: str) -> type[Settings] | None:
+    if command in SETTINGS:
+        module, _, name = SETTINGS[command].rpartition(".")
+        kind: type[Settings] = getattr(importlib.import_module(module), name)
+        return kind
+    return COMMANDS[command.split()[1]][0] if command.startswith("specpool ") else None
+
+
+ALL_COMMANDS = sorted({command for page in PAGES.values() for command in commands_of(page)})
+OUR_COMMANDS = [command for command in ALL_COMMANDS if not command.startswith(NOT_OURS)]
+
+
 def test_there_are_examples_of_the_main_calls() -> None:
     assert set(map(method_of, BUF_COMMANDS)) == set(ANSWERS)
+    assert PYTHON_EXAMPLES
+    assert {"make demo", "make test", ".venv/bin/specpool up"} <= set(OUR_COMMANDS)
 
 
 @pytest.mark.parametrize("command", BUF_COMMANDS, ids=method_of)
@@ -44,9 +94,62 @@ async def test_buf_curl(command: str) -> None:
     assert output.count('"finishReason": "length"') == ANSWERS[method_of(command)]
 
 
-async def test_the_python_example() -> None:
+@pytest.mark.parametrize("example", PYTHON_EXAMPLES, ids=len)
+async def test_the_python_example(example: str) -> None:
     async with serving() as served:
-        output = await output_of(sys.executable, "-c", as_typed(PYTHON_EXAMPLE, served.address))
+        output = await output_of(sys.executable, "-c", as_typed(example, served.address))
         assert output
         info = await served.info()
         assert (info.counters.requests, sum(info.counters.finished.values())) == (2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # of a module that another one imports
+@pytest.mark.parametrize("command", OUR_COMMANDS)
+def test_a_command_takes_these_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TYPED.match(command), f"no command that we know: {command}"
+    command = command.removeprefix(".venv/bin/")
+    if command.startswith("make "):
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(command.split()[1:]) <= set(targets)
+        return
+    words = shlex.split(command)
+    length = {"specpool": 2, "python": 3}.get(words[0], 1)
+    program, arguments = " ".join(words[:length]), words[length:]
+    if (settings := settings_of(program)) is not None:
+        settings.load(program, arguments, neighbours=known_keys())
+        return
+    with pytest.raises(_ParsedError):
+        _parse_only(words[2], arguments, monkeypatch)
+
+
+class _ParsedError(Exception):
+    """A program has understood its arguments."""
+
+
+def _parse_only(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a program until it has parsed its arguments."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, *given: object) -> None:
+        parse(parser, arguments)
+        raise _ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_links_to_and_names_exists(page: str) -> None:
+    folder = (ROOT / page).parent
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", PAGES[page])}
+    assert {link for link in links if not (folder / link).exists()} == set()
+    named = set(re.findall(r"`([\w.]+/(?:[\w./]*(?:/|\.py|\.c|\.md|run))?)`", PAGES[page]))
+    inside = {"cache/", "passes/", "models/", "probes/", "native/", "scheduling/", "drafting/", "workers/"}
+    inside |= {"client/", "cli/", "v1/"}  # folders that stand beside the one that they are in
+    assert {path for path in named - inside if not (ROOT / path).exists()} == set()
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", PAGES["README.md"]))
+    assert linked == PAGES.keys() - {"README.md"}
