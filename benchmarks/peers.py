@@ -4,8 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
+from coordinator.tokenizer import TargetTokenizer
 from engine.models.loading import tokenizer_files
+from protocol.tokenizer import TokenizerFiles
 from specpool.client import Chat
 
 

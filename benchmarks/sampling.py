@@ -22,7 +22,8 @@ from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, progress, seconds_of, show
 from engine.models.embedded_pair import embedded_pair
-from engine.sampling import SamplingParams, choose_token
+from engine.sampling import choose_token
+from protocol.sampling import SamplingParams
 
 RULES: Mapping[str, Mapping[str, Any]] = {
     "greedy": {},

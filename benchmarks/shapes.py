@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.models.loading import LoadedModel, TokenizerFiles
+from engine.models.loading import LoadedModel
 from engine.passes.attention import PACKED_ATTENTION
+from protocol.tokenizer import TokenizerFiles
 
 MAX_MODEL_LEN = 4096
 _QWEN3 = {

@@ -18,8 +18,10 @@ from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Pre
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
 from coordinator.tokenizer import TargetTokenizer
-from coordinator.workers.links import DraftLink, MismatchError, TargetLink
-from rpc.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError, WorkerFailedError
+from coordinator.workers.draft_link import DraftLink
+from coordinator.workers.link import MismatchError
+from coordinator.workers.target_link import TargetLink
+from protocol.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError, WorkerFailedError
 
 # Asking again sooner would meet the same queue.
 RETRY_AFTER_SECONDS = 1.0

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from coordinator.scheduling.sequence import Sequence, TokenLogprobs
+from coordinator.scheduling.sequence import Sequence
 from coordinator.text import ShownText
-from rpc.errors import WorkerFailedError
+from protocol.errors import WorkerFailedError
+from protocol.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.scheduling.grouping import Group, Policy
 from coordinator.scheduling.pool import Pool
-from coordinator.scheduling.round import Commit, ItemStatus, Proposal, ProposeItem, Round, Verdict, VerifyItem
+from coordinator.scheduling.round import Commit, Round
 from coordinator.scheduling.sequence import Sequence
 from coordinator.settings import Overlap
-from coordinator.workers.links import WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.link import WorkerRefusedError, WorkerUnreachableError
+from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ RETRY_SECONDS = 0.05
 
 
 class Target(Protocol):
-    """What the loop needs of the target worker; `coordinator.workers.links.TargetLink` is one."""
+    """What the loop needs of the target worker; `coordinator.workers.target_link.TargetLink` is one."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -43,7 +44,7 @@ class Target(Protocol):
 
 
 class Draft(Protocol):
-    """What the loop needs of the draft worker; `coordinator.workers.links.DraftLink` is one."""
+    """What the loop needs of the draft worker; `coordinator.workers.draft_link.DraftLink` is one."""
 
     @property
     def is_ready(self) -> bool: ...

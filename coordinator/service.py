@@ -11,9 +11,9 @@ from coordinator.coordinator import Coordinator
 from coordinator.generation import Generation, Piece, Sample
 from coordinator.scheduling.sequence import GenerationRequest
 from coordinator.validation import Limits, check_request_id, parse_request
-from coordinator.workers.links import WorkerLink
-from protocol.sampling import logprobs_message
-from rpc.errors import InvalidArgumentError, UnavailableError
+from coordinator.workers.link import WorkerLink
+from protocol.codec import logprobs_message
+from protocol.errors import InvalidArgumentError, UnavailableError
 from rpc.server import Server
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -10,17 +9,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from protocol.tokenizer import TokenizerFiles
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """What `TargetWorkerService.GetTokenizer` sends."""
-
-    tokenizer_json: bytes
-    chat_template: str
-    special_tokens: dict[str, str]
-    eos_token_ids: tuple[int, ...]
 
 
 class ChatTemplateError(ValueError):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sampling
+from coordinator.scheduling.sequence import DraftMethod, GenerationRequest
 from coordinator.settings import CoordinatorSettings
 from coordinator.tokenizer import ChatTemplateError, TargetTokenizer
-from protocol.sampling import RANGES, in_range
-from rpc.errors import InvalidArgumentError
+from protocol.errors import InvalidArgumentError
+from protocol.sampling import RANGES, SamplingParams, in_range
 from specpool.v1 import generation_pb2 as pb
 
 MAX_REQUEST_ID_LENGTH = 128
@@ -63,7 +63,7 @@ def check_request_id(request_id: str) -> None:
         raise InvalidArgumentError("request_id", f"has more than {MAX_REQUEST_ID_LENGTH} characters")
 
 
-def _sampling(params: pb.SamplingParams) -> Sampling:
+def _sampling(params: pb.SamplingParams) -> SamplingParams:
     numbers = {name: _number(params, name) for name in RANGES if name != "logit_bias" and params.HasField(name)}
     if numbers.get("temperature", 0) > 0 and params.temperature < LEAST_TEMPERATURE - 1e-6:
         refusal = f"{params.temperature:g} is out of range: it must be 0 or at least {LEAST_TEMPERATURE}"
@@ -73,7 +73,7 @@ def _sampling(params: pb.SamplingParams) -> Sampling:
     if "top_k" in numbers:
         numbers["top_k"] = max(0, numbers["top_k"])
     seed = params.seed if params.HasField("seed") else secrets.randbits(64)
-    return Sampling(**numbers, min_tokens=params.min_tokens, seed=seed)
+    return SamplingParams(**numbers, min_tokens=params.min_tokens, seed=seed)
 
 
 def _number(params: pb.SamplingParams, name: str) -> Any:
@@ -86,7 +86,7 @@ def _logprobs(params: pb.SamplingParams) -> int | None:
     return int(in_range("sampling_params.logprobs", params.logprobs, (0, MAX_LOGPROBS)))
 
 
-def _number_of_samples(params: pb.SamplingParams, sampling: Sampling, limits: Limits) -> int:
+def _number_of_samples(params: pb.SamplingParams, sampling: SamplingParams, limits: Limits) -> int:
     if not params.HasField("n"):
         return 1
     # More than can ever wait at once would never be let in.

@@ -4,29 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.cache.slots import Realignment
-from engine.sequences import Extension, SequenceEngine
-
-
-@dataclass(frozen=True)
-class ProposeItem(Extension):
-    """One sequence's part of a round."""
-
-    num_draft_tokens: int = 0
-    min_chance: float = 0.0
-    """What a draft token must gain: drafting ends early once less is expected of the next one. 0: it does not."""
-    next_chance: float = 1.0
-    """The chance that a token is accepted where all before it are."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """`token_ids`: the draft tokens; empty unless realigned. `confidences`: the draft's own probability of each."""
-
-    realignment: Realignment
-    token_ids: list[int]
-    cached_length: int
-    confidences: list[float] = field(default_factory=list)
+from engine.sequences import SequenceEngine
+from protocol.rounds import ItemStatus, Proposal, ProposeItem
 
 
 @dataclass
@@ -75,7 +54,7 @@ class Proposer(SequenceEngine):
         """
         realigned = self.realign(coordinator_id, round_id, items)
         states = {item.sequence_id: state for item, state in zip(items, realigned, strict=True)}
-        drafts = [_Draft(item) for item in items if states[item.sequence_id] is Realignment.OK]
+        drafts = [_Draft(item) for item in items if states[item.sequence_id] is ItemStatus.OK]
         drafting = drafts
         while drafting:
             self._advance(coordinator_id, drafting, chances)
@@ -83,7 +62,7 @@ class Proposer(SequenceEngine):
             if sum(draft.gain for draft in drafting) < step_cost:
                 break
         made = {draft.item.sequence_id: self._proposal(coordinator_id, draft) for draft in drafts}
-        return [made.get(i, Proposal(state, [], 0)) for i, state in states.items()]
+        return [made.get(i, Proposal(i, state)) for i, state in states.items()]
 
     def _advance(self, coordinator_id: str, drafts: Sequence[_Draft], chances: Sequence[float]) -> None:
         """Feeds every draft its tokens, and adds the model's choice to those that want one."""
@@ -103,8 +82,13 @@ class Proposer(SequenceEngine):
                 draft.chance *= math.prod(_chance(confidence, chances) for confidence in chosen.confidences)
 
     def _proposal(self, coordinator_id: str, draft: _Draft) -> Proposal:
-        cached_length = self.engine.slots[coordinator_id, draft.item.sequence_id].cached_length
-        return Proposal(Realignment.OK, draft.token_ids, cached_length, draft.confidences)
+        return Proposal(
+            sequence_id=draft.item.sequence_id,
+            status=ItemStatus.OK,
+            draft_token_ids=tuple(draft.token_ids),
+            cached_length=self.engine.slots[coordinator_id, draft.item.sequence_id].cached_length,
+            confidences=tuple(draft.confidences),
+        )
 
 
 def _chance(confidence: float, chances: Sequence[float]) -> float:

@@ -3,7 +3,6 @@
 from functools import partial
 
 from pydantic import Field
-from worker.service import WorkerSettings, run_worker
 
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
@@ -11,6 +10,8 @@ from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.startup import load_engine
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
+from worker.process import run_worker
+from worker.settings import WorkerSettings
 
 PROGRAM = "specpool-draft-worker"
 SERVICE = "specpool.v1.DraftWorkerService"

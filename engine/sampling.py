@@ -6,45 +6,14 @@ limits are applied in the order of vLLM, each as `transformers` defines it.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from engine.noise import gumbel
+from protocol.sampling import SamplingParams, TokenLogprobs
 
 # The most probable tokens that hold top_p nearly always; else all are sorted.
 FEW_CANDIDATES = 256
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What a request may ask of the choice; the defaults are greedy decoding of the logits as they are."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    """Not chosen before `min_tokens` were."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-    prompt_length: int = 0
-    """How many of a sequence's tokens nobody chose."""
-
-    @property
-    def leaves_logits(self) -> bool:
-        """Whether no rule changes a logit, whatever came before."""
-        penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
-        return not (penalties or self.min_tokens or self.logit_bias)
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the choice is the largest logit."""
-        return self.temperature == 0 and self.leaves_logits
 
 
 def choose_tokens(logits: torch.Tensor, params: SamplingParams, token_ids: Sequence[int]) -> Iterator[int]:
@@ -115,14 +84,6 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Te
     keep = (mass.cumsum(0) - mass < top_p).to(values.device)
     keep[0] = True
     return values[keep], token_ids[keep]
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities under the model's own softmax, before any rule: of one token, and of the n best."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 def token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:

@@ -6,27 +6,12 @@ from itertools import islice
 
 import torch
 
-from engine.cache.slots import Realignment, SequenceKey
+from engine.cache.slots import SequenceKey
 from engine.cache.spans import Span
 from engine.engine import Engine, EngineInfo
-from engine.sampling import SamplingParams, choose_tokens
-
-
-@dataclass(frozen=True)
-class Extension:
-    """Tokens that follow the first `base_length` cached positions of a sequence.
-
-    On first contact `base_length` is 0, or the length of a prefix that another sequence has cached, and `sampling` says
-    how tokens are chosen; later that is known already.
-    """
-
-    sequence_id: int
-    base_length: int
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams | None = None
-    prefix_sequence_id: int | None = None
-    max_length: int | None = None
-    """Positions that it can reach, drafts included; None: as many as the model has."""
+from engine.sampling import choose_tokens
+from protocol.rounds import ItemStatus, RoundLimits, SequenceItem
+from protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,7 @@ class SequenceEngine:
         """Frees the sequences of coordinators silent for longer than the lease; returns how many."""
         return self.engine.slots.expire(now, lease_seconds)
 
-    def realign(self, coordinator_id: str, round_id: int, items: Sequence[Extension]) -> list[Realignment]:
+    def realign(self, coordinator_id: str, round_id: int, items: Sequence[SequenceItem]) -> list[ItemStatus]:
         """Brings every sequence's cache to its base length, or says why not."""
         with self.engine.realigning():
             return [self._realign(coordinator_id, round_id, item) for item in items]
@@ -102,40 +87,44 @@ class SequenceEngine:
         """Declares that so many positions of the sequence are valid."""
         self.engine.slots[coordinator_id, sequence_id].cached_length = cached_length
 
-    def _realign(self, coordinator_id: str, round_id: int, item: Extension) -> Realignment:
+    def _realign(self, coordinator_id: str, round_id: int, item: SequenceItem) -> ItemStatus:
         slots, key = self.engine.slots, (coordinator_id, item.sequence_id)
         if item.prefix_sequence_id is not None and key not in slots:
             copied = self._copy(key, (coordinator_id, item.prefix_sequence_id), item)
-            if copied is not Realignment.OK:
+            if copied is not ItemStatus.OK:
                 return copied
         state = slots.realign(key, round_id, item.base_length, item.max_length)
-        if state is Realignment.OK and (item.base_length == 0 or item.prefix_sequence_id is not None):
+        if state is ItemStatus.OK and (item.base_length == 0 or item.prefix_sequence_id is not None):
             slots[key].sampling = self._known_part(item.sampling)
         return state
 
-    def _copy(self, key: SequenceKey, source_key: SequenceKey, item: Extension) -> Realignment:
+    def _copy(self, key: SequenceKey, source_key: SequenceKey, item: SequenceItem) -> ItemStatus:
         """Begins a sequence with what is cached of another."""
         slots, length = self.engine.slots, item.base_length
         source = slots.find(source_key)
         if source is None or source.cached_length < length:
-            return Realignment.CACHE_MISS
+            return ItemStatus.CACHE_MISS
         itself = key == source_key  # released, and back
         slot = None if itself else slots.take(key, item.max_length, spared=source_key)
         if slot is not None:
             self.engine.layout.copy(source.index, slot.index, length)
         elif source_key in slots:
-            return Realignment.NO_SLOT
+            return ItemStatus.NO_SLOT
         else:  # there is room only where the released source is
             slot = slots.inherit(key, source_key, item.max_length)
             if slot is None:
-                return Realignment.CACHE_MISS
+                return ItemStatus.CACHE_MISS
         slot.cached_length, slot.token_ids = length, source.token_ids[:length]
-        return Realignment.OK
+        return ItemStatus.OK
 
-    def room(self, coordinator_id: str, sequence_id: int) -> int | None:
-        """Positions that the sequence has room for; None if it has no slot yet."""
-        key = (coordinator_id, sequence_id)
-        return self.engine.slots[key].room if key in self.engine.slots else None
+    def limits(self, coordinator_id: str) -> RoundLimits:
+        """What the items of a coordinator's round are checked against."""
+
+        def capacity(sequence_id: int) -> int | None:
+            key = (coordinator_id, sequence_id)
+            return self.engine.slots[key].room if key in self.engine.slots else None
+
+        return RoundLimits(self.engine.vocab_size, self.engine.max_model_len, capacity)
 
     def _known_part(self, sampling: SamplingParams | None) -> SamplingParams | None:
         """Without ids that the model does not know: a draft may have fewer rows in its output head than the target."""

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from coordinator.tokenizer import TargetTokenizer, TokenizerFiles
+from coordinator.tokenizer import TargetTokenizer
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.loading import UnsupportedModelError
@@ -19,6 +19,7 @@ from engine.options import EngineOptions
 from engine.probes.step_times import measure_step_times
 from engine.startup import load_engine
 from planning.plan import Model
+from protocol.tokenizer import TokenizerFiles
 from specpool.cli.prompts import PromptLine
 
 

@@ -1,11 +1,9 @@
-"""Sampling parameters between message and plain data: the same ranges and the same reading in every process."""
+"""How the tokens of a sequence are chosen, and which values of each parameter mean something."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
 
-from rpc.errors import InvalidArgumentError
-from specpool.v1 import common_pb2 as pb
+from protocol.errors import InvalidArgumentError
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -19,10 +17,49 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """The smallest and the largest value that means something."""
 
-# As far as float32, which the wire carries, tells numbers of this size apart.
+# Numbers of this size are told apart by float32, which the wire carries, to this many digits.
 _DIGITS = 6
 
-Params = TypeVar("Params")
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request may ask of the choice of its tokens; the defaults are greedy decoding of unchanged logits."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that are not chosen before `min_tokens` were."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    prompt_length: int = 0
+    """Tokens of the sequence that came with the request: the first ones."""
+
+    @property
+    def leaves_logits(self) -> bool:
+        """Whether no rule changes a logit, whatever came before."""
+        penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        return not (penalties or self.min_tokens or self.logit_bias)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the choice is the largest logit."""
+        return self.temperature == 0 and self.leaves_logits
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position under the model's own softmax, before any rule changes a logit."""
+
+    logprob: float
+    """Log-probability of the chosen token."""
+    top: tuple[tuple[int, float], ...]
+    """The most probable (token, log-probability) pairs, as many as were asked for."""
 
 
 def in_range(field: str, value: float, limits: tuple[float, float]) -> float:
@@ -32,46 +69,3 @@ def in_range(field: str, value: float, limits: tuple[float, float]) -> float:
         limit = f"from {least:g} to {most:g}" if math.isfinite(most) else f"at least {least:g}"
         raise InvalidArgumentError(field, f"{value:g} is out of range: it must be {limit}")
     return min(max(value, least), most)
-
-
-def read_sampling(item: Any, index: int, make: Callable[..., Params]) -> Params | None:
-    """The sampling parameters of an item of a worker request; None if it has none. InvalidArgumentError.
-
-    `make` is `engine.sampling.SamplingParams`, which this package must not import.
-    """
-    if not item.HasField("sampling"):
-        return None
-    sampling: pb.Sampling = item.sampling
-    field = f"items[{index}].sampling"
-    numbers = {name: getattr(sampling, name) for name in RANGES if name != "logit_bias"}
-    # Unset floats are 0, which for these two would be nonsense: it says that there is no such rule.
-    numbers |= {name: numbers[name] or 1.0 for name in ("top_p", "repetition_penalty")}
-    biases = sorted(sampling.logit_bias.items())
-    return make(
-        **{name: in_range(f"{field}.{name}", value, RANGES[name]) for name, value in numbers.items()},
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=tuple(sampling.stop_token_ids),
-        logit_bias=tuple(
-            (token, in_range(f"{field}.logit_bias", bias, RANGES["logit_bias"])) for token, bias in biases
-        ),
-        seed=sampling.seed,
-        prompt_length=sampling.prompt_length,
-    )
-
-
-class Logprobs(Protocol):
-    """Log-probabilities at one position, as the engine and the coordinator have them."""
-
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top(self) -> Sequence[tuple[int, float]]: ...
-
-
-def logprobs_message(found: Logprobs) -> pb.TokenLogprobs:
-    """The same as a message."""
-    return pb.TokenLogprobs(
-        logprob=found.logprob,
-        top_token_ids=[token for token, _ in found.top],
-        top_logprobs=[logprob for _, logprob in found.top],
-    )

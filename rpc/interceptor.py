@@ -8,7 +8,8 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from rpc.errors import STATUS_CODES, InvalidArgumentError, ServiceError, status_metadata
+from protocol.errors import InvalidArgumentError, ServiceError
+from rpc.errors import STATUS_CODES, status_metadata
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from functools import partial
 
 from pydantic import Field
-from worker.service import WorkerSettings, run_worker
 
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
@@ -11,6 +10,8 @@ from engine.startup import load_engine
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
+from worker.process import run_worker
+from worker.settings import WorkerSettings
 
 PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"

@@ -1,33 +1,13 @@
 """Verification: one forward pass over every sequence's new tokens and its draft, then acceptance."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from engine.cache.slots import Realignment
-from engine.models.loading import TokenizerFiles
-from engine.sampling import TokenLogprobs, token_logprobs
-from engine.sequences import Choices, Extension, SequenceEngine
+from engine.sampling import token_logprobs
+from engine.sequences import Choices, SequenceEngine
+from protocol.rounds import ItemStatus, Verdict, VerifyItem
+from protocol.sampling import TokenLogprobs
+from protocol.tokenizer import TokenizerFiles
 from target_worker.acceptance import accept
-
-
-@dataclass(frozen=True)
-class VerifyItem(Extension):
-    """One sequence's part of a round. `logprobs`: log-probabilities wanted per token beside its own; None: none."""
-
-    draft_token_ids: tuple[int, ...] = ()
-    prefill_only: bool = False
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`token_ids`: accepted draft tokens and one of the target's own; empty for a prompt chunk or if not realigned.
-    `logprobs`: those of each, if they were wanted."""
-
-    realignment: Realignment
-    token_ids: list[int]
-    cached_length: int
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Verifier(SequenceEngine):
@@ -40,7 +20,7 @@ class Verifier(SequenceEngine):
     def verify(self, coordinator_id: str, round_id: int, items: Sequence[VerifyItem]) -> list[Verdict]:
         """One verdict for each item, in their order."""
         realigned = self.realign(coordinator_id, round_id, items)
-        ready = [item for item, state in zip(items, realigned, strict=True) if state is Realignment.OK]
+        ready = [item for item, state in zip(items, realigned, strict=True) if state is ItemStatus.OK]
         spans = {
             item.sequence_id: self.span(
                 coordinator_id,
@@ -53,7 +33,8 @@ class Verifier(SequenceEngine):
         choices = self.choose(coordinator_id, spans)
         verdicts = {item.sequence_id: self._judge(coordinator_id, item, choices[item.sequence_id]) for item in ready}
         return [
-            verdicts.get(item.sequence_id, Verdict(state, [], 0)) for item, state in zip(items, realigned, strict=True)
+            verdicts.get(item.sequence_id, Verdict(item.sequence_id, state))
+            for item, state in zip(items, realigned, strict=True)
         ]
 
     def _judge(self, coordinator_id: str, item: VerifyItem, choices: Choices) -> Verdict:
@@ -61,8 +42,8 @@ class Verifier(SequenceEngine):
         # The rejected positions stay in the slot and are overwritten: only the length says what counts.
         cached_length = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(coordinator_id, item.sequence_id, cached_length)
-        logprobs = []
+        logprobs: tuple[TokenLogprobs, ...] = ()
         if item.logprobs is not None:
             rows = zip(self.engine.over_vocabulary(choices.logits[: len(gained)]), gained, strict=True)
-            logprobs = [token_logprobs(row, token, item.logprobs) for row, token in rows]
-        return Verdict(Realignment.OK, gained, cached_length, logprobs)
+            logprobs = tuple(token_logprobs(row, token, item.logprobs) for row, token in rows)
+        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), cached_length, logprobs)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from worker.service import WorkerHost
 
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
@@ -24,6 +23,7 @@ from specpool.client import AsyncClient
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from target_worker.server import TargetWorkerSettings, load_verifier
 from target_worker.service import TargetWorkerServicer
+from worker.host import WorkerHost
 
 
 class LogitsTap:

@@ -137,7 +137,7 @@ async def serving(
         draft = RecordingDraft(target)
     target_address = await target.start() if with_target else free_address()
     draft_address = await draft.start() if draft is not None else None
-    with mock.patch("coordinator.workers.links.PROBE_SECONDS", probe_seconds):
+    with mock.patch("coordinator.workers.link.PROBE_SECONDS", probe_seconds):
         process = CoordinatorServer(
             CoordinatorSettings(
                 **{**DEFAULTS, **settings},

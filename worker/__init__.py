@@ -1,0 +1,1 @@
+"""What both worker processes share: settings, model thread and host, common RPCs, and the process's life."""

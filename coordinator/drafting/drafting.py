@@ -10,8 +10,9 @@ from coordinator.drafting.acceptance import AcceptanceOfAll, Calibration
 from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import DraftLength, DraftLengths, Options, expected_tokens
 from coordinator.drafting.ngrams import LONGEST_RUN, SHORTEST_RUN, NgramIndex
-from coordinator.scheduling.round import Commit, DraftOrder, Proposal, ProposeItem, VerifyItem, agreeing
+from coordinator.scheduling.round import Commit, DraftOrder, agreeing
 from coordinator.scheduling.sequence import DRAFT_MAY_LACK, DraftMethod, Sequence
+from protocol.rounds import Proposal, ProposeItem, VerifyItem
 
 # Believed of prompt lookup that was never tried, for the shortest run and for the longest.
 FIRST_NGRAM_RATES = (0.3, 0.6)

@@ -5,7 +5,6 @@ follow. A newcomer's prompt, a draft that missed rounds, and a worker that lost 
 that is. Long ones are cut in chunks, so that those who decode beside them never wait long.
 """
 
-import enum
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -16,87 +15,17 @@ from types import MappingProxyType
 from coordinator.scheduling.sequence import (
     DraftedAhead,
     DraftMethod,
-    GenerationRequest,
     Prefix,
     Sequence,
-    TokenLogprobs,
 )
 from coordinator.text import ShownText
+from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from protocol.sampling import SamplingParams, TokenLogprobs
 
 # A draft may lack its own last token and the bonus token; up to so many are never worth a chunk of their own.
 FEW_TOKENS = 8
 # Rounds for which a draft worker without a free slot is not asked for a sequence again.
 DRAFT_REST_ROUNDS = 16
-
-
-class ItemStatus(enum.Enum):
-    """How one sequence fared at a worker."""
-
-    OK = "ok"
-    CACHE_MISS = "cache miss"
-    NO_SLOT = "no slot"
-    STALE_ROUND = "stale round"
-
-
-@dataclass(frozen=True)
-class ProposeItem:
-    """What the draft worker is asked for one sequence."""
-
-    sequence_id: int
-    base_length: int
-    token_ids: tuple[int, ...]
-    num_draft_tokens: int
-    prefix_sequence_id: int | None = None
-    """Whose cached positions these are, if they are to be copied."""
-    beginning: GenerationRequest | None = None
-    """How the tokens are chosen, on first contact."""
-    max_length: int | None = None
-    """Positions that it can reach, likewise."""
-    min_chance: float = 0.0
-    """What a draft token must gain; 0: it may be anything."""
-    next_chance: float = 1.0
-    """The chance of a token that is not drafted yet, if all before it are right."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What it answers."""
-
-    sequence_id: int
-    status: ItemStatus
-    draft_token_ids: tuple[int, ...]
-    cached_length: int
-    confidences: tuple[float, ...] = ()
-    """The draft's own probability of each of them, if it was asked for."""
-
-
-@dataclass(frozen=True)
-class VerifyItem:
-    """What the target worker is asked for one sequence."""
-
-    sequence_id: int
-    base_length: int
-    token_ids: tuple[int, ...]
-    draft_token_ids: tuple[int, ...]
-    prefill_only: bool
-    logprobs: int | None = None
-    prefix_sequence_id: int | None = None
-    """Whose cached positions these are, if they are to be copied."""
-    beginning: GenerationRequest | None = None
-    """How the tokens are chosen, on first contact."""
-    max_length: int | None = None
-    """Positions that it can reach, likewise."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What it answers: the accepted draft tokens and one of the target's own."""
-
-    sequence_id: int
-    status: ItemStatus
-    token_ids: tuple[int, ...]
-    cached_length: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,8 +98,8 @@ class Round:
             # A target may have rows of its output head, and so tokens, that the draft has not.
             if taken and max(taken) < draft_vocab_size:
                 k = wanted if base + len(taken) == length else 0
-                prefix, beginning = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
-                reach = min(sequence.max_length, draft_max_len) if beginning else None
+                prefix, sampling = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
+                reach = min(sequence.max_length, draft_max_len) if sampling else None
                 items.append(
                     ProposeItem(
                         sequence_id=sequence.sequence_id,
@@ -178,7 +107,7 @@ class Round:
                         token_ids=taken,
                         num_draft_tokens=k,
                         prefix_sequence_id=prefix,
-                        beginning=beginning,
+                        sampling=sampling,
                         max_length=reach,
                         min_chance=order.worth if k else 0.0,
                         next_chance=order.next_chance,
@@ -269,7 +198,7 @@ class Round:
                 (tokens, room), drafts = _take(sequence.token_ids, base, room), ()
             if tokens:
                 partial = base + len(tokens) < len(sequence.token_ids)
-                prefix, beginning = _first_contact(sequence, sequence.target_length, base, sequence.target_prefix)
+                prefix, sampling = _first_contact(sequence, sequence.target_length, base, sequence.target_prefix)
                 self._copied[sequence.sequence_id] = base
                 items.append(
                     VerifyItem(
@@ -280,8 +209,8 @@ class Round:
                         prefill_only=partial,
                         logprobs=sequence.request.logprobs,
                         prefix_sequence_id=prefix,
-                        beginning=beginning,
-                        max_length=sequence.max_length if beginning else None,
+                        sampling=sampling,
+                        max_length=sequence.max_length if sampling else None,
                     )
                 )
         return items
@@ -362,12 +291,12 @@ class Round:
 
 def _first_contact(
     sequence: Sequence, own_length: int, base_length: int, prefix: Prefix | None
-) -> tuple[int | None, GenerationRequest | None]:
+) -> tuple[int | None, SamplingParams | None]:
     """Whose cached positions a worker shall copy, and how it shall choose tokens: nothing once it has some itself."""
     if own_length:
         return None, None
     source = prefix.source.sequence_id if prefix is not None and base_length else None
-    return source, sequence.request
+    return source, sequence.request.worker_sampling
 
 
 def _take(token_ids: list[int], cached: int, room: int) -> tuple[tuple[int, ...], int]:

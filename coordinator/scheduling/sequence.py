@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from coordinator.text import ShownText, TextStream
+from protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
 """What must be equal for sequences to need no padding between them: tokens, tokens that each worker lacks, and draft
@@ -42,36 +43,6 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen, as `specpool.v1.Sampling` documents it; the defaults are greedy decoding."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    min_tokens: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the choice is the model's largest logit."""
-        penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
-        return self.temperature == 0 and not (penalties or self.min_tokens or self.logit_bias)
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: of the chosen token, and the best (token, log-probability) pairs."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
 class GenerationRequest:
     """A request after validation."""
 
@@ -82,7 +53,7 @@ class GenerationRequest:
     """The end-of-sequence tokens are among them, unless the request ignores them."""
     num_speculative_tokens: int
     """Draft tokens of a round; if `adaptive`, at most."""
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     """Strings that end the generation."""
     logprobs: int | None = None
@@ -92,6 +63,12 @@ class GenerationRequest:
     adaptive: bool = False
     """Whether each round has as many draft tokens as pay for themselves."""
     method: DraftMethod = DraftMethod.MODEL
+
+    @property
+    def worker_sampling(self) -> SamplingParams:
+        """What a worker is told of the choice of tokens on first contact."""
+        stops, prompt_length = tuple(sorted(self.stop_token_ids)), len(self.prompt_ids)
+        return replace(self.sampling, stop_token_ids=stops, prompt_length=prompt_length)
 
     def samples(self) -> Iterator["GenerationRequest"]:
         """What each sample is: the same with a seed of its own, so that it can be asked for alone."""

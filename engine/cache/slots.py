@@ -3,27 +3,15 @@
 What a released sequence has cached stays until its slot is needed, since others may begin with the same tokens.
 """
 
-import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from engine.cache.extents import Extents
-
-if TYPE_CHECKING:
-    from engine.sampling import SamplingParams
+from protocol.rounds import ItemStatus
+from protocol.sampling import SamplingParams
 
 SequenceKey = tuple[str, int]
 """(coordinator id, sequence id)"""
-
-
-class Realignment(enum.Enum):
-    """What became of a command to keep exactly so many cached positions."""
-
-    OK = "ok"
-    CACHE_MISS = "cache miss"
-    NO_SLOT = "no slot"
-    STALE_ROUND = "stale round"
 
 
 @dataclass
@@ -37,7 +25,7 @@ class Slot:
     round_id: int = 0
     token_ids: list[int] = field(default_factory=list)
     """The tokens that were fed; of these, the first `cached_length` count."""
-    sampling: "SamplingParams | None" = None
+    sampling: SamplingParams | None = None
     """How the sequence's tokens are chosen, unless it is by the largest logit."""
 
 
@@ -59,22 +47,22 @@ class SlotTable:
         """Slots of sequences that were not released."""
         return len(self._slots)
 
-    def realign(self, key: SequenceKey, round_id: int, base_length: int, max_length: int | None = None) -> Realignment:
+    def realign(self, key: SequenceKey, round_id: int, base_length: int, max_length: int | None = None) -> ItemStatus:
         """Makes the sequence's cache exactly `base_length` positions long, or says why it cannot; then nothing changed.
 
         `base_length` 0 starts the sequence anew, in a slot of its own with room for `max_length` positions.
         """
         slot = self._slots.get(key)
         if slot is not None and round_id < slot.round_id:
-            return Realignment.STALE_ROUND
+            return ItemStatus.STALE_ROUND
         if slot is None and base_length == 0:
             slot = self.take(key, max_length)
             if slot is None:
-                return Realignment.NO_SLOT
+                return ItemStatus.NO_SLOT
         if slot is None or slot.cached_length < base_length:
-            return Realignment.CACHE_MISS
+            return ItemStatus.CACHE_MISS
         slot.cached_length, slot.round_id = base_length, round_id
-        return Realignment.OK
+        return ItemStatus.OK
 
     def __getitem__(self, key: SequenceKey) -> Slot:
         return self._slots[key]

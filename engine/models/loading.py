@@ -1,10 +1,7 @@
 """Loads a model through transformers, and refuses with a reason what the engine cannot run exactly."""
 
-import hashlib
-import json
 import logging
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from engine.options import EngineOptions
 from engine.passes.attention import PACKED_ATTENTION
+from protocol.tokenizer import TokenizerFiles
 
 log = logging.getLogger(__name__)
 
@@ -48,23 +46,6 @@ class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
     num_attention_heads: int | None = None
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """A tokenizer as plain data: what another process needs to encode and decode as this model does."""
-
-    tokenizer_json: bytes
-    chat_template: str
-    special_tokens: dict[str, str]
-    eos_token_ids: tuple[int, ...]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over the token-to-id table: two models with equal fingerprints mean the same by the same ids."""
-        tokenizer = json.loads(self.tokenizer_json)
-        added = [[token["id"], token["content"]] for token in tokenizer["added_tokens"]]
-        return hashlib.sha256(json.dumps([tokenizer["model"]["vocab"], added], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Sampling, Sequence
+from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Sequence
 from coordinator.text import TextStream
 from coordinator.tokenizer import Detokenizer
+from protocol.sampling import SamplingParams
 from specpool.testing import byte_tokenizer
 
 # Tokens of one or several letters, so that stop strings begin and end within tokens.
@@ -47,7 +48,7 @@ def test_the_output_ends_exactly_where_the_naive_one_does(
     token_ids: list[int], stop: tuple[str, ...], cuts: list[int], min_tokens: int, late: bool
 ) -> None:
     """Whatever runs of tokens are accepted at a time; and no part of a stop string is ever shown."""
-    request = GenerationRequest("r", (0,), 99, frozenset(), 4, Sampling(min_tokens=min_tokens), stop)
+    request = GenerationRequest("r", (0,), 99, frozenset(), 4, SamplingParams(min_tokens=min_tokens), stop)
     sequence = Sequence(0, request, TextStream(Pieces(), stop))
     text, count, stopped = reference(token_ids, stop, min_tokens)
     shown, kept, pieces = "", [], []

@@ -7,7 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from coordinator.tokenizer import ChatTemplateError, Detokenizer, TargetTokenizer, TokenizerFiles
+from coordinator.tokenizer import ChatTemplateError, Detokenizer, TargetTokenizer
+from protocol.tokenizer import TokenizerFiles
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
 BYTES = byte_tokenizer()

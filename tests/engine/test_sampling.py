@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from engine.noise import gumbel
-from engine.sampling import SamplingParams, adjust, candidates, choose_token, choose_tokens
+from engine.sampling import adjust, candidates, choose_token, choose_tokens
+from protocol.sampling import SamplingParams
 
 VOCAB = 40
 DRAWS = 20_000

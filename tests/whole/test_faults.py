@@ -23,7 +23,7 @@ from serving import (
 
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from coordinator.workers.links import MismatchError
+from coordinator.workers.link import MismatchError
 from specpool.v1 import generation_pb2 as pb
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

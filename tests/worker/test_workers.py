@@ -25,7 +25,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tiny_models import forget_all, load_engine, random_tokens
 from tiny_pair import MAX_MODEL_LEN
 from tokenizers import Tokenizer
-from worker.service import WorkerHost, WorkerServicer, WorkerSettings, _serve
 
 import draft_worker.server
 import target_worker.server
@@ -42,6 +41,10 @@ from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
 from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
+from worker.host import WorkerHost
+from worker.process import _serve
+from worker.servicer import WorkerServicer
+from worker.settings import WorkerSettings
 
 SLOTS = 3
 TRUTH_SLOT = 7
@@ -510,7 +513,7 @@ async def test_a_silent_coordinator_loses_its_sequences_and_only_it(
 ) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(
-        "worker.service.time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter_ns=time.perf_counter_ns)
+        "worker.host.time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter_ns=time.perf_counter_ns)
     )
     lease = 0.04
     reaper = asyncio.create_task(worker.host.expire_leases(lease))

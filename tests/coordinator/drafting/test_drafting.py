@@ -10,17 +10,10 @@ from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.draft_lengths import PLAIN_EVERY, ROUNDS_OF_A_PLAN
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.drafting.trials import FIRST_TRIALS
-from coordinator.scheduling.round import (
-    Commit,
-    DraftOrder,
-    ItemStatus,
-    Proposal,
-    ProposeItem,
-    Round,
-    Verdict,
-    VerifyItem,
-)
-from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sampling, Sequence
+from coordinator.scheduling.round import Commit, DraftOrder, Round
+from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
+from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from protocol.sampling import SamplingParams
 
 WORKER = DraftWorker(max_model_len=1000, round_id=1)
 LOOP = (5, 6, 7, 8) * 4
@@ -81,7 +74,7 @@ def test_drafting_ends_early_even_where_verification_seems_to_cost_nothing() -> 
 
 
 def test_samples_are_drafted_as_far_as_the_average_pays() -> None:
-    order = order_of(make_drafting(rate=0.6), make_sequence(sampling=Sampling(temperature=1.0)))
+    order = order_of(make_drafting(rate=0.6), make_sequence(sampling=SamplingParams(temperature=1.0)))
     assert 1 <= order.by_model < 8
     assert order.worth == 0
 
@@ -194,8 +187,8 @@ def test_prompt_lookup_stands_in_for_a_draft_that_fails() -> None:
 
 def test_costs_are_learned_from_rounds() -> None:
     drafting, sequence = Drafting(longest=8), make_sequence()
-    items = [VerifyItem(1, 2, (3,), (4, 5, 6), prefill_only=False)]
-    asked = [ProposeItem(1, 2, (3,), 3)]
+    items = [VerifyItem(1, 2, (3,), draft_token_ids=(4, 5, 6))]
+    asked = [ProposeItem(1, 2, (3,), num_draft_tokens=3)]
     for _ in range(60):
         drafting.observe_verification(items, Timed(0.0503, 0.05, 0.0))
         drafting.observe_proposals(asked, [proposal_of(sequence, (4, 5, 6))], Timed(0.0303, 0.03, 0.0))
@@ -207,8 +200,8 @@ def test_costs_are_learned_from_rounds() -> None:
 def test_prompts_teach_nothing_about_draft_tokens() -> None:
     drafting, sequence = Drafting(longest=8), make_sequence()
     before = dict(drafting.costs.verify.points), dict(drafting.costs.draft.points)
-    drafting.observe_verification([VerifyItem(1, 0, tuple(range(99)), (), prefill_only=True)], Timed(9.0, 9.0, 0.0))
-    drafting.observe_proposals([ProposeItem(1, 0, tuple(range(99)), 0)], [proposal_of(sequence, ())], Timed(9.0, 9.0))
+    drafting.observe_verification([VerifyItem(1, 0, tuple(range(99)), prefill_only=True)], Timed(9.0, 9.0, 0.0))
+    drafting.observe_proposals([ProposeItem(1, 0, tuple(range(99)))], [proposal_of(sequence, ())], Timed(9.0, 9.0))
     assert (drafting.costs.verify.points, drafting.costs.draft.points) == before
 
 

@@ -9,18 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.scheduling.round import (
-    DRAFT_REST_ROUNDS,
-    FEW_TOKENS,
-    DraftOrder,
-    ItemStatus,
-    Proposal,
-    ProposeItem,
-    Round,
-    Verdict,
-    VerifyItem,
-)
+from coordinator.scheduling.round import DRAFT_REST_ROUNDS, FEW_TOKENS, DraftOrder, Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
 VOCAB_SIZE = 11
 DRAFT_VOCAB_SIZE = 13
@@ -101,7 +92,7 @@ def check_first_contact(item: ProposeItem | VerifyItem, sequence: Sequence, cach
     """A worker is told what to copy and how to choose when it knows nothing of the sequence, and only then."""
     source = prefix.source.sequence_id if prefix is not None and item.base_length and not cached else None
     assert item.prefix_sequence_id == source
-    assert item.beginning is (None if cached else sequence.request)
+    assert item.sampling == (None if cached else sequence.request.worker_sampling)
 
 
 def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget: int, draft_max_len: int) -> None:
@@ -236,7 +227,7 @@ class Table:
             sequence = next(s for s in self.sequences if s.sequence_id == item.sequence_id)
             end = item.base_length + 1
             assert len(item.token_ids) == 1
-            assert item.beginning is None
+            assert item.sampling is None
             assert end > len(sequence.token_ids)
             assert end + item.num_draft_tokens <= min(sequence.max_length, self.draft_max_len + 1)
         is_right = [self.chance.random() < self.acceptance for _ in range(20)]

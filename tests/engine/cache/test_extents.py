@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.cache.extents import Extents
-from engine.cache.slots import Realignment, SequenceKey, SlotTable
+from engine.cache.slots import SequenceKey, SlotTable
+from protocol.rounds import ItemStatus
 
 SLOTS, LONGEST = 5, 8
 
@@ -108,7 +109,7 @@ def test_an_overlap_does_not_go_unnoticed() -> None:
 
 
 def filled(table: SlotTable, key: SequenceKey, length: int) -> None:
-    assert table.realign(key, 1, 0, length) is Realignment.OK
+    assert table.realign(key, 1, 0, length) is ItemStatus.OK
     table[key].cached_length = length
 
 
@@ -116,11 +117,11 @@ def test_what_was_released_gives_way_as_far_as_it_must() -> None:
     table = SlotTable(8, Extents(8, longest=16, columns=16))
     for sequence in range(4):
         filled(table, ("a", sequence), 4)
-    assert table.realign(("b", 0), 1, 0, 1) is Realignment.NO_SLOT
+    assert table.realign(("b", 0), 1, 0, 1) is ItemStatus.NO_SLOT
     table.release([("a", 1), ("a", 2), ("a", 3)])
-    assert table.realign(("b", 0), 1, 0, 13) is Realignment.NO_SLOT, "more than there will ever be room for"
+    assert table.realign(("b", 0), 1, 0, 13) is ItemStatus.NO_SLOT, "more than there will ever be room for"
     assert all(table.find(("a", sequence)) for sequence in range(4)), "a refused command changes nothing"
-    assert table.realign(("b", 0), 1, 0, 6) is Realignment.OK
+    assert table.realign(("b", 0), 1, 0, 6) is ItemStatus.OK
     assert table["b", 0].room == 6
     assert [bool(table.find(("a", sequence))) for sequence in range(4)] == [True, False, False, True]
     table.check_integrity()

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.cache.slots import Realignment, SequenceKey, SlotTable
+from engine.cache.slots import SequenceKey, SlotTable
+from protocol.rounds import ItemStatus
 
 SLOTS = 3
 LEASE_SECONDS = 10.0
@@ -31,7 +32,7 @@ class SlotMachine(RuleBasedStateMachine):
     def realign(self, key: SequenceKey, round_id: int, base_length: int) -> None:
         expected = self._expected(key, round_id, base_length)
         assert self.table.realign(key, round_id, base_length) is expected
-        if expected is Realignment.OK:
+        if expected is ItemStatus.OK:
             index = self.held[key][0] if key in self.held else self._take(key)
             self.held[key] = (index, base_length, round_id)
 
@@ -102,15 +103,15 @@ class SlotMachine(RuleBasedStateMachine):
             slot = self.table[key]
             assert (slot.index, slot.cached_length, slot.round_id) == expected
 
-    def _expected(self, key: SequenceKey, round_id: int, base_length: int) -> Realignment:
+    def _expected(self, key: SequenceKey, round_id: int, base_length: int) -> ItemStatus:
         if key in self.held:
             _, cached, latest = self.held[key]
             if round_id < latest:
-                return Realignment.STALE_ROUND
-            return Realignment.OK if base_length <= cached else Realignment.CACHE_MISS
+                return ItemStatus.STALE_ROUND
+            return ItemStatus.OK if base_length <= cached else ItemStatus.CACHE_MISS
         if base_length > 0:
-            return Realignment.CACHE_MISS
-        return Realignment.OK if len(self.held) < SLOTS else Realignment.NO_SLOT
+            return ItemStatus.CACHE_MISS
+        return ItemStatus.OK if len(self.held) < SLOTS else ItemStatus.NO_SLOT
 
 
 TestSlotMachine = SlotMachine.TestCase
@@ -119,7 +120,7 @@ TestSlotMachine.settings = settings(max_examples=150, stateful_step_count=40, de
 
 def cached(table: SlotTable, key: SequenceKey, length: int, round_id: int = 1) -> None:
     """Gives the sequence so many cached positions."""
-    assert table.realign(key, round_id, 0) is Realignment.OK
+    assert table.realign(key, round_id, 0) is ItemStatus.OK
     table[key].cached_length = length
 
 
@@ -151,8 +152,8 @@ def test_a_released_sequence_that_comes_back_begins_anew() -> None:
     table = SlotTable(1)
     cached(table, ("a", 1), 9)
     table.release([("a", 1)])
-    assert table.realign(("a", 1), 2, 5) is Realignment.CACHE_MISS
-    assert table.realign(("a", 1), 3, 0) is Realignment.OK
+    assert table.realign(("a", 1), 2, 5) is ItemStatus.CACHE_MISS
+    assert table.realign(("a", 1), 3, 0) is ItemStatus.OK
     assert table.find(("a", 1)) is table["a", 1]
     table.check_integrity()
 
@@ -160,29 +161,29 @@ def test_a_released_sequence_that_comes_back_begins_anew() -> None:
 def test_realigning_keeps_the_slot_and_shortens_what_is_cached() -> None:
     table = SlotTable(2)
     cached(table, ("a", 1), 9)
-    assert table.realign(("a", 1), 2, 5) is Realignment.OK
+    assert table.realign(("a", 1), 2, 5) is ItemStatus.OK
     assert (table["a", 1].index, table["a", 1].cached_length, table["a", 1].round_id) == (0, 5, 2)
 
 
 def test_starting_anew_keeps_the_slot() -> None:
     table = SlotTable(2)
     cached(table, ("a", 1), 9)
-    assert table.realign(("a", 1), 2, 0) is Realignment.OK
+    assert table.realign(("a", 1), 2, 0) is ItemStatus.OK
     assert (table["a", 1].index, table["a", 1].cached_length, table.in_use) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("key", "round_id", "base_length", "answer"),
     [
-        (("a", 1), 4, 3, Realignment.STALE_ROUND),
-        (("a", 1), 4, 0, Realignment.STALE_ROUND),
-        (("a", 1), 6, 10, Realignment.CACHE_MISS),
-        (("b", 1), 6, 3, Realignment.CACHE_MISS),
-        (("b", 1), 6, 0, Realignment.NO_SLOT),
+        (("a", 1), 4, 3, ItemStatus.STALE_ROUND),
+        (("a", 1), 4, 0, ItemStatus.STALE_ROUND),
+        (("a", 1), 6, 10, ItemStatus.CACHE_MISS),
+        (("b", 1), 6, 3, ItemStatus.CACHE_MISS),
+        (("b", 1), 6, 0, ItemStatus.NO_SLOT),
     ],
 )
 def test_a_refused_command_changes_nothing(
-    key: SequenceKey, round_id: int, base_length: int, answer: Realignment
+    key: SequenceKey, round_id: int, base_length: int, answer: ItemStatus
 ) -> None:
     table = SlotTable(1)
     cached(table, ("a", 1), 9, round_id=5)
@@ -196,7 +197,7 @@ def test_the_same_round_may_come_twice() -> None:
     table = SlotTable(1)
     cached(table, ("a", 1), 9, round_id=5)
     for _ in range(2):
-        assert table.realign(("a", 1), 5, 4) is Realignment.OK
+        assert table.realign(("a", 1), 5, 4) is ItemStatus.OK
         table["a", 1].cached_length = 8
     assert table["a", 1].cached_length == 8
 

@@ -26,16 +26,18 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.pair import save_tokenizer
-from draft_worker.proposer import ProposeItem, Proposer
+from draft_worker.proposer import Proposer
 from engine.cache import memory
 from engine.cache.arena import KVArena
 from engine.cache.spans import Span
-from engine.models.loading import OUTPUT_HEAD, TokenizerFiles, UnsupportedModelError, load_model
+from engine.models.loading import OUTPUT_HEAD, UnsupportedModelError, load_model
 from engine.options import EngineOptions
 from engine.passes import attention
-from engine.sampling import SamplingParams
+from protocol.rounds import ProposeItem, VerifyItem
+from protocol.sampling import SamplingParams
+from protocol.tokenizer import TokenizerFiles
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
-from target_worker.verifier import Verifier, VerifyItem
+from target_worker.verifier import Verifier
 
 
 @pytest.fixture(autouse=True)
@@ -577,13 +579,13 @@ def test_workers_choose_among_the_tokens_that_their_head_has(tmp_path: Path, tem
     save_output_head(folder, kept)
     sampling = SamplingParams(temperature=temperature, seed=5)
     draft, target = Proposer(load_engine(folder)), Verifier(load_engine(folder))
-    (proposal,) = draft.propose("c", 1, [ProposeItem(1, 0, prompt, sampling, num_draft_tokens=4)])
-    assert len(proposal.token_ids) == 4
-    assert set(proposal.token_ids) <= set(kept)
+    (proposal,) = draft.propose("c", 1, [ProposeItem(1, 0, prompt, sampling=sampling, num_draft_tokens=4)])
+    assert len(proposal.draft_token_ids) == 4
+    assert set(proposal.draft_token_ids) <= set(kept)
     (verdict,) = target.verify(
-        "c", 1, [VerifyItem(1, 0, prompt, sampling, draft_token_ids=tuple(proposal.token_ids), logprobs=2)]
+        "c", 1, [VerifyItem(1, 0, prompt, sampling=sampling, draft_token_ids=proposal.draft_token_ids, logprobs=2)]
     )
-    assert verdict.token_ids[:-1] == proposal.token_ids
+    assert verdict.token_ids[:-1] == proposal.draft_token_ids
     for token, logprobs in zip(verdict.token_ids, verdict.logprobs, strict=True):
         assert logprobs.logprob > -10
         assert {token for token, _ in logprobs.top} <= set(kept)
@@ -594,9 +596,9 @@ def test_a_draft_of_no_tokens_chooses_none_whatever_its_head_has(tmp_path: Path)
     folder = save_model(tmp_path, tiny_config())
     save_output_head(folder, [3, 200, 7])
     draft = Proposer(load_engine(folder))
-    item = ProposeItem(1, 0, tuple(random_tokens(30)), SamplingParams(temperature=1.0), num_draft_tokens=0)
+    item = ProposeItem(1, 0, tuple(random_tokens(30)), sampling=SamplingParams(temperature=1.0), num_draft_tokens=0)
     (proposal,) = draft.propose("c", 1, [item])
-    assert (proposal.token_ids, proposal.cached_length) == ([], 30)
+    assert (proposal.draft_token_ids, proposal.cached_length) == ((), 30)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The coordinator's links to its workers: connection state, protobuf messages, and the errors that calls end in."""
+"""A link to a worker: its connection state, and the errors that calls end in."""
 
 import asyncio
 import logging
@@ -11,19 +11,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.counters import Timed
-from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, StepTimes
-from coordinator.scheduling.round import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
-from coordinator.scheduling.sequence import GenerationRequest, TokenLogprobs
-from coordinator.tokenizer import TokenizerFiles
+from coordinator.drafting.costs import StepTimes
 from coordinator.workers.streams import RoundCalls
 from rpc.channel import open_channel
-from specpool.v1 import (
-    common_pb2,
-    draft_worker_pb2,
-    draft_worker_pb2_grpc,
-    target_worker_pb2,
-    target_worker_pb2_grpc,
-)
+from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +24,6 @@ LONGEST_REST_SECONDS = 30.0
 
 # The worker or the way to it is gone or too slow; the same call may succeed later.
 _UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
-
-_STATUS = {
-    common_pb2.ITEM_STATUS_OK: ItemStatus.OK,
-    common_pb2.ITEM_STATUS_CACHE_MISS: ItemStatus.CACHE_MISS,
-    common_pb2.ITEM_STATUS_NO_SLOT: ItemStatus.NO_SLOT,
-    common_pb2.ITEM_STATUS_STALE_ROUND: ItemStatus.STALE_ROUND,
-}
 
 
 class WorkerUnreachableError(Exception):
@@ -64,7 +48,7 @@ class LinkState(StrEnum):
 
 
 class WorkerLink:
-    """Base of both links. `keep_connected` runs for ever beside the calls and maintains `state`."""
+    """Base of the links to both workers. `keep_connected` runs for ever beside the calls and maintains `state`."""
 
     _unknown_times: Mapping[int, float]
     """Seconds by rows, believed of a worker that has not measured itself."""
@@ -227,178 +211,6 @@ class WorkerLink:
             await self.on_change()
 
 
-class TargetLink(WorkerLink):
-    """The target worker; `tokenizer` is there as soon as it was ready once."""
-
-    _unknown_times = UNKNOWN_VERIFY
-    tokenizer: TokenizerFiles | None = None
-
-    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
-        return target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
-
-    def _make_rounds(self) -> RoundCalls:
-        return RoundCalls(self._stub.VerifyStream, self._stub.Verify, self._timeout)
-
-    async def _check(self, info: common_pb2.ModelInfo) -> None:
-        if self.info is not None:
-            # Sequences in flight were begun with the first model: another one would finish them differently.
-            for field in ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype"):
-                before, now = getattr(self.info, field), getattr(info, field)
-                if before != now:
-                    raise MismatchError(f"the target worker now runs another model: {field} was {before}, is {now}")
-            return
-        files = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        self.tokenizer = TokenizerFiles(
-            tokenizer_json=files.tokenizer_json,
-            chat_template=files.chat_template,
-            special_tokens=dict(files.special_tokens),
-            eos_token_ids=tuple(files.eos_token_ids),
-        )
-
-    async def _refuse(self, error: MismatchError) -> None:
-        """Nothing can go on: whoever started this process had better start another, for the other model."""
-        await super()._refuse(error)
-        raise error
-
-    async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
-        """One round. WorkerUnreachableError, WorkerRefusedError."""
-        request = target_worker_pb2.VerifyRequest(
-            coordinator_id=self._coordinator_id,
-            round_id=round_id,
-            items=[
-                target_worker_pb2.VerifyItem(
-                    sequence_id=item.sequence_id,
-                    base_length=item.base_length,
-                    token_ids=item.token_ids,
-                    draft_token_ids=item.draft_token_ids,
-                    prefill_only=item.prefill_only,
-                    logprobs=item.logprobs,
-                    sampling=_sampling(item.beginning),
-                    prefix_sequence_id=item.prefix_sequence_id,
-                    max_length=item.max_length,
-                )
-                for item in items
-            ],
-        )
-        response, elapsed = await self._answer(self._rounds(request))
-        return [_verdict(result) for result in response.results], _timed(elapsed, response)
-
-
-class DraftLink(WorkerLink):
-    """The draft worker. It is left alone for a while after it was too slow or refused a round, longer each time."""
-
-    _unknown_times = UNKNOWN_DRAFT
-
-    def __init__(self, address: str, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
-        super().__init__(address, coordinator_id, timeout_seconds)
-        self._target = target
-
-    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
-        return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
-
-    def _make_rounds(self) -> RoundCalls:
-        return RoundCalls(self._stub.ProposeStream, self._stub.Propose, self._timeout)
-
-    async def _check(self, info: common_pb2.ModelInfo) -> None:
-        await self._target.wait_ready()
-        target = self._target.info
-        assert target is not None
-        if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
-            raise MismatchError(f"the draft {info.model} has another tokenizer than the target {target.model}")
-
-    async def _lost(self, code: grpc.StatusCode, reason: str) -> None:
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            await self._rest(reason)
-        else:
-            await super()._lost(code, reason)
-
-    async def _rest(self, reason: str) -> None:
-        self._rest_seconds = min(LONGEST_REST_SECONDS, max(PROBE_SECONDS, 2 * self._rest_seconds))
-        await self._set_state(LinkState.RESTING, reason)
-        self._probe_now.set()
-
-    async def propose(
-        self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = (), step_cost: float = 0.0
-    ) -> tuple[list[Proposal], Timed]:
-        """One round. `chances`: that a token is right, by the draft's own probability of it, in equal steps.
-        `step_cost`: what a draft step must gain.
-
-        WorkerUnreachableError, WorkerRefusedError.
-        """
-        request = draft_worker_pb2.ProposeRequest(
-            coordinator_id=self._coordinator_id,
-            round_id=round_id,
-            chances=chances,
-            step_cost=step_cost,
-            items=[
-                draft_worker_pb2.ProposeItem(
-                    sequence_id=item.sequence_id,
-                    base_length=item.base_length,
-                    token_ids=item.token_ids,
-                    num_draft_tokens=item.num_draft_tokens,
-                    sampling=_sampling(item.beginning),
-                    prefix_sequence_id=item.prefix_sequence_id,
-                    max_length=item.max_length,
-                    min_chance=item.min_chance,
-                    next_chance=item.next_chance,
-                )
-                for item in items
-            ],
-        )
-        try:
-            response, elapsed = await self._answer(self._rounds(request))
-        except WorkerRefusedError as error:
-            await self._rest(str(error))
-            raise
-        if not _fits(response, items):
-            await self._rest("it answered what it was not asked")
-            raise WorkerRefusedError(self.reason)
-        self._rest_seconds = 0.0
-        proposals = [
-            Proposal(
-                sequence_id=result.sequence_id,
-                status=_STATUS[result.status],
-                draft_token_ids=tuple(result.draft_token_ids),
-                cached_length=result.cached_length,
-                confidences=tuple(result.confidences),
-            )
-            for result in response.results
-        ]
-        return proposals, _timed(elapsed, response)
-
-
-def _verdict(result: target_worker_pb2.VerifyResult) -> Verdict:
-    return Verdict(
-        sequence_id=result.sequence_id,
-        status=_STATUS[result.status],
-        token_ids=tuple(result.token_ids),
-        cached_length=result.cached_length,
-        logprobs=tuple(
-            TokenLogprobs(found.logprob, tuple(zip(found.top_token_ids, found.top_logprobs, strict=True)))
-            for found in result.logprobs
-        ),
-    )
-
-
-def _sampling(request: GenerationRequest | None) -> common_pb2.Sampling | None:
-    """What a worker is told on first contact."""
-    if request is None:
-        return None
-    fields = {**vars(request.sampling), "logit_bias": dict(request.sampling.logit_bias)}
-    return common_pb2.Sampling(
-        **fields, stop_token_ids=sorted(request.stop_token_ids), prompt_length=len(request.prompt_ids)
-    )
-
-
-def _timed(elapsed: float, response: draft_worker_pb2.ProposeResponse | target_worker_pb2.VerifyResponse) -> Timed:
+def timed(elapsed: float, response: Any) -> Timed:
+    """Where the time of a round went, `elapsed` seconds in all, by what a worker's response says of it."""
     return Timed(elapsed, response.forward_ns / 1e9, response.realign_ns / 1e9)
-
-
-def _fits(response: draft_worker_pb2.ProposeResponse, items: list[ProposeItem]) -> bool:
-    """Whether a draft worker answered for each item, and drafted no more than was wanted."""
-    return len(response.results) == len(items) and all(
-        result.sequence_id == item.sequence_id
-        and result.status in _STATUS
-        and len(result.draft_token_ids) <= item.num_draft_tokens
-        for result, item in zip(response.results, items, strict=True)
-    )

@@ -1,0 +1,46 @@
+"""Errors whose message may be shown to a client; `rpc.errors` has the one table that turns them into gRPC status codes.
+
+ServiceError
+├── InvalidArgumentError    a field is wrong; names it
+├── NotFoundError           no such request
+├── AlreadyExistsError      a request of that id is in flight
+├── QueueFullError          too many requests wait; says when to try again
+├── UnavailableError        a worker or the server cannot serve now
+└── WorkerFailedError       a worker failed in a way that trying again did not mend
+"""
+
+
+class ServiceError(Exception):
+    """An error whose message may be shown to a client."""
+
+
+class InvalidArgumentError(ServiceError):
+    """`field` (a path such as "sampling_params.max_tokens") breaks the rule that `reason` states."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field, self.reason = field, reason
+
+
+class NotFoundError(ServiceError):
+    """What the request names does not exist."""
+
+
+class AlreadyExistsError(ServiceError):
+    """What the request would create exists."""
+
+
+class QueueFullError(ServiceError):
+    """The queue has no capacity for another request; try again after `retry_seconds`."""
+
+    def __init__(self, reason: str, retry_seconds: float) -> None:
+        super().__init__(reason)
+        self.retry_seconds = retry_seconds
+
+
+class UnavailableError(ServiceError):
+    """The server cannot serve now, but may soon."""
+
+
+class WorkerFailedError(ServiceError):
+    """A worker failed again and again."""

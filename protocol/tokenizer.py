@@ -1,0 +1,23 @@
+"""A tokenizer as plain data."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What another process needs to encode and decode text as a model does."""
+
+    tokenizer_json: bytes
+    chat_template: str
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the token-to-id table: two models with equal fingerprints mean the same by the same ids."""
+        tokenizer = json.loads(self.tokenizer_json)
+        added = [[token["id"], token["content"]] for token in tokenizer["added_tokens"]]
+        return hashlib.sha256(json.dumps([tokenizer["model"]["vocab"], added], sort_keys=True).encode()).hexdigest()

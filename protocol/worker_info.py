@@ -1,0 +1,33 @@
+"""What a worker runs and holds, as plain data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """The model, its KV cache as it is now, and what passes took when the model was loaded."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    tokenizer_fingerprint: str
+    bitwise: bool
+    parameters: int
+    embedding_parameters: int
+    slots_total: int
+    slots_in_use: int
+    kv_bytes_per_token: int
+    kv_bytes_total: int
+    kv_positions_total: int
+    kv_positions_free: int
+    kv_positions_multiple: int
+    kv_layout: str
+    weight_bytes: int
+    activation_bytes: int
+    step_seconds: Mapping[int, float]
+    step_cached: int
+    seconds_per_cached: float

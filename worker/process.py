@@ -1,0 +1,66 @@
+"""The life of a worker process: it listens at once, serves when the model is loaded, and drains on SIGTERM."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rpc.channel import MAX_WORKER_MESSAGE_BYTES
+from rpc.server import Server, configure_logging
+from worker.host import Backend, WorkerHost
+from worker.servicer import WorkerServicer
+from worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+
+def run_worker(
+    program: str,
+    settings: WorkerSettings,
+    load: Callable[[], Backend],
+    service: str,
+    register: Callable[[Any, Any], None],
+    servicer: type[WorkerServicer],
+    refusals: tuple[type[Exception], ...],
+) -> None:
+    """Runs a worker until SIGTERM: `load` builds its backend, `servicer` serves it as `service`.
+
+    An error of `refusals` ends it with one line instead of a stack trace.
+    """
+    configure_logging(settings.log_level)
+    settings.log_resolved()
+    host = WorkerHost(load)
+    expected: tuple[type[BaseException], ...] = (*refusals, OSError)
+    try:
+        asyncio.run(_serve(settings, host, lambda server: server.add(service, register, servicer(host))))
+    except expected as error:
+        sys.exit(f"{program}: {error}")
+
+
+async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None]) -> None:
+    """Serves until a signal. Raises what loading raises."""
+    server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
+    add_service(server)
+    server.on_drain = host.drain
+    await server.start()
+    server.stop_on_signals()
+
+    async def load_and_serve() -> None:
+        await host.load()
+        await server.set_serving(True)
+        log.info("serving")
+        await host.expire_leases(settings.lease_seconds)
+
+    serving = asyncio.create_task(load_and_serve())
+    serving.add_done_callback(lambda task: server.stop())
+    await server.wait_stopped()
+    if not serving.done() and not host.is_loaded:
+        log.warning("stopped while the model was loading")
+        os._exit(0)  # nothing interrupts a thread that loads
+    serving.cancel()
+    host.close()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving

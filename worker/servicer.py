@@ -1,0 +1,27 @@
+"""The RPCs that both worker services have."""
+
+from typing import Any
+
+from protocol.codec import require_coordinator, worker_info_response
+from specpool.v1 import common_pb2 as pb
+from worker.host import WorkerHost
+
+
+class WorkerServicer:
+    """Base of both workers' servicers."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        """Frees sequences."""
+        require_coordinator(request.coordinator_id)
+        ids = list(request.sequence_ids)
+        released = await self._host.run(
+            lambda backend: backend.release(request.coordinator_id, ids), request.coordinator_id
+        )
+        return pb.ReleaseResponse(released=released)
+
+    async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
+        """Describes the worker."""
+        return worker_info_response(await self._host.run(lambda backend: backend.info()))
