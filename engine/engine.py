@@ -1,4 +1,4 @@
-"""A model with its KV cache: realign sequences, run their new tokens in one ragged forward pass, choose tokens."""
+"""A model with its KV cache, which runs the new tokens of many sequences in one ragged forward pass."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ STEP_CACHED = 128
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine runs and holds, as plain data."""
+    """Description of an engine and its load, as plain data."""
 
     model: str
     architecture: str
@@ -84,21 +84,21 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Caches the new tokens of all spans and returns the logits that they ask for, [R, rows of the head], in span
-        order. `token_ids` and `over_vocabulary` say which tokens the head has rows for.
+        """Caches the new tokens of all spans and returns the logits they ask for, [R, rows of the head], in span order.
 
-        More than `max_forward_tokens` are worked off in several passes, which changes no bit of the result.
+        `token_ids` and `over_vocabulary` translate rows of the head to tokens. More than `max_forward_tokens` tokens
+        take several passes, which changes no bit of the result.
         """
         logits = [self._pass(chunk) for chunk in _chunks(spans, self.max_forward_tokens)]
         wanted = [rows for rows in logits if len(rows)]
         return torch.cat(wanted) if wanted else torch.empty(0, self.facts.outputs, device=self.facts.device)
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """The tokens that rows of the head, by their numbers, are for."""
+        """The token ids of rows of the head, given by their indexes."""
         return rows if self.loaded.output_ids is None else self.loaded.output_ids[rows]
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """[n, vocab_size] of [n, rows of the head]: a token that the head has no row for is never chosen."""
+        """Logits [n, vocab_size] from logits [n, rows of the head]: minus infinity for tokens without a row."""
         if self.loaded.output_ids is None:
             return logits
         known = logits.new_full((len(logits), self.vocab_size), -torch.inf)
@@ -106,7 +106,7 @@ class Engine:
         return known
 
     def info(self) -> EngineInfo:
-        """What runs here, and how full it is."""
+        """The model, and how full its cache is now."""
         per_token = self.facts.kv_bytes_per_token(self.forward_pass.compute_dtype)
         name = f" ({torch.cuda.get_device_name(self.facts.device)})" if self.facts.device.type == "cuda" else ""
         return EngineInfo(
@@ -137,18 +137,19 @@ class Engine:
 
     @contextmanager
     def realigning(self) -> Iterator[None]:
-        """Counts the time of what is done in it as realignment."""
-        self._synchronize()  # else the time of what still runs would be
+        """A context whose time is counted as realignment."""
+        self._synchronize()  # otherwise work that is still running would be counted too
         began = time.perf_counter_ns()
         yield
         self._synchronize()
         self.realign_ns += time.perf_counter_ns() - began
 
     def _synchronize(self) -> None:
-        if self.facts.device.type == "cuda" and self.layout.spare_columns:  # the other layout rarely moves anything
+        if self.facts.device.type == "cuda" and self.layout.spare_columns:  # the layout in place rarely moves anything
             torch.cuda.synchronize(self.facts.device)
 
     def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Logits of spans that fit in one forward pass."""
         with self.realigning():
             starts = self.layout.align(spans)
         arena = self.layout.arena
@@ -162,7 +163,7 @@ class Engine:
         return logits
 
     def _footprint(self) -> Footprint:
-        """The memory of weights and activations."""
+        """Memory of weights and activations."""
         rows, dtype = self.max_forward_tokens, self.forward_pass.compute_dtype
         activations = activation_bytes(self.loaded.config, dtype, self.vocab_size, rows)
         scratch = self.forward_pass.scratch_bytes(rows, self.max_model_len)
@@ -170,18 +171,18 @@ class Engine:
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
-    """Cuts spans so that every chunk has at most `limit` tokens; each piece keeps the logits of its own tokens."""
+    """Splits spans into chunks of at most `limit` tokens; each piece keeps the logits of its own tokens."""
     chunks: list[list[Span]] = []
-    room = 0
+    left = 0  # tokens that the last chunk can still take
     for span in spans:
         start, tokens, logits = span.start, span.token_ids, span.num_logits
         while tokens:
-            if room == 0:
+            if left == 0:
                 chunks.append([])
-                room = limit
-            take = min(room, len(tokens))
+                left = limit
+            take = min(left, len(tokens))
             piece_logits = max(0, logits - (len(tokens) - take))
             chunks[-1].append(Span(span.slot, start, tokens[:take], piece_logits))
             logits -= piece_logits
-            start, tokens, room = start + take, tokens[take:], room - take
+            start, tokens, left = start + take, tokens[take:], left - take
     return chunks

@@ -1,4 +1,4 @@
-"""Which forward pass a model gets: compiled for the processor, of few torch operations, or the library's own."""
+"""Chooses the forward pass of a model: compiled for the processor, of few torch operations, or the library's own."""
 
 import torch
 
@@ -14,7 +14,7 @@ from engine.passes.native.model import NativeModel, can_compile, lossless_dtype
 
 
 def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPass:
-    """The fastest pass that this model can have here; it takes over the weights of the library's model."""
+    """The fastest pass that this model can have on its device. It takes over the weights of the library's model."""
     device, dtype = loaded.model.device, loaded.model.dtype
     forward_pass: ForwardPass = LibraryModel(loaded.model)
     if options.lean and is_lean(loaded.config):
@@ -24,7 +24,7 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPa
             release_files(loaded.model)
             return native
         if not lean.plans_attention and records_passes(device, options):
-            lean.rotary(loaded.max_model_len)  # recorded passes go on using these tables
+            lean.rotary(loaded.max_model_len)  # full-length tables now: recorded passes keep using these
             return RecordedModel(lean, CudaGraphs())
     if can_prepack(dtype, device):
         prepack_linears(forward_pass)
@@ -34,5 +34,5 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPa
 
 
 def records_passes(device: torch.device, options: EngineOptions) -> bool:
-    """Whether passes are to be recorded there."""
+    """Whether passes on this device should be recorded."""
     return device.type == "cuda" and options.cuda_graphs

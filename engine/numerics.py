@@ -1,8 +1,8 @@
-"""The shapes that make a row's result independent of its batch.
+"""Tiles: the shapes that make a row's result independent of its batch.
 
 Floating-point sums depend on their order, a kernel's order depends on the shape it is called with, and a batch changes
-shapes. So shapes are taken from a coarse grid: packed rows, query rows and attended length are padded to what
-`engine.probes.exactness` finds to be enough on the device at hand.
+shapes. So shapes are taken from a coarse grid: packed rows, query rows and attended length are padded to the multiples
+that `engine.probes.exactness` finds sufficient on the device at hand.
 """
 
 from dataclasses import dataclass
@@ -10,31 +10,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiles:
-    """The grid. All ones: no padding, for a model whose choices need not be reproducible (a draft)."""
+    """The grid of shapes. All ones means no padding, for a model whose logits may depend on the batch (a draft)."""
 
     min_rows: int = 1
-    """Packed rows of a forward pass, at least."""
+    """Least number of packed rows in a forward pass."""
     row_multiple: int = 1
-    """Packed rows of a forward pass are a multiple of this."""
+    """Packed rows in a forward pass are padded to a multiple of this."""
     query: int = 1
-    """Query rows of each sequence in attention are a multiple of this; on an exact grid 1 means one row at a time."""
+    """Query rows of each sequence are padded to a multiple of this; on an exact grid 1 means one row at a time."""
     kv: int = 1
-    """Attended positions are a multiple of this."""
+    """Attended positions are padded to a multiple of this."""
     max_rows: int | None = None
-    """Packed rows of a forward pass, at most; None: any number."""
+    """Greatest number of packed rows in a forward pass; None: unlimited."""
 
     @property
     def exact(self) -> bool:
-        """Whether shapes are kept to a grid at all."""
+        """Whether shapes are restricted to a grid at all."""
         return self != Tiles()
 
     @property
     def by_row(self) -> bool:
-        """Whether every query row is attended by itself, so that the number of others cannot matter."""
+        """Whether attention handles every query row separately, so that the number of other rows cannot matter."""
         return self.exact and self.query == 1
 
     def rows(self, count: int) -> int:
-        """Packed rows to compute for `count` tokens."""
+        """Number of packed rows, padding included, for `count` tokens."""
         return max(self.min_rows, round_up(count, self.row_multiple))
 
 

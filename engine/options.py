@@ -1,4 +1,4 @@
-"""How to run a model: what both workers can be told."""
+"""Options of an engine, the same for both workers."""
 
 from typing import Literal, Self
 
@@ -14,7 +14,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
     dtype: Dtype = Field(
         "auto",
-        description="weights, and KV cache where the pass is not compiled, which takes float32; "
+        description="of the weights, and of the KV cache unless the pass is compiled (then float32); "
         '"auto": as stored on a GPU, float32 on a CPU',
     )
     max_model_len: int | None = Field(
@@ -33,7 +33,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         "slots",
         description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
     )
-    lean: bool = Field(True, description="run the Llama family by our own fused pass, not by the library's modules")
+    lean: bool = Field(True, description="run the Llama family by our own fused pass instead of the library's modules")
     native: bool = Field(
         True, description="compile that pass for this processor, where there is a C compiler (CPU, float32 or bfloat16)"
     )

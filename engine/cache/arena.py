@@ -1,7 +1,7 @@
 """The KV cache: one arena of columns, in which every sequence has an extent (`engine.cache.extents`).
 
-How many of its columns count is an integer elsewhere (`engine.cache.slots`), and which column a position has is
-the layout's choice (`engine.cache.layout`).
+The arena does not know how many columns of an extent are valid (`engine.cache.slots`), nor in which column a position
+is cached (`engine.cache.layout`).
 """
 
 import torch
@@ -12,8 +12,8 @@ from engine.cache.memory import zeros
 class KVArena:
     """Keys and values of all layers, each [kv_heads, columns, head_dim].
 
-    Zeroed once, because attention multiplies masked values by zero and a NaN would survive that. On a CPU the system
-    does it, page by page, so that columns that were never used take no memory.
+    The arena is zeroed once, because attention multiplies masked values by zero and a NaN would survive that. On a CPU
+    the system zeroes it page by page, so columns that were never used take no memory.
     """
 
     def __init__(
@@ -24,14 +24,14 @@ class KVArena:
         self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
 
     def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens at columns[t]."""
-        # Others attend to these columns too, with a weight of zero, and zero times an overflow is not zero.
+        """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens; those of token t in column `columns[t]`."""
+        # Other sequences may attend to these columns with a weight of zero, and zero times an overflow is not zero.
         key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
         self.keys[layer][:, columns] = key.transpose(0, 1)
         self.values[layer][:, columns] = value.transpose(0, 1)
 
     def move(self, source: int, destination: int, count: int) -> None:
-        """Copies `count` columns of all layers, from column `source` on, to `destination` on; they may overlap."""
-        # Layer by layer, or the copy would need as much memory again as the extent.
+        """Copies `count` columns of all layers from column `source` to column `destination`; the ranges may overlap."""
+        # Layer by layer, so that the temporary copy is of one layer and not of the whole extent.
         for cache in (*self.keys, *self.values):
             cache[:, destination : destination + count] = cache[:, source : source + count].clone()

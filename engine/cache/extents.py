@@ -1,41 +1,44 @@
-"""Who has which columns of the KV cache: every slot an extent as long as its sequence can become. Pure bookkeeping."""
+"""Allocation of the columns of the KV cache: each slot has an extent as long as its sequence can become.
+
+Pure bookkeeping, without torch.
+"""
 
 from collections.abc import Callable
 
 from engine.numerics import round_up
 
 Move = Callable[[int, int, int], None]
-"""Copies columns: from, to, how many."""
+"""Copies columns: (source, destination, count)."""
 
 
 class Extents:
-    """Extents of different lengths leave gaps behind; they are closed, by moving what is cached, when one is needed."""
+    """The extents of all slots. Gaps between them are closed, by moving columns, only when the space is needed."""
 
     def __init__(self, slots: int, longest: int, columns: int | None = None, multiple: int = 1) -> None:
-        """`longest`: columns of a sequence of full length; `columns`: of all, by default enough for such in every slot.
-        Extents are multiples of `multiple` long, but never longer than `longest`."""
+        """`longest`: columns of an extent for a sequence of full length. `columns`: columns of the whole cache; by
+        default every slot can have the longest extent. Lengths are multiples of `multiple`, and at most `longest`."""
         self.longest, self.multiple = longest, multiple
         self.columns = slots * longest if columns is None else columns
-        self.origins = [self._place(slot) for slot in range(slots)]
-        """The first column of each slot. Of slots without an extent it is some place where a sequence fits."""
+        self.origins = [self._default_origin(slot) for slot in range(slots)]
+        """The first column of each slot's extent. For a slot without one, a column behind which any sequence fits."""
         self._lengths: dict[int, int] = {}
         self.move: Move = lambda source, destination, count: None
 
     @property
     def free(self) -> int:
-        """Columns in nobody's extent."""
+        """Number of columns that belong to no extent."""
         return self.columns - sum(self._lengths.values())
 
     def room_for(self, length: int | None) -> int:
-        """Columns of an extent for so many positions; None: as many as a sequence can have."""
+        """Columns of an extent for `length` positions; None: for as many positions as a sequence can have."""
         return self.longest if length is None else min(self.longest, round_up(max(1, length), self.multiple))
 
     def length(self, slot: int) -> int:
-        """Columns of the slot's extent; 0 if it has none."""
+        """Number of columns of the slot's extent; 0 if it has none."""
         return self._lengths.get(slot, 0)
 
     def reserve(self, slot: int, columns: int) -> None:
-        """Gives a slot without an extent one of so many columns, of those that are free."""
+        """Gives a slot without an extent one of `columns` columns, which must be free."""
         assert slot not in self._lengths
         assert columns <= self.free
         origin = self._gap(columns)
@@ -46,10 +49,10 @@ class Extents:
         self.origins[slot], self._lengths[slot] = origin, columns
 
     def resize(self, slot: int, columns: int) -> bool:
-        """Makes an extent so long without moving any other; False if that cannot be. What fits is kept."""
+        """Changes the length of an extent without moving any other, keeping what fits. False if it cannot grow."""
         before, length = self.origins[slot], self._lengths[slot]
         if columns > length:
-            origin = self._gap(columns, but_for=slot)
+            origin = self._gap(columns, excluding=slot)
             if origin is None:
                 return False
             self.move(before, origin, length)
@@ -58,17 +61,17 @@ class Extents:
         return True
 
     def release(self, slot: int) -> None:
-        """Takes the slot's extent back."""
+        """Frees the slot's extent."""
         del self._lengths[slot]
-        self.origins[slot] = self._place(slot)
+        self.origins[slot] = self._default_origin(slot)
 
-    def _place(self, slot: int) -> int:
+    def _default_origin(self, slot: int) -> int:
         return min(slot * self.longest, self.columns - self.longest)
 
-    def _gap(self, columns: int, but_for: int | None = None) -> int | None:
-        """The first place that is free for so many, or would be without a slot."""
+    def _gap(self, columns: int, excluding: int | None = None) -> int | None:
+        """The first column of the first gap of this size or larger. `excluding`: a slot whose extent counts as free."""
         at = 0
-        for origin, length in self._in_order(but_for):
+        for origin, length in self._in_order(excluding):
             if origin - at >= columns:
                 return at
             at = origin + length
@@ -82,8 +85,8 @@ class Extents:
                 self.origins[slot] = at
             at += self._lengths[slot]
 
-    def _in_order(self, but_for: int | None = None) -> list[tuple[int, int]]:
-        return sorted((self.origins[slot], length) for slot, length in self._lengths.items() if slot != but_for)
+    def _in_order(self, excluding: int | None = None) -> list[tuple[int, int]]:
+        return sorted((self.origins[slot], length) for slot, length in self._lengths.items() if slot != excluding)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if two extents overlap, or one leaves the cache."""

@@ -1,4 +1,4 @@
-"""What an engine takes of its device's memory, computed from the model before anything is reserved."""
+"""The memory of an engine on its device, computed from the model before anything is reserved."""
 
 import math
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from torch import nn
 
 GPU_SHARE = 0.8
 CPU_SHARE = 0.4
-"""Less, because draft and target often have one machine between them."""
+"""Smaller than the share of a GPU, because draft and target often share one machine."""
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-# Tensors of the width of a hidden state, of an intermediate one, and of logits (in float32) that live at a time.
+# How many tensors live at a time: as wide as a hidden state, as an intermediate one, and as logits (in float32).
 HIDDEN_COPIES, INTERMEDIATE_COPIES, LOGIT_COPIES = 8, 4, 2
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes."""
+    """Bytes of memory, by what they are used for."""
 
     weights: int
     activations: int
-    """Of one pass, at most."""
+    """Upper bound for one pass."""
     kv: int = 0
-    """Of the KV cache, all slots."""
+    """KV cache of all slots."""
 
     def __str__(self) -> str:
         parts = [f"{name} {_readable(count)}" for name, count in vars(self).items()]
@@ -35,7 +35,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class KVLimit:
-    """A limit under the `name` of the option that set it; with `others`, it is that of all together."""
+    """A memory limit and the `name` of the option that set it. The limit includes `others`, if they are given."""
 
     name: str
     given: int
@@ -43,7 +43,7 @@ class KVLimit:
 
     @property
     def kv_bytes(self) -> int:
-        """What is left for the KV cache."""
+        """Bytes that are left for the KV cache."""
         return max(0, self.given - (self.others.weights + self.others.activations if self.others else 0))
 
     def __str__(self) -> str:
@@ -56,32 +56,35 @@ class KVLimit:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU in large pages, and none of them before it is used. RuntimeError or MemoryError if there is no room."""
+    """A tensor of zeros; on a CPU in large pages, each of which takes memory only once it is used.
+
+    RuntimeError or MemoryError if there is not enough memory.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def release_files(model: nn.Module) -> None:
-    """Copies what is left of the weights in mapped files: a few of them keep a whole file resident."""
+    """Copies the weights that still lie in mapped files: even a few of them would keep a whole file resident."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:
-    """All weights of a module, those in a layout of oneDNN's own too; each once."""
+    """All weights of a module, each once, including those in oneDNN's own layout."""
     packed = (vars(module).get("weight") for module in model.modules())
     weights = (*model.parameters(), *(weight for weight in packed if weight is not None))
     return list({id(weight): weight for weight in weights}.values())
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Of all weights and buffers of a module."""
+    """Bytes of all weights and buffers of a module."""
     return sum(tensor.numel() * tensor.element_size() for tensor in (*weights_of(model), *model.buffers()))
 
 
 def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int) -> int:
-    """Of a pass of so many rows, all of which have logits: an estimate from above."""
+    """Upper estimate of the bytes of activations of a pass of `rows` rows, all of which have logits."""
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     per_row = HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * intermediate
     row_bytes: int = per_row * dtype.itemsize + LOGIT_COPIES * vocab_size * torch.float32.itemsize
@@ -89,14 +92,14 @@ def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int
 
 
 def default_kv_memory(device: torch.device) -> int:
-    """A share of what is free on the device now."""
+    """A share of the memory that is free on the device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     return int(_available_to_process() * CPU_SHARE)
 
 
 def _available_to_process() -> int:
-    """What the machine has available and, in a container, what the limit leaves beyond what we have."""
+    """Available memory of the machine or, if that is less, what the container's limit leaves for this process."""
     available = int(psutil.virtual_memory().available)
     limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.is_file() else "max"
     if limit == "max":

@@ -1,4 +1,4 @@
-"""What was trained of a draft, as a small file: matrices in int8 with a scale for each row, all else as it is."""
+"""The trained weights of a draft as a small file: matrices in int8 with a scale for each row, norms in bfloat16."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ SCALE = ".scale"
 
 
 def save_compact(path: Path, trained: dict[str, torch.Tensor]) -> None:
-    """Writes weights [rows, columns] within half a step of their row's scale, and other floats in bfloat16."""
+    """Writes matrices [rows, columns] rounded to steps of their row's scale, and other floats in bfloat16."""
     stored = {}
     for name, weight in trained.items():
         if weight.is_floating_point() and weight.dim() == 2:
-            # A row of zeros has a scale too.
+            # At least the smallest normal number, so that a row of zeros has a scale too.
             scale = (weight.float().abs().amax(1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
             stored[name], stored[name + SCALE] = (weight / scale[:, None]).round().to(torch.int8), scale
         else:
@@ -23,7 +23,7 @@ def save_compact(path: Path, trained: dict[str, torch.Tensor]) -> None:
 
 
 def load_compact(path: Path) -> dict[str, torch.Tensor]:
-    """What `save_compact` wrote, in float32, but rounded to what bfloat16 holds: compiled passes keep that as it is."""
+    """The weights that `save_compact` wrote, in float32, but rounded to bfloat16: compiled passes can keep them so."""
     stored = load_file(path)
     scales = {name: stored.pop(name) for name in list(stored) if name.endswith(SCALE)}
     trained = {name: w * scales[name + SCALE][:, None] if name + SCALE in scales else w for name, w in stored.items()}

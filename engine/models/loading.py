@@ -1,4 +1,4 @@
-"""Loads a model through transformers, and refuses with a reason what the engine cannot run exactly."""
+"""Loads a model through transformers, and refuses, with a reason, models that the engine cannot run exactly."""
 
 import logging
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ DEFAULT_MAX_MODEL_LEN = 4096
 NAMES_IN_A_MESSAGE = 3
 
 OUTPUT_HEAD = "output_head.safetensors"
-"""Beside a model's own files: `weight` [rows, hidden] of a head with rows for some tokens, and these: `output_ids`."""
+"""File beside a model's own files: `weight` [rows, hidden] of a head with rows for some tokens, their `output_ids`."""
 
 
 class UnsupportedModelError(Exception):
@@ -38,7 +38,7 @@ class UnsupportedModelError(Exception):
 
 
 class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
-    """What we read of a configuration, where transformers may let other types pass."""
+    """Types of the configuration values that the engine reads; transformers may accept other types."""
 
     architectures: list[str] | None = None
     layer_types: list[str] | None = None
@@ -50,39 +50,39 @@ class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, with what its configuration says about it."""
+    """A loaded model with its tokenizer and limits, before a forward pass takes over its weights."""
 
     name: str
     model: PreTrainedModel
     tokenizer: TokenizerFiles
     max_model_len: int
     output_ids: torch.Tensor | None = None
-    """The token of each row of the output head, where it has rows for some tokens only, as a trained draft's may."""
+    """The token of each row of the output head, if it has rows for some tokens only, as a trained draft may."""
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The model's own configuration."""
+        """The configuration of the model."""
         return self.model.config
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it knows: rows of the output head, if that has one for each."""
+        """Number of tokens the model knows: rows of the output head, or of the embeddings if the head has fewer."""
         head: Any = self.model.get_output_embeddings() if self.output_ids is None else self.model.get_input_embeddings()
         return int(head.weight.shape[0])
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embeddings and the output head; where they share their weights, these count once."""
+        """Number of parameters of embeddings and output head; shared weights count once."""
         ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
         return sum(weight.numel() for weight in {end.weight for end in ends})
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
-    """The configuration of a model that, as far as it tells, can be served. UnsupportedModelError if it cannot."""
+    """The configuration of a model. UnsupportedModelError if it tells that the model cannot be served."""
     source = _source(options.model)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
-    except Exception as error:  # the files may hold anything
+    except Exception as error:  # the files may contain anything
         reason = f"{options.model} is not a model folder, GGUF file or hub id: {first_line(error)}"
         raise UnsupportedModelError(reason) from error
     _check_types(config)
@@ -91,11 +91,11 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 
 
 def load_model(options: EngineOptions) -> LoadedModel:
-    """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for what is no model."""
+    """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for files that are no model."""
     source, config = _source(options.model), load_config(options)
     device = pick_device(options.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread: kernels and graphs go to the current one
+        torch.cuda.set_device(device)  # for this thread: kernels and graphs go to the current device
     dtype: Any = options.dtype
     if options.dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
@@ -106,12 +106,12 @@ def load_model(options: EngineOptions) -> LoadedModel:
             dtype=dtype,
             attn_implementation=PACKED_ATTENTION,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported like those that are missing, which transformers only warns of
+            ignore_mismatched_sizes=True,  # reported below like missing weights; transformers only warns
         )
-        model, found = loaded
-        _refuse_made_up_weights(found)
+        model, loading_info = loaded
+        _refuse_made_up_weights(loading_info)
         files = tokenizer_files(tokenizer, model)
-    except Exception as error:  # likewise
+    except Exception as error:  # the files may contain anything
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
         reason = f"{config.model_type} has a fixed choice of attentions" if fixed else first_line(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
@@ -122,7 +122,7 @@ def load_model(options: EngineOptions) -> LoadedModel:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device that `wanted` names; "auto" takes a GPU if there is one. UnsupportedModelError if it is not there."""
+    """The device that `wanted` names; "auto" takes a GPU if there is one. UnsupportedModelError if there is none."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
     try:
         device = torch.device(name)
@@ -133,16 +133,16 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Raises UnsupportedModelError for all that a configuration alone tells."""
+    """Raises UnsupportedModelError for everything that the configuration alone rules out."""
     kind = f"{config.model_type} model"
     architectures = getattr(config, "architectures", None) or []
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"a {kind} is an encoder-decoder; only decoder-only models generate by this method")
-    # A GGUF file names no class: then the one that transformers has for this kind of model is taken.
+    # A GGUF file names no class; transformers then uses its class for this kind of model.
     named = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
     if not (named if architectures else type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
-        found = ", ".join(architectures) or "none"
-        raise UnsupportedModelError(f"a {kind} has no causal language-model head (architectures: {found})")
+        names = ", ".join(architectures) or "none"
+        raise UnsupportedModelError(f"a {kind} has no causal language-model head (architectures: {names})")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
         raise UnsupportedModelError(f"this {kind} has {', '.join(others)} layers; only full attention is served")
@@ -162,7 +162,7 @@ def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
 
 
 def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
-    """Gives the model the head of this file, if there is one; returns the tokens of its rows."""
+    """Replaces the output head by that of a file, if the file exists; returns the tokens of its rows."""
     if not file.is_file():
         return None
     stored = load_file(file)
@@ -177,10 +177,10 @@ def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> TokenizerFiles:
-    """Takes a tokenizer apart. UnsupportedModelError if it has no fast form."""
+    """The files of a tokenizer. UnsupportedModelError if it has no fast form."""
     if not tokenizer.is_fast:
         raise UnsupportedModelError("the tokenizer has no fast (tokenizer.json) form")
-    # Some models name more tokens that end a generation in one of their files than in another.
+    # Some models name more end-of-sequence tokens in one of their files than in another.
     ids = {tokenizer.eos_token_id}
     for config in (model.config, model.generation_config):
         eos = getattr(config, "eos_token_id", None)
@@ -213,13 +213,13 @@ def _check_types(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"the configuration has {key} {problem['input']!r}: {problem['msg']}") from None
 
 
-def _refuse_made_up_weights(found: dict[str, Any]) -> None:
-    """Refuses a checkpoint that transformers had to fill up with random weights.
+def _refuse_made_up_weights(loading_info: dict[str, Any]) -> None:
+    """Refuses a checkpoint that transformers had to complete with random weights.
 
-    Of weights that the model has no use for, such as further heads, it warns, and they do no harm.
+    Unused weights, such as those of further heads, do no harm; transformers warns of them.
     """
-    made_up = {name: name for name in found["missing_keys"]}
-    for name, stored, wanted in found["mismatched_keys"]:
+    made_up = {name: name for name in loading_info["missing_keys"]}
+    for name, stored, wanted in loading_info["mismatched_keys"]:
         made_up[name] = f"{name} (of shape {list(wanted)}, not {list(stored)})"
     if made_up:
         first = ", ".join(made_up[name] for name in sorted(made_up)[:NAMES_IN_A_MESSAGE])
@@ -235,9 +235,9 @@ def _max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
 
 
 def _length_dependent_rope(config: PreTrainedConfig) -> int | None:
-    """From how many positions on the rotary embedding changes for a batch as a whole; None if it never does."""
+    """The length of a sequence beyond which the rotary embedding of its whole batch changes; None if it never does."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for each type of layer
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one per type of layer
     return min(
         (kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"),
         default=None,
@@ -245,5 +245,5 @@ def _length_dependent_rope(config: PreTrainedConfig) -> int | None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of another library says, short enough for a message of ours."""
+    """The first line of another library's error, short enough for a message of our own."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""A trained draft as a model folder: what was trained of it, and its target's embeddings and tokenizer."""
+"""Saves a trained draft as a model folder: the trained weights with the embeddings and tokenizer of the target."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from engine.models.loading import OUTPUT_HEAD
 
 
 def layers_of(trained: dict[str, torch.Tensor]) -> int:
-    """How many layers were trained."""
+    """The number of layers that were trained."""
     return len({name.split(".")[2] for name in trained if name.startswith("body.layers.")})
 
 
 def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The target's with another number of layers."""
+    """The configuration of the target with another number of layers."""
     values = {**target.to_dict(), "num_hidden_layers": layers, "tie_word_embeddings": True}
     if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][:layers]
@@ -24,9 +24,10 @@ def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def save_draft(folder: Path, target: str, trained: dict[str, torch.Tensor]) -> None:
-    """Saves a folder that a draft worker can load, all of it in bfloat16.
+    """Saves a folder that a draft worker can load, with all weights in bfloat16.
 
-    `trained`: weights of "body." as the target's kind of model names them, rows of the "head", and their "output_ids".
+    `trained`: "body.*", with the names that the target's kind of model has; "head", the rows of the output head; and
+    "output_ids", the tokens of these rows.
     """
     whole: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
     draft: Any = type(whole)(draft_config(whole.config, layers_of(trained))).bfloat16()

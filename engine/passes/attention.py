@@ -14,7 +14,7 @@ from engine.passes.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
 
-# Features of attention that this function does not have: a model that asks for one must not be served.
+# Features of attention that this function lacks: a model that asks for one must not be served.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
@@ -28,7 +28,7 @@ def packed_attention(
     packed_batch: PackedBatch | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Caches the new tokens' keys and values, then attends from them. Returns [1, rows, heads, dim].
+    """Caches the keys and values of the new tokens, then attends from the new tokens. Returns [1, rows, heads, dim].
 
     The signature is that of transformers' attention functions.
     """
@@ -52,7 +52,7 @@ def attend(
     value: torch.Tensor,  # [rows, kv_heads, dim]
     scaling: float | None,
 ) -> torch.Tensor:
-    """Caches the new tokens' keys and values, then attends from them. Returns [rows, heads, dim]."""
+    """Caches the keys and values of the new tokens, then attends from the new tokens. Returns [rows, heads, dim]."""
     arena, plan = batch.arena, batch.attention
     arena.write(layer, batch.columns, key, value)
     if plan is None:
@@ -66,7 +66,7 @@ def attend(
 def _attend(
     call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of one call. Returns [B * Q, heads, dim]."""
+    """The result of one call, [B * Q, heads, dim]."""
     _, heads, dim = query.shape
     kv_heads = len(keys)
     batch, length = call.query_index.shape
@@ -79,7 +79,7 @@ def _attend(
 
 
 class LibraryModel(ForwardPass):
-    """Runs packed batches by the library's own modules: any architecture."""
+    """Runs packed batches through the library's own modules, for any architecture."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which attention calls a packed batch takes, for models that attend by torch's operations."""
+"""The attention calls of a packed batch, for passes that attend by torch's operations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from engine.numerics import Tiles, round_up
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Sequences attended in one call: B of them, Q query rows each, over as many columns from their origins on.
+    """One call of attention: B sequences with Q query rows each, over `kv_length` columns from their origins on.
 
-    Or one sequence whose B query rows are attended by themselves.
+    Or one sequence whose B query rows are separate members of the batch.
     """
 
-    origins: tuple[int, ...]  # columns of the arena from which on each sequence is attended
+    origins: tuple[int, ...]  # for each sequence the first column of the arena that is attended
     kv_length: int
-    gathered: torch.Tensor | None  # [B * kv_length] their columns, if they do not lie at equal distances
+    gathered: torch.Tensor | None  # [B * kv_length] attended columns, if the origins are not at equal distances
     query_index: torch.Tensor  # [B, Q] packed index of each query row; padding repeats the sequence's first
-    mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: all is
+    mask: torch.Tensor | None  # [B or 1, 1, groups * Q, kv_length] True where visible; None: everywhere
 
     def attended(self, cache: torch.Tensor) -> torch.Tensor:
-        """Of keys or values [kv_heads, columns, dim] what is attended, [B, kv_heads, kv_length, dim]: copied only if it
-        must be."""
+        """The attended part [B, kv_heads, kv_length, dim] of keys or values [kv_heads, columns, dim]: a view, or a copy
+        if the columns are gathered."""
         kv_heads, columns, dim = cache.shape
         count = len(self.origins)
         if self.gathered is not None:
@@ -42,23 +42,24 @@ class AttentionPlan:
     """The calls of one forward pass."""
 
     calls: tuple[AttentionCall, ...]
-    result_rows: torch.Tensor  # [rows] where the result of each is among the B * Q of all calls, one behind the other
+    result_rows: torch.Tensor  # [rows] index of each row's result among the B * Q results of all calls, concatenated
 
 
 def plan_attention(
     spans: Sequence[Span], locations: Sequence[Location], arena: KVArena, tiles: Tiles, query_groups: int, gather: bool
 ) -> AttentionPlan:
-    """The plan for spans that are packed in this order, whose sequences are at these locations.
+    """The plan for spans that are packed in this order.
 
-    `query_groups`: query heads per KV head, folded into the query rows. `gather`: attend to sequences that lie anywhere
-    by copying them together (one call), rather than by a call for those at equal distances (no copy).
+    `locations`: those of the spans' sequences. `query_groups`: query heads per KV head, folded into the query rows.
+    `gather`: copy sequences at arbitrary locations together for one call, rather than make one call for each series of
+    sequences at equal distances, which needs no copy.
     """
-    placed: list[_Placed] = []
+    packed: list[_PackedSpan] = []
     tokens = 0
     for span, location in zip(spans, locations, strict=True):
-        placed.append(_Placed(span, tokens, location.origin, location.start))
+        packed.append(_PackedSpan(span, tokens, location.origin, location.start))
         tokens += len(span.token_ids)
-    runs = _runs(placed, tiles, gather, arena.columns)
+    runs = _runs(packed, tiles, gather, arena.columns)
     result_rows = _result_rows(runs, tokens, tiles)
     padding = tiles.rows(tokens) - tokens
     return AttentionPlan(
@@ -68,8 +69,8 @@ def plan_attention(
 
 
 @dataclass(frozen=True)
-class _Placed:
-    """A span with the packed index of its first token, and its sequence's place."""
+class _PackedSpan:
+    """A span with the packed index of its first token and the location of its sequence."""
 
     span: Span
     first: int
@@ -78,19 +79,20 @@ class _Placed:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What decides which columns its tokens see."""
+        """The numbers that decide which columns its tokens see."""
         return self.start, self.span.start, self.span.end
 
 
-def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool, columns: int) -> list[list[_Placed]]:
-    """Spans to attend together: few-token spans of sequences at equal distances; a long one alone.
+def _runs(packed: Sequence[_PackedSpan], tiles: Tiles, gather: bool, columns: int) -> list[list[_PackedSpan]]:
+    """Groups of spans to attend in one call each: spans of few tokens at equal distances, or one long span alone.
 
-    Exact results depend on how far into the attended columns a sequence starts: then only equal starts go together. All
-    of a call attend as many columns as its longest needs, and none may reach beyond the cache for it.
+    Exact results depend on how far into the attended columns a sequence starts, so on an exact grid only sequences with
+    equal starts share a call. All sequences of a call attend as many columns as the longest of them needs, and none may
+    reach beyond the end of the cache because of that.
     """
-    runs: list[list[_Placed]] = []
+    runs: list[list[_PackedSpan]] = []
     short = 1 if tiles.by_row else max(tiles.query, 16)
-    for this in sorted(placed, key=lambda this: (this.start if tiles.exact else 0, this.origin)):
+    for this in sorted(packed, key=lambda this: (this.start if tiles.exact else 0, this.origin)):
         run = runs[-1] if runs else []
         previous = run[-1] if run else None
         joins = (
@@ -107,41 +109,41 @@ def _runs(placed: Sequence[_Placed], tiles: Tiles, gather: bool, columns: int) -
     return runs
 
 
-def _kv_length(run: list[_Placed], tiles: Tiles) -> int:
-    """Columns that a call attends for each of its sequences."""
+def _kv_length(run: list[_PackedSpan], tiles: Tiles) -> int:
+    """Number of columns that a call attends for each of its sequences."""
     left = min(this.start for this in run)
     return round_up(max(this.start + this.span.end for this in run) - left, tiles.kv)
 
 
-def _reach(run: list[_Placed], tiles: Tiles) -> int:
-    """The column behind the last one that a call attends."""
+def _reach(run: list[_PackedSpan], tiles: Tiles) -> int:
+    """The column after the last one that a call attends."""
     return max(this.origin for this in run) + min(this.start for this in run) + _kv_length(run, tiles)
 
 
-def _query_rows(run: list[_Placed], tiles: Tiles) -> int:
-    """Query rows of each sequence of a call."""
+def _query_rows(run: list[_PackedSpan], tiles: Tiles) -> int:
+    """Number of query rows of each sequence of a call."""
     return round_up(max(len(this.span.token_ids) for this in run), tiles.query)
 
 
-def _result_rows(runs: list[list[_Placed]], tokens: int, tiles: Tiles) -> list[int]:
-    """Where the result of each packed token is among those of all calls."""
-    found = [0] * tokens
+def _result_rows(runs: list[list[_PackedSpan]], tokens: int, tiles: Tiles) -> list[int]:
+    """For each packed token the index of its result among the results of all calls."""
+    result_rows = [0] * tokens
     at = 0
     for run in runs:
         rows = _query_rows(run, tiles)
         for this in run:
             count = len(this.span.token_ids)
-            found[this.first : this.first + count] = range(at, at + count)
+            result_rows[this.first : this.first + count] = range(at, at + count)
             at += rows
-    return found
+    return result_rows
 
 
-def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: KVArena) -> AttentionCall:
+def _attention_call(run: list[_PackedSpan], tiles: Tiles, query_groups: int, arena: KVArena) -> AttentionCall:
     device = arena.device
     longest = _query_rows(run, tiles)
     left = min(this.start for this in run)
     kv_length = _kv_length(run, tiles)
-    assert _reach(run, tiles) <= arena.columns, "a sequence without room for its own tile"
+    assert _reach(run, tiles) <= arena.columns, "the extent of a sequence is shorter than its own tile"
     query_index: list[list[int]] = []
     for this in run:
         count = len(this.span.token_ids)
@@ -161,7 +163,7 @@ def _attention_call(run: list[_Placed], tiles: Tiles, query_groups: int, arena: 
 
 
 def _mask(
-    run: list[_Placed],
+    run: list[_PackedSpan],
     longest: int,
     left: int,
     kv_length: int,
@@ -169,7 +171,7 @@ def _mask(
     by_row: bool,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Which of the columns each query row sees; sequences of equal length share one mask, or need none."""
+    """The columns that each query row sees. Sequences of equal length share one mask, or need none."""
     alike = len({this.shape for this in run}) == 1
     if alike and longest == 1 and kv_length == run[0].span.end:
         return None

@@ -1,4 +1,4 @@
-"""Passes of a shape that comes again, recorded: the hundreds of launches of a pass become one."""
+"""Recorded passes: for a batch shape that recurs, the hundreds of launches of a pass become one."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,8 +14,7 @@ log = logging.getLogger(__name__)
 
 Run = Callable[[], torch.Tensor]
 Record = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
-"""From a pass to what repeats it, reading and writing the same memory, and where its logits then are."""
-
+"""Records a pass. Returns a function that repeats it on the same memory, and the tensor where its logits then are."""
 
 # Passes of more rows spend their time in products, and every recording takes memory.
 MOST_ROWS, MOST_RECORDINGS = 128, 64
@@ -23,7 +22,7 @@ MOST_ROWS, MOST_RECORDINGS = 128, 64
 
 @dataclass(frozen=True)
 class Recording:
-    """A pass that can be repeated with other numbers in `batch`."""
+    """A recorded pass, to be repeated with other numbers in `batch`."""
 
     batch: PackedBatch
     replay: Callable[[], None]
@@ -31,7 +30,7 @@ class Recording:
 
 
 class RecordedModel(ForwardPass):
-    """A model whose passes differ in the numbers of their batches alone, as far as their shapes are the same."""
+    """Records the passes of a model in which passes of one shape differ only in the numbers of their batches."""
 
     plans_attention = False
     row_multiple = 8
@@ -53,12 +52,12 @@ class RecordedModel(ForwardPass):
         return recording.logits.clone()  # the next pass of this shape overwrites them
 
     def scratch_bytes(self, rows: int, longest: int) -> int:
-        """The scratch memory of the model that is recorded."""
+        """Scratch bytes of the recorded model."""
         return self.model.scratch_bytes(rows, longest)
 
     @contextmanager
     def launched(self) -> Iterator[None]:
-        """Records no pass meanwhile: what watches its operations is not to be recorded with them."""
+        """A context in which no pass is recorded, so that what watches its operations is not recorded with them."""
         record, self._record = self._record, None
         try:
             yield
@@ -70,7 +69,7 @@ class RecordedModel(ForwardPass):
         return logits
 
     def _recording(self, batch: PackedBatch) -> Recording | None:
-        """The recording of a shape that is seen for the second time: the first pass compiles and allocates for it."""
+        """The recording of a shape, made when it is seen again: the first pass of a shape compiles and allocates."""
         if self._record is None or batch.rows > MOST_ROWS or len(self._recordings) == MOST_RECORDINGS:
             return None
         if batch.shape not in self._seen:
@@ -79,7 +78,7 @@ class RecordedModel(ForwardPass):
         own = replace(batch, numbers=batch.numbers.clone())
         try:
             replay, logits = self._record(lambda: self._launch(own))
-        except RuntimeError as error:  # recorded passes are only faster
+        except RuntimeError as error:  # not fatal: launched passes are only slower
             log.warning("passes cannot be recorded, and are launched: %s", error)
             self._record = None
             return None
@@ -88,19 +87,19 @@ class RecordedModel(ForwardPass):
 
 
 class CudaGraphs:
-    """Records CUDA graphs; all share their memory, because no two run at a time."""
+    """Records CUDA graphs. They share their memory, because no two run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
-        """RuntimeError if the pass does what a graph cannot hold."""
+        """Records one pass. RuntimeError if the pass does something that a graph cannot hold."""
         stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 logits = run()
         except RuntimeError:
-            torch.cuda.set_stream(stream)  # where a capture that breaks off does not return to
+            torch.cuda.set_stream(stream)  # a failed capture does not restore it
             raise
         return graph.replay, logits

@@ -1,6 +1,6 @@
 """Attention over extents on a GPU, without copying keys: split along the cache at fixed positions (flash-decoding).
 
-What is computed for a row depends on its own positions alone, so its bits are the same in every batch by construction.
+The computation for a row depends on its own positions alone, so its bits are the same in every batch by construction.
 """
 
 import logging
@@ -13,46 +13,44 @@ log = logging.getLogger(__name__)
 try:
     import triton
     import triton.language as tl
-except ImportError:  # comes with torch for CUDA, and only there
+except ImportError:  # Triton comes with the CUDA builds of torch only
     triton = None
 
-# Positions that one program attends from, and those that it takes at a time.
+# Positions that one program attends to, and how many of them it loads at a time.
 SPLIT, BLOCK = 512, 64
-# A matrix product on the GPU takes at least so many rows: query heads that share a KV head, and padding.
+# Least number of rows of a matrix product on a GPU: the query heads that share a KV head are padded to it.
 LEAST_ROWS = 16
 
 
 def attends_by_kernels(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether `attend_extents` is to be used there, for heads of these numbers and this size."""
+    """Whether `attend_extents` works on this device, for these numbers of heads and this head size."""
     if device.type != "cuda" or triton is None:
         return False
-    cache, first = (
-        torch.zeros(kv_heads, 1, dim, device=device, dtype=dtype),
-        torch.zeros(1, dtype=torch.long).to(device),
-    )
+    cache = torch.zeros(kv_heads, 1, dim, device=device, dtype=dtype)
+    first = torch.zeros(1, dtype=torch.long).to(device)
     try:
         attend_extents(torch.zeros(1, heads, dim, device=device, dtype=dtype), cache, cache, first, first, 1.0, 1)
-    except Exception as error:  # whatever the compiler of this GPU says of these sizes
+    except Exception as error:  # the compiler for this GPU may raise anything
         log.warning("attention is that of torch: %s", error)
         return False
     return True
 
 
 def splits_for(longest: int) -> int:
-    """Programs along the cache for sequences of at most so many positions: a power of two, for few different shapes."""
+    """Programs along the cache for sequences of up to `longest` positions: a power of two, so that shapes are few."""
     return 1 << (-(-longest // SPLIT) - 1).bit_length()
 
 
 def attend_extents(
     query: torch.Tensor,  # [rows, heads, dim]
     keys: torch.Tensor,  # [kv_heads, columns, dim]
-    values: torch.Tensor,  # likewise
+    values: torch.Tensor,  # [kv_heads, columns, dim]
     positions: torch.Tensor,  # [rows]
-    columns: torch.Tensor,  # [rows] where each row's own position is cached; those before it lie before it
+    columns: torch.Tensor,  # [rows] column of each row's own position; earlier positions lie directly before it
     scaling: float,
     splits: int,
 ) -> torch.Tensor:
-    """Attention of every row from all positions up to its own. Returns [rows, heads, dim]."""
+    """Attention of every row over all positions up to its own. Returns [rows, heads, dim]."""
     rows, heads, dim = query.shape
     kv_heads, total, _ = keys.shape
     groups, query = heads // kv_heads, query.contiguous()
@@ -80,7 +78,7 @@ if triton is not None:
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
         WIDTH: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
     ) -> None:  # fmt: skip
-        """One row's query heads of one KV head, over the positions of one split: values by weight, not yet divided."""
+        """One row's query heads of one KV head over the positions of one split: weighted values, not yet normalized."""
         row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
         position = tl.load(positions + row)
         begin = split * SPLIT
@@ -96,10 +94,10 @@ if triton is not None:
             summed = tl.zeros([HEIGHT, WIDTH], tl.float32)
             for at in range(begin, end, BLOCK):
                 seen = at + tl.arange(0, BLOCK)
-                place = (first + seen)[:, None] * DIM + feature[None, :]
+                offset = (first + seen)[:, None] * DIM + feature[None, :]
                 there = (seen[:, None] < end) & (feature[None, :] < DIM)
-                k = tl.load(keys + place, mask=there, other=0.0)
-                v = tl.load(values + place, mask=there, other=0.0)
+                k = tl.load(keys + offset, mask=there, other=0.0)
+                v = tl.load(values + offset, mask=there, other=0.0)
                 score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
                 score = tl.where(seen[None, :] < end, score, float("-inf"))
                 more = tl.maximum(most, tl.max(score, 1))
@@ -108,29 +106,29 @@ if triton is not None:
                 weight = weight * kept + tl.sum(p, 1)
                 summed = summed * kept[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
                 most = more
-            place = (row * splits + split) * HEADS + heads
-            tl.store(parts + place[:, None] * DIM + feature[None, :], summed, mask=known)
-            tl.store(largest + place, most, mask=group < GROUPS)
-            tl.store(weights + place, weight, mask=group < GROUPS)
+            part = (row * splits + split) * HEADS + heads
+            tl.store(parts + part[:, None] * DIM + feature[None, :], summed, mask=known)
+            tl.store(largest + part, most, mask=group < GROUPS)
+            tl.store(weights + part, weight, mask=group < GROUPS)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _join_splits(
         parts: Any, largest: Any, weights: Any, positions: Any, attended: Any, splits: Any,
         HEADS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
     ) -> None:  # fmt: skip
-        """One query head of one row: its splits, one after the other."""
+        """Joins the splits of one query head of one row, in their order."""
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
         most = tl.full([1], float("-inf"), tl.float32)
         weight = tl.zeros([1], tl.float32)
         summed = tl.zeros([WIDTH], tl.float32)
         for split in range(0, tl.load(positions + row) // SPLIT + 1):
-            place = (row * splits + split) * HEADS + head
-            its_most = tl.load(largest + place)
+            part = (row * splits + split) * HEADS + head
+            its_most = tl.load(largest + part)
             more = tl.maximum(most, its_most)
             kept, taken = tl.exp(most - more), tl.exp(its_most - more)
-            part = tl.load(parts + place * DIM + feature, mask=feature < DIM, other=0.0)
-            weight = weight * kept + tl.load(weights + place) * taken
-            summed = summed * kept + part * taken
+            values = tl.load(parts + part * DIM + feature, mask=feature < DIM, other=0.0)
+            weight = weight * kept + tl.load(weights + part) * taken
+            summed = summed * kept + values * taken
             most = more
         result = (summed / weight).to(attended.dtype.element_ty)
         tl.store(attended + (row * HEADS + head) * DIM + feature, result, mask=feature < DIM)

@@ -1,7 +1,7 @@
 """A forward pass of few operations for the Llama family: the library's weights, without the library's modules.
 
-One product for queries, keys and values, one for gate and up, rotary tables looked up once for all layers. What the
-families differ in is settled when the weights are taken over, so that the pass is the same for all.
+Queries, keys and values take one product, gate and up another, and rotary tables are looked up once for all layers. The
+differences between families are resolved when the weights are taken over, so that the pass is the same for all.
 """
 
 from typing import Any
@@ -18,22 +18,22 @@ from engine.passes.kernels import attends_by_kernels, splits_for
 from engine.passes.packing import PackedBatch
 from engine.passes.rotary import RotaryTables, head_order, rotate
 
-# Rotary pairs are neighbours, not half a head apart.
+# Families whose rotary pairs are neighbouring features, not half a head apart.
 INTERLEAVED = {"glm", "glm4"}
-# Llama is Vicuna and SmolLM too. Norms inside a residual branch, and of heads, are found by their names.
+# Vicuna and SmolLM are Llamas too. Norms inside a residual branch and norms of heads are recognised by their names.
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 
 
 def is_lean(config: PreTrainedConfig) -> bool:
     """Whether `LeanModel` can run a model of this configuration."""
     rope = getattr(config, "rope_parameters", None) or {}
-    # These encode a position differently in a longer batch, which no table can.
+    # These types encode a position differently in a longer batch, which a table cannot do.
     fixed = rope.get("rope_type", "default") not in ("dynamic", "longrope")
     return config.model_type in FAMILIES and config.hidden_act == "silu" and "rope_theta" in rope and fixed
 
 
 class LeanModel(ForwardPass):
-    """Takes the weights out of a library's model, which cannot run afterwards: there is never a second copy of them."""
+    """Takes the weights out of a library's model, which cannot run afterwards, so that there is never a second copy."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class LeanModel(ForwardPass):
         return logits
 
     def scratch_bytes(self, rows: int, longest: int) -> int:
-        """Bytes of the parts of attention that kernels join afterwards."""
+        """Bytes of the splits that the kernels of attention write and join."""
         if self.plans_attention:
             return 0
         return rows * splits_for(longest) * self.heads * (self.head_dim + 2) * torch.float32.itemsize
 
 
 class LeanLayer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer of a lean model."""
 
     def __init__(self, layer: Any, index: int, order: torch.Tensor) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class LeanLayer(nn.Module):
 
 
 def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
-    """The layer with the features of every head in this order."""
+    """The layer with the features of every head rearranged in this order."""
     if torch.equal(order, torch.arange(len(order))):
         return linear
     rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten().to(linear.weight.device)
@@ -129,7 +129,7 @@ def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear:
-    """One layer whose outputs are those of all, one behind the other."""
+    """One layer whose outputs are the concatenated outputs of these layers."""
     biases = [linear.bias for linear in linears]
     zeros = [torch.zeros(linear.out_features).to(linear.weight) for linear in linears]
     bias: list[torch.Tensor] = [zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)]

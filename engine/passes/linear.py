@@ -1,5 +1,8 @@
-"""Linear layers with weights kept in oneDNN's own blocked layout: on a CPU faster for few rows, and with few exceptions
-(`engine.probes.exactness` finds them) the same bits for every row count."""
+"""Linear layers with weights in oneDNN's own blocked layout.
+
+On a CPU they are faster for few rows, and with few exceptions (found by `engine.probes.exactness`) they give the same
+bits for every row count.
+"""
 
 import torch
 from torch import nn
@@ -12,11 +15,11 @@ class PrepackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        # The layout is chosen for a typical row count of a round.
+        # The layout is chosen for 16 rows, a typical row count of a round.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Product of the rows of `x` with the weight, plus the bias."""
+        """The product of the rows of `x` with the weight, plus the bias."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return output
 

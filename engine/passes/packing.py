@@ -15,45 +15,45 @@ from engine.passes.kernels import splits_for
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward pass: T tokens of all spans in one row, followed by padding, which repeats the first token."""
+    """Input of one forward pass: the T tokens of all spans in one row, then padding that repeats the first token."""
 
     arena: KVArena
     tokens: int  # T
     rows: int
     longest: int  # positions of the longest sequence
     num_logits: int  # R
-    numbers: torch.Tensor  # all that differs between passes of one shape, moved to the device at once
+    numbers: torch.Tensor  # everything that differs between passes of one shape, moved to the device at once
     attention: AttentionPlan | None = None
-    """None: the model attends by itself."""
+    """The attention calls; None if the pass attends without a plan."""
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """[rows]"""
+        """Token id of each row, [rows]."""
         return self.numbers[: self.rows]
 
     @property
     def positions(self) -> torch.Tensor:
-        """[rows]"""
+        """Position of each row in its sequence, [rows]."""
         return self.numbers[self.rows : 2 * self.rows]
 
     @property
     def columns(self) -> torch.Tensor:
-        """[rows] where in the arena each token is cached."""
+        """Column of the arena in which each row is cached, [rows]."""
         return self.numbers[2 * self.rows : 3 * self.rows]
 
     @property
     def logit_rows(self) -> torch.Tensor:
-        """[R, padded like rows] packed index of each row of logits."""
+        """Packed index of each row of logits, [R, padded like rows]."""
         return self.numbers[3 * self.rows :]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What a pass without an attention plan depends on beside its numbers."""
+        """Everything besides its numbers that a pass without an attention plan depends on."""
         return self.rows, len(self.numbers) - 3 * self.rows, splits_for(self.longest)
 
 
 def pack(spans: Sequence[Span], locations: Sequence[Location], arena: KVArena, tiles: Tiles) -> PackedBatch:
-    """Lays out the spans one behind the other, in their order; `locations` are those of their sequences."""
+    """Concatenates the spans in their order. `locations`: those of their sequences."""
     token_ids: list[int] = []
     positions: list[int] = []
     columns: list[int] = []

@@ -1,15 +1,15 @@
-"""Rotary position embeddings as tables that are computed once for all positions."""
+"""Rotary position embeddings, as tables that are computed once for all positions."""
 
 from typing import Any
 
 import torch
 
-# The tables begin with so many positions, and grow with the longest sequence.
+# Positions of the first tables, which grow with the longest sequence.
 FIRST_POSITIONS = 4096
 
 
 class RotaryTables:
-    """Cosine and signed sine by position; 1 and 0 for the features of a head that are not rotated."""
+    """Tables of cosines and signed sines by position; 1 and 0 for the features of a head that are not rotated."""
 
     def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor) -> None:
         """`rotary_embedding`: the library's module. The tables have the dtype and device of `like`."""
@@ -17,18 +17,18 @@ class RotaryTables:
         self._tables = self._computed(FIRST_POSITIONS)
 
     def __call__(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both tables [positions, head_dim] of at least so many positions."""
+        """Both tables [positions, head_dim], of at least `longest` positions."""
         if longest > len(self._tables[0]):
             self._tables = self._computed(2 * longest)
         return self._tables
 
     def in_float32(self) -> "RotaryTables":
-        """The same, not rounded to a smaller dtype."""
+        """The same tables in float32, not rounded to a smaller dtype."""
         return RotaryTables(self._rotary_embedding, self._head_dim, self._like.float())
 
     def _computed(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary_embedding(self._like, torch.arange(positions, device=self._like.device)[None])
-        angles = cos.shape[-1] // 2  # they come twice, for both members of a pair
+        angles = cos.shape[-1] // 2  # the library repeats them for both members of a pair
         rest = (positions, self._head_dim // 2 - angles)
         cos = torch.cat([cos[0, :, :angles], torch.ones(rest).to(cos)], -1)
         sin = torch.cat([sin[0, :, :angles], torch.zeros(rest).to(sin)], -1)
@@ -36,12 +36,12 @@ class RotaryTables:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of `x` [rows, heads, head_dim]; the sine of the first half of a head comes negated."""
+    """Rotary embedding of `x` [rows, heads, head_dim]; the sine of the first half of a head is given negated."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 def head_order(angles: int, head_dim: int, interleaved: bool) -> torch.Tensor:
-    """In which order to take the features of a head so that the members of each rotary pair are half a head apart.
+    """The order of a head's features in which the members of each rotary pair are half a head apart.
 
     Queries and keys in the same order have the same products.
     """

@@ -1,4 +1,4 @@
-"""Finds the shapes under which this device gives a row the same bits in every batch."""
+"""Finds the shapes for which this device gives a row the same bits in every batch."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,41 +15,41 @@ from engine.probes.inputs import ProbeInputs
 
 log = logging.getLogger(__name__)
 
-# Cheapest first. The first one under which all probed shapes agree is taken; the last is taken untested, and of rows
-# then never more at a time, so that every product has one and the same shape.
+# Grids, cheapest first. The first grid on which all probed shapes agree is chosen. The last one is chosen untested; a
+# pass then has exactly its number of rows, so that all products have the same shape.
 ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
 ATTENTION_GRIDS = (
     *((1, 64), (1, 128), (1, 256), (1, 512)),
     *((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512)),
 )
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
-# Of wide layers, which cost more, fewer counts are probed.
+# Wide layers cost more, so fewer row counts are probed.
 MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 80, 96, 128, 160, 200, 256)
-# Random numbers cost time too: probed layers repeat themselves after so many features.
+# Random numbers cost time too: the features of probed layers repeat after this number.
 DISTINCT_FEATURES = 1024
 
 
 @torch.inference_mode()
 def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Tiles:
-    """The cheapest grid under which every linear layer's shape and attention give the same bits whatever the batch.
+    """The cheapest grid on which every shape of linear layer, and attention, give the same bits whatever the batch.
 
-    `attention`: KV heads, query heads for each, and their size; None if attention is exact in every shape.
+    `attention`: KV heads, query heads per KV head, and head size; None if attention is exact in every shape.
     """
     linears = {
         (type(module), module.in_features, module.out_features, module.bias is not None)
         for module in model.modules()
         if isinstance(module, PrepackedLinear) or type(module) is nn.Linear
     }
-    noise = ProbeInputs(next(model.parameters()))
+    numbers = ProbeInputs(next(model.parameters()))
     rows = ROW_GRIDS[0]
     for kind, inputs, outputs, biased in sorted(linears, key=str):
-        probe = _linear_probe(kind, inputs, outputs, biased, noise)
-        # What one layer needs is enough for all before it: each grid's row counts are among those of the one before.
+        probe = _linear_probe(kind, inputs, outputs, biased, numbers)
+        # A grid for this layer suits those before it too: the row counts of a grid are among those of cheaper grids.
         rows = _first(ROW_GRIDS[ROW_GRIDS.index(rows) :], partial(_rows_agree, *probe))
     grid = (1, 1)
     if attention is not None:
-        grid = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, *attention, noise))
-    # More rows than were probed are worked off in several passes.
+        grid = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, *attention, numbers))
+    # More rows than were probed take several passes.
     probed = min((_row_counts(outputs)[-1] for _, _, outputs, _ in linears), default=ROW_COUNTS[-1])
     most = rows[0] if rows == ROW_GRIDS[-1] else probed
     tiles = Tiles(*rows, *grid, max_rows=most)
@@ -62,11 +62,11 @@ def _first(grids: Sequence[tuple[int, int]], agrees: Callable[[tuple[int, int]],
 
 
 def _linear_probe(
-    kind: type[nn.Module], inputs: int, outputs: int, biased: bool, noise: ProbeInputs
+    kind: type[nn.Module], inputs: int, outputs: int, biased: bool, numbers: ProbeInputs
 ) -> tuple[nn.Linear | PrepackedLinear, torch.Tensor]:
-    """A layer of this kind and shape, and as many rows as are ever probed, whose products with it cancel."""
-    order = noise.order(inputs)
-    half = noise.normal(min(outputs, DISTINCT_FEATURES), inputs // 2)
+    """A layer of this kind and shape, and input rows, as many as are ever probed, whose products with it cancel."""
+    order = numbers.order(inputs)
+    half = numbers.normal(min(outputs, DISTINCT_FEATURES), inputs // 2)
     weight = torch.cat([half, half, torch.zeros(len(half), inputs % 2).to(half)], dim=1)[:, order]
     weight = weight.repeat(-(-outputs // len(half)), 1)[:outputs]
     linear = nn.Linear(inputs, outputs, biased, device="meta")
@@ -74,7 +74,7 @@ def _linear_probe(
     if biased:
         linear.bias = nn.Parameter(torch.zeros(outputs).to(half), requires_grad=False)
     rows = _row_counts(outputs)[-1]
-    x = noise.cancelling(inputs, rows)[order].T.contiguous()
+    x = numbers.cancelling(inputs, rows)[order].T.contiguous()
     return linear if kind is nn.Linear else PrepackedLinear(linear), x
 
 
@@ -83,23 +83,23 @@ def _row_counts(outputs: int) -> tuple[int, ...]:
 
 
 def _rows_agree(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, grid: tuple[int, int]) -> bool:
-    """Whether rows come out the same among fewer others and in another place."""
+    """Whether the results of rows are the same among fewer other rows and at another index."""
     counts = {Tiles(*grid).rows(count) for count in _row_counts(linear.out_features)}
     reference = linear(x)
     return all(torch.equal(linear(x[-count:]), reference[-count:]) for count in counts if count < len(x))
 
 
-def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int, noise: ProbeInputs) -> bool:
-    """Whether one query row's result survives more rows, other sequences beside it, and a longer cache behind it."""
+def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int, numbers: ProbeInputs) -> bool:
+    """Whether a query row has the same result with more rows, other sequences, or a longer cache behind it."""
     most = 4 * kv if kv >= 256 else 1024
-    keys, values = noise.normal(5, kv_heads, most, dim), noise.normal(5, kv_heads, most, dim)
-    row = torch.zeros(kv_heads, groups, dim).to(keys)  # weighs all visible positions alike
+    keys, values = numbers.normal(5, kv_heads, most, dim), numbers.normal(5, kv_heads, most, dim)
+    row = torch.zeros(kv_heads, groups, dim).to(keys)  # gives all visible positions the same weight
 
     def attend_by_row(batch: int, rows: int, at: int, length: int, visible: int) -> torch.Tensor:
-        """One row each of several sequences, or several of one."""
+        """The probed row's result in a call with one row each of several sequences, or with several rows of one."""
         count = max(batch, rows)
         at = at if batch == 1 else count - 1
-        q = noise.normal(count, kv_heads, groups, dim)
+        q = numbers.normal(count, kv_heads, groups, dim)
         q[at] = row
         positions = torch.randint(0, length, (count, 1), device=q.device)
         positions[at] = visible - 1
@@ -109,20 +109,21 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
         return scaled_dot_product_attention(q, k, v, attn_mask=mask)[at]
 
     def attend_together(batch: int, rows: int, at: int, length: int, visible: int) -> torch.Tensor:
-        q = noise.normal(batch, kv_heads, groups, rows, dim)
+        """The probed row's result in a call with several rows of each of several sequences."""
+        q = numbers.normal(batch, kv_heads, groups, rows, dim)
         q[-1, :, :, at] = row
         positions = torch.randint(0, length, (batch, rows), device=q.device)
         positions[-1, at] = visible - 1
         mask = (torch.arange(length, device=q.device) <= positions[..., None])[:, None, None]
         mask = mask.expand(batch, 1, groups, rows, length).reshape(batch, 1, groups * rows, length)
-        members = slice(5 - batch, 5)  # the probed row always attends to the last sequence's cache
+        members = slice(5 - batch, 5)  # the probed row always attends to the cache of the last sequence
         q = q.reshape(batch, kv_heads, groups * rows, dim)
         out = scaled_dot_product_attention(q, keys[members, :, :length], values[members, :, :length], attn_mask=mask)
         return out.reshape(batch, kv_heads, groups, rows, dim)[-1, :, :, at]
 
     attend = attend_by_row if query == 1 else attend_together
     for visible in (2, 30, 64, 102, 250, 302, 512, 702, 1002):
-        values[-1, :, :visible] = noise.cancelling(visible, kv_heads, dim)[noise.order(visible)].transpose(0, 1)
+        values[-1, :, :visible] = numbers.cancelling(visible, kv_heads, dim)[numbers.order(visible)].transpose(0, 1)
         length = round_up(visible, kv)
         reference = attend(1, query, 0, length, visible)
         variants = [(1, query, query - 1, length), (2, query, 1 % query, length), (5, query, 0, length)]
@@ -137,14 +138,14 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
 def kernels_agree(cache: torch.Tensor, query_groups: int, longest: int) -> bool:
     """Whether the kernels of attention give a row the same bits alone and beside others, joins of splits included.
 
-    `cache`: keys or values of a layer, [kv_heads, columns, dim], which are left alone. `query_groups`: query heads per
+    `cache`: keys or values of a layer, [kv_heads, columns, dim], which are not changed. `query_groups`: query heads per
     KV head. `longest`: positions that a sequence can have.
     """
-    noise, (kv_heads, _, dim) = ProbeInputs(cache), cache.shape
+    numbers, (kv_heads, _, dim) = ProbeInputs(cache), cache.shape
     positions = sorted({min(at, longest - 1) for at in (0, 70, SPLIT - 1, SPLIT, 2 * SPLIT + 70)})
     columns = positions[-1] + 1
-    keys, values = noise.normal(2, kv_heads, columns, dim)
-    # Rows weigh all visible positions alike, and the values of each row's first ones cancel.
+    keys, values = numbers.normal(2, kv_heads, columns, dim)
+    # Each row weighs its visible positions equally; the values that one row sees, then the next, are made to cancel.
     query = torch.zeros(len(positions), query_groups * kv_heads, dim).to(cache)
 
     def attend(rows: list[int]) -> torch.Tensor:
@@ -153,7 +154,7 @@ def kernels_agree(cache: torch.Tensor, query_groups: int, longest: int) -> bool:
 
     for position in positions:
         seen = position + 1
-        values[:, :seen] = noise.cancelling(seen, kv_heads, dim)[noise.order(seen)].transpose(0, 1)
+        values[:, :seen] = numbers.cancelling(seen, kv_heads, dim)[numbers.order(seen)].transpose(0, 1)
         together = attend([*range(len(positions))])
         if not all(torch.equal(attend([row])[0], together[row]) for row in range(len(positions))):
             return False

@@ -1,4 +1,4 @@
-"""Proves on a loaded model that the logits of a token are the same bits in every batch, or finds that they are not."""
+"""Tests on a loaded model whether the logits of a token are the same bits in every batch."""
 
 import logging
 import random
@@ -13,17 +13,17 @@ from engine.probes.operations import OperationProbe
 
 log = logging.getLogger(__name__)
 
-# Tokens of a prompt in one pass, few and many.
+# Tokens of a prompt in one pass: few, and many.
 SHORT_PASS, LONG_PASSES = 15, (97, 271)
-# Tokens of the passes whose operations are probed, and as many as one pass may have.
+# Tokens of the passes whose operations are probed, besides the greatest number that one pass may have.
 PROBED_PASSES = (1, 2, 7, SHORT_PASS, *LONG_PASSES)
 
 
 def self_test(engine: Engine) -> bool:
     """Whether the logits of a token are the same bits whatever else is in its passes.
 
-    Probes every kind of operation with numbers for which a difference shows, then compares whole passes of random
-    tokens. Uses the engine's own slots, which must be free.
+    Probes every kind of operation with numbers that reveal a difference, then compares whole passes of random tokens.
+    Uses the slots of the engine, which must be free.
     """
     agree = _operations_agree(engine) and _rounds_agree(engine) and _long_passes_agree(engine)
     (log.info if agree else log.warning)("self-test: equivalence is %s", "bitwise" if agree else "numeric")
@@ -31,7 +31,7 @@ def self_test(engine: Engine) -> bool:
 
 
 def _operations_agree(engine: Engine) -> bool:
-    """Whether each operation gives equal rows equal bits, in passes of one row to as many as one pass may have."""
+    """Whether each operation gives equal rows equal bits, in passes of one row up to the most that a pass may have."""
     forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
     if forward_pass.compiled_products is not None:
         return products_agree(forward_pass.compiled_products)
@@ -49,7 +49,7 @@ def _operations_agree(engine: Engine) -> bool:
 
 
 def _rounds_agree(engine: Engine) -> bool:
-    """Whether sequences have the same logits alone, token by token, and in a ragged batch with drafts."""
+    """Whether sequences have the same logits when decoded alone, token by token, and in a ragged batch with drafts."""
     rng = random.Random(0)
     steps, longest = 5, engine.max_model_len - 8
     lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
@@ -62,11 +62,11 @@ def _rounds_agree(engine: Engine) -> bool:
         spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
         alone.append(torch.cat([engine.forward([span]) for span in spans]))
 
-    # Extents without a column to spare, as many as there is room for, in any order.
+    # Extents without a spare column, for as many sequences as fit, in a random order.
     keys = [("self-test", i) for i in range(len(lengths))]
     taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in rng.sample(range(len(keys)), len(keys))}
     members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]
-    # All prompts but their last tokens in one pass of chunks, then everything that is left as one round of drafts.
+    # All prompts except their last tokens in one pass, then the rest as one round with drafts.
     engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
     drafts = [rng.randint(1, steps) for _ in members]
     spans = [
@@ -80,10 +80,10 @@ def _rounds_agree(engine: Engine) -> bool:
 
 
 def _long_passes_agree(engine: Engine) -> bool:
-    """Whether a prompt leaves the same cache and logits however it is cut: of long passes torch divides the work."""
+    """Whether a prompt leaves the same cache and logits however it is cut: torch divides the work of long passes."""
     longest = min(LONG_PASSES[-1], engine.max_model_len)
     tokens = _random_tokens(engine, longest, seed=1)
-    cached = slice(0, longest - 1)  # the last token only has logits
+    cached = slice(0, longest - 1)  # of the last token only the logits are compared
     short = [engine.forward([Span(0, at, tokens[at : at + SHORT_PASS], 1)]) for at in range(0, longest, SHORT_PASS)]
     keys = [layer[:, cached].clone() for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
     for size in (size for size in LONG_PASSES if size <= longest):

@@ -1,4 +1,4 @@
-"""What a forward pass takes by its new tokens and by what is cached: draft lengths are chosen by it."""
+"""Measures the seconds of a forward pass by its new tokens and its cached positions; draft lengths depend on them."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -11,17 +11,17 @@ from engine.cache.spans import Span
 from engine.engine import STEP_CACHED, Engine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-# Sequences of a pass, at most.
+# Greatest number of sequences in a measured pass.
 SEQUENCES = 16
-# Positions cached of the pass that tells what longer sequences cost.
+# Cached positions of each sequence in the pass that shows the cost of longer sequences.
 LONG = 4 * STEP_CACHED
-# Passes of each kind, of which the fastest counts: the first one of a shape prepares it.
+# Passes of each kind, of which the fastest counts: the first pass of a shape also prepares it.
 REPEATS = 3
 
 
 @torch.inference_mode()
 def measure_step_times(engine: Engine, numbers: Sequence[int] = ROWS) -> dict[int, float]:
-    """Seconds of a pass by its new tokens, of these numbers. Uses the engine's own slots, which must be free."""
+    """Seconds of a pass for each of these numbers of new tokens. Uses the slots of the engine, which must be free."""
     with _slots(engine, STEP_CACHED + max(numbers)) as slots:
         passes = {rows: _spans(slots, rows) for rows in numbers}
         return {rows: _fastest(engine, spans) for rows, spans in passes.items() if spans}
@@ -29,7 +29,7 @@ def measure_step_times(engine: Engine, numbers: Sequence[int] = ROWS) -> dict[in
 
 @torch.inference_mode()
 def measure_seconds_per_cached(engine: Engine) -> float:
-    """Seconds that each new token takes more for every position more that is cached. Uses slots likewise."""
+    """Extra seconds per new token and additional cached position. Uses the slots of the engine, which must be free."""
     with _slots(engine, LONG + 1) as slots:
         short, long = min(STEP_CACHED, slots[0].room - 1), slots[0].room - 1
         if long == short:
@@ -40,7 +40,7 @@ def measure_seconds_per_cached(engine: Engine) -> float:
 
 @contextmanager
 def _slots(engine: Engine, room: int) -> Iterator[list[Slot]]:
-    """As many slots as a pass may have sequences, with room for so many positions each, as far as there is any."""
+    """Slots for the sequences of a pass, each with room for `room` positions, as far as the cache has any."""
     keys = [("step-times", i) for i in range(min(SEQUENCES, engine.slots.total))]
     taken = [engine.slots.take(key, min(room, engine.max_model_len)) for key in keys]
     try:
@@ -51,7 +51,7 @@ def _slots(engine: Engine, room: int) -> Iterator[list[Slot]]:
 
 
 def _spans(slots: Sequence[Slot], rows: int) -> list[Span]:
-    """So many new tokens, over as many sequences as there are; none if they have no room."""
+    """Spans of `rows` new tokens in all, divided among the slots; none if a slot has no room for its part."""
     each = [rows // len(slots) + (i < rows % len(slots)) for i in range(len(slots))]
     if max(each) > min(slot.room for slot in slots):
         return []
@@ -63,6 +63,7 @@ def _spans(slots: Sequence[Slot], rows: int) -> list[Span]:
 
 
 def _fastest(engine: Engine, spans: Sequence[Span]) -> float:
+    """Seconds of the fastest of a few passes."""
     return min(_seconds(engine, spans) for _ in range(REPEATS))
 
 

@@ -228,12 +228,12 @@ def test_the_noise_never_changes_between_releases() -> None:
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.05, "repetition_penalty": 1.2}])
 def test_rows_in_any_batch_choose_the_same(rules: dict[str, float]) -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     rows = torch.stack([make_logits(seed, 5_000) for seed in range(8)])
     params = SamplingParams(temperature=1.0, seed=4, prompt_length=3, **rules)
     alone = [choose_token(row.clone(), params, [0] * 9) for row in rows]
     for _ in range(5):
-        order = chance.sample(range(8), chance.randint(1, 8))
+        order = rng.sample(range(8), rng.randint(1, 8))
         assert [choose_token(row, params, [0] * 9) for row in rows[order]] == [alone[i] for i in order]
 
 

@@ -1,4 +1,4 @@
-"""Compiles the forward pass for this processor, with the compiler of this machine."""
+"""Compiles the forward pass for this processor, with the C compiler of this machine."""
 
 import ctypes
 import functools
@@ -17,19 +17,19 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("decoder.c")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 NATIVE = {"x86_64": "-march=native"}
-"""Elsewhere it is -mcpu=native."""
+"""Flags that select the own processor, by machine; on all other machines it is -mcpu=native."""
 TIMEOUT_SECONDS = 60.0
 
 
 def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool = False) -> ctypes.CDLL | None:
-    """The library for heads of this size and so many query heads per KV head; None if it cannot be had here.
+    """The library for heads of this size and `groups` query heads per KV head; None if this machine cannot compile it.
 
-    `bfloat16`: its weights are, instead of float32. `measured`: it keeps the time of its stages.
-    $SPECPOOL_CFLAGS are given to the compiler last: `-march=x86-64-v3` compiles for another processor.
+    `bfloat16`: weights are bfloat16 instead of float32. `measured`: the library measures the time of its stages.
+    $SPECPOOL_CFLAGS are passed to the compiler last: `-march=x86-64-v3` compiles for another processor.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None or platform.system() != "Linux":
-        log.info("no C compiler: the forward pass is that of torch's operations")
+        log.info("no C compiler: the forward pass runs on torch's operations")
         return None
     processor = NATIVE.get(platform.machine(), "-mcpu=native")
     sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
@@ -40,8 +40,8 @@ def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool =
 
 @functools.cache
 def _compile(command: tuple[str, ...], source: str) -> ctypes.CDLL | None:
-    """Once in a process. Nothing is kept on disk: compiling takes less time than it would to tell whether a file fits
-    this processor."""
+    """Compiles once per process. Nothing is kept on disk: compiling takes less time than finding out whether a file
+    fits this processor."""
     with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
         file, library = Path(folder, SOURCE.name), f"{folder}/decoder.so"
         file.write_text(source)
@@ -53,11 +53,11 @@ def _compile(command: tuple[str, ...], source: str) -> ctypes.CDLL | None:
             return ctypes.CDLL(library)
         except (OSError, subprocess.SubprocessError) as error:
             reason = (getattr(error, "stderr", None) or str(error)).strip()
-            log.warning("the forward pass could not be compiled, and is that of torch's operations: %s", reason)
+            log.warning("the forward pass could not be compiled, and runs on torch's operations: %s", reason)
             return None
 
 
 def _openmp() -> list[str]:
-    """The OpenMP library that torch has loaded: a second one would bring threads that compete with torch's own."""
+    """The OpenMP library that torch has loaded: a second one would start threads that compete with torch's own."""
     loaded = re.findall(r"/.*/libgomp.*", Path("/proc/self/maps").read_text())
     return ["-Wl,--as-needed", loaded[0]] if loaded else []

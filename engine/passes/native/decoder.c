@@ -1,12 +1,12 @@
-/* One forward pass of a Llama-like decoder over packed rows, in float32, on the threads of OpenMP. Weights may be kept as
-   bfloat16, the upper half of a float32: a step of few rows takes as long as reading them.
+/* One forward pass of a Llama-like decoder over packed rows, in float32, on OpenMP threads. Weights may be kept as
+   bfloat16, the upper half of a float32: a step of few rows takes as long as reading the weights.
 
-   What is computed for a row does not depend on which other rows there are: a product adds up its terms in their order,
-   with a lane of a vector for every output, and everything else works on one row alone. So rows have the same bits in
-   every batch by construction, and no shape needs padding.
+   The computation for a row does not depend on which other rows there are: a product adds its terms in their order,
+   with one vector lane per output, and everything else works on one row alone. So rows have the same bits in every
+   batch by construction, and no shape needs padding.
 
-   HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and whether weights are BFLOAT16 are known when this is
-   compiled. The structures are mirrored in model.py. */
+   HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and BFLOAT16 (the dtype of weights) are known at
+   compile time. The structures are mirrored in model.py. */
 
 #include <math.h>
 #include <stdint.h>
@@ -24,8 +24,8 @@ typedef Weight wvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias
 typedef float Weight;
 #endif
 
-/* Rows of a product that are worked on together: as many as there are registers for two sums each. Vectors are as long
-   as AVX-512 has them; elsewhere the compiler takes several registers for one. */
+/* TILE rows of a product are computed together: as many as there are registers for, with two sums per row. Vectors have
+   the length of AVX-512; on other processors the compiler uses several registers for one vector. */
 #if defined(__AVX512F__)
 #define TILE 8
 #define SUMS 16
@@ -34,18 +34,18 @@ typedef float Weight;
 #define SUMS 6
 #endif
 
-/* Vectors of a head that are summed together, for all query heads of a KV head. */
+/* Vectors of a head that are summed at the same time, for all query heads of a KV head. */
 #define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / LANES ? SUMS / GROUPS : HEAD_DIM / LANES)
 
-/* Inputs of a product that all rows are multiplied with before the next ones: their weights stay in the cache. */
+/* Inputs of a product that all rows are multiplied with before the next ones, so that their weights stay cached. */
 #define BLOCK 512
 
-/* Weights in a line of the cache. */
+/* Weights in a cache line. */
 #define LINE (64 / (int)sizeof(Weight))
 
 extern int omp_get_thread_num(void);
 
-/* Where the time goes, of the first thread, in seconds since the library was loaded: between the ends of stages. */
+/* Seconds that the first thread has spent in each stage since the library was loaded, measured from end to end. */
 enum { PRODUCTS, ATTENTION, ROWS };
 #ifdef MEASURED
 extern double omp_get_wtime(void);
@@ -61,8 +61,8 @@ static double last_end;
 #define END_OF(stage)
 #endif
 
-/* y = W x + b. The weight lies in panels of PANEL outputs, [outputs / PANEL, inputs, PANEL]; `outputs` is a multiple. As
-   bfloat16 the two halves of a panel alternate, weight by weight: so a shift and a mask widen them. */
+/* y = W x + b. The weight is stored in panels of PANEL outputs, [outputs / PANEL, inputs, PANEL]; `outputs` is a
+   multiple of PANEL. In bfloat16 the halves of a panel alternate, weight by weight: a shift and a mask widen them. */
 typedef struct {
     const Weight *weight;
     const Weight *bias; /* [outputs], or null */
@@ -71,8 +71,8 @@ typedef struct {
 
 typedef struct {
     Linear query_key_value, out, gate_up, down;
-    const Weight *before_attention, *before_mlp; /* of norms, [hidden] */
-    const Weight *after_attention, *after_mlp;   /* likewise, or null */
+    const Weight *before_attention, *before_mlp; /* weights of norms, [hidden] */
+    const Weight *after_attention, *after_mlp;   /* weights of norms, [hidden], or null */
     const Weight *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
     float *keys, *values;                        /* [kv_heads, columns, HEAD_DIM] */
 } Layer;
@@ -80,8 +80,8 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     int64_t num_layers, hidden, intermediate, kv_heads, columns;
-    const float *cosines, *sines; /* [positions, HEAD_DIM], of the first half of a head negated */
-    const Weight *embedding;      /* [vocabulary, hidden]; null: the head's panels */
+    const float *cosines, *sines; /* [positions, HEAD_DIM]; sines of the first half of a head negated */
+    const Weight *embedding;      /* [vocabulary, hidden]; null: use the panels of the head */
     const Weight *norm;
     Linear head;
     float eps, scaling;
@@ -89,10 +89,10 @@ typedef struct {
 
 typedef struct {
     int64_t rows, results, threads;
-    const int64_t *token_ids, *positions, *columns; /* [rows]; a column is where the row's position is cached */
-    const int64_t *result_rows;                     /* [results]: of these the logits are wanted */
+    const int64_t *token_ids, *positions, *columns; /* [rows]; the row's position is cached in its column */
+    const int64_t *result_rows;                     /* [results]: the rows whose logits are wanted */
     float *workspace;
-    int64_t scores; /* floats of a thread's scores */
+    int64_t scores; /* floats per query head in a thread's scores */
     float *logits;  /* [results, head.outputs] */
 } Batch;
 
@@ -138,8 +138,8 @@ static inline vec larger(vec x, vec y) {
 #define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (ivec){__VA_ARGS__})
 #endif
 
-/* Runs of 2 * width lanes of two vectors, each folded to its half: a run of the first, one of the second, and so on. Of
-   LANES vectors, folded in pairs four times, the last has in lane i the sum of all lanes of vector i. */
+/* Each run of 2 * width lanes of two vectors, folded to half its length: a run of the first, one of the second, and so
+   on. If LANES vectors are folded in pairs four times, lane i of the result is the sum of all lanes of vector i. */
 #define FOLDED(x, y, width) (SHUFFLE(x, y, ALL_FROM(width, 0)) + SHUFFLE(x, y, ALL_FROM(width, width)))
 #define FROM(lane, width, plus) (lane) + (plus) + ((lane) % (2 * (width)) < (width) ? 0 : LANES - (width))
 #define ALL_FROM(w, p) \
@@ -147,7 +147,7 @@ static inline vec larger(vec x, vec y) {
     FROM(7, w, p), FROM(8, w, p), FROM(9, w, p), FROM(10, w, p), FROM(11, w, p), FROM(12, w, p), FROM(13, w, p), \
     FROM(14, w, p), FROM(15, w, p)
 
-/* Lanes, folded in halves until one is left. */
+/* The sum or the largest of all lanes, folded in halves until one lane is left. */
 static inline float folded(vec x, int take_larger) {
     float lanes[LANES];
     store(lanes, x);
@@ -159,9 +159,9 @@ static inline float folded(vec x, int take_larger) {
     return lanes[0];
 }
 
-/* e^x to about two units in the last place: 2^n times a polynomial in what is left of x. */
+/* e^x to about two units in the last place: 2^n times a polynomial of the remainder of x. */
 static inline vec exponential(vec x) {
-    const float round = 12582912.0f; /* 1.5 * 2^23: adding it leaves no fraction */
+    const float round = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     const vec least = (vec){0} - 87.0f, most = (vec){0} + 88.0f;
     x = larger(x, least);
     x = (vec){0} - larger((vec){0} - x, (vec){0} - most);
@@ -179,9 +179,9 @@ static inline vec exponential(vec x) {
 
 /* --- Products */
 
-/* Adds `count` terms to the sums of PANEL outputs; `rows` is a constant wherever this is called, so that all sums stay in
-   registers. They begin with the bias, or are `continued` from what `out` has. `ahead` is fetched from memory meanwhile,
-   `fetched` weights for each term: the time of a product of few rows is that of reading its weights. */
+/* Adds `count` terms to the sums of PANEL outputs. `rows` is a constant at every call, so that sums stay in registers.
+   The sums begin with the bias, or are `continued` from the values in `out`. Meanwhile the weights at `ahead` are
+   prefetched, `fetched` weights per term: a product of few rows takes as long as reading its weights. */
 static inline __attribute__((always_inline)) void tile(
     int rows, int64_t count, const Weight *weight, const Weight *ahead, int64_t fetched, const float *x, int64_t inputs,
     int continued, const Weight *bias, float *out, int64_t outputs) {
@@ -205,7 +205,7 @@ static inline __attribute__((always_inline)) void tile(
     }
 }
 
-/* x [rows, inputs] to out [rows, outputs]. One copy of its code, so that what a probe runs is what a pass runs. */
+/* out [rows, outputs] = the product of x [rows, inputs]. Compiled once, so that a probe runs the code of a pass. */
 static ONE_COPY void apply(const Linear *linear, int64_t rows, const float *x, float *out) {
     if (rows == 0) return;
     int64_t inputs = linear->inputs, outputs = linear->outputs, tiles = (rows + TILE - 1) / TILE;
@@ -267,7 +267,7 @@ static void rotate(const float *cosines, const float *sines, float *head) {
     }
 }
 
-/* Norms and rotates queries and keys of a row in place, and caches its keys and values. */
+/* Normalises and rotates the queries and keys of a row in place, and caches its keys and values. */
 static void cache(const Model *model, const Layer *layer, const Batch *batch, int64_t row, float *heads) {
     int64_t rotated = HEADS(model) + model->kv_heads;
     int64_t position = batch->positions[row] * HEAD_DIM;
@@ -286,7 +286,7 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
     }
 }
 
-/* Of a query with the first `count` of LANES keys; for others the last of them is taken. */
+/* The dot products of a query with `count` keys, at most LANES; the other lanes repeat that with the last key. */
 static inline __attribute__((always_inline)) vec products(const float *query, const float *keys, int count) {
     vec sums[LANES];
     for (int lane = 0; lane < LANES; lane++) {
@@ -300,7 +300,7 @@ static inline __attribute__((always_inline)) vec products(const float *query, co
     return FOLDED(sums[0], sums[1], 1);
 }
 
-/* Of `width` vectors of a head: the values of `count` positions, each by its score, over the scores' total. */
+/* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. */
 static inline __attribute__((always_inline)) void weigh(
     int width, const float *values, int64_t count, const float *scores, int64_t stride, const float *total, float *out) {
     vec sums[GROUPS][WIDTH];
@@ -316,7 +316,7 @@ static inline __attribute__((always_inline)) void weigh(
         for (int v = 0; v < width; v++) store(out + g * HEAD_DIM + v * LANES, sums[g][v] / total[g]);
 }
 
-/* The query heads of one KV head attend from `count` cached positions. `scores` has room for GROUPS times `stride`. */
+/* Attention of the query heads of one KV head over `count` cached positions. `scores`: [GROUPS, stride] floats. */
 static void attend(const float *query, const float *keys, const float *values, int64_t count, float scaling,
                    float *scores, int64_t stride, float *out) {
     int64_t whole = count - count % LANES;
@@ -340,7 +340,7 @@ static void attend(const float *query, const float *keys, const float *values, i
         for (int64_t at = 0; at < count; at += LANES) {
             vec weight = exponential(load(score + at) - largest);
             store(score + at, weight);
-            /* Beyond `count` a weight is tiny, but not zero. */
+            /* Beyond `count` the weights are tiny, but not zero. */
             if (at + LANES > count)
                 for (int64_t i = count; i < at + LANES; i++) score[i] = 0;
             sum += load(score + at);
@@ -363,7 +363,7 @@ static void gate(const float *gate_up, int64_t size, float *out) {
 
 /* --- The pass */
 
-/* Floats that `forward` needs besides the scores of its threads. */
+/* Floats of workspace that `forward` needs besides the scores of its threads. */
 int64_t workspace_floats(const Model *model, int64_t rows) {
     const Layer *layer = model->layers;
     int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + HEADS(model) * HEAD_DIM +
@@ -371,7 +371,7 @@ int64_t workspace_floats(const Model *model, int64_t rows) {
     return rows * per_row;
 }
 
-/* hidden += norm(branch), of all rows. */
+/* hidden += norm(branch), for all rows. */
 static void add(const Model *model, int64_t rows, const Weight *norm, float *branch, int64_t stride, float *hidden) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++) {
@@ -389,7 +389,7 @@ static void normalise_rows(const Model *model, const Weight *norm, int64_t rows,
                   out + row * model->hidden);
 }
 
-/* Caches the rows' keys and values, and computes the logits of those that are wanted. */
+/* Caches the keys and values of all rows, and computes the logits of the result rows. */
 void forward(const Model *model, const Batch *batch) {
     const Layer *last = model->layers + model->num_layers;
     int64_t rows = batch->rows, heads_stride = model->layers->query_key_value.outputs;

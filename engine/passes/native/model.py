@@ -1,4 +1,4 @@
-"""The lean pass as one call of compiled code: float32, with weights of that or bfloat16, on a CPU with a compiler."""
+"""The lean pass as one call of compiled code, for CPUs: computed in float32, with weights in float32 or bfloat16."""
 
 import math
 from collections.abc import Callable, Iterator, Set
@@ -19,7 +19,7 @@ from engine.passes.lean import LeanModel
 from engine.passes.native.compiler import compile_decoder
 from engine.passes.packing import PackedBatch
 
-# As in decoder.c, like the structures below.
+# These and the structures below mirror decoder.c.
 LANES, PANEL = 16, 32
 STAGES = ("products", "attention", "rows and cache")
 _NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
@@ -57,7 +57,7 @@ class _Batch(Structure):
 
 
 class NativeModel(ForwardPass):
-    """Takes the weights out of a lean model, layer by layer: there is never a second copy of all of them."""
+    """Takes the weights out of a lean model layer by layer, so that there is never a second copy of all weights."""
 
     compute_dtype = torch.float32
     plans_attention = False
@@ -65,7 +65,7 @@ class NativeModel(ForwardPass):
     weights: torch.Tensor
 
     def __init__(self, lean: LeanModel, dtype: torch.dtype) -> None:
-        """`lean`: one that `can_compile`, with weights kept in this dtype."""
+        """`lean`: a model that `can_compile` accepts. `dtype`: in which the weights are kept."""
         super().__init__()
         first: Any = lean.layers[0]
         self._groups, self._compile = first.heads // first.kv_heads, _compiler_for(lean, dtype)
@@ -80,7 +80,7 @@ class NativeModel(ForwardPass):
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (_Layer * len(lean.layers))()
-        # In one piece, for large pages: a step took up to a fifth longer where every weight had pages of its own.
+        # All weights lie in one tensor, for large pages: a step took up to a fifth longer when each weight had its own.
         elements = sum(_padded_elements(weight) for weight in _weights_of(lean))
         self.register_buffer("weights", zeros((elements,), dtype, lean.norm.device), persistent=False)
         self._used = 0
@@ -129,7 +129,7 @@ class NativeModel(ForwardPass):
 
     @property
     def compiled_products(self) -> "NativeModel":
-        """All products are compiled."""
+        """The model itself: all its products are compiled."""
         return self
 
     @property
@@ -161,7 +161,7 @@ class NativeModel(ForwardPass):
 
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
-        """Runs passes that keep the time of their stages; at the end the seconds of each are there, by name."""
+        """A context in which passes measure their stages. At its end the dictionary holds the seconds of each stage."""
         library = self._compile(measured=True)
         assert library is not None
         stages, seconds = (c_double * len(STAGES)).in_dll(library, "stage_seconds"), dict[str, float]()
@@ -192,7 +192,7 @@ class NativeModel(ForwardPass):
         return _Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
 
     def _kept(self, weight: torch.Tensor | None) -> int | None:
-        """The address of a copy, which lives as long as this model and no file does."""
+        """The address of a copy that lives as long as this model and does not lie in a mapped file."""
         if weight is None:
             return None
         copy = self.weights[self._used : self._used + weight.numel()]
@@ -202,7 +202,7 @@ class NativeModel(ForwardPass):
 
 
 def _panels(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A weight [outputs, inputs], padded to whole panels, in the order in which a product of this dtype reads it."""
+    """A weight [outputs, inputs] padded to whole panels, in the order in which a product with this dtype reads it."""
     halves = pad(weight, (0, 0, 0, -len(weight) % PANEL)).view(-1, 2, LANES, weight.shape[1])
     return halves.permute((0, 3, 2, 1) if dtype == torch.bfloat16 else (0, 3, 1, 2))
 
@@ -213,19 +213,19 @@ def _weights_of(lean: LeanModel) -> list[torch.Tensor]:
 
 
 def _padded_elements(weight: torch.Tensor) -> int:
-    """Elements of a weight whose outputs are padded to whole panels."""
+    """Number of elements of a weight once its outputs are padded to whole panels."""
     outputs, *inputs = weight.shape
     return math.prod([round_up(outputs, PANEL), *inputs])
 
 
 def lossless_dtype(lean: LeanModel) -> torch.dtype:
-    """The smaller dtype of the two that holds these weights as they are."""
+    """The smaller of the two dtypes that holds these weights without rounding."""
     held = all(torch.equal(weight.bfloat16().to(weight.dtype), weight) for weight in _weights_of(lean))
     return torch.bfloat16 if held else torch.float32
 
 
 def can_compile(lean: LeanModel, dtype: torch.dtype) -> bool:
-    """Whether a model can be run so on this machine."""
+    """Whether this machine can run a model as compiled code, with weights in this dtype."""
     layer: Any = lean.layers[0]
     sizes = (layer.head_dim, lean.norm.numel(), layer.down.in_features)
     suits = lean.norm.device.type == "cpu" and lean.norm.dtype in (torch.float32, torch.bfloat16)
