@@ -11,9 +11,9 @@ from itertools import count
 from coordinator.drafting.drafting import Drafting
 from coordinator.generation import Generation, Piece, Sample
 from coordinator.round_loop import RoundLoop
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
-from coordinator.scheduling.round import Commit
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream

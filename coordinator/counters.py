@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group
-from coordinator.scheduling.round import Commit
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from typing import Protocol
 from coordinator.counters import Counters, Timed
 from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.drafting import Drafting, DraftWorker
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group, Policy
 from coordinator.scheduling.pool import Pool
-from coordinator.scheduling.round import Commit, Round
+from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Sequence
 from coordinator.settings import Overlap
 from coordinator.workers.link import WorkerRefusedError, WorkerUnreachableError

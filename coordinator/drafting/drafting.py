@@ -10,8 +10,9 @@ from coordinator.drafting.acceptance import AcceptanceOfAll, Calibration
 from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import DraftLength, DraftLengths, Options, expected_tokens
 from coordinator.drafting.ngrams import LONGEST_RUN, SHORTEST_RUN, NgramIndex
-from coordinator.scheduling.round import Commit, DraftOrder, agreeing
+from coordinator.scheduling.commits import Commit, DraftOrder
 from coordinator.scheduling.sequence import DRAFT_MAY_LACK, DraftMethod, Sequence
+from coordinator.scheduling.turn import agreeing
 from protocol.rounds import Proposal, ProposeItem, VerifyItem
 
 # Believed of prompt lookup that was never tried, for the shortest run and for the longest.
@@ -201,7 +202,7 @@ class Drafting:
         found, _ = self._found[sequence.sequence_id]
         found, plan = found[: length.by_ngram], self.lengths.plan
         if not length.by_model or not plan.shares or not sequence.request.sampling.is_argmax:
-            return DraftOrder(length.by_model, found=found)
+            return DraftOrder(length.by_model, lookup_ids=found)
         # The plan says that drafting pays; how far it does this time, the draft knows better than an average.
         rate = self.lengths.acceptance.rate(sequence.sequence_id)
         return DraftOrder(self._limit(sequence), min(1.0, max(LEAST_WORTH, plan.row)), rate, found)
@@ -216,10 +217,10 @@ class Drafting:
         k = self._limit(sequence)
         found, run = self._found[sequence.sequence_id]
         if not _can_ask(sequence, worker):
-            return DraftOrder(0, found=found)
+            return DraftOrder(0, lookup_ids=found)
         rate = self.lengths.acceptance.rate(sequence.sequence_id)
         better = found and expected_tokens(self.ngrams[run].rate(sequence.sequence_id), k) > expected_tokens(rate, k)
-        return DraftOrder(0 if better else k, found=found)
+        return DraftOrder(0 if better else k, lookup_ids=found)
 
 
 def _can_ask(sequence: Sequence, worker: DraftWorker | None) -> bool:

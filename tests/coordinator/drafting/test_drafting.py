@@ -10,7 +10,8 @@ from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.draft_lengths import PLAIN_EVERY, ROUNDS_OF_A_PLAN
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.drafting.trials import FIRST_TRIALS
-from coordinator.scheduling.round import Commit, DraftOrder, Round
+from coordinator.scheduling.commits import Commit, DraftOrder
+from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from protocol.sampling import SamplingParams
@@ -55,7 +56,7 @@ def proposal_of(sequence: Sequence, tokens: tuple[int, ...], confidences: tuple[
 def test_a_good_model_drafts_as_long_as_it_is_sure() -> None:
     order = order_of(make_drafting(rate=0.8), make_sequence())
     assert order.by_model == 8
-    assert 0 < order.worth < order.next_chance < 1
+    assert 0 < order.min_chance < order.next_chance < 1
 
 
 def test_a_bad_model_is_not_asked() -> None:
@@ -70,20 +71,20 @@ def test_drafting_ends_early_even_where_verification_seems_to_cost_nothing() -> 
     for _ in range(2 * ROUNDS_OF_A_PLAN):
         order = order_of(drafting, sequence)
     assert order.by_model == 8
-    assert 0 < order.worth < 0.1
+    assert 0 < order.min_chance < 0.1
 
 
 def test_samples_are_drafted_as_far_as_the_average_pays() -> None:
     order = order_of(make_drafting(rate=0.6), make_sequence(sampling=SamplingParams(temperature=1.0)))
     assert 1 <= order.by_model < 8
-    assert order.worth == 0
+    assert order.min_chance == 0
 
 
 def test_without_a_worker_prompt_lookup_drafts() -> None:
     order = order_of(make_drafting(), make_sequence(LOOP), worker=None)
     assert order.by_model == 0
-    assert order.found == (5, 6, 7, 8, 5, 6, 7, 8)[: len(order.found)]
-    assert order.found
+    assert order.lookup_ids == (5, 6, 7, 8, 5, 6, 7, 8)[: len(order.lookup_ids)]
+    assert order.lookup_ids
 
 
 def test_prompt_lookup_wins_where_it_was_right() -> None:
@@ -92,7 +93,7 @@ def test_prompt_lookup_wins_where_it_was_right() -> None:
         order = order_of(drafting, sequence)
         drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5)))
     assert order.by_model == 0
-    assert len(order.found) == 8
+    assert len(order.lookup_ids) == 8
 
 
 def test_what_prompt_lookup_would_have_drafted_is_learned_without_verifying_it() -> None:
@@ -109,7 +110,7 @@ def test_a_request_says_who_drafts(method: DraftMethod) -> None:
     drafting = make_drafting(rate=0.9)
     order = order_of(drafting, make_sequence(LOOP, method=method))
     assert (order.by_model > 0) is (method is DraftMethod.MODEL)
-    assert bool(order.found) is (method is DraftMethod.NGRAM)
+    assert bool(order.lookup_ids) is (method is DraftMethod.NGRAM)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -117,7 +118,7 @@ def test_a_fixed_length_is_what_the_request_says(k: int) -> None:
     drafting = make_drafting(rate=0.01)
     order = order_of(drafting, make_sequence(adaptive=False, k=k, method=DraftMethod.MODEL))
     assert order == DraftOrder(k)
-    assert len(order_of(drafting, make_sequence(LOOP, adaptive=False, k=k, method=DraftMethod.NGRAM)).found) == k
+    assert len(order_of(drafting, make_sequence(LOOP, adaptive=False, k=k, method=DraftMethod.NGRAM)).lookup_ids) == k
 
 
 def test_a_round_now_and_then_is_plain() -> None:
@@ -153,7 +154,7 @@ def test_a_draft_far_behind_is_caught_up_only_where_that_pays_off() -> None:
 
 def test_only_likely_tokens_are_verified() -> None:
     sequence = make_sequence()
-    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, worth=0.3, next_chance=0.5)})
+    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, min_chance=0.3, next_chance=0.5)})
     (asked,) = round_.propose_items(1000, 1000)
     assert (asked.num_draft_tokens, asked.min_chance, asked.next_chance) == (8, 0.3, 0.5)
     round_.take_proposals([proposal_of(sequence, (4, 5, 6), (0.9, 0.6, 0.4))], 1000)
@@ -174,7 +175,7 @@ def test_a_token_that_was_not_verified_counts_as_the_draft_believes() -> None:
 
 def test_prompt_lookup_stands_in_for_a_draft_that_fails() -> None:
     sequence = make_sequence()
-    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, found=(5, 6))})
+    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, lookup_ids=(5, 6))})
     assert round_.propose_items(1000, 1000)
     (item,) = round_.verify_items()
     assert item.draft_token_ids == (5, 6)

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.scheduling.round import DRAFT_REST_ROUNDS, FEW_TOKENS, DraftOrder, Round
+from coordinator.scheduling.commits import DraftOrder
+from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.turn import DRAFT_REST_ROUNDS, FEW_TOKENS
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
 VOCAB_SIZE = 11
@@ -182,14 +184,14 @@ class Table:
         return {
             sequence.sequence_id: DraftOrder(
                 by_model=self.chance.randint(0, 9),
-                worth=self.chance.choice([0.0, 0.5, 1.0]),
-                found=self.found(sequence),
+                min_chance=self.chance.choice([0.0, 0.5, 1.0]),
+                lookup_ids=self.looked_up(sequence),
             )
             for sequence in group
             if self.chance.random() < 0.7
         }
 
-    def found(self, sequence: Sequence) -> tuple[int, ...]:
+    def looked_up(self, sequence: Sequence) -> tuple[int, ...]:
         """Tokens that are right, to a random one."""
         context, found = sequence.token_ids.copy(), list[int]()
         for _ in range(self.chance.randint(0, max(0, sequence.draft_limit))):
