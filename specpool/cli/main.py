@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator.settings import CoordinatorSettings
+from engine.options import EngineOptions
 from rpc.settings import Settings
 from specpool.cli.demo import DemoSettings, demo
 from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.up import UpSettings, up
+from worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "up": (UpSettings, up),
@@ -17,26 +19,10 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "demo": (DemoSettings, demo),
 }
 
-# Commands whose code needs torch: the module that runs in this process's place, and what it does.
+# Commands whose code needs torch: the module that replaces this process, and what it does.
 ELSEWHERE = {
     "distill": ("distill.main", "Trains a small draft on what its target writes."),
     "plan": ("planning.main", "Measures a pair, and predicts its speed by batch and draft length."),
-}
-
-# Settings that only workers have, by name, since their code needs torch.
-WORKER_KEYS = {
-    "cuda_graphs",
-    "device",
-    "dtype",
-    "kv_layout",
-    "kv_memory",
-    "lean",
-    "lease_seconds",
-    "max_forward_tokens",
-    "max_sequences",
-    "memory_budget",
-    "model",
-    "native",
 }
 
 
@@ -46,7 +32,7 @@ def main() -> None:
     if sys.stdout is None:
         sys.exit(f"specpool {name}: standard output is closed")
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - what is said there must not come out among the results
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - errors must not come out among the results
     for stream in filter(None, (sys.stdin, sys.stdout)):
         stream.reconfigure(encoding="utf-8")  # whatever the locale, as our files are
     try:
@@ -56,9 +42,9 @@ def main() -> None:
             sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except OSError as error:  # nobody reads our output any more, or there is no room for it
+    except OSError as error:  # the reader of our output is gone, or the disk is full
         print(f"specpool {name}: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still buffered
         status = 1
     sys.exit(status)
 
@@ -76,13 +62,14 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 def known_keys() -> set[str]:
-    """Names of all settings of all processes."""
-    kinds: list[type[Settings]] = [CoordinatorSettings, *(settings for settings, _ in COMMANDS.values())]
-    return WORKER_KEYS.union(*(settings.keys() for settings in kinds))
+    """Names of the settings of all processes and commands."""
+    commands = (settings for settings, _ in COMMANDS.values())
+    kinds: list[type[Settings]] = [CoordinatorSettings, WorkerSettings, *commands]
+    return set(EngineOptions.model_fields).union(*(settings.keys() for settings in kinds))
 
 
 def usage() -> str:
-    """What `specpool --help` prints."""
+    """The text that `specpool --help` prints."""
     lines = [f"  {name:10}{_summary(settings)}" for name, (settings, _) in COMMANDS.items()]
     lines += [f"  {name:10}{summary}" for name, (_, summary) in ELSEWHERE.items()]
     return "\n".join(

@@ -13,7 +13,7 @@ import pytest
 from coordinator.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
 from specpool.cli.generate import GenerateSettings
-from specpool.cli.main import WORKER_KEYS, known_keys
+from specpool.cli.main import COMMANDS, known_keys
 from specpool.cli.up import UpSettings, _services
 from target_worker.server import TargetWorkerSettings
 
@@ -110,13 +110,19 @@ def test_commands_know_the_variables_of_all_processes_and_refuse_others(
 ) -> None:
     workers = DraftWorkerSettings.keys() | TargetWorkerSettings.keys()
     assert known_keys() >= workers
-    assert workers >= WORKER_KEYS
+    commands = set().union(*(settings.keys() for settings, _ in COMMANDS.values()))
+    assert known_keys() == workers | CoordinatorSettings.keys() | commands
     monkeypatch.setenv("SPECPOOL_KV_MEMORY", "8GiB")
     assert load_up().window_size == 16
     monkeypatch.setenv("SPECPOOL_WINDOW_SIZ", "3")
     with pytest.raises(SystemExit):
         load_up()
     assert capsys.readouterr().err == "specpool up: unknown environment variable SPECPOOL_WINDOW_SIZ\n"
+
+
+def test_commands_know_these_without_torch() -> None:
+    program = "import specpool.cli.main, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 def load_up(*arguments: str) -> UpSettings:
