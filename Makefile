@@ -12,7 +12,7 @@ test: .venv/ready
 
 # The promise on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
 test-cpus: .venv/ready
-	$(BIN)/pytest -m all_cpus tests/test_cpus.py
+	$(BIN)/pytest -m all_cpus tests/engine/probes/test_cpus.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

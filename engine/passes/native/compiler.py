@@ -25,7 +25,7 @@ def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool =
     """The library for heads of this size and `groups` query heads per KV head; None if this machine cannot compile it.
 
     `bfloat16`: weights are bfloat16 instead of float32. `measured`: the library measures the time of its stages.
-    $SPECPOOL_CFLAGS are passed to the compiler last: `-march=x86-64-v3` compiles for another processor.
+    $DECODER_CFLAGS are passed to the compiler last: `-march=x86-64-v3` compiles for another processor.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None or platform.system() != "Linux":
@@ -34,7 +34,7 @@ def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool =
     processor = NATIVE.get(platform.machine(), "-mcpu=native")
     sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
     kinds = [f"-D{kind}" for kind, wanted in (("BFLOAT16", bfloat16), ("MEASURED", measured)) if wanted]
-    own = shlex.split(os.environ.get("SPECPOOL_CFLAGS", ""))
+    own = shlex.split(os.environ.get("DECODER_CFLAGS", ""))
     return _compile((*compiler, *FLAGS, processor, *sizes, *kinds, *own), SOURCE.read_text())
 
 

@@ -49,7 +49,9 @@ class Cpu:
         return {
             "ATEN_CPU_CAPABILITY": self.aten,
             "DNNL_MAX_CPU_ISA": self.dnnl,
-            "SPECPOOL_CFLAGS": f"-march={LEVEL_OF[self.dnnl]}",
+            # MKL has other paths for other processors too, but only this one can be asked for on any of them.
+            **({"MKL_CBWR": "COMPATIBLE"} if self.aten == "default" else {}),
+            "DECODER_CFLAGS": f"-march={LEVEL_OF[self.dnnl]}",
             "SPECPOOL_TEST_THREADS": str(self.threads),
         }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted_kernels import attend_by_kernels
-from tiny_models import load_engine, random_tokens, save_model, small_config
+from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
 from torch.nn.functional import silu
 
 from engine import forward, startup
@@ -132,6 +132,97 @@ def test_one_element_of_thousands_is_noticed() -> None:
         assert list(probe.unequal) == ["specpool_test::silu"]
 
 
+# --- What the probe of operations finds, and what it does not mistake for a find
+
+
+def unequal(operation: Callable[[torch.Tensor], Any], *kept: torch.Tensor, width: int = 96) -> list[str]:
+    """Names of operations found, in passes of 1, 2, 7, 97 and 271 rows."""
+    with torch.inference_mode(), OperationProbe(kept) as probe:
+        for rows in (1, 2, 7, 97, 271):
+            operation(torch.ones(rows, width))
+    return list(probe.unequal)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x * 2 + 1,
+        lambda x: x.sum(0),
+        lambda x: x.mean(-1),
+        lambda x: x.softmax(0),
+        lambda x: x.view(-1, 4, 24).sum(1) + x.view(-1, 8, 12).sum(1)[:, :1],
+        lambda x: x.gather(-1, x.topk(1).indices),
+        lambda x: x.masked_fill(torch.ones(len(x), x.shape[1], dtype=torch.bool), 0.0),
+        lambda x: x[None] * torch.arange(len(x))[None, :, None],
+        lambda x: (x[:, :0] * 2, x.new_empty(3), torch.empty_like(x), x.bernoulli(), torch.rand_like(x)),
+        lambda x: torch.cat([x, x]).split(len(x)),
+        lambda x: x.half().float(),
+    ],
+)
+def test_operations_that_mix_rows_or_move_numbers_are_no_find(operation: Callable[[torch.Tensor], Any]) -> None:
+    assert unequal(operation) == []
+
+
+def matmul_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product that adds up from the other end where there are many rows."""
+    order = slice(None) if len(x) < 50 else torch.arange(x.shape[1] - 1, -1, -1)
+    total = torch.zeros(len(x), weight.shape[1])
+    for i in torch.arange(x.shape[1])[order].tolist():
+        total += x[:, i : i + 1] * weight[i]
+    return total
+
+
+def softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """A softmax whose sum is from the other end where there are many rows."""
+    exponentials = (x - x.amax(-1, keepdim=True)).exp()
+    total = torch.zeros(len(x), 1)
+    for i in range(x.shape[1]) if len(x) < 50 else reversed(range(x.shape[1])):
+        total += exponentials[:, i : i + 1]
+    return exponentials / total
+
+
+def uneven(x: torch.Tensor) -> torch.Tensor:
+    """Another last bit of many numbers, where there are many rows."""
+    return x * 1.1 if len(x) < 50 else (x * 1.1).nextafter(torch.tensor(torch.inf))
+
+
+@pytest.fixture(scope="module")
+def operations() -> Iterator[Any]:
+    """Operations of our own, as a library of kernels may have them."""
+    library = torch.library.Library("specpool_uneven", "DEF")
+    for schema, function in (
+        ("matmul(Tensor x, Tensor weight) -> Tensor", matmul_by_rows),
+        ("softmax(Tensor x) -> Tensor", softmax_by_rows),
+        ("scale(Tensor x) -> Tensor", uneven),
+        ("scale_(Tensor(a!) x) -> Tensor(a!)", lambda x: x.copy_(uneven(x.clone()))),
+        ("joined(Tensor[] parts) -> Tensor", lambda parts: uneven(sum(parts[1:], start=parts[0]))),
+        ("named(Tensor x, *, Tensor other) -> Tensor", lambda x, other: uneven(x) + other),
+    ):
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CPU")
+    yield torch.ops.specpool_uneven
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("scale", lambda own, x, weight: own.scale(x)),
+        ("scale", lambda own, x, weight: own.scale(x[:, :1])),
+        ("scale_", lambda own, x, weight: own.scale_(x.clone())),
+        ("joined", lambda own, x, weight: own.joined([x, x])),
+        ("named", lambda own, x, weight: own.named(x, other=x)),
+        ("softmax", lambda own, x, weight: own.softmax(x)),
+        ("matmul", lambda own, x, weight: own.matmul(x, weight)),
+        ("matmul", lambda own, x, weight: own.matmul(x, weight.view(32, 96).t())),
+        ("matmul", lambda own, x, weight: own.matmul(x, weight[:, ::2])),
+    ],
+)
+def test_rows_that_depend_on_others_are_found(operations: Any, name: str, call: Callable[..., Any]) -> None:
+    weight = torch.randn(96, 32)
+    assert unequal(lambda x: call(operations, x, weight), weight) == [f"specpool_uneven::{name}"]
+
+
 def test_the_operation_that_failed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """GPT-2 has products that are no linear layers: no grid is looked for, and torch's kernels differ by their rows."""
     engine = load_engine(save_model(tmp_path, small_config("gpt2", n_layer=2, n_head=4)), threads=1)
@@ -202,6 +293,16 @@ NATIVE_MUTANTS = {
         {"left[r] += w.left * factor;": "left[r] += w.left * factor * (omp_get_thread_num() ? 1.0000001f : 1.0f);"},
         None,
     ),
+    **{
+        f"{rows} rows unfused": (
+            {
+                "left[r] += w.left * factor;": f"vec p = w.left * factor; if (rows == {rows}) "
+                '__asm__("" : "+m"(p)); left[r] += p;'
+            },
+            None,
+        )
+        for rows in (1, 2)
+    },
     "shorter blocks for many rows": (
         {"(inputs + BLOCK - 1) / BLOCK": "(inputs + BLOCK - 1) / (rows > 4 ? 32 : BLOCK)"},
         True,
@@ -211,13 +312,17 @@ NATIVE_MUTANTS = {
 
 @pytest.mark.cpus
 @pytest.mark.thorough
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NATIVE_MUTANTS)
 def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, cpu_threads: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, cpu_threads: int
 ) -> None:
     changes, harmless = NATIVE_MUTANTS[name]
     change_source(changes, monkeypatch, tmp_path)
-    mutant = load_engine(save_model(tmp_path / "model", small_config("llama")), threads=cpu_threads)
+    folder = save_model(tmp_path / "model", small_config("llama"))
+    if weights == "bfloat16":
+        round_weights(folder)
+    mutant = load_engine(folder, threads=cpu_threads)
     assert isinstance(mutant.forward_pass, NativeModel)
     assert not mutant.bitwise or different_rows(mutant) == 0
     assert harmless in (None, mutant.bitwise)
