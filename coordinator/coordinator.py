@@ -3,25 +3,26 @@
 import asyncio
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
 from coordinator.drafting.drafting import Drafting
-from coordinator.generation import Generation, Piece, Sample
+from coordinator.generation import Generation
+from coordinator.in_flight import RequestsInFlight
 from coordinator.round_loop import RoundLoop
-from coordinator.scheduling.commits import Commit
+from coordinator.round_runner import RoundSettings
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
-from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
 from coordinator.tokenizer import TargetTokenizer
 from coordinator.workers.draft_link import DraftLink
+from coordinator.workers.interface import Workers
 from coordinator.workers.link import MismatchError
 from coordinator.workers.target_link import TargetLink
-from protocol.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError, WorkerFailedError
+from protocol.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError
 
 # Asking again sooner would meet the same queue.
 RETRY_AFTER_SECONDS = 1.0
@@ -45,29 +46,22 @@ class Coordinator:
             by_length=settings.admission == "length",
             prefix_reuse=settings.prefix_reuse,
         )
-        self.finished: Counter[str] = Counter()
-        self.requests = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.in_flight = RequestsInFlight()
         self.started = time.monotonic()
         self._sequence_ids = count(1)
-        self._samples: dict[int, tuple[Generation, Sample]] = {}
         self._tokenizer: TargetTokenizer | None = None
         limits = GroupingLimits(
             settings.max_batch_size, settings.least_group_size, settings.max_wait_rounds, settings.prefer_group
         )
         self.drafting = Drafting(settings.max_num_speculative_tokens)
+        overlap = "off" if settings.policy == "eqspec" else settings.overlap
         self._loop = RoundLoop(
-            self.pool,
-            POLICIES[settings.policy](limits),
-            self.target,
-            self.draft,
-            settings.prefill_tokens,
-            self.drafting,
-            "off" if settings.policy == "eqspec" else settings.overlap,
-            self._publish,
-            self._admitted,
-            self._fail,
+            pool=self.pool,
+            policy=POLICIES[settings.policy](limits),
+            workers=Workers(self.target, self.draft),
+            drafting=self.drafting,
+            settings=RoundSettings(settings.prefill_tokens, overlap),
+            events=self.in_flight,
         )
         self.counters = self._loop.counters
 
@@ -123,16 +117,15 @@ class Coordinator:
         except PoolFullError:
             waiting = f"the queue is full ({self.pool.queued} samples wait)"
             raise QueueFullError(waiting, RETRY_AFTER_SECONDS) from None
-        self.requests += 1
         generation = Generation(sequences, arrived)
-        self._samples.update({sample.sequence.sequence_id: (generation, sample) for sample in generation.samples})
+        self.in_flight.add(generation)
         self._loop.wake()
         try:
             yield generation
         finally:
             for sequence in sequences:
                 self._abort(sequence)
-                del self._samples[sequence.sequence_id]
+            self.in_flight.discard(generation)
 
     def abort(self, request_id: str) -> None:
         """Ends a request in flight: its caller gets what there is. NotFoundError."""
@@ -154,10 +147,7 @@ class Coordinator:
         if sequence.finish is not None:
             return
         self.pool.abort(sequence)
-        if sequence.text is not None:
-            generation, sample = self._samples[sequence.sequence_id]
-            generation.publish(sample, Piece((), sequence.text.flush))
-        self._end(sequence, FinishReason.ABORT)
+        self.in_flight.aborted(sequence)
         self._loop.wake()
 
     def _sequences(self, request: GenerationRequest) -> list[Sequence]:
@@ -171,29 +161,3 @@ class Coordinator:
             # The last token of the prompt is left for each to run: its logits are what they choose from.
             other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)
         return sequences
-
-    def _admitted(self, sequence: Sequence) -> None:
-        _, sample = self._samples[sequence.sequence_id]
-        sample.admit()
-
-    def _publish(self, commit: Commit) -> None:
-        if commit.sequence.sequence_id not in self._samples:
-            return
-        generation, sample = self._samples[commit.sequence.sequence_id]
-        generation.publish(sample, Piece(commit.token_ids, commit.shown, commit.logprobs))
-        if commit.sequence.finish is not None:
-            self._end(commit.sequence, commit.sequence.finish.reason)
-
-    def _fail(self, sequence: Sequence, reason: str) -> None:
-        if sequence.finish is not None:
-            return
-        self.pool.abort(sequence)
-        self._end(sequence, "error", WorkerFailedError(reason))
-
-    def _end(self, sequence: Sequence, how: str, error: WorkerFailedError | None = None) -> None:
-        self.finished[how] += 1
-        self.prompt_tokens += sequence.prompt_length
-        self.cached_tokens += sequence.cached_tokens
-        if sequence.sequence_id in self._samples:
-            generation, sample = self._samples[sequence.sequence_id]
-            generation.end(sample, error)

@@ -101,8 +101,8 @@ class WorkerLink:
         return self.state is LinkState.READY
 
     @property
-    def place(self) -> str:
-        """Host and device: workers at the same place share what they compute with."""
+    def host_and_device(self) -> str:
+        """Workers with the same host and device share what they compute with."""
         host, _, _ = self.address.rpartition(":")
         return f"{host} {self.info.device if self.info is not None else ''}"
 

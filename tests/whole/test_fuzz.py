@@ -170,9 +170,9 @@ async def test_every_request_is_answered_or_refused_by_name(tiny_pair: tuple[Pat
         await service.wait_idle()
         coordinator = service.process.coordinator
         assert coordinator.pool.is_empty
-        assert coordinator._samples == {}
-        assert "error" not in coordinator.finished
-        assert coordinator.requests >= REQUESTS / 10
+        assert coordinator.in_flight._samples == {}
+        assert "error" not in coordinator.in_flight.finished
+        assert coordinator.in_flight.requests >= REQUESTS / 10
         for host in (service.target, service.draft):
             assert host is not None
             await host.run(lambda backend: backend.engine.slots.check_integrity())

@@ -1,0 +1,64 @@
+"""The requests in flight: which generation each sequence belongs to, and what is counted when it ends."""
+
+from collections import Counter
+
+from coordinator.generation import Generation, Piece, Sample
+from coordinator.scheduling.commits import Commit
+from coordinator.scheduling.sequence import FinishReason, Sequence
+from protocol.errors import WorkerFailedError
+
+
+class RequestsInFlight:
+    """Hands what happens to a sequence to the generation that its caller reads. One of `round_loop.RoundEvents`."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        """Requests since the start."""
+        self.finished: Counter[str] = Counter()
+        """Samples since the start, by how they ended: a finish reason, or "error"."""
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._samples: dict[int, tuple[Generation, Sample]] = {}
+
+    def add(self, generation: Generation) -> None:
+        """Begins to hand over what happens to the samples of a generation."""
+        self.requests += 1
+        self._samples.update({sample.sequence.sequence_id: (generation, sample) for sample in generation.samples})
+
+    def discard(self, generation: Generation) -> None:
+        """Forgets a generation that nobody reads any more."""
+        for sample in generation.samples:
+            del self._samples[sample.sequence.sequence_id]
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence entered the window."""
+        _, sample = self._samples[sequence.sequence_id]
+        sample.admit()
+
+    def committed(self, commit: Commit) -> None:
+        """The sequence gained tokens, and may have finished with them."""
+        if commit.sequence.sequence_id not in self._samples:
+            return
+        generation, sample = self._samples[commit.sequence.sequence_id]
+        generation.publish(sample, Piece(commit.token_ids, commit.shown, commit.logprobs))
+        if commit.sequence.finish is not None:
+            self._end(commit.sequence, commit.sequence.finish.reason)
+
+    def failed(self, sequence: Sequence, reason: str) -> None:
+        """The sequence was given up."""
+        self._end(sequence, "error", WorkerFailedError(reason))
+
+    def aborted(self, sequence: Sequence) -> None:
+        """The caller ended the sequence; text that was held back is published."""
+        if sequence.text is not None:
+            generation, sample = self._samples[sequence.sequence_id]
+            generation.publish(sample, Piece((), sequence.text.flush))
+        self._end(sequence, FinishReason.ABORT)
+
+    def _end(self, sequence: Sequence, how: str, error: WorkerFailedError | None = None) -> None:
+        self.finished[how] += 1
+        self.prompt_tokens += sequence.prompt_length
+        self.cached_tokens += sequence.cached_tokens
+        if sequence.sequence_id in self._samples:
+            generation, sample = self._samples[sequence.sequence_id]
+            generation.end(sample, error)

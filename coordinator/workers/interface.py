@@ -1,0 +1,59 @@
+"""What the round loop needs of the two workers; the links implement it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from coordinator.counters import Timed
+from coordinator.drafting.costs import StepTimes
+from protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
+
+
+class Worker(Protocol):
+    """What the loop needs of either worker."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def step_times(self) -> StepTimes: ...
+    @property
+    def host_and_device(self) -> str: ...
+    async def release(self, sequence_ids: set[int]) -> bool: ...
+
+
+class Target(Worker, Protocol):
+    """The target worker; `coordinator.workers.target_link.TargetLink` is one."""
+
+    async def wait_ready(self) -> None: ...
+    async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]: ...
+
+
+class Draft(Worker, Protocol):
+    """The draft worker; `coordinator.workers.draft_link.DraftLink` is one."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def max_model_len(self) -> int: ...
+    async def propose(
+        self, round_id: int, items: list[ProposeItem], chances: Iterable[float], step_cost: float
+    ) -> tuple[list[Proposal], Timed]: ...
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a coordinator; without a draft worker only prompt lookup drafts."""
+
+    target: Target
+    draft: Draft | None
+
+    @property
+    def ready_draft(self) -> Draft | None:
+        """The draft worker if calls to it are likely to succeed now."""
+        return self.draft if self.draft is not None and self.draft.is_ready else None
+
+    async def release(self, sequence_ids: set[int]) -> bool:
+        """Frees the slots of sequences. False if the target worker cannot do it now."""
+        if self.draft is not None:
+            await self.draft.release(sequence_ids)
+        return await self.target.release(sequence_ids)
