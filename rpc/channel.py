@@ -1,4 +1,4 @@
-"""How Specpool's processes reach each other: the options of every channel and server, in one place."""
+"""Channels between Specpool's processes: their options, and the size of messages, in one place."""
 
 import grpc
 
@@ -11,7 +11,7 @@ CHANNEL_OPTIONS = [
     # A peer that vanished without a word is noticed within half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # A proxy that is set for downloads is none for workers.
+    # A proxy meant for downloads must not stand between processes.
     ("grpc.enable_http_proxy", 0),
     # A name that now stands for another pod is looked up again soon.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
@@ -30,10 +30,10 @@ def join_address(host: str, port: int) -> str:
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `address` ("host:port"). Opening never fails; calls do while nobody answers."""
+    """A channel to `address` ("host:port"). Opening never fails; calls fail while nobody listens there."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def open_blocking_channel(address: str) -> grpc.Channel:
-    """The same for threads instead of asyncio."""
+    """A channel to `address` for threads instead of asyncio."""
     return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

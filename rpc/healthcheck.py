@@ -1,4 +1,4 @@
-"""Exit status 0 if a server says that it serves: a health check for containers, with nothing more to install.
+"""A health check for containers, with nothing more to install: exit status 0 if a server says that it serves.
 
 `python -m rpc.healthcheck HOST:PORT [--service NAME] [--timeout SECONDS]`
 """
@@ -27,7 +27,7 @@ def problem(address: str, service: str, timeout: float) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status; says on stderr what is wrong."""
+    """Checks a server; returns the exit status, and says on stderr what is wrong."""
     parser = argparse.ArgumentParser(prog="rpc.healthcheck", description="asks a server by grpc.health.v1")
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--service", default="", help="full name of a service; default: the process as a whole")

@@ -19,7 +19,7 @@ from rpc.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 LIVE = "live"
-"""A name for health checks that serves as long as the process answers at all, whatever it waits for."""
+"""The health-check name that is SERVING as long as the process answers at all, whatever it waits for."""
 
 PARENT_CHECK_SECONDS = 0.5
 
@@ -34,12 +34,12 @@ SERVER_OPTIONS = [
 
 
 def process_name(pid: int) -> str:
-    """A name for health checks that only the process of this id has: whoever else answers on its port does not."""
+    """The health-check name that only the process with this id has; another server on its port does not know it."""
     return f"process-{pid}"
 
 
 class Server:
-    """Starts NOT_SERVING; its owner says when it serves."""
+    """A server with health checks, reflection and a drain. Starts NOT_SERVING; its owner says when it serves."""
 
     def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
         """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read."""
@@ -77,7 +77,7 @@ class Server:
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks hear, for the process ("" and its own name) and for each of its services."""
+        """Sets what health checks answer, for the process ("" and its own name) and for each of its services."""
         if serving and self._stopping.is_set():
             return
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
@@ -85,7 +85,7 @@ class Server:
             await self._health.set(name, status)
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT begin the drain; the end of the parent that the settings name ends all at once."""
+        """Drains on SIGTERM and SIGINT, and stops at once when the parent process that the settings name has ended."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -122,7 +122,7 @@ class Server:
 
 
 def _reason_not_to_listen(host: str, port: int) -> str | None:
-    """What the system says, which gRPC does not pass on; None if it has changed its mind."""
+    """The system's own error, which gRPC does not pass on; None if listening would work by now."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -133,7 +133,7 @@ def _reason_not_to_listen(host: str, port: int) -> str | None:
 
 
 def configure_logging(level: str) -> None:
-    """One line an event on stderr."""
+    """Logs to stderr, one line per event."""
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
     )

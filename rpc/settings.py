@@ -1,11 +1,12 @@
 """Configuration of a process from flags, `SPECPOOL_*` variables and a TOML file, in this order of precedence.
 
-Every key can be given in each of the three ways, and is refused where nobody knows it.
+Every key can be given in any of the three ways; unknown keys are refused.
 """
 
 import argparse
 import logging
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -26,25 +27,25 @@ from pydantic_settings import (
 
 ENV_PREFIX = "SPECPOOL_"
 
-# On a command line, text that means no value: one that nobody can type, since every word may be meant as such.
+# The text that means "no value" on a command line: one that cannot be typed, since any word may be a real value.
 NO_VALUE = "\0"
 
 UINT32_MAX, UINT64_MAX, INT32_MIN, INT32_MAX = 2**32 - 1, 2**64 - 1, -(2**31), 2**31 - 1
-"""What numbers in messages can be."""
+"""Limits of the integer fields of messages."""
 
 log = logging.getLogger(__name__)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Seconds = Annotated[float, Field(le=86_400)]
-"""A time that somebody waits for: a day at most, which every timer can count."""
+"""A waiting time of a day at most, which every timer can count."""
 Host = Annotated[str, Field(min_length=1), AfterValidator(lambda host: host.strip("[]"))]
-"""A name or an address; of IPv6 with brackets or without."""
+"""A host name or an address; brackets around an IPv6 address are optional."""
 
 S = TypeVar("S", bound="Settings")
 
 
 class Settings(BaseSettings):
-    """Base of all."""
+    """Base class of the settings of every process and command."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -60,7 +61,7 @@ class Settings(BaseSettings):
     )
 
     file_values: ClassVar[dict[str, Any]] = {}
-    """What the TOML file says."""
+    """Values from the TOML file."""
 
     config: Path | None = Field(None, description="TOML file with any of these settings")
     log_level: LogLevel = Field("info", description="least severe messages logged")
@@ -99,16 +100,16 @@ class Settings(BaseSettings):
 
     @classmethod
     def keys(cls) -> set[str]:
-        """What the settings are called, in a file and, in capitals and with the prefix, in the environment."""
+        """Names of the settings in a file; environment variables have them in capitals, after the prefix."""
         return {field.alias or name for name, field in cls.model_fields.items()}
 
     def log_resolved(self) -> None:
-        """Logs what the process runs with, wherever each value came from."""
+        """Logs the settings that the process runs with, wherever each value came from."""
         log.info("settings: %s", self.model_dump_json(exclude={"config"}))
 
 
 class ListeningSettings(Settings):
-    """Where to listen, and how to stop."""
+    """Settings of a process that listens: where, and how it stops."""
 
     host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
@@ -116,7 +117,7 @@ class ListeningSettings(Settings):
 
 
 class ServerSettings(ListeningSettings):
-    """What every Specpool server has."""
+    """Settings of every Specpool server."""
 
     parent_pid: int | None = Field(
         None, ge=1, description="stop as soon as this process, which started this one, is gone; default: never"
@@ -134,10 +135,10 @@ def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[Non
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves out defaults that are none."""
+    """A help text without defaults that say nothing: None, and names of functions."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        return (action.help or "").replace(f" (default: {NO_VALUE})", "")
+        return re.sub(rf" \(default: {NO_VALUE}\)| \(default factory: .*\)", "", action.help or "")
 
 
 def _refuse_what_is_no_text(arguments: list[str]) -> None:

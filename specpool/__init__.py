@@ -1,4 +1,4 @@
-"""Batch speculative decoding as a gRPC service: what a user of it imports."""
+"""Batch speculative decoding as a gRPC service: the public names of its client library."""
 
 from specpool.client import AsyncClient, Chat, Client, DivergedError, GenerateOptions, Prompt
 

@@ -1,4 +1,4 @@
-"""Stand-ins for both workers, for tests and benchmarks of all that is not a model: real gRPC servers, no torch.
+"""Fakes of both workers, for tests and benchmarks of everything but the models: real gRPC servers, no torch.
 
 The fake target "generates" by a hash of the context, so every token depends on all before it: a coordinator that loses,
 repeats or reorders a token is found out. Both fakes keep what they cached as token ids and hold the coordinator to the
@@ -46,24 +46,24 @@ class FakeWorker:
         device: str = "cpu",
         pass_seconds: Callable[[int], float] | None = None,
     ) -> None:
-        """`pass_seconds`: what a pass takes by its new tokens; None: as long as it takes."""
+        """`pass_seconds`: duration of a pass by its number of new tokens; None: no added delay."""
         self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
         self.pass_seconds = pass_seconds
         self.busy = False
         """Whether a round is under way."""
         self.caches: dict[tuple[str, int], list[int]] = {}
         self.released: dict[tuple[str, int], list[int]] = {}
-        """What is still there to be copied, while there are more slots than sequences."""
+        """Caches of released sequences, which can be copied until their slots are needed."""
         self.calls = 0
         self.forget_every = 0
-        """Every so many rounds all caches are lost, as if the worker had restarted. 0: never."""
+        """The number of rounds after which all caches are lost, as if the worker had restarted. 0: never."""
         self.fail_next: list[grpc.StatusCode] = []
         """Status codes that the next rounds end in, instead of being served."""
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        """Serves; returns the address."""
+        """Starts serving; returns the address."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -76,7 +76,7 @@ class FakeWorker:
         """Stops at once, as a killed process would, and forgets everything."""
         if self._server is not None:
             await self._server.stop(None)
-        self.forget()  # a round that was under way had its part in what there is to forget
+        self.forget()  # only now: a round under way may just have added to the caches
 
     def _register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
@@ -113,7 +113,7 @@ class FakeWorker:
         self.released.clear()
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
-        """`passes`: the new tokens of each."""
+        """Takes the time of the passes, and fails if told to. `passes`: the number of new tokens of each."""
         if self.pass_seconds is not None:
             self.busy = True
             await asyncio.sleep(sum(map(self.pass_seconds, passes)))
@@ -145,7 +145,7 @@ class FakeWorker:
 
 
 class FakeTarget(FakeWorker):
-    """`eos_rate`: share of contexts whose next token is the end of the sequence."""
+    """A target that chooses by a hash. `eos_rate`: share of contexts that the end of the sequence follows."""
 
     def __init__(self, eos_rate: float = 0.0, **knobs: Any) -> None:
         super().__init__(**knobs)
@@ -155,19 +155,19 @@ class FakeTarget(FakeWorker):
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     def choose(self, context: Sequence[int]) -> int:
-        """The next token after these."""
+        """The token that follows a context."""
         digest = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in context))
         return EOS_TOKEN_ID if digest % 10_000 < self._eos_rate * 10_000 else digest // 10_000 % EOS_TOKEN_ID
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """What plain decoding gives: `count` tokens, fewer if the sequence ends before."""
+        """The tokens that plain decoding gives: `count`, or fewer if the sequence ends before."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count and EOS_TOKEN_ID not in tokens[len(prompt) :]:
             tokens.append(self.choose(tokens))
         return tokens[len(prompt) :]
 
     async def GetTokenizer(self, request: Any, context: Any) -> target_worker_pb2.GetTokenizerResponse:
-        """One token per byte."""
+        """Returns the byte tokenizer."""
         return target_worker_pb2.GetTokenizerResponse(
             tokenizer_json=byte_tokenizer().to_str().encode(),
             chat_template=CHAT_TEMPLATE,
@@ -175,7 +175,7 @@ class FakeTarget(FakeWorker):
         )
 
     async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
-        """Verifies by the hash."""
+        """Verifies every item, choosing tokens by the hash."""
         began = time.perf_counter_ns()
         await self._begin_round(context, [sum(len(i.token_ids) + len(i.draft_token_ids) for i in request.items)])
         results = [self._verify((request.coordinator_id, item.sequence_id), item) for item in request.items]
@@ -185,7 +185,7 @@ class FakeTarget(FakeWorker):
     async def VerifyStream(
         self, requests: AsyncIterator[target_worker_pb2.VerifyRequest], context: Any
     ) -> AsyncIterator[target_worker_pb2.VerifyResponse]:
-        """Round after round."""
+        """Verifies round after round."""
         async for request in requests:
             yield await self.Verify(request, context)
 
@@ -212,7 +212,7 @@ class FakeDraft(FakeWorker):
     def __init__(self, target: FakeTarget, acceptance: float = 0.7, **knobs: Any) -> None:
         super().__init__(**knobs)
         self._target, self._acceptance = target, acceptance
-        self._chance = random.Random(0)
+        self._rng = random.Random(0)
 
     def _register(self, server: grpc.aio.Server) -> None:
         draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
@@ -232,13 +232,13 @@ class FakeDraft(FakeWorker):
     async def ProposeStream(
         self, requests: AsyncIterator[draft_worker_pb2.ProposeRequest], context: Any
     ) -> AsyncIterator[draft_worker_pb2.ProposeResponse]:
-        """Round after round."""
+        """Drafts round after round."""
         async for request in requests:
             yield await self.Propose(request, context)
 
     def _lengths(self, request: draft_worker_pb2.ProposeRequest) -> list[int]:
-        """Tokens that are drafted for each item: as many as are wanted, or until one of its tokens, or a step for all,
-        gains too little."""
+        """Draft length of each item: as many tokens as are wanted, or fewer where another token of the item, or another
+        step for all items, gains too little."""
         lengths = [min(1, item.num_draft_tokens) for item in request.items]
         for step in range(1, max((item.num_draft_tokens for item in request.items), default=0)):
             gains = {
@@ -265,7 +265,7 @@ class FakeDraft(FakeWorker):
         draft: list[int] = []
         for _ in range(length):
             choice = self._target.choose([*tokens, *draft])
-            draft.append(choice if self._chance.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
+            draft.append(choice if self._rng.random() < self._acceptance else (choice + 1) % VOCAB_SIZE)
         self.caches[key] = [*tokens, *draft[:-1]]
         return draft_worker_pb2.ProposeResult(
             sequence_id=item.sequence_id,

@@ -29,27 +29,27 @@ class DemoSettings(UpSettings):
 
     port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
     log_level: LogLevel = Field("error", description="least severe messages logged")
-    prefix_reuse: bool = Field(False, description="copy cached prompts; then the first run alone works them off")
-    drain_seconds: Seconds = Field(5.0, ge=0, description="time that running calls get at the end")
+    prefix_reuse: bool = Field(False, description="copy cached prompts; then only the first run prefills them")
+    drain_seconds: Seconds = Field(5.0, ge=0, description="time that running calls get to finish at the end")
     prompts: Path | None = Field(
         None, description="JSONL file of prompts; - for standard input; default: a small set of our own"
     )
-    num_prompts: int = Field(16, ge=1, description="prompts used, from the first on")
-    max_tokens: int = Field(128, ge=1, le=UINT32_MAX, description="tokens generated for each prompt at most")
-    concurrency: int = Field(4, ge=1, description="requests at a time")
-    repeats: int = Field(2, ge=1, description="runs of each kind; the median counts")
+    num_prompts: int = Field(16, ge=1, description="number of prompts used, from the first on")
+    max_tokens: int = Field(128, ge=1, le=UINT32_MAX, description="tokens to generate for each prompt, at most")
+    concurrency: int = Field(4, ge=1, description="requests in flight")
+    repeats: int = Field(2, ge=1, description="runs of each kind; their median is shown")
 
 
 @dataclass(frozen=True)
 class Run:
-    """All prompts once."""
+    """One run of all prompts."""
 
     responses: list[pb.GenerateResponse]
     seconds: float
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens generated."""
+        """Tokens generated in the run."""
         return sum(response.usage.completion_tokens for response in self.responses)
 
     @property
@@ -72,7 +72,7 @@ def demo(settings: DemoSettings) -> int:
     except ProcessFailedError as error:
         print(f"specpool demo: {error}", file=sys.stderr)
         return 1
-    except asyncio.CancelledError:  # a signal asked us to stop
+    except asyncio.CancelledError:  # by a stop signal
         return 130
     except grpc.aio.AioRpcError as error:
         print(f"specpool demo: {error.code().name}: {error.details()}", file=sys.stderr)

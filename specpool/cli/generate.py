@@ -1,4 +1,4 @@
-"""`specpool generate`: one prompt, streamed as it comes, or a file of them, several at a time."""
+"""`specpool generate`: the answer to one prompt, streamed, or to a file of prompts, several at a time."""
 
 import asyncio
 import contextlib
@@ -32,34 +32,52 @@ class GenerateSettings(Settings):
     prompts: Path | None = Field(
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )
-    chat: bool = Field(False, description="send PROMPT as a user's chat message; lines of a file say it themselves")
+    chat: bool = Field(
+        False, description="send PROMPT as a user's chat message; not for a file, whose lines can be chats"
+    )
     max_tokens: int | None = Field(
-        None, ge=1, le=UINT32_MAX, description="tokens to generate at most; default: the server's"
+        None, ge=1, le=UINT32_MAX, description="tokens to generate, at most; default: the server's"
     )
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
     )
     draft_method: DraftMethod | None = Field(
-        None, description="who drafts: model, ngram or best of both; default: the server's"
+        None, description="draft method: model, ngram or the better of both; default: the server's"
     )
     temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
-    top_p: float | None = Field(None, description="sample among the most probable tokens that together hold so much")
-    top_k: int | None = Field(None, ge=INT32_MIN, le=INT32_MAX, description="sample among so many tokens")
-    min_p: float | None = Field(None, description="sample among tokens so probable, relative to the most probable one")
-    repetition_penalty: float | None = Field(None, description="above 1: tokens that occurred become less likely")
-    frequency_penalty: float | None = Field(None, description="above 0: the more often they were generated, the less")
+    top_p: float | None = Field(
+        None, description="sample among the most probable tokens whose probabilities reach this sum"
+    )
+    top_k: int | None = Field(
+        None, ge=INT32_MIN, le=INT32_MAX, description="sample among this many of the most probable tokens"
+    )
+    min_p: float | None = Field(
+        None, description="sample among tokens at least this probable, relative to the most probable one"
+    )
+    repetition_penalty: float | None = Field(
+        None, description="above 1: tokens that occurred before become less likely"
+    )
+    frequency_penalty: float | None = Field(
+        None, description="above 0: tokens become less likely each time they are generated"
+    )
     presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
-    seed: int | None = Field(None, ge=0, le=UINT64_MAX, description="of the samples; default: drawn, and in --json")
-    stop: str | None = Field(None, description="end before this text")
-    min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="tokens before which nothing stops")
-    ignore_eos: bool | None = Field(None, description="go on after the end of the sequence")
-    concurrency: int = Field(8, ge=1, description="requests at a time")
+    seed: int | None = Field(
+        None, ge=0, le=UINT64_MAX, description="seed of the samples; default: a random one, shown by --json"
+    )
+    stop: str | None = Field(None, description="end the answer before this text")
+    min_tokens: int | None = Field(
+        None, ge=0, le=UINT32_MAX, description="tokens to generate before anything may end the answer"
+    )
+    ignore_eos: bool | None = Field(None, description="go on after the end-of-sequence token")
+    concurrency: int = Field(8, ge=1, description="requests in flight")
     timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
     wait_seconds: Seconds = Field(
-        60.0, ge=0, description="how long to wait at first for a server that does not serve yet; 0: not at all"
+        60.0, ge=0, description="how long to wait for a server that does not serve yet; 0: not at all"
     )
-    retry_seconds: Seconds = Field(0.0, ge=0, description="how long to try again while the server is unavailable")
-    json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in their order")
+    retry_seconds: Seconds = Field(0.0, ge=0, description="how long to retry a request while the server is unavailable")
+    json_lines: bool = Field(
+        False, alias="json", description="print one JSON object per prompt, in the order of the prompts"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "GenerateSettings":
@@ -83,7 +101,7 @@ def generate(settings: GenerateSettings) -> int:
 async def answers(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
 ) -> AsyncIterator[pb.GenerateResponse | grpc.aio.AioRpcError]:
-    """The response to each line, or the error it met, in their order, with so many requests in flight."""
+    """Yields the response to each line, or the error it met, in order, with up to `concurrency` requests in flight."""
     free = asyncio.Semaphore(concurrency)
 
     async def answer(line: PromptLine) -> pb.GenerateResponse | grpc.aio.AioRpcError:
@@ -105,7 +123,7 @@ async def answers(
 async def sure_answers(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
 ) -> AsyncIterator[pb.GenerateResponse]:
-    """The same where no line may fail: raises the first error."""
+    """Yields the response to each line, in order; raises the first error."""
     async for response in answers(client, lines, concurrency, **options):
         if isinstance(response, grpc.aio.AioRpcError):
             raise response
@@ -113,7 +131,7 @@ async def sure_answers(
 
 
 def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, object]:
-    """What `--json` prints for a prompt."""
+    """The object that `--json` prints for a prompt."""
     statistics = MessageToDict(
         response.speculative_decoding, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -174,7 +192,7 @@ async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:
 
 async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: TextIO = sys.stdout) -> int:
     failed = 0
-    # A bar only for many prompts and for eyes, and never among the results.
+    # A progress bar only for several prompts on a terminal, and never among the results.
     console = Console(stderr=True)
     bar = track(lines, "generating", console=console, disable=len(lines) < 2 or not console.is_terminal, transient=True)
     async with AsyncClient(settings.address, settings.retry_seconds) as client:

@@ -15,15 +15,15 @@ from rpc.server import process_name
 from rpc.settings import ENV_PREFIX
 from specpool.cli.health import PROBE_SECONDS, is_serving
 
-# What a process gets, after the drain that it was promised, before it is killed.
+# The time that a process gets, after the drain that it was promised, before it is killed.
 KILL_AFTER_SECONDS = 5.0
 RESTART_SECONDS = 1.0
-# Turns of a loop, well below a millisecond.
+# Turns of the loop in which a waiting thread spins: well below a millisecond.
 SPIN_COUNT = "30000"
 
 
 class ProcessFailedError(Exception):
-    """A process ended before it served; its own message is above."""
+    """A process ended before it served; it has printed its own message."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Service:
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Starts the process; its log goes to our stderr. It ends by itself should we be killed."""
+        """Starts the process; its log goes to our stderr. It ends by itself if we are killed."""
         self.process = await start_module(self.module, *self.arguments, "--parent-pid", str(os.getpid()))
 
     async def wait_serving(self) -> None:
@@ -54,7 +54,7 @@ class Service:
                 await asyncio.sleep(PROBE_SECONDS)
 
     async def keep_running(self) -> None:
-        """Starts the process again, for ever, whenever it ends."""
+        """Restarts the process whenever it ends; never returns."""
         while True:
             assert self.process is not None
             status = await self.process.wait()
@@ -69,7 +69,7 @@ class Service:
 
 
 async def start_module(module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
-    """Starts `python -m module` in a session of its own: what a terminal tells us, we pass on in good order."""
+    """Starts `python -m module` in a session of its own: a terminal's signals reach only us, and we end it in order."""
     command = [sys.executable, "-m", module, *arguments]
     return await asyncio.create_subprocess_exec(*command, env=worker_environment(), start_new_session=True, **options)
 
@@ -87,7 +87,7 @@ async def end(process: asyncio.subprocess.Process, patience_seconds: float) -> N
 
 
 async def kill(processes: list[asyncio.subprocess.Process]) -> None:
-    """Kills those that still run, with what they started."""
+    """Kills the processes that still run, and their children."""
     running = [process for process in processes if process.returncode is None]
     for process in running:
         with contextlib.suppress(ProcessLookupError):
@@ -96,10 +96,10 @@ async def kill(processes: list[asyncio.subprocess.Process]) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of the processes: no settings of ours, and threads that spin between two operations but not long.
+    """The environment of the processes: none of our settings, and threads that spin only briefly between operations.
 
-    Target and draft take turns. Threads that spin while the other works take the cores from it, and to wake one that
-    sleeps takes longer than many operations do (README, "Decisions").
+    Target and draft take turns. Threads that spin while the other model runs take cores from it, and waking a thread
+    that sleeps takes longer than many operations do (README, "Decisions").
     """
     inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     return {"GOMP_SPINCOUNT": SPIN_COUNT, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **inherited}

@@ -11,19 +11,19 @@ from specpool.client import Chat
 
 
 class PromptFileError(ValueError):
-    """A line is not what it must be; the message names it."""
+    """A line of a prompt file is malformed; the message names it."""
 
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line. `id` is any JSON value, and is returned as it came."""
+    """One line of a prompt file. `id` is any JSON value, and is returned as it came."""
 
     id: object
     prompt: str | Chat
 
 
 def read_prompt_file(path: Path) -> list[PromptLine]:
-    """All lines of a file, or of standard input for `-`. OSError, ValueError."""
+    """The prompts of a file, or of standard input for `-`. OSError, ValueError."""
     if str(path) == "-":
         return read_prompts(read_standard_input().split("\n"))
     with path.open(encoding="utf-8") as file:
@@ -31,14 +31,14 @@ def read_prompt_file(path: Path) -> list[PromptLine]:
 
 
 def read_standard_input() -> str:
-    """All of it. OSError, UnicodeDecodeError."""
+    """All text of standard input. OSError, UnicodeDecodeError."""
     if sys.stdin is None:
         raise OSError("it is closed")
     return sys.stdin.read()
 
 
 def read_prompts(lines: Iterable[str]) -> list[PromptLine]:
-    """All lines that are not blank. PromptFileError."""
+    """The prompts of all lines that are not blank. PromptFileError."""
     return [_parse(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -50,7 +50,7 @@ def own_prompts() -> list[PromptLine]:
 def _parse(number: int, line: str) -> PromptLine:
     try:
         record = json.loads(line)
-        # What Python reads and others do not: half a surrogate pair is no text, and NaN no number.
+        # Python accepts what other readers refuse: half a surrogate pair, and NaN.
         json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise PromptFileError(f"line {number}: has half of a surrogate pair, which is no text") from None

@@ -35,28 +35,31 @@ class UpSettings(ListeningSettings):
     target_device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the draft; with two GPUs name cuda:1")
     threads: int = Field(
-        default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=1024, description="CPU threads of each worker"
+        default_factory=lambda: len(os.sched_getaffinity(0)),
+        ge=1,
+        le=1024,
+        description="CPU threads of each worker; default: all that may be used",
     )
     window_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time")
     max_batch_size: int | None = Field(None, ge=1, le=MAX_WINDOW_SIZE, description="sequences in a round; default: all")
-    policy: PolicyName = Field("ragged", description="who is batched with whom: ragged, exspec or eqspec")
-    prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
-    kv_layout: Literal["slots", "padded"] = Field("slots", description="where sequences lie in both workers' caches")
+    policy: PolicyName = Field("ragged", description="how sequences are grouped into rounds: ragged, exspec or eqspec")
+    prefix_reuse: bool = Field(True, description="copy the cache of earlier requests that begin the same")
+    kv_layout: Literal["slots", "padded"] = Field("slots", description="layout of both workers' KV caches")
     max_model_len: int = Field(2048, ge=16, le=UINT32_MAX, description="positions a sequence can have")
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
         le=MAX_SPECULATIVE_TOKENS,
-        description="draft tokens per round unless a request says otherwise; default: as many as pay for themselves",
+        description="draft tokens per round unless a request says otherwise; default: as many as save time",
     )
     draft_method: DraftMethod = Field(
-        DraftMethod.BEST, description="who drafts: model, ngram (prompt lookup), or best: whoever promises more"
+        DraftMethod.BEST, description="draft method: model, ngram (prompt lookup), or best: whichever promises more"
     )
 
 
 @asynccontextmanager
 async def running(settings: UpSettings) -> AsyncIterator[str]:
-    """All processes serving; yields the coordinator's address. ProcessFailedError.
+    """Runs all processes; yields the coordinator's address once all serve. ProcessFailedError.
 
     Signals that ask us to stop cancel the calling task, so that no process is left behind.
     """
@@ -90,7 +93,7 @@ def up(settings: UpSettings) -> int:
     except ProcessFailedError as error:
         print(f"specpool up: {error}", file=sys.stderr)
         return 1
-    except asyncio.CancelledError:  # a signal asked us to stop
+    except asyncio.CancelledError:  # by a stop signal
         return 0
     return 0
 
@@ -102,7 +105,7 @@ async def _serve(settings: UpSettings) -> None:
 
 
 def _cancel_on_signals() -> list[signal.Signals]:
-    """Lets signals cancel the calling task; returns which. Under `nohup` a terminal that hangs up is none."""
+    """Lets stop signals cancel the calling task; returns those signals. Under `nohup`, SIGHUP is none of them."""
     caller = asyncio.current_task()
     assert caller is not None
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()

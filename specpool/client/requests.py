@@ -1,4 +1,4 @@
-"""From Python arguments to a request message."""
+"""Request messages from Python arguments."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ Prompt = str | Chat | Sequence[int]
 
 
 DraftMethodName = Literal["model", "ngram", "best"]
-"""Who drafts, as `DraftMethod` documents it."""
+"""A draft method, as `DraftMethod` documents it."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -41,7 +41,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
-    """A request message. A seed is drawn here if the tokens depend on one: asked again, they are the same.
+    """Makes a request message. Draws a seed if the tokens depend on one: a repeated request gives the same tokens.
 
     TypeError for an unknown option or a value of the wrong type, ValueError for one that no field can hold.
     """

@@ -1,4 +1,4 @@
-"""Trying again without saying anything twice: when it is worth it, and what of a repeated stream is new."""
+"""Retries that deliver nothing twice: when to try again, and which part of a repeated stream is new."""
 
 import random
 import time
@@ -8,10 +8,10 @@ import grpc
 
 from specpool.v1 import generation_pb2 as pb
 
-_AGAIN = {grpc.StatusCode.UNAVAILABLE}
-# A request that was cut off is in flight under its id until the server has noticed, and its place may be taken by then.
-_AGAIN_ONCE_CUT_OFF = {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
-# Beyond, a timer cannot count, and nobody waits.
+_RETRYABLE = {grpc.StatusCode.UNAVAILABLE}
+# A request that was cut off stays in flight under its id until the server notices; by then its place may be taken.
+_RETRYABLE_ONCE_CUT_OFF = {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
+# Timers cannot count longer ones, and nobody waits that long.
 LONGEST_TIMEOUT_SECONDS = 1e9
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
@@ -25,7 +25,7 @@ class Retries:
     for `patience` seconds since it last answered anything and at most until the deadline."""
 
     def __init__(self, patience: float, timeout: float | None) -> None:
-        """Both in seconds. ValueError for a timeout that is none."""
+        """`patience` and `timeout` in seconds. ValueError for a timeout that is not above 0."""
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout_seconds must be above 0, not {timeout}")
         if timeout is not None and timeout > LONGEST_TIMEOUT_SECONDS:
@@ -41,14 +41,14 @@ class Retries:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def progress(self) -> None:
-        """The server answered."""
+        """Notes that the server answered."""
         self._failing_since, self._pause = None, SHORTEST_PAUSE_SECONDS
 
     def pause(self, error: grpc.RpcError) -> float:
         """Seconds to wait before the next attempt. Raises the error if there should be none."""
         now = time.monotonic()
-        again = _AGAIN if self._failing_since is None else _AGAIN | _AGAIN_ONCE_CUT_OFF
-        if error.code() not in again:
+        retryable = _RETRYABLE if self._failing_since is None else _RETRYABLE | _RETRYABLE_ONCE_CUT_OFF
+        if error.code() not in retryable:
             raise error
         self._failing_since = self._failing_since or now
         pause = self._pause * random.uniform(0.5, 1.0)
@@ -61,7 +61,7 @@ class Retries:
 
 @dataclass
 class _Delivered:
-    """What a caller got of one sample."""
+    """The part of one sample that the caller has."""
 
     token_ids: list[int] = field(default_factory=list)
     characters: int = 0
@@ -69,25 +69,25 @@ class _Delivered:
 
 
 class Replay:
-    """Leaves out of a repeated stream what was delivered: the tokens are the same, so it goes on where it broke."""
+    """A filter that leaves out of a repeated stream what was delivered: it goes on where the first one broke off."""
 
     def __init__(self) -> None:
         self._delivered: dict[int, _Delivered] = {}
         self._position: dict[int, tuple[int, int]] = {}
 
     def begin(self) -> None:
-        """A stream begins, the first one or a repeated one."""
+        """Begins a stream, the first one or a repeated one."""
         self._position = {}
 
     def fresh(self, message: pb.GenerateStreamResponse) -> pb.GenerateStreamResponse | None:
-        """What of the message is new; None if nothing is. DivergedError."""
+        """The new part of a message; None if nothing in it is new. DivergedError."""
         is_end = message.HasField("complete")
         index = message.complete.index if is_end else message.chunk.index
         delivered = self._delivered.setdefault(index, _Delivered())
         if delivered.complete:
             return None
         if is_end:
-            # One that was aborted meanwhile may have ended before it came as far again.
+            # A repeated request that was aborted may have ended before it came as far as the first one.
             common = len(message.complete.token_ids) if message.complete.finish_reason == "abort" else None
             if list(message.complete.token_ids[: len(delivered.token_ids)]) != delivered.token_ids[:common]:
                 raise DivergedError(f"sample {index} ended differently")

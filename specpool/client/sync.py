@@ -16,10 +16,13 @@ from specpool.v1 import generation_pb2_grpc
 
 
 class Client:
-    """Use as a context manager. Calls raise `grpc.RpcError` if the server refuses them, or stays unavailable."""
+    """A client of a coordinator, and a context manager.
+
+    Calls raise `grpc.RpcError` if the server refuses them or stays unavailable.
+    """
 
     def __init__(self, address: str, retry_seconds: float = 30.0) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: patience with one that is unavailable; 0: none."""
+        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable."""
         self._channel = open_blocking_channel(address)
         self._retry_seconds = retry_seconds
         self.stub: generation_pb2_grpc.GenerationServiceStub = generation_pb2_grpc.GenerationServiceStub(self._channel)
@@ -35,7 +38,7 @@ class Client:
     def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> pb.GenerateResponse:
-        """The whole answer. The timeout frees the request on the server."""
+        """Returns the whole answer. The timeout frees the request on the server."""
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
         while True:
             try:
@@ -47,12 +50,14 @@ class Client:
     def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Iterator[pb.GenerateStreamResponse]:
-        """The answer in pieces; the last message is `complete`. Closing the iterator frees the request on the server.
+        """Streams the answer in pieces; the last message is `complete`.
 
-        A stream that breaks off is asked for again and goes on where it broke. DivergedError if it cannot.
+        Closing the iterator frees the request on the server. A stream that breaks off is requested again and goes on
+        where it broke off; DivergedError if it cannot.
         """
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
-        request.request_id = request.request_id or uuid.uuid4().hex  # of all attempts, so that `abort` finds it
+        # The same in all attempts, so that `abort` finds it.
+        request.request_id = request.request_id or uuid.uuid4().hex
         replay = Replay()
         while True:
             replay.begin()
@@ -70,13 +75,13 @@ class Client:
             time.sleep(pause)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in flight; its caller gets what there is."""
+        """Ends a request in flight; its caller gets what was generated so far."""
         self.stub.Abort(pb.AbortRequest(request_id=request_id))
 
     def model_info(self) -> pb.GetModelInfoResponse:
-        """Models and limits."""
+        """Returns the models and limits of the server."""
         return self.stub.GetModelInfo(pb.GetModelInfoRequest())
 
     def server_info(self) -> pb.GetServerInfoResponse:
-        """Load, workers and counters."""
+        """Returns the load, workers and counters of the server."""
         return self.stub.GetServerInfo(pb.GetServerInfoRequest())
