@@ -1,7 +1,7 @@
-"""Dialogues that a target writes by itself, questions and answers, with what it thought of every token of an answer.
+"""Dialogues that a target writes by itself, questions and answers, with its candidates for every token of an answer.
 
 Nothing but the target is needed: after the header of a user's turn it writes what a user might ask (as in Magpie, Xu et
-al. 2024), and then it answers, greedily, as it will when it is drafted for.
+al. 2024), and then it answers greedily, as it does when a draft proposes its tokens.
 """
 
 import random
@@ -33,7 +33,7 @@ OPENINGS = (
     "Imagine", "I have", "I need", "My", "Tell me about", "Help me", "Suggest", "Create", "Compose", "Rewrite",
     "Classify", "Based on the following text, answer the question:", "Please", "Is it", "Do", "Are", "Should",
 )  # fmt: skip
-# A part of all questions is one of these about a text: an earlier answer. By itself the target hardly ever brings one.
+# Some questions are one of these tasks on a text, an earlier answer: by itself the target hardly ever quotes one.
 TASKS = (
     "Summarize the following text:", "Summarize the following text in one sentence:", "Shorten the following text:",
     "Rewrite the following text in simple words:", "What is the following text about?", "Continue the following text:",
@@ -47,7 +47,7 @@ SHARE_OF_TASKS, TEXTS, LONGEST_TEXT = 0.25, 256, 160
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Dialogues one behind the other. A position's candidates are those for the token that follows it."""
+    """Dialogues in one row, end to end. A position's candidates are those for the token that follows it."""
 
     token_ids: torch.Tensor  # [tokens] int32
     lengths: torch.Tensor  # [dialogues] int32
@@ -56,13 +56,13 @@ class Dialogues:
     top_logprobs: torch.Tensor  # [answer tokens, TOP] float16
 
     def save(self, path: Path) -> None:
-        """Writes them in one step, so that none is half there."""
+        """Writes a file in one step, so that it is never incomplete."""
         with in_one_step(path) as scratch:
             save_file(vars(self), scratch)
 
     @classmethod
     def load(cls, path: Path) -> "Dialogues":
-        """What `save` wrote."""
+        """Reads what `save` wrote."""
         return cls(**load_file(path))
 
 
@@ -79,21 +79,21 @@ class _Writing:
 
 
 class Writer:
-    """Keeps all slots of an engine busy."""
+    """A target that writes dialogues in all slots of its engine at once."""
 
     def __init__(self, engine: Engine, template: ChatTemplate, seed: int) -> None:
         self._engine, self._template = engine, template
-        self._chance, self._noise = random.Random(seed), torch.Generator().manual_seed(seed)
+        self._rng, self._torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
         self._writing: dict[int, _Writing] = {}
         self._texts: deque[list[int]] = deque(maxlen=TEXTS)
-        """Answers of late."""
+        """Recent answers, for tasks."""
 
     def write(self, dialogues: int) -> Iterator[_Writing]:
-        """Finished dialogues, as many as wanted, in the order in which they end."""
+        """Writes a number of dialogues; yields them in the order in which they end."""
         return islice(self._finished(iter(self._begun, None)), dialogues)
 
     def answer(self, questions: Iterable[Sequence[int]]) -> Iterator[_Writing]:
-        """Dialogues that begin with these tokens, up to the answer's first, in the order in which they end."""
+        """Answers questions, each given as all tokens before its answer; yields the dialogues in the order they end."""
         return self._finished(_Writing(list(tokens), answer_start=len(tokens)) for tokens in questions)
 
     def _finished(self, begun: Iterator[_Writing]) -> Iterator[_Writing]:
@@ -107,17 +107,17 @@ class Writer:
     def _begun(self) -> _Writing:
         tokens = list(self._template.before_question)
         question_start = len(tokens)
-        if self._texts and self._chance.random() < SHARE_OF_TASKS:
-            tokens += self._template.encode(f"{self._chance.choice(TASKS)}\n\n")
-            tokens += [*self._chance.choice(self._texts), *self._template.before_answer]
+        if self._texts and self._rng.random() < SHARE_OF_TASKS:
+            tokens += self._template.encode(f"{self._rng.choice(TASKS)}\n\n")
+            tokens += [*self._rng.choice(self._texts), *self._template.before_answer]
             return _Writing(tokens, answer_start=len(tokens))
-        if self._chance.random() < 0.5:
-            tokens += self._template.encode(self._chance.choice(OPENINGS))
+        if self._rng.random() < 0.5:
+            tokens += self._template.encode(self._rng.choice(OPENINGS))
         return _Writing(tokens, question_start=question_start)
 
     @torch.inference_mode()
     def _step(self) -> Iterator[_Writing]:
-        """One token more for every slot; yields those whose answer is complete."""
+        """Adds a token to every dialogue; yields the dialogues whose answer is complete."""
         spans = [Span(slot, w.cached, w.token_ids[w.cached :], 1) for slot, w in self._writing.items()]
         logits = self._engine.over_vocabulary(self._engine.forward(spans)).cpu()
         asking = torch.tensor([w.answer_start is None for w in self._writing.values()])
@@ -146,7 +146,7 @@ class Writer:
                 yield writing
 
     def _ask(self, writing: _Writing, token: int) -> bool:
-        """Takes in one token of a question, and turns to the answer at its end. False if it is no good question."""
+        """Adds a token to a question, and begins the answer at its end. False if the question is too short or long."""
         length = len(writing.token_ids) - writing.question_start
         if token not in self._template.ends:
             writing.token_ids.append(token)
@@ -157,13 +157,13 @@ class Writer:
 
     def _drawn(self, logits: torch.Tensor) -> list[int]:
         best, ids = logits.topk(QUESTION_TOP)
-        noise = -torch.empty_like(best).exponential_(generator=self._noise).log()
+        noise = -torch.empty_like(best).exponential_(generator=self._torch_rng).log()
         drawn: list[int] = ids.gather(1, (best + noise).argmax(-1, keepdim=True))[:, 0].tolist()
         return drawn
 
 
 def gathered(dialogues: list[_Writing]) -> Dialogues:
-    """Finished dialogues in one."""
+    """Packs finished dialogues."""
     tokens = [token for dialogue in dialogues for token in dialogue.token_ids]
     return Dialogues(
         token_ids=torch.tensor(tokens, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""How well a draft does on prompts of several kinds: `python -m distill.evaluate --prompts FILE`.
+"""Agreement of a draft with its target on prompts of several kinds: `python -m distill.evaluate --prompts FILE`.
 
 The target answers greedily; then the draft reads each answer in one pass and says at every position what comes next.
 A line of the file is a chat, {"messages"}, or a question of Spec-Bench, {"turns"}, of which the first turn is asked; it
@@ -45,7 +45,7 @@ class EvaluateSettings(Settings):
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     max_sequences: int = Field(16, ge=1, description="answers written at a time")
     max_model_len: int = Field(2048, ge=512, description="positions of a dialogue; longer prompts are left out")
-    device: str = Field("cpu", description="where both run")
+    device: str = Field("cpu", description="device of target and draft")
     log_level: LogLevel = Field("warning", description="least severe messages logged")
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: str, model: str) -> dict[str, Any]:
-    """Figures of every category and of all together, which come last. `chats`: by category."""
+    """Figures of every category, and last of all together. `chats`: by category."""
     with naming(PROGRAM, "target", OSError, ValueError, UnsupportedModelError):
         writing = engine_of(settings, target)
         tokenizer = AutoTokenizer.from_pretrained(target)
@@ -92,13 +92,13 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
 
 
 def engine_of(settings: EvaluateSettings, model: str) -> Engine:
-    """Runs a model as a worker does."""
+    """Loads a model as a worker does."""
     sizes = {"max_sequences": settings.max_sequences, "max_model_len": settings.max_model_len}
     return load_engine(EngineOptions(model=model, device=settings.device, **sizes), exact=False)
 
 
 def read_chats(path: Path) -> dict[str, list[Chat]]:
-    """All chats of a file by category. OSError; ValueError names the line that is none."""
+    """All chats of a file by category. OSError; ValueError names a line that is no chat."""
     found = defaultdict(list)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
@@ -122,7 +122,7 @@ def _chat(record: Any) -> tuple[str, Chat]:
 
 
 def tokens_of(chat: Chat, template: ChatTemplate) -> list[int]:
-    """What the target reads, up to its answer."""
+    """The tokens that the target reads before it answers."""
     text = template.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return template.encode(text)
 
@@ -136,7 +136,7 @@ def agreement(draft: Engine, example: Example) -> list[bool]:
 
 
 def figures(agreed: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Of these answers: how many, their tokens, the share agreed upon, and mean acceptance lengths by draft length."""
+    """Numbers of answers and tokens, the share of tokens agreed upon, and mean acceptance lengths by draft length."""
     tokens, share = sum(map(len, agreed)), agreement_rate(agreed)
     lengths = {f"k={k}": round(mean_acceptance_length(agreed, k), 2) for k in ACCEPTANCE_AT}
     return {"answers": len(agreed), "tokens": tokens, "agreement": round(share, 3), **lengths}

@@ -1,4 +1,4 @@
-"""Files that are never half there."""
+"""Files that are never incomplete."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def in_one_step(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of `path` once it is complete."""
+    """A scratch path to write to, which takes the place of `path` at the end."""
     scratch = path.with_suffix(".part")
     yield scratch
     scratch.rename(path)

@@ -1,4 +1,4 @@
-"""`specpool distill`: lets a target write, then trains a small draft on it. Every step goes on where it stopped."""
+"""`specpool distill`: a target writes dialogues, a small draft is trained on them. Every step can be resumed."""
 
 import random
 import time
@@ -47,10 +47,11 @@ class DistillSettings(Settings):
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
     dialogues: int = Field(20_000, ge=64, description="dialogues that the target writes, in files of 256")
-    held_out: int = Field(200, ge=8, description="of these, left out of training to tell how good the draft is")
+    held_out: int = Field(200, ge=8, description="dialogues left out of training, on which the draft is evaluated")
     max_sequences: int = Field(48, ge=1, description="dialogues written at a time")
     initial: Path | None = Field(
-        None, description="a draft.safetensors to begin with: its layers and tokens, not those that the next two say"
+        None,
+        description="a draft.safetensors to begin with; its layers and tokens replace --layers and --output-tokens",
     )
     layers: str | None = Field(
         None,
@@ -62,8 +63,8 @@ class DistillSettings(Settings):
     batch_tokens: int = Field(4096, ge=64, description="tokens of a training step")
     peak_rate: float = Field(5e-4, gt=0, le=1, description="the highest learning rate")
     evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
-    seed: int = Field(0, ge=0, le=UINT32_MAX, description="of what is written and of the order of training")
-    device: str = Field("cpu", description="where both run")
+    seed: int = Field(0, ge=0, le=UINT32_MAX, description="seed of what is written and of the order of training")
+    device: str = Field("cpu", description="device of target and draft")
     log_level: LogLevel = Field("warning", description="least severe messages logged")
 
     @model_validator(mode="after")
@@ -74,7 +75,7 @@ class DistillSettings(Settings):
 
 
 def main() -> None:
-    """Entry point. What cannot be done is found before hours of writing."""
+    """Entry point. Refuses unusable settings before hours of writing."""
     settings = DistillSettings.load(PROGRAM)
     configure_logging(settings.log_level)
     with naming(PROGRAM, "output", OSError):
@@ -104,21 +105,21 @@ def layers_for(settings: DistillSettings, config: PreTrainedConfig) -> list[int]
 
 
 def checkpoint_of(settings: DistillSettings, layers: list[int]) -> Checkpoint:
-    """That of a draft which began so."""
+    """The checkpoint of a draft that begins with these settings and layers."""
     own = {"layers": layers, "output_tokens": settings.output_tokens}
     began: dict[str, Any] = own if settings.initial is None else {"initial": str(settings.initial.resolve())}
     return Checkpoint(settings.output / "checkpoint.pt", began)
 
 
 def bar() -> Progress:
-    """A progress bar with room for what is known so far."""
+    """A progress bar with a count and the time that remains."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
     )
 
 
 def write(settings: DistillSettings, target: str) -> None:
-    """Writes what is missing of the dialogues, a file for every few of them."""
+    """Writes the files of dialogues that are missing."""
     shards = -(-settings.dialogues // DIALOGUES_PER_SHARD)
     missing = [number for number in range(shards) if not shard(settings, number).is_file()]
     if not missing:
@@ -133,7 +134,7 @@ def write(settings: DistillSettings, target: str) -> None:
     with bar() as progress:
         task = progress.add_task("writing", total=shards * DIALOGUES_PER_SHARD)
         progress.advance(task, (shards - len(missing)) * DIALOGUES_PER_SHARD)
-        # Dialogues overlap the files' edges, so what follows an interruption differs from what would have.
+        # Dialogues in progress span two files, so a resumed run writes others than an uninterrupted one.
         writer = Writer(engine, template, settings.seed + 1_000_003 * missing[0])
         for number in missing:
             finished = []
@@ -144,12 +145,12 @@ def write(settings: DistillSettings, target: str) -> None:
 
 
 def shard(settings: DistillSettings, number: int) -> Path:
-    """The file of so many dialogues."""
+    """The file of this number, with a part of the dialogues."""
     return settings.output / f"dialogues-{number:04}.safetensors"
 
 
 def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
-    """Trains, evaluates and saves now and then, and makes a model of what was saved."""
+    """Trains the draft, evaluates and saves it now and then, and makes a model of it at the end."""
     torch.manual_seed(settings.seed)
     files = sorted(settings.output.glob("dialogues-*.safetensors"))
     everything = [example for file in files for example in examples_of(Dialogues.load(file))]
@@ -162,12 +163,12 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
     tokens = sum(len(example.token_ids) for example in examples)
     steps = max(1, int(settings.epochs * tokens / settings.batch_tokens))
     step, began = checkpoint.load(student, optimizer), time.monotonic()
-    chance = random.Random(settings.seed + step)
+    rng = random.Random(settings.seed + step)
     console.print(f"{len(examples):,} dialogues, {tokens:,} tokens, {steps:,} steps from {step:,}")
     with bar() as progress:
         task = progress.add_task("training", total=steps, completed=step)
         while step < steps:
-            for batch in batches(examples, settings.batch_tokens, chance):
+            for batch in batches(examples, settings.batch_tokens, rng):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, steps, min(200, steps // 10 + 1), settings.peak_rate)
                 loss = loss_of(student, batch)

@@ -1,11 +1,11 @@
-"""What would have been accepted of a draft, from where its choices are those of the text that its target wrote. Pure.
+"""Draft tokens that would have been accepted, from where a draft agrees with the text that its target wrote. Pure.
 
-A target that decodes greedily writes the same text whatever is drafted: so rounds can be played again on it.
+A target that decodes greedily writes the same text whatever is drafted, so rounds can be replayed on it.
 """
 
 from collections.abc import Iterator, Sequence
 
-# Draft lengths for which the mean acceptance length is said.
+# Draft lengths for which the mean acceptance length is reported.
 ACCEPTANCE_AT = (1, 2, 3, 4, 5)
 
 
@@ -15,18 +15,18 @@ def agreement_rate(agreed: Sequence[Sequence[bool]]) -> float:
 
 
 def mean_acceptance_length(agreed: Sequence[Sequence[bool]], k: int) -> float:
-    """Tokens gained a round with k draft tokens, if the draft agrees exactly where it does on the target's text."""
+    """Tokens gained per round with k draft tokens. `agreed`: where the draft agrees, for each answer."""
     return 1 + sum(acceptance_by_position(agreed, k))
 
 
 def acceptance_by_position(agreed: Sequence[Sequence[bool]], k: int) -> list[float]:
-    """In rounds with k draft tokens, the share of them in which the first was accepted, the first two, and so on."""
+    """The share of rounds with k draft tokens in which the first was accepted, the first two, and so on."""
     accepted = list(_rounds(agreed, k))
     return [sum(count > j for count in accepted) / max(1, len(accepted)) for j in range(k)]
 
 
 def _rounds(agreed: Sequence[Sequence[bool]], k: int) -> Iterator[int]:
-    """Draft tokens accepted in each round; one that the answer's end would cut short tells nothing."""
+    """Draft tokens accepted in each round, without rounds that the end of the answer cuts short."""
     for answer in agreed:
         at = 0
         while at + k <= len(answer):

@@ -14,7 +14,7 @@ class Student(nn.Module):
 
     output_ids: torch.Tensor
     row_of: torch.Tensor
-    """By token: its row of the head, -1 if it has none."""
+    """The row of the head by token; -1 for a token without one."""
 
     def __init__(self, target: PreTrainedModel, layers: list[int], output_ids: torch.Tensor) -> None:
         super().__init__()
@@ -41,12 +41,12 @@ class Student(nn.Module):
         return logits
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """All that differs from the target, by name."""
+        """Weights that differ from the target's, by name."""
         weights = {name: weight for name, weight in self.state_dict().items() if "embed_tokens" not in name}
         return {**weights, "output_ids": self.output_ids.int()}
 
     def learn(self, trained: dict[str, torch.Tensor]) -> None:
-        """Takes over what `trained` returned for a student of as many layers and rows of the head, with its tokens."""
+        """Loads what `trained` returned for a student with as many layers and rows of the head."""
         weights = {name: weight for name, weight in trained.items() if name != "output_ids"}
         missing, unexpected = self.load_state_dict(weights, strict=False)
         other = [*unexpected, *(name for name in missing if "embed_tokens" not in name)]

@@ -17,7 +17,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, ends: frozenset[int]) -> "ChatTemplate":
-        """Of a transformers tokenizer. ValueError if its template is not made of turns."""
+        """The template of a transformers tokenizer. ValueError if it is not made of turns."""
         messages = [{"role": "user", "content": QUESTION}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if text.count(QUESTION) != 1:

@@ -1,4 +1,4 @@
-"""Trains a student on what its target wrote: the soft targets of every answer token, in one causal pass a batch."""
+"""Training of a student on the candidates of its target for every answer token, in one causal pass per batch."""
 
 import math
 import random
@@ -36,12 +36,12 @@ class Batch:
     top_logprobs: torch.Tensor  # [chosen, TOP]
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on a device."""
+        """The batch on a device."""
         return Batch(**{name: value.to(device) for name, value in vars(self).items()})
 
 
 def examples_of(dialogues: Dialogues) -> list[Example]:
-    """The dialogues one by one."""
+    """Splits dialogues into examples."""
     examples = []
     at = learned = 0
     for length, start in zip(dialogues.lengths.tolist(), dialogues.answer_starts.tolist(), strict=True):
@@ -58,16 +58,16 @@ def examples_of(dialogues: Dialogues) -> list[Example]:
     return examples
 
 
-def batches(examples: Sequence[Example], tokens: int, chance: random.Random) -> Iterator[Batch]:
-    """All examples once, in batches of about so many tokens of about equal length, in random order."""
-    order = sorted(range(len(examples)), key=lambda i: len(examples[i].token_ids) + 8 * chance.random())
+def batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> Iterator[Batch]:
+    """All examples once, in batches of about `tokens` tokens and of about equal lengths, in random order."""
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].token_ids) + 8 * rng.random())
     groups: list[list[Example]] = [[]]
     for example in (examples[i] for i in order):
         longest = max(len(other.token_ids) for other in [*groups[-1], example])
         if groups[-1] and (len(groups[-1]) + 1) * longest > tokens:
             groups.append([])
         groups[-1].append(example)
-    chance.shuffle(groups)
+    rng.shuffle(groups)
     yield from map(collate, groups)
 
 
@@ -90,7 +90,7 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def loss_of(student: Student, batch: Batch) -> torch.Tensor:
-    """Cross-entropy with the target's most probable tokens, of those that the student's head has."""
+    """Cross-entropy with the target's most probable tokens, among those in the student's head."""
     batch = batch.to(student.head.device)
     logits = student(batch.token_ids, batch.attention_mask, batch.chosen)
     rows = student.row_of[batch.top_ids]  # [chosen, TOP], -1: not in the head
@@ -103,7 +103,7 @@ def loss_of(student: Student, batch: Batch) -> torch.Tensor:
 
 @torch.inference_mode()
 def agreement(student: Student, examples: Sequence[Example]) -> list[list[bool]]:
-    """Of each answer, whether the student's choice at each position is the target's."""
+    """Whether the student's choice is the target's, at each position of each answer."""
     found = []
     for group in (examples[i : i + 16] for i in range(0, len(examples), 16)):
         batch = collate(group).to(student.head.device)
@@ -123,11 +123,11 @@ def learning_rate(step: int, steps: int, warmup: int, peak: float) -> float:
 
 @dataclass
 class Checkpoint:
-    """What training needs to go on where it stopped."""
+    """The state with which training resumes where it stopped."""
 
     path: Path
     began: dict[str, Any]
-    """What the student was made of: a checkpoint of another one is of no use."""
+    """The settings that the student was made with: a checkpoint of another student is refused."""
 
     def check(self) -> None:
         """ValueError if there is a checkpoint of another student."""
@@ -139,13 +139,13 @@ class Checkpoint:
                 raise ValueError(f"{self.path} is of another draft ({was}): remove it, or choose another folder")
 
     def save(self, student: Student, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """In one step."""
+        """Saves the state in one step."""
         with in_one_step(self.path) as scratch:
             state = {"student": student.trained(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save({**state, "began": self.began}, scratch)
 
     def load(self, student: Student, optimizer: torch.optim.Optimizer) -> int:
-        """The next step; 0 without a checkpoint."""
+        """Restores student and optimizer; returns the next step, 0 without a checkpoint."""
         if not self.path.is_file():
             return 0
         state: dict[str, Any] = torch.load(self.path, weights_only=True)
