@@ -23,7 +23,7 @@ from specpool.cli.prompts import own_prompts, read_prompt_file
 
 PROGRAM = "specpool plan"
 WIDTH = 120
-# Passes of more rows than this are not measured: their time goes on as the slope before says.
+# Passes of more rows than this are not measured but extrapolated.
 MOST_ROWS = 512
 
 
@@ -35,10 +35,12 @@ class PlanSettings(Settings):
 
     target: str | None = Field(None, description="hub id, folder or GGUF file; default: the embedded pair's")
     draft: list[str] | None = Field(
-        None, min_length=1, description="the same of one draft or several; default: the embedded pair's"
+        None,
+        min_length=1,
+        description="hub id, folder or GGUF file of one draft or several; default: the embedded pair's",
     )
     prompts: Path | None = Field(None, description="JSONL file, as for generate; default: a few of our own")
-    num_prompts: int = Field(16, ge=1, le=4096, description="of these, how many the target answers, in one batch")
+    num_prompts: int = Field(16, ge=1, le=4096, description="number of prompts that the target answers, in one batch")
     max_tokens: int = Field(64, ge=2, description="tokens of an answer, at most")
     batches: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
         [1, 2, 4, 8, 16, 32], min_length=1, description="sequences of a round to predict for"
@@ -100,7 +102,7 @@ def planned(settings: PlanSettings, console: Console) -> Plan:
             raise ValueError(f"{settings.prompts} holds none")
     with naming(PROGRAM, "target", UnsupportedModelError):
         load_config(target)
-    for draft in drafts:  # before minutes are spent on the others
+    for draft in drafts:  # before minutes are spent on the target
         with naming(PROGRAM, "draft", UnsupportedModelError):
             load_config(draft)
     most = max(settings.batches)
@@ -138,7 +140,7 @@ def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOption
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Rows of the passes that are measured: at least two kinds, and the last with no fewer than `most` if need be."""
+    """Numbers of rows to measure passes of: at least two, the last one no lower than `most` or MOST_ROWS."""
     return [2**power for power in range(max(1, (min(most, MOST_ROWS) - 1).bit_length()) + 1)]
 
 

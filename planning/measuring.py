@@ -1,6 +1,6 @@
-"""What a plan rests on: what passes cost, what the target writes, and where a draft would have written the same.
+"""Measurements for a plan: costs of passes, answers of the target, and where a draft agrees with them.
 
-One model is loaded at a time, so that none takes the other's memory or time.
+One model is loaded at a time, so that no model takes another's memory or time.
 """
 
 import gc
@@ -29,7 +29,7 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What the target writes greedily after a prompt, its end included."""
+    """The tokens that the target writes greedily after a prompt, its end-of-sequence token included."""
 
     prompt: list[int]
     token_ids: list[int]
@@ -38,7 +38,7 @@ class Answer:
 def measure_target(
     options: EngineOptions, lines: Sequence[PromptLine], max_tokens: int, rows: Sequence[int], console: Console
 ) -> tuple[Model, list[Answer]]:
-    """What the target's passes of so many rows cost, and its answers. UnsupportedModelError, PromptError."""
+    """Measures passes of the target with these numbers of rows, and its answers. UnsupportedModelError, PromptError."""
     engine = _load(options, exact=True, console=console)  # as it is served
     model = _model(engine, rows)
     prompts = _encoded(engine, lines, max_tokens)
@@ -48,7 +48,7 @@ def measure_target(
 def measure_draft(
     options: EngineOptions, target: Model, answers: Sequence[Answer], rows: Sequence[int], console: Console
 ) -> tuple[Model, list[list[bool]]]:
-    """What a draft's steps cost, and at which tokens of each answer it agrees. UnsupportedModelError."""
+    """Measures the steps of a draft, and at which tokens of each answer it agrees. UnsupportedModelError."""
     engine = _load(options, exact=False, console=console)
     model = _model(engine, rows)
     if model.tokenizer_fingerprint != target.tokenizer_fingerprint:
@@ -116,7 +116,7 @@ def _written(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, cons
 
 @torch.inference_mode()
 def _agreed(engine: Engine, answers: Sequence[Answer], console: Console) -> list[list[bool]]:
-    """Of each answer's tokens, whether the draft chooses them too after all before: one pass an answer."""
+    """Whether the draft chooses each token of each answer too, given all tokens before: one pass per answer."""
     slot = engine.slots.take(("plan", 0))
     assert slot is not None  # there is always room for one
     agreed = []
@@ -130,6 +130,6 @@ def _agreed(engine: Engine, answers: Sequence[Answer], console: Console) -> list
 
 
 def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:
-    """The most probable token at each place."""
+    """The most probable token at each position that the spans ask for."""
     chosen: list[int] = engine.token_ids(engine.forward(spans).argmax(-1)).tolist()
     return chosen

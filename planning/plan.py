@@ -1,11 +1,11 @@
-"""From what was measured to what is recommended. Pure."""
+"""A plan: predictions and a recommendation from what was measured. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.drafting.costs import RoundCosts, StepTimes
 from distill.replay import acceptance_by_position, agreement_rate, mean_acceptance_length
-from planning.prediction import Pair, Speed, Workers, best_by_batch, enough, predict, workers
+from planning.prediction import MeasuredPair, Speed, Workers, best_by_batch, enough, predict, workers
 from planning.scaling import LogLinear, fit
 
 
@@ -26,37 +26,37 @@ class Model:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a plan is made for."""
+    """The conditions that a plan is made for."""
 
     batches: Sequence[int]
     longest: int
-    """Draft tokens, at most."""
+    """The largest draft length."""
     exchange_seconds: float
     shared: bool | None
-    """None: as the devices are."""
+    """Whether target and draft take turns on one device; None: if their devices are the same."""
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What is predicted of one draft."""
+    """Predictions for one draft."""
 
     model: Model
     agreement: float
-    """The share of the target's tokens that it would have chosen too, after all before."""
+    """The share of the target's tokens that the draft would have chosen too, given all tokens before."""
     by_position: list[float]
     """The share of rounds in which the first draft token was accepted, the first two, and so on."""
-    pair: Pair
+    pair: MeasuredPair
     speeds: list[Speed]
 
     @property
     def best(self) -> dict[int, Speed]:
-        """By batch."""
+        """The fastest draft length of each batch."""
         return best_by_batch(self.speeds)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is predicted of all drafts, and what is recommended."""
+    """Predictions for all drafts, and a recommendation."""
 
     target: Model
     drafts: list[DraftPlan]
@@ -67,10 +67,10 @@ class Plan:
 
 
 def make_plan(target: Model, drafts: Sequence[tuple[Model, Sequence[Sequence[bool]]]], terms: Terms) -> Plan:
-    """`drafts`: with each, where in the target's answers it agrees.
+    """Plans from measurements. `drafts`: each with where it agrees with the target's answers.
 
-    The draft is the one that is fastest in any batch that fits in the target's KV cache, or in the smallest if none
-    does; the window is the smallest of these batches that reaches 95% of that speed.
+    The chosen draft is the one that is fastest in any batch that fits in the target's KV cache, or in the smallest if
+    none does; the window is the smallest of these batches that reaches 95% of that speed.
     """
     plans = [_draft_plan(target, model, agreed, terms) for model, agreed in drafts]
     fitting = {batch for batch in terms.batches if batch <= target.room} or {min(terms.batches)}
@@ -87,7 +87,7 @@ def make_plan(target: Model, drafts: Sequence[tuple[Model, Sequence[Sequence[boo
 def _draft_plan(target: Model, draft: Model, agreed: Sequence[Sequence[bool]], terms: Terms) -> DraftPlan:
     costs = RoundCosts(StepTimes(draft.step_seconds), StepTimes(target.step_seconds), terms.exchange_seconds)
     lengths = [mean_acceptance_length(agreed, k) for k in range(terms.longest + 1)]
-    pair = Pair(costs, lengths, draft.device == target.device if terms.shared is None else terms.shared)
+    pair = MeasuredPair(costs, lengths, draft.device == target.device if terms.shared is None else terms.shared)
     return DraftPlan(
         model=draft,
         agreement=agreement_rate(agreed),

@@ -1,4 +1,4 @@
-"""What a pair gains by batch and draft length, and what to run it with. Pure."""
+"""Predicted speed of a pair by batch and draft length, and what to run it with. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from coordinator.drafting.costs import RoundCosts
 
-# A batch is large enough when it reaches such a share of the most tokens per second that any batch does.
+# A batch is large enough when it reaches this share of the highest tokens per second of any batch.
 ENOUGH = 0.95
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What is known of a target and a draft."""
+class MeasuredPair:
+    """The costs and the acceptance of a target and a draft."""
 
     costs: RoundCosts
     lengths: Sequence[float]
-    """The mean acceptance length by draft tokens: of none it is 1."""
+    """The mean acceptance length by draft length; 1 without draft tokens."""
     shared: bool
     """Whether both run on one device, so that only one of them works at a time."""
 
@@ -25,7 +25,7 @@ class Pair:
         return batch * self.lengths[k] / self.costs.seconds(batch, [batch] * k)
 
     def in_halves(self, batch: int, k: int) -> float:
-        """The same if one half of the batch is drafted while the other is verified; 0 where that cannot be."""
+        """Tokens per second if one half of the batch is drafted while the other is verified; 0 if it cannot be."""
         if self.shared or k == 0 or batch == 1:
             return 0.0
         draft, verify = self.draft_seconds(batch / 2, k), self.verify_seconds(batch / 2, k)
@@ -34,36 +34,36 @@ class Pair:
         return batch * self.lengths[k] / period
 
     def draft_seconds(self, batch: float, k: int) -> float:
-        """Of the draft worker in a round."""
+        """Seconds that the draft worker spends on a round."""
         return k * self.costs.draft(batch)
 
     def verify_seconds(self, batch: float, k: int) -> float:
-        """Of the target worker in a round."""
+        """Seconds that the target worker spends on a round."""
         return self.costs.verify(batch * (k + 1))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What is predicted for a batch and a draft length."""
+    """The predicted speed of a batch with a draft length."""
 
     batch: int
     k: int
     tokens_per_second: float
     of_plain: float
     groups: int
-    """In flight at a time, as it is faster: all in turn, or two halves that overlap."""
+    """Groups in flight, whichever is faster: 1, drafted and verified in turn, or 2 halves that overlap."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """How many draft workers keep how many target workers busy, who all verify all the time."""
+    """Numbers of draft and target workers with which every target worker verifies all the time."""
 
     draft: int
     target: int
 
 
-def predict(pair: Pair, batches: Iterable[int]) -> list[Speed]:
-    """For every batch, plain decoding and each draft length."""
+def predict(pair: MeasuredPair, batches: Iterable[int]) -> list[Speed]:
+    """Predicts the speed of every batch, with plain decoding and with each draft length."""
     speeds = []
     for batch in batches:
         plain = pair.in_turn(batch, 0)
@@ -75,7 +75,7 @@ def predict(pair: Pair, batches: Iterable[int]) -> list[Speed]:
 
 
 def best_by_batch(speeds: Iterable[Speed]) -> dict[int, Speed]:
-    """The fastest draft length of each batch; of equals the shortest."""
+    """The fastest draft length of each batch; the shortest of equally fast ones."""
     best: dict[int, Speed] = {}
     for speed in speeds:
         if speed.batch not in best or speed.tokens_per_second > best[speed.batch].tokens_per_second:
@@ -90,7 +90,7 @@ def enough(best: Iterable[Speed]) -> Speed:
     return next(speed for speed in by_batch if speed.tokens_per_second >= ENOUGH * most)
 
 
-def workers(pair: Pair, batch: int, k: int) -> Workers:
+def workers(pair: MeasuredPair, batch: int, k: int) -> Workers:
     """One draft worker for as many target workers as it can draft for while they verify; if it is slower than one of
     them, as many draft workers as one target worker needs."""
     if k == 0:

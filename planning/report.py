@@ -22,7 +22,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """All of it as plain data."""
+    """The plan as plain data."""
     chosen, window = plan.chosen, plan.window
     result: dict[str, Any] = _rounded(
         {
@@ -53,7 +53,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _table(draft: DraftPlan) -> Table:
-    """How much is accepted by draft length, and below it, by batch, what becomes of the speed."""
+    """Acceptance by draft length, and below it the predicted speed by batch."""
     lengths = draft.pair.lengths[1:]
     drafted = [f"k = {k}" for k in range(1, len(lengths) + 1)]
     table = Table("batch", "plain tokens/s", *drafted, "best k", "groups", "tokens/s")

@@ -1,6 +1,7 @@
-"""How agreement with a target grows with a draft's capacity. Pure.
+"""Growth of the agreement with a target with the size of a draft. Pure.
 
-Acceptance is linear in the logarithm of it: Scaling Laws for Speculative Decoding (Yan et al. 2025, arXiv 2505.07858).
+Acceptance is linear in the logarithm of the size (Yan et al. 2025: Scaling Laws for Speculative Decoding, arXiv
+2505.07858).
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from statistics import linear_regression
 
 @dataclass(frozen=True)
 class LogLinear:
-    """agreement = intercept + per_decade * log10(parameters), as far as that is a share."""
+    """agreement = intercept + per_decade * log10(parameters), kept between 0 and 1."""
 
     intercept: float
     per_decade: float
@@ -22,7 +23,7 @@ class LogLinear:
 
 
 def fit(sizes: Sequence[int], agreement: Sequence[float]) -> LogLinear | None:
-    """By least squares; None without two drafts of different sizes."""
+    """Fits by least squares; None without two drafts of different sizes."""
     if len(set(sizes)) < 2:
         return None
     slope, intercept = linear_regression([log10(size) for size in sizes], agreement)

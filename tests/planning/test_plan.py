@@ -16,7 +16,7 @@ from distill.replay import acceptance_by_position, mean_acceptance_length
 from planning import main as command
 from planning.main import powers_of_two
 from planning.plan import Model, Plan, Terms, make_plan
-from planning.prediction import ENOUGH, Pair, Speed, enough, predict, workers
+from planning.prediction import ENOUGH, MeasuredPair, Speed, enough, predict, workers
 from planning.scaling import fit, other_sizes
 
 seconds = st.floats(0.0001, 0.1)
@@ -24,7 +24,7 @@ batches = st.integers(1, 64)
 
 
 @st.composite
-def pairs(draw: st.DrawFn, shared: bool | None = None) -> Pair:
+def pairs(draw: st.DrawFn, shared: bool | None = None) -> MeasuredPair:
     """Of any costs, and an acceptance that never grows with the position."""
     draft, verify = (
         StepTimes({1: first, 64: first + 63 * more})
@@ -33,14 +33,14 @@ def pairs(draw: st.DrawFn, shared: bool | None = None) -> Pair:
     shares = sorted(draw(st.lists(st.floats(0, 1), min_size=8, max_size=8)), reverse=True)
     lengths = [1 + sum(shares[:k]) for k in range(len(shares) + 1)]
     costs = RoundCosts(draft, verify, draw(st.floats(0, 0.005)))
-    return Pair(costs, lengths, draw(st.booleans()) if shared is None else shared)
+    return MeasuredPair(costs, lengths, draw(st.booleans()) if shared is None else shared)
 
 
 # --- What is predicted
 
 
 @given(pair=pairs(), batch=batches)
-def test_no_speed_up_exceeds_the_mean_acceptance_length(pair: Pair, batch: int) -> None:
+def test_no_speed_up_exceeds_the_mean_acceptance_length(pair: MeasuredPair, batch: int) -> None:
     plain, *drafted = predict(pair, [batch])
     assert (plain.k, plain.of_plain, plain.groups) == (0, 1, 1)
     assert all(speed.of_plain <= pair.lengths[speed.k] for speed in drafted)
@@ -49,18 +49,18 @@ def test_no_speed_up_exceeds_the_mean_acceptance_length(pair: Pair, batch: int) 
 @given(length=st.floats(1, 9), batch=batches, k=st.integers(1, 8))
 def test_a_draft_that_costs_nothing_gains_what_it_gets_accepted(length: float, batch: int, k: int) -> None:
     flat, free = StepTimes({1: 0.02, 64: 0.02}), StepTimes({1: 0, 64: 0})
-    pair = Pair(RoundCosts(free, flat, exchange=0), [1.0] * k + [length], shared=False)
+    pair = MeasuredPair(RoundCosts(free, flat, exchange=0), [1.0] * k + [length], shared=False)
     assert predict(pair, [batch])[k].of_plain == pytest.approx(length, rel=0.001)
 
 
 @given(pair=pairs(shared=False), half=st.integers(1, 32), k=st.integers(1, 8))
-def test_two_groups_gain_at_most_what_two_pairs_of_workers_would(pair: Pair, half: int, k: int) -> None:
+def test_two_groups_gain_at_most_what_two_pairs_of_workers_would(pair: MeasuredPair, half: int, k: int) -> None:
     alone, both = pair.in_turn(half, k), pair.in_halves(2 * half, k)
     assert alone * 0.999 <= both <= 2 * alone * 1.001
 
 
 @given(pair=pairs(shared=True), batch=batches, k=st.integers(0, 8))
-def test_on_one_device_nothing_overlaps(pair: Pair, batch: int, k: int) -> None:
+def test_on_one_device_nothing_overlaps(pair: MeasuredPair, batch: int, k: int) -> None:
     assert pair.in_halves(batch, k) == 0
 
 
@@ -75,7 +75,7 @@ def test_the_window_is_the_smallest_batch_that_is_nearly_as_fast_as_any(rates: d
 
 
 @given(pair=pairs(shared=False), batch=batches, k=st.integers(1, 8))
-def test_draft_workers_can_feed_their_target_workers(pair: Pair, batch: int, k: int) -> None:
+def test_draft_workers_can_feed_their_target_workers(pair: MeasuredPair, batch: int, k: int) -> None:
     found = workers(pair, batch, k)
     draft, verify = pair.draft_seconds(batch, k), pair.verify_seconds(batch, k)
     assert draft * found.target <= verify * found.draft * 1.001
