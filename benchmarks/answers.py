@@ -1,4 +1,4 @@
-"""Answers as a client sees them come, and what they say of speed, latency and speculation."""
+"""Answers as a client sees them arrive, and their speed, latency and acceptance."""
 
 import math
 import statistics
@@ -15,12 +15,12 @@ from specpool.v1 import generation_pb2 as pb
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got."""
+    """One answer as the client got it."""
 
     response: pb.GenerateResponse
     began: float
     arrivals: list[tuple[float, int]]
-    """When tokens came, and how many."""
+    """Times at which tokens arrived, and how many."""
 
 
 async def answer(client: AsyncClient, line: PromptLine, options: GenerateOptions) -> Answer:
@@ -35,12 +35,12 @@ async def answer(client: AsyncClient, line: PromptLine, options: GenerateOptions
 
 
 def measures(answers: list[Answer], seconds: float) -> dict[str, Any]:
-    """Speed, latencies, and what became of draft tokens, of all answers together."""
+    """Speed, latencies and acceptance of all answers together."""
     tokens = sum(len(answer.response.token_ids) for answer in answers)
     latencies = [1000 * latency for answer in answers for latency in token_latencies(answer.arrivals)]
     speculation = [answer.response.speculative_decoding for answer in answers]
-    accepted = sum(of_one.num_accepted_draft_tokens for of_one in speculation)
-    rounds = sum(of_one.num_spec_steps for of_one in speculation)
+    accepted = sum(each.num_accepted_draft_tokens for each in speculation)
+    rounds = sum(each.num_spec_steps for each in speculation)
     return {
         "tokens_per_s": tokens / seconds,
         "first_token_ms": 1000 * statistics.median(answer.arrivals[0][0] - answer.began for answer in answers),
@@ -52,10 +52,10 @@ def measures(answers: list[Answer], seconds: float) -> dict[str, Any]:
 
 
 def token_latencies(arrivals: list[tuple[float, int]]) -> list[float]:
-    """Seconds of every token behind the first ones: tokens that come together share the time since those before."""
+    """Seconds of every token after the first ones: tokens that arrive together share the time since those before."""
     return [(now - before) / count for (before, _), (now, count) in pairwise(arrivals) for _ in range(count)]
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """The least of the values that is not below so many of them; None of none."""
+    """The smallest value that this share of the values does not exceed; None without values."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None

@@ -1,4 +1,4 @@
-"""What the coordinator itself costs, with fake workers that cost nothing: per round, and per choice of a group.
+"""Cost of the coordinator itself, with fake workers that cost nothing: per round, and per choice of a group.
 
     python -m benchmarks.coordinator_cost [--sequences 8] [--tokens 200] [--k 4] [--repeats 5]
 
@@ -65,7 +65,7 @@ async def serve_fakes() -> None:
 
 
 def measure_rounds(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Medians over repeats are the caller's; each run generates `sequences` answers of `tokens` tokens at once."""
+    """One row per repeat. Each run generates `sequences` answers of `tokens` tokens at once."""
     with ExitStack() as stack:
         fakes = _start(stack, "-m", "benchmarks.coordinator_cost", "--serve-fakes")
         assert fakes.stdout is not None
@@ -118,9 +118,9 @@ async def _wait_ready(client: AsyncClient) -> None:
 def measure_choice(name: str) -> float:
     """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
     pool = Pool(window_size=POOL_SIZE, queue_size=POOL_SIZE, prefix_reuse=False)
-    chance = random.Random(0)
+    rng = random.Random(0)
     for i in range(POOL_SIZE):
-        prompt = (1,) * chance.randint(*PROMPT_LENGTHS)
+        prompt = (1,) * rng.randint(*PROMPT_LENGTHS)
         pool.submit([Sequence(i, GenerationRequest(str(i), prompt, 1000, frozenset(), 4))])
     pool.admit()
     policy = POLICIES[name](GroupingLimits(max_batch_size=8, min_group_size=4))

@@ -1,4 +1,4 @@
-"""What a step of the engine costs by shape, beside transformers and beside what reading the weights alone would take.
+"""Cost of a step of the engine by shape, beside transformers and beside the time that reading the weights would take.
 
     python -m benchmarks.engine [--model FOLDER] [--threads N] [--repeats 5] [--output FOLDER]
     python -m benchmarks.engine --shape qwen3-8b --device cuda --dtype bfloat16     (random weights of that shape)
@@ -34,7 +34,7 @@ from engine.startup import load_engine, start_engine
 BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 1024, 2048)
 DRAFTED = 4
 MOST_ROWS = 64
-# Beyond, the caches of transformers would take too much memory and time.
+# With more positions, the caches of transformers would take too much memory and time.
 MOST_PEER_POSITIONS = 8192
 PROFILED = ((1, 512), (8, 512))
 READ_BYTES = 2**29
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a repeat, of which the fastest counts")
+    parser.add_argument("--steps", type=int, default=3, help="steps per repeat, of which the fastest counts")
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -141,18 +141,18 @@ def measure(engine: Engine, peer: Peer | None, options: argparse.Namespace, band
 
 
 def engine_step(engine: Engine, batch: int, cached: int, tokens: int) -> Step:
-    """A step of our own: `tokens` new ones in each of the first slots."""
+    """A step of the engine: `tokens` new tokens in each of the first slots."""
     spans = [Span(slot, cached, [5] * tokens, tokens) for slot in range(batch)]
     return lambda: engine.forward(spans)
 
 
 def fastest(step: Step, times: int) -> float:
-    """Seconds of the fastest of a few."""
+    """Seconds of the fastest of some steps."""
     return min(seconds_of(lambda: finished(step)) for _ in range(times))
 
 
 def finished(step: Step) -> None:
-    """A step and all that it launched."""
+    """Runs a step until all that it launched is done."""
     step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -161,7 +161,7 @@ def finished(step: Step) -> None:
 def summary(
     engine: Engine, batch: int, cached: int, found: dict[tuple[int, int, str], list[float]], bandwidth: float
 ) -> Row:
-    """Milliseconds, and what they are compared with."""
+    """The row of a shape: milliseconds, and what they are compared with."""
     ms = {kind: statistics.median(s) * 1000 for (b, c, kind), s in found.items() if (b, c) == (batch, cached)}
     limit = (weight_bytes_read(engine) + batch * cached * engine.info().kv_bytes_per_token) / bandwidth * 1000
     peer = ms.get("transformers")
@@ -179,7 +179,7 @@ def summary(
 
 
 def weight_bytes_read(engine: Engine) -> int:
-    """Of a step: all weights but an embedding of its own, of which a step looks up a row for each token."""
+    """Bytes of weights that a step reads: all but an untied embedding, of which it looks up a row for each token."""
     config, info = engine.loaded.config, engine.info()
     embedding = 0 if config.tie_word_embeddings else info.vocab_size * config.hidden_size
     itemsize: int = getattr(torch, info.dtype).itemsize
@@ -193,7 +193,7 @@ def measure_bandwidth(device: str, repeats: int) -> float:
 
 
 def where_the_time_goes(engine: Engine, batch: int, cached: int) -> Row:
-    """Shares of a step: products, attention, and all that is neither."""
+    """Shares of a step spent on products, on attention, and on the rest."""
     step = engine_step(engine, batch, cached, 1)
     if isinstance(engine.forward_pass, NativeModel):
         with engine.forward_pass.measured() as seconds:

@@ -1,4 +1,4 @@
-"""Plots of what benchmarks measured."""
+"""Plots of benchmark results."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ MILLISECONDS = (10, 20, 50, 100, 200, 500)
 
 
 def engine_figure(rows: list[dict[str, Any]]) -> Figure:
-    """Milliseconds of a step by sequences: plain steps and their limit for each cached length, and the library's."""
+    """Milliseconds by sequences and cached length: plain steps with their limit, verify steps, and transformers."""
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
     plain, verify = figure.subplots(1, 2)
     lengths = sorted({row["cached"] for row in rows})

@@ -1,8 +1,8 @@
-"""How often sequences of equal length find each other, by the size of the window. No model: acceptance is drawn.
+"""Rate at which sequences of equal length can be grouped, by the size of the window. No model: acceptance is drawn.
 
     python -m benchmarks.grouping [--batch 8] [--k 4] [--most 10000] [--output FOLDER]
 
-The window is kept full. A draft token is accepted with a probability of its own, independent of all others, up to the
+The window is kept full. Each draft token is accepted with the same probability, independent of the others, up to the
 first that is not. The last line printed is JSON.
 """
 
@@ -48,17 +48,17 @@ def main() -> None:
 def simulate(
     acceptance: float, min_group: int, admission: str, window: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Rounds with a full window, after as many turns as let the first prompts be forgotten."""
-    chance, ids = random.Random(0), count()
+    """Runs rounds with a full window, counted once the first sequences have been replaced."""
+    rng, ids = random.Random(0), count()
     queue = QUEUE_PER_WINDOW * window if admission == "length" else window
     pool = Pool(window, queue, by_length=admission == "length", prefix_reuse=False)
     policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
-    # Until about every sequence was replaced once, then again so long to count.
+    # Until about every sequence was replaced once; then the rounds that count.
     warm_up = max(options.rounds, 4 * window)
     counters, choosing = GroupingCounters(), 0.0
     for turn in range(warm_up + max(options.rounds, 2 * window)):
         while pool.queued < queue:
-            pool.submit([newcomer(next(ids), chance, options.k)])
+            pool.submit([newcomer(next(ids), rng, options.k)])
         pool.admit()
         began = time.perf_counter()
         group = policy.choose(pool.ready, pool.rounds)
@@ -67,11 +67,11 @@ def simulate(
             counters.add(group, group.same_length)
         pool.begin_round(group.sequences)
         for sequence in group.sequences:
-            play(sequence, acceptance, chance)
+            run_round(sequence, acceptance, rng)
         pool.end_round(group.sequences)
         pool.released(pool.leaving)
     rounds, grouped = sum(counters.group_sizes), counters.same_length_rounds + counters.mixed_rounds
-    played = sum(size * times for size, times in enumerate(counters.group_sizes, 1))
+    grouped_sequences = sum(size * times for size, times in enumerate(counters.group_sizes, 1))
     return {
         "acceptance": acceptance,
         "min_group": min_group,
@@ -79,23 +79,23 @@ def simulate(
         "window": window,
         "same_length_hit_rate": round(counters.same_length_rounds / grouped, 4) if grouped else None,
         "fallback_rate": round(counters.fallback_rounds / rounds, 4),
-        "mean_group_size": round(played / rounds, 2),
+        "mean_group_size": round(grouped_sequences / rounds, 2),
         "choose_ms": round(choosing / rounds * 1000, 4),
     }
 
 
-def newcomer(sequence_id: int, chance: random.Random, k: int) -> Sequence:
+def newcomer(sequence_id: int, rng: random.Random, k: int) -> Sequence:
     """A sequence whose prompt is cached in both workers."""
-    prompt, most = (0,) * chance.randint(*PROMPT_LENGTHS), chance.randint(*OUTPUT_LENGTHS)
+    prompt, most = (0,) * rng.randint(*PROMPT_LENGTHS), rng.randint(*OUTPUT_LENGTHS)
     sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, most, frozenset(), k))
     sequence.target_length = sequence.draft_length = len(prompt) - 1
     return sequence
 
 
-def play(sequence: Sequence, acceptance: float, chance: random.Random) -> None:
-    """A round: the draft lacks a token more after it was accepted as a whole."""
+def run_round(sequence: Sequence, acceptance: float, rng: random.Random) -> None:
+    """Runs a round of one sequence. After a full acceptance, the draft's cache lacks one more token."""
     drafted, accepted = sequence.draft_limit, 0
-    while accepted < drafted and chance.random() < acceptance:
+    while accepted < drafted and rng.random() < acceptance:
         accepted += 1
     sequence.commit([0] * (accepted + 1))
     sequence.target_length = len(sequence.token_ids) - 1

@@ -1,9 +1,9 @@
-"""Two groups in turns and drafting ahead, against all in turn: with fake workers that take as long as two GPUs might.
+"""Two groups that overlap and drafting ahead, against one worker at a time: with fakes as fast as two GPUs might be.
 
     python -m benchmarks.overlap [--verify-ms 8 0.05] [--draft-ms 2 0.02] [--acceptance 0.8] [--output FOLDER]
 
-The coordinator, the wire and the choice of draft lengths are real; a pass takes the stated milliseconds of one row and
-of each further one. All tokens are those of plain decoding. The last line printed is JSON.
+The coordinator, the wire and the choice of draft lengths are real; a pass takes the stated milliseconds for its first
+row and for each further row. All tokens are those of plain decoding. The last line printed is JSON.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32)
-# In this order: plain decoding, all in turn, and both workers at a time.
+# Plain decoding, one worker at a time, and both at a time.
 KINDS: dict[str, tuple[Overlap, int | None]] = {
     "plain": ("off", 0),
     "in turn": ("off", None),
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--verify-ms", type=float, nargs=2, default=(8.0, 0.05), metavar=("FIRST", "MORE"))
     parser.add_argument("--draft-ms", type=float, nargs=2, default=(2.0, 0.02), metavar=("FIRST", "MORE"))
     parser.add_argument("--acceptance", type=float, default=0.8)
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
     parser.add_argument("--output", type=Path, help="folder for the result")
     options = parser.parse_args()
     rows = [asyncio.run(row(concurrency, options)) for concurrency in progress(CONCURRENCIES, "concurrencies")]
@@ -46,14 +46,14 @@ def main() -> None:
 
 
 async def row(concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of every kind, and what overlapping gains."""
+    """Tokens per second of every kind, and the gain of overlapping."""
     speeds = {name: await speed(concurrency, *kind, options) for name, kind in KINDS.items()}
     gain = {"of_turns": round(speeds["overlapped"] / speeds["in turn"], 2)}
     return {"concurrency": concurrency, **{name: round(found, 1) for name, found in speeds.items()}, **gain}
 
 
 async def speed(concurrency: int, overlap: Overlap, k: int | None, options: argparse.Namespace) -> float:
-    """Of as many requests at once, after one that warms up."""
+    """Tokens per second of `concurrency` requests at once, after as many that warm up."""
     target = FakeTarget(slots=max(CONCURRENCIES), pass_seconds=line(*options.verify_ms))
     draft = FakeDraft(target, options.acceptance, slots=max(CONCURRENCIES), pass_seconds=line(*options.draft_ms))
     settings = CoordinatorSettings(
@@ -82,7 +82,7 @@ async def speed(concurrency: int, overlap: Overlap, k: int | None, options: argp
 
 
 async def answer(client: AsyncClient, target: FakeTarget, number: int, k: int | None, tokens: int) -> None:
-    """One request, whose tokens must be those of plain decoding."""
+    """Sends one request, whose tokens must be those of plain decoding."""
     prompt = [number] * LENGTH_OF_PROMPT
     found: pb.GenerateResponse = await client.generate(
         prompt, max_tokens=tokens, num_speculative_tokens=k, ignore_eos=True
@@ -92,7 +92,7 @@ async def answer(client: AsyncClient, target: FakeTarget, number: int, k: int | 
 
 
 def line(first: float, more: float) -> Callable[[int], float]:
-    """Seconds by rows, from milliseconds."""
+    """Seconds of a pass by its rows, from milliseconds of the first row and of each further one."""
     return lambda rows: (first + more * (rows - 1)) / 1000
 
 

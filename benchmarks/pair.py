@@ -3,10 +3,11 @@
     python -m benchmarks.pair --output FOLDER [--acceptance 0.7] [--target qwen3-8b] [--draft qwen3-0.6b]
     python -m benchmarks.throughput --target FOLDER/target --draft FOLDER/draft
 
-Whatever came before, the target follows each token by a certain other one, on a way through the whole vocabulary: the
+Whatever came before, the target follows each token by a fixed other one, on a path through the whole vocabulary: the
 last token's embedding outweighs what the layers add to it, and the head's rows are the embeddings of the tokens before.
-So does the draft, but for a share of the tokens, where it always takes another. Nothing is repeated that prompt lookup
-could find. Where an answer begins depends on the length of its prompt: the chat template ends with a letter of it.
+So does the draft, but for a share of the tokens, after which it always takes a wrong one. Nothing is repeated, so that
+prompt lookup finds nothing. Answers begin with different tokens, by the length of the prompt: the chat template ends
+with a letter that depends on it.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from benchmarks.shapes import SHAPES, random_model
 from engine.models.loading import UnsupportedModelError, pick_device
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 
-# Of what random layers add, so little is left.
+# The output of the random layers is scaled down to this.
 SCALE_OF_LAYERS = 0.01
 STARTS = string.ascii_letters + string.digits
 TEMPLATE = (
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--target", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--draft", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--acceptance", type=float, default=0.7, help="share of tokens that the draft is right about")
-    parser.add_argument("--device", default="auto", help="to make them on")
+    parser.add_argument("--device", default="auto", help="device to make them on")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -59,7 +60,7 @@ def main() -> None:
         parser.error(f"--seed: {error}")
     except OSError as error:
         parser.error(f"--output: {error}")
-    follows = way(vocabulary[0])
+    follows = path_through(vocabulary[0])
     for name, shape, its in (
         ("target", options.target, follows),
         ("draft", options.draft, partly_wrong(follows, 1 - options.acceptance)),
@@ -69,8 +70,8 @@ def main() -> None:
         print(options.output / name)
 
 
-def way(vocab_size: int) -> torch.Tensor:
-    """[vocab_size]: the token that follows each, on a random way through all but the one that ends a text."""
+def path_through(vocab_size: int) -> torch.Tensor:
+    """[vocab_size]: the token that follows each, on a random path through all but the end-of-sequence token."""
     order = torch.randperm(vocab_size)
     order = order[order != EOS_TOKEN_ID]
     follows = torch.full((vocab_size,), EOS_TOKEN_ID)
@@ -79,7 +80,7 @@ def way(vocab_size: int) -> torch.Tensor:
 
 
 def partly_wrong(follows: torch.Tensor, share: float) -> torch.Tensor:
-    """The same, but for a random share of the tokens, each of which is followed by the right one of another."""
+    """`follows`, but for a random share of the tokens, each of which gets the follower of another one."""
     wrong = torch.randperm(len(follows))[: round(share * len(follows))]
     other = follows.clone()
     other[wrong] = follows[wrong.roll(1)]
@@ -87,7 +88,7 @@ def partly_wrong(follows: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def save_model(folder: Path, shape: str, follows: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    """Saves a model of this shape that goes this way, and a tokenizer of bytes."""
+    """Saves a model of this shape that follows each token so, and a tokenizer of bytes."""
     model = random_model(shape, device, dtype, "eager", tie_word_embeddings=False)
     lead(model, follows.to(device))
     model.save_pretrained(folder)

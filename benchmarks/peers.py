@@ -53,7 +53,7 @@ class Peers:
 
     @torch.inference_mode()
     def margin(self, context: list[int]) -> float:
-        """Between the logits of the two best tokens after this context."""
+        """The difference between the logits of the two best tokens after a context."""
         best = self.model(torch.tensor([context])).logits[0, -1].topk(2).values
         return float(best[0] - best[1])
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from specpool.cli.prompts import PromptLine, own_prompts, read_prompts
 
-# Prompts of a run per request at a time, and the fewest of a run.
+# Prompts of a run per request in flight, and the fewest prompts of a run.
 LOAD, FEWEST_PROMPTS = 2, 4
 
 
 def number_of_prompts(concurrency: int) -> int:
-    """Prompts of a run that keeps so many requests in flight."""
+    """The number of prompts of a run that keeps `concurrency` requests in flight."""
     return max(FEWEST_PROMPTS, LOAD * concurrency)
 
 
@@ -27,7 +27,7 @@ def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
 
 
 def load_by_category(path: Path | None) -> dict[str, list[PromptLine]]:
-    """All prompts of each category, in their order. Only questions of Spec-Bench have one; that of others is empty."""
+    """All prompts of each category, in order. Only questions of Spec-Bench have one; others are in the category ""."""
     if path is None:
         return {"": own_prompts()}
     texts = [text for text in path.read_text(encoding="utf-8").splitlines() if text.strip()]

@@ -1,4 +1,4 @@
-"""What realignment costs: every policy in every KV layout, by batch, against plain decoding and `transformers`.
+"""Cost of realignment: every policy in every KV layout, by batch, against plain decoding and `transformers`.
 
     python -m benchmarks.realign [--prompts FILE] [--batches 1 2 4 8 16] [--repeats 5] [--output FOLDER]
 
@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4, help="draft tokens per round")
     parser.add_argument("--repeats", type=int, default=5)
     every = [PLAIN, *SPECULATIVE, *PEERS]
-    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="ways to decode; plain is one always")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=every, default=every, help="ways to decode; plain is always included"
+    )
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
     parser.add_argument("--name", default="realign", help="name of the files there")
     options = parser.parse_args()
@@ -128,15 +130,15 @@ async def serve(
 
 
 def counted(counters: pb.ServerCounters) -> Run:
-    """What is shown of the counters of a fresh coordinator."""
+    """The measures of a run, from the counters of a fresh coordinator."""
     grouping, stages = counters.grouping, counters.stage_seconds
     whole = sum(stages.values())
     grouped = grouping.same_length_rounds + grouping.mixed_rounds
-    played = sum(size * rounds for size, rounds in enumerate(grouping.group_sizes, 1))
+    grouped_sequences = sum(size * rounds for size, rounds in enumerate(grouping.group_sizes, 1))
     return {
         "acceptance": counters.accepted_draft_tokens / counters.draft_tokens if counters.draft_tokens else None,
         "hit_rate": grouping.same_length_rounds / grouped if grouped else None,
-        "group_size": played / counters.rounds,
+        "group_size": grouped_sequences / counters.rounds,
         **{f"{stage}_share": stages[stage] / whole for stage in ("draft", "verify", "realign", "wire", "schedule")},
         "realign_ms": stages["realign"] * 1000 / counters.rounds,
     }
@@ -188,7 +190,7 @@ def summary(kind: str, batch: int, runs: list[Run], plain: float | None) -> Run:
 
 
 def for_people(row: Run) -> Run:
-    """What a table has room for; shares of a round in percent."""
+    """The part of a row that a table has room for; shares of a round in percent."""
     shares = {
         f"{name.removesuffix('_share')} %": None if share is None else round(100 * share, 2)
         for name, share in row.items()

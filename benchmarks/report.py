@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def progress(things: Sequence[T], what: str) -> Iterable[T]:
-    """The things, with a bar that says how far they are worked off."""
+    """Iterates over the things, with a progress bar."""
     return track(things, what, console=console, transient=True)
 
 
@@ -30,7 +30,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def median(runs: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """Of a measure, over the runs that have it; None if none has."""
+    """The median of a measure over the runs that have it; None if no run has."""
     values = [run[name] for run in runs if run.get(name) is not None]
     return statistics.median(values) if values else None
 

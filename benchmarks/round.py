@@ -1,8 +1,8 @@
-"""Where the time of the whole service goes, over real sockets: models, wire, scheduling, and waiting for nothing.
+"""Shares of the service's time over real sockets: models, wire, scheduling, and idling.
 
     python -m benchmarks.round [--target FOLDER] [--draft FOLDER] [--prompts FILE] [--repeats 3] [--output FOLDER]
 
-All stages are those of `GetServerInfo`; idle is what no round accounts for. Prompts are worked off in every run. Runs
+All stages are those of `GetServerInfo`; idle is what no round accounts for. Every run prefills its prompts. Runs
 are interleaved, medians are shown. The last line printed is JSON.
 """
 
@@ -60,7 +60,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def median(runs: list[dict[str, float]], name: str) -> float:
-    """Of one measure."""
+    """The median of one measure."""
     return round(statistics.median(run[name] for run in runs), 2)
 
 
@@ -82,7 +82,7 @@ async def run(
 
 
 async def counters(client: AsyncClient) -> pb.ServerCounters:
-    """The sums so far."""
+    """The server's counters by now."""
     return (await client.server_info()).counters
 
 

@@ -1,4 +1,4 @@
-"""What sampling costs per token, and how often a draft that shares the target's noise makes the target's choice.
+"""Cost of sampling per token, and how often a draft that shares the target's noise makes the target's choice.
 
     python -m benchmarks.sampling [--target FOLDER] [--draft FOLDER] [--prompts FILE] [--output FOLDER]
 

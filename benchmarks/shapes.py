@@ -39,6 +39,6 @@ def random_model(
 
 
 def random_loaded(shape: str, device: str, dtype: torch.dtype) -> LoadedModel:
-    """The same for an engine."""
+    """A random model of this shape, as an engine takes it."""
     model = random_model(shape, device, dtype, PACKED_ATTENTION)
     return LoadedModel(shape, model, TokenizerFiles(b'{"model": {"vocab": {}}}', "", {}, ()), MAX_MODEL_LEN)

@@ -3,8 +3,9 @@
     python -m benchmarks.simulate [--answers 12] [--output FOLDER]
 
 The costs are stated, acceptance is drawn. "steady": each sequence has a rate of its own around the given one;
-"changing": halfway the good become bad. Every row says what share of the best fixed length's tokens per second was
-reached, which that length was, and how both compare with plain decoding. The last line printed is JSON.
+"changing": halfway through, good rates become bad and bad ones good. Every row says what share of the best fixed
+length's tokens per second was reached, which that length was, and how both compare with plain decoding. The last line
+printed is JSON.
 """
 
 import argparse
@@ -38,18 +39,20 @@ Rates = Callable[[random.Random, float], float]
 
 @dataclass
 class Simulated:
-    """A sequence."""
+    """A sequence whose acceptance is known."""
 
     number: int
     right: list[bool]
-    """Of each token of its answer, whether the draft is right about it."""
+    """Whether the draft is right about each token of the answer."""
     at: int = 0
 
 
 def main() -> None:
     """Parses the command line, simulates, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=int, default=12, help="for each place in the batch, at least 24 in all")
+    parser.add_argument(
+        "--answers", type=int, default=12, help="answers for each place in the batch, at least 24 in all"
+    )
     parser.add_argument("--output", type=Path, help="folder for the result")
     options = parser.parse_args()
     cells = list(itertools.product(COSTS, BATCHES, RATES, ("steady", "changing")))
@@ -61,7 +64,7 @@ def main() -> None:
 
 
 def row(costs: str, batch: int, rate: float, kind: str, answers: int) -> dict[str, Any]:
-    """What adaptive lengths reach in one cell."""
+    """The row of one cell: the speed of adaptive lengths, beside the best fixed one and plain decoding."""
     rates, wanted = changing(rate) if kind == "changing" else steady(rate), max(24, answers * batch)
     fixed = [speed_of_fixed(costs, batch, rates, k, wanted) for k in range(LONGEST + 1)]
     adaptive = speed_of_adaptive(costs, batch, rates, wanted)
@@ -74,17 +77,17 @@ def row(costs: str, batch: int, rate: float, kind: str, answers: int) -> dict[st
 
 
 def steady(rate: float) -> Rates:
-    """Around one rate all the time."""
-    return lambda chance, progress: min(0.98, max(0.0, chance.gauss(rate, 0.1)))
+    """Rates around the same one all the time."""
+    return lambda rng, progress: min(0.98, max(0.0, rng.gauss(rate, 0.1)))
 
 
 def changing(rate: float) -> Rates:
-    """Halfway another rate."""
-    return lambda chance, progress: min(0.98, max(0.0, chance.gauss(rate if progress < 0.5 else 0.95 - rate, 0.1)))
+    """Rates around one in the first half, and around another in the second."""
+    return lambda rng, progress: min(0.98, max(0.0, rng.gauss(rate if progress < 0.5 else 0.95 - rate, 0.1)))
 
 
 def true_costs(name: str) -> RoundCosts:
-    """What rounds really cost."""
+    """The costs that rounds really have."""
     draft, draft_more, verify, verify_more = COSTS[name]
     rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     return RoundCosts(
@@ -100,10 +103,10 @@ def speed_of_fixed(costs: str, batch: int, rates: Rates, k: int, answers: int) -
 
 
 def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> float:
-    """Tokens per second with chosen draft lengths, where every cost was measured up to half too low or too high."""
-    true, chance = true_costs(costs), random.Random(1)
+    """Tokens per second with chosen draft lengths, with every cost measured wrong by a factor of up to 1.5."""
+    true, rng = true_costs(costs), random.Random(1)
     draft, verify = (
-        StepTimes({rows: seconds * 1.5 ** chance.uniform(-1, 1) for rows, seconds in times.points.items()})
+        StepTimes({rows: seconds * 1.5 ** rng.uniform(-1, 1) for rows, seconds in times.points.items()})
         for times in (true.draft, true.verify)
     )
     lengths = DraftLengths(RoundCosts(draft, verify, EXCHANGE), LONGEST)
@@ -127,18 +130,18 @@ def simulate(
 
     Whether the draft is right about a token is drawn once for all ways to choose.
     """
-    chance = random.Random(0)
-    waiting = [drawn(chance, number, rates(chance, number / answers)) for number in range(answers)]
+    rng = random.Random(0)
+    waiting = [drawn(rng, number, rates(rng, number / answers)) for number in range(answers)]
     whole, seconds = sum(len(one.right) for one in waiting), 0.0
     waiting.reverse()
-    playing: list[Simulated] = []
-    while waiting or playing:
-        while waiting and len(playing) < batch:
-            playing.append(waiting.pop())
-        chosen = choose({one.number: min(LONGEST, len(one.right) - one.at - 1) for one in playing})
+    running: list[Simulated] = []
+    while waiting or running:
+        while waiting and len(running) < batch:
+            running.append(waiting.pop())
+        chosen = choose({one.number: min(LONGEST, len(one.right) - one.at - 1) for one in running})
         drafting = [sum(k > j for k in chosen.values()) for j in range(max(chosen.values()))]
-        seconds += costs.seconds(len(playing), drafting)
-        for one in playing:
+        seconds += costs.seconds(len(running), drafting)
+        for one in running:
             k, accepted = chosen[one.number], 0
             while accepted < k and one.right[one.at + accepted]:
                 accepted += 1
@@ -150,16 +153,16 @@ def simulate(
         if learner is not None:
             for count in filter(None, drafting):
                 learner.costs.draft.observe(count, costs.draft(count))
-            rows = len(playing) + sum(drafting)
+            rows = len(running) + sum(drafting)
             learner.costs.verify.observe(rows, costs.verify(rows))
-        playing = [one for one in playing if one.at < len(one.right)]
+        running = [one for one in running if one.at < len(one.right)]
     return whole / seconds
 
 
-def drawn(chance: random.Random, number: int, rate: float) -> Simulated:
+def drawn(rng: random.Random, number: int, rate: float) -> Simulated:
     """A sequence of a random length, with what its draft is right about."""
-    length = chance.randint(LENGTH_OF_ANSWER // 2, 3 * LENGTH_OF_ANSWER // 2)
-    return Simulated(number, [chance.random() < rate for _ in range(length)])
+    length = rng.randint(LENGTH_OF_ANSWER // 2, 3 * LENGTH_OF_ANSWER // 2)
+    return Simulated(number, [rng.random() < rate for _ in range(length)])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many CPU threads each worker should have, and how long they should spin while they wait: a demo for each choice.
+"""CPU threads of each worker, and how long they should spin while they wait: a demo for each choice.
 
     python -m benchmarks.threads [--repeats 3] [--num-prompts 8] [--max-tokens 32]
 

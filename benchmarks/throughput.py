@@ -1,14 +1,14 @@
-"""What speculation gains against plain decoding: every way to draft, by requests at a time and by category of prompts.
+"""Speed of speculation against plain decoding: every draft method, by requests in flight and by category of prompts.
 
     python -m benchmarks.throughput [--prompts FILE] [--concurrencies 1,2,4,8,16,32] [--repeats 3] [--output FOLDER]
 
-One service runs all kinds in turns, since requests say how they are drafted for: plain; k1 to k5, so many draft tokens
-by the model; adaptive, as many of the model's as pay; ngram, the same by prompt lookup; best, the server's default,
-whichever promises more. What these learn is kept from run to run, after runs that do not count. Ratios are taken within
-a repeat; medians over the repeats are shown. Answers are streamed, a message a round and answer in every kind, and
-times are those that the client sees. What the plan promised is asked for when half of a run is done. Categories are
-those of Spec-Bench questions. An answer is exact if it is the one that plain decoding gave to its prompt first, at the
-lowest concurrency; the exit status is 1 if one is not. The last line printed is JSON.
+One service runs all kinds in turns, since requests name their draft method: plain; k1 to k5, that number of draft
+tokens by the model; adaptive, as many of them as pay; ngram, the same by prompt lookup; best, the server's default,
+whichever promises more. What the last three learn is kept from run to run; the first runs do not count. Ratios are
+taken within a repeat; medians over the repeats are shown. Answers are streamed, one message per round and answer in
+every kind, and times are those that the client sees. The plan's promise is read when half of a run is done. Categories
+are those of Spec-Bench questions. An answer is exact if it is the one that plain decoding gave to its prompt first, at
+the lowest concurrency; the exit status is 1 if one is not. The last line printed is JSON.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from specpool.client import AsyncClient
 from specpool.client.requests import GenerateOptions
 from specpool.v1 import generation_pb2 as pb
 
-# Prompts of a run per request at a time. Answers of one length end together if they are decoded plainly, and one by one
-# otherwise: with few of them, much of the run is such an end.
+# Prompts of a run per request in flight. Short runs understate the speedup: plainly decoded answers of one length end
+# together, others one by one, while the batch empties.
 LOAD = 4
 PLAIN, BEST = "plain", "best"
 KINDS: dict[str, GenerateOptions] = {
@@ -46,7 +46,7 @@ KINDS: dict[str, GenerateOptions] = {
     "ngram": {"draft_method": "ngram"},
     BEST: {"draft_method": "best"},
 }
-# What a table has room for: the measure and its digits.
+# Columns of a table: the measure and its digits.
 SHOWN = {
     "tokens/s": ("tokens_per_s", 1), "ratio": ("ratio", 2), "least": ("ratio_min", 2),
     "first ms": ("first_token_ms", 0), "p50 ms": ("token_p50_ms", 1), "p99 ms": ("token_p99_ms", 1),
@@ -59,7 +59,7 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Prompts to work off, so many at a time."""
+    """The prompts of a run, of which `concurrency` are in flight at a time."""
 
     concurrency: int
     lines: list[PromptLine]
@@ -89,16 +89,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--concurrencies", type=_numbers, default=[1, 2, 4, 8, 16, 32], metavar="1,2,...")
     every = list(KINDS)
-    parser.add_argument("--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain is one always")
+    parser.add_argument(
+        "--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain is always included"
+    )
     parser.add_argument("--max-tokens", type=_positive, default=128)
     parser.add_argument("--repeats", type=_positive, default=3)
     parser.add_argument(
         "--num-prompts",
         type=_positive,
-        help="of a run; default: four times the concurrency, at least one of each category",
+        help="prompts of a run; default: four times the concurrency, at least one of each category",
     )
     parser.add_argument(
-        "--category-concurrency", type=_natural, default=1, help="of the runs by category; 0: no such runs"
+        "--category-concurrency", type=_natural, default=1, help="concurrency of the runs by category; 0: no such runs"
     )
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
     options = parser.parse_args(arguments)
@@ -156,7 +158,7 @@ async def serve(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]
 
 
 def plan(options: argparse.Namespace) -> list[Load]:
-    """What is to be run: a load for each concurrency, of all categories in turn, then one for each category."""
+    """The loads to run: one for each concurrency, of all categories in turn, then one for each category."""
     categories: dict[str, list[PromptLine]] = options.categories
 
     def load(concurrency: int, lines: list[PromptLine], kinds: list[str], category: str | None = None) -> Load:
@@ -183,7 +185,7 @@ async def measure(client: AsyncClient, loads: list[Load], options: argparse.Name
 
 
 async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth: dict[str, list[int]]) -> Run:
-    """All prompts of the load once. `truth` has the answer to every prompt that was asked before."""
+    """Runs all prompts of the load once. `truth` has the answer to every prompt of earlier runs."""
     free = asyncio.Semaphore(load.concurrency)
 
     async def one(line: PromptLine) -> Answer:
@@ -194,7 +196,7 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(line)) for line in load.lines]
         await tasks[(len(tasks) - 1) // 2]
-        middle = await client.server_info()  # while as many are in flight as can be
+        middle = await client.server_info()  # while the most requests are in flight
     seconds, after = time.perf_counter() - began, await client.server_info()
     answers = [task.result() for task in tasks]
     spent = {
@@ -212,12 +214,12 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
 
 
 def predicted_ratio(state: pb.SpeculationState) -> float | None:
-    """The speed of the plan, by plain decoding's; None before there is a plan."""
+    """The expected speedup of the plan over plain decoding; None before there is a plan."""
     return state.expected_tokens_per_s / state.plain_tokens_per_s if state.expected_tokens_per_s else None
 
 
 def exact_match(lines: list[PromptLine], answers: list[Answer], truth: dict[str, list[int]]) -> float:
-    """The share of answers that are those known; what is not known is taken for true."""
+    """The share of answers equal to the known ones; the first answer to a prompt becomes the known one."""
     tokens = [list(answer.response.token_ids) for answer in answers]
     known = [truth.setdefault(json.dumps(line.prompt), its) for line, its in zip(lines, tokens, strict=True)]
     return sum(one == other for one, other in zip(tokens, known, strict=True)) / len(lines)
@@ -249,7 +251,7 @@ def show_all(rows: list[Run]) -> None:
 
 
 def for_people(row: Run, of: str, headings: Iterable[str] = SHOWN) -> Run:
-    """What a table has room for, beside what the row is of."""
+    """The part of a row that a table has room for."""
     shown = {of: row[of]}
     for heading in headings:
         name, digits = SHOWN[heading]
