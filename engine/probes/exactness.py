@@ -126,12 +126,18 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
         values[-1, :, :visible] = numbers.cancelling(visible, kv_heads, dim)[numbers.order(visible)].transpose(0, 1)
         length = round_up(visible, kv)
         reference = attend(1, query, 0, length, visible)
-        variants = [(1, query, query - 1, length), (2, query, 1 % query, length), (5, query, 0, length)]
-        variants += [(1, query * many, query * many - 1, length) for many in (2, 3, 5, 8, 16, 64)]
-        variants += [(2, query, 0, longer) for longer in range(length, most + 1, kv)]
+        variants = _attention_variants(query, range(length, most + 1, kv))
         if not all(torch.equal(attend(*variant, visible), reference) for variant in variants):
             return False
     return True
+
+
+def _attention_variants(query: int, lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Calls that must give the same result: (sequences, query rows, index of the probed row, attended columns)."""
+    shortest = lengths[0]
+    variants = [(1, query, query - 1, shortest), (2, query, 1 % query, shortest), (5, query, 0, shortest)]
+    variants += [(1, query * many, query * many - 1, shortest) for many in (2, 3, 5, 8, 16, 64)]
+    return variants + [(2, query, 0, length) for length in lengths]
 
 
 @torch.inference_mode()
