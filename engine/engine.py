@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,38 +17,10 @@ from engine.passes.attention_plan import plan_attention
 from engine.passes.forward_pass import ForwardPass
 from engine.passes.packing import pack
 from engine.reservation import reserve_cache
+from protocol.worker_info import WorkerInfo
 
 STEP_CACHED = 128
 """Cached positions of each sequence in the passes whose times are `Engine.step_seconds`."""
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """Description of an engine and its load, as plain data."""
-
-    model: str
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int
-    tokenizer_fingerprint: str
-    bitwise: bool
-    parameters: int
-    embedding_parameters: int
-    slots_total: int
-    slots_in_use: int
-    kv_bytes_per_token: int
-    kv_bytes_total: int
-    kv_positions_total: int
-    kv_positions_free: int
-    kv_positions_multiple: int
-    kv_layout: str
-    weight_bytes: int
-    activation_bytes: int
-    step_seconds: Mapping[int, float]
-    step_cached: int
-    seconds_per_cached: float
 
 
 class Engine:
@@ -105,11 +77,11 @@ class Engine:
         known[:, self.loaded.output_ids] = logits
         return known
 
-    def info(self) -> EngineInfo:
+    def info(self) -> WorkerInfo:
         """The model, and how full its cache is now."""
         per_token = self.facts.kv_bytes_per_token(self.forward_pass.compute_dtype)
         name = f" ({torch.cuda.get_device_name(self.facts.device)})" if self.facts.device.type == "cuda" else ""
-        return EngineInfo(
+        return WorkerInfo(
             model=self.loaded.name,
             architecture=self.loaded.config.model_type,
             dtype=str(self.facts.dtype).removeprefix("torch."),

@@ -8,10 +8,11 @@ import torch
 
 from engine.cache.slots import SequenceKey
 from engine.cache.spans import Span
-from engine.engine import Engine, EngineInfo
+from engine.engine import Engine
 from engine.sampling import choose_tokens
 from protocol.rounds import ItemStatus, RoundLimits, SequenceItem
 from protocol.sampling import SamplingParams
+from protocol.worker_info import WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class SequenceEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def info(self) -> EngineInfo:
+    def info(self) -> WorkerInfo:
         """The model and its load now."""
         return self.engine.info()
 

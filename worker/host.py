@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from protocol.errors import UnavailableError
 from protocol.rounds import RoundLimits
+from protocol.worker_info import WorkerInfo
 from worker.model_thread import ModelThread
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,8 @@ class Backend(Protocol):
     def realign_ns(self) -> int:
         """Nanoseconds spent on realignment so far."""
 
-    def info(self) -> Any:
-        """The fields of `ModelInfo` and `WorkerLoad` as they are now, with `bitwise` for the equivalence."""
+    def info(self) -> WorkerInfo:
+        """The model and its load now."""
 
     def limits(self, coordinator_id: str) -> RoundLimits:
         """What the items of a coordinator's round are checked against."""

@@ -93,7 +93,10 @@ class _Call:
         self.name: str = func._schema.name
         self._func, self._kept = func, kept
         is_flat = not (kwargs or any(isinstance(value, (list, tuple)) for value in args))
-        self._leaves, self._structure = (list(args), None) if is_flat else tree_flatten((args, kwargs))
+        self._leaves: list[Any] = list(args)
+        self._structure: Any = None
+        if not is_flat:
+            self._leaves, self._structure = tree_flatten((args, kwargs))
         self.filled = [index for index, leaf in enumerate(self._leaves) if self._is_filled(leaf)]
         """Indexes of the arguments that are repeated with other numbers."""
 
