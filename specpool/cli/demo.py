@@ -16,7 +16,7 @@ from rich.table import Table
 
 from rpc.settings import UINT32_MAX, LogLevel, Seconds
 from specpool.cli.generate import sure_answers
-from specpool.cli.processes import ProcessFailedError
+from specpool.cli.processes import ProcessFailedError, require_torch
 from specpool.cli.prompts import PromptLine, own_prompts, read_prompt_file
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
@@ -68,6 +68,7 @@ def demo(settings: DemoSettings) -> int:
         print(f"specpool demo: {settings.prompts}: {error}", file=sys.stderr)
         return 2
     try:
+        require_torch()
         result, answer = asyncio.run(_demo(settings, lines[: settings.num_prompts]))
     except ProcessFailedError as error:
         print(f"specpool demo: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ from engine.options import EngineOptions
 from rpc.settings import Settings
 from specpool.cli.demo import DemoSettings, demo
 from specpool.cli.generate import GenerateSettings, generate
+from specpool.cli.processes import ProcessFailedError, require_torch
 from specpool.cli.up import UpSettings, up
 from worker.settings import WorkerSettings
 
@@ -52,6 +53,11 @@ def main() -> None:
 def run(name: str, arguments: list[str]) -> int:
     """Runs a command; returns its exit status."""
     if name in ELSEWHERE:
+        try:
+            require_torch()
+        except ProcessFailedError as error:
+            print(f"specpool {name}: {error}", file=sys.stderr)
+            return 1
         os.execv(sys.executable, [sys.executable, "-m", ELSEWHERE[name][0], *arguments])
     if name not in COMMANDS:
         asked = name in ("-h", "--help")

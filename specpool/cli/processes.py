@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import grpc
@@ -23,7 +24,7 @@ SPIN_COUNT = "30000"
 
 
 class ProcessFailedError(Exception):
-    """A process ended before it served; it has printed its own message."""
+    """A process cannot be started, or ended before it served, having printed its own message."""
 
 
 @dataclass
@@ -66,6 +67,12 @@ class Service:
         """Lets the process drain, and kills it if that takes too long."""
         if self.process is not None:
             await end(self.process, drain_seconds + KILL_AFTER_SECONDS)
+
+
+def require_torch() -> None:
+    """ProcessFailedError if torch, which clients need not have, is not installed."""
+    if find_spec("torch") is None:
+        raise ProcessFailedError("needs torch: pip install 'specpool[worker]'")
 
 
 async def start_module(module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:

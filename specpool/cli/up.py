@@ -16,7 +16,15 @@ from coordinator.scheduling.sequence import DraftMethod
 from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName
 from rpc.channel import join_address
 from rpc.settings import UINT32_MAX, ListeningSettings
-from specpool.cli.processes import KILL_AFTER_SECONDS, ProcessFailedError, Service, end, kill, start_module
+from specpool.cli.processes import (
+    KILL_AFTER_SECONDS,
+    ProcessFailedError,
+    Service,
+    end,
+    kill,
+    require_torch,
+    start_module,
+)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -89,6 +97,7 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
 def up(settings: UpSettings) -> int:
     """Runs the command until SIGTERM or Ctrl-C; returns its exit status."""
     try:
+        require_torch()
         asyncio.run(_serve(settings))
     except ProcessFailedError as error:
         print(f"specpool up: {error}", file=sys.stderr)

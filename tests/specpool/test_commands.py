@@ -17,6 +17,7 @@ from serving import free_address, serving
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from specpool.cli.generate import GenerateSettings, generate
+from specpool.cli.main import run
 from specpool.cli.prompts import PromptFileError, own_prompts, read_prompts
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient, DivergedError
@@ -364,6 +365,15 @@ async def test_up_says_which_process_failed(tmp_path: Path) -> None:
     assert "is not a model folder" in err
     assert "the target worker ended with status 1" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["up", "demo", "plan", "distill"])
+def test_a_command_that_needs_torch_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specpool.cli.processes.find_spec", lambda _: None)
+    assert run(name, []) == 1
+    assert capsys.readouterr().err == f"specpool {name}: needs torch: pip install 'specpool[worker]'\n"
 
 
 def test_a_stream_that_cannot_go_on_is_said_in_one_line(
