@@ -60,6 +60,8 @@ class Counters:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     cache_misses: int = 0
+    grouping_errors: int = 0
+    """Times that no group could be chosen because of a fault."""
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     grouping: GroupingCounters = field(default_factory=GroupingCounters)
     draft_lengths: list[int] = field(default_factory=list)

@@ -62,20 +62,57 @@ class RoundLoop:
     async def _run_rounds(self, lane: int) -> None:
         while True:
             await self._workers.target.wait_ready()
+            self._work.clear()
             group = self._next_group() if lane < self._runner.lanes else Group([])
             if group.sequences:
                 await self._run_round(group)
             else:
-                self._work.clear()
                 await self._work.wait()
 
     def _next_group(self) -> Group:
+        """Admits newcomers and chooses the group of the next round, which the pool takes as begun.
+
+        A fault in this ends the sequences that would have been in the round; it is raised only if there is none to end.
+        """
+        try:
+            self._admit()
+        except Exception:
+            if not self._give_up([*self._pool.members, *self._pool.entering]):
+                raise
+            return Group([])
+        try:
+            return self._choose()
+        except Exception:
+            if not self._give_up(list(self._pool.ready)):
+                raise
+            return Group([])
+
+    def _admit(self) -> None:
         pool = self._pool
-        for sequence in pool.admit(self._policy.places(pool.members, len(pool.leaving), pool.room)):
+        most = self._policy.places(pool.members, len(pool.leaving), pool.room) if pool.queued and pool.room else 0
+        for sequence in pool.admit(most):
             self._events.admitted(sequence)
+
+    def _choose(self) -> Group:
+        pool = self._pool
+        if not pool.ready:
+            return Group([])
         group = self._policy.choose(pool.ready, pool.rounds)
         most = -(-pool.playing // self._runner.lanes)
-        return Group(group.sequences[:most], group.fallback)
+        group = Group(group.sequences[:most], group.fallback)
+        pool.begin_round(group.sequences)
+        return group
+
+    def _give_up(self, sequences: list[Sequence]) -> bool:
+        """Ends sequences for which no group could be chosen. False if there are none."""
+        if not sequences:
+            return False
+        log.exception("choosing a group failed; %d sequences are given up", len(sequences))
+        self.counters.grouping_errors += 1
+        for sequence in sequences:
+            self._fail(sequence, "internal error while a group was chosen")
+        self.wake()
+        return True
 
     async def release_leavers(self) -> None:
         """Frees, for ever, the slots of sequences that left; the window has capacity again once the target confirms."""
@@ -93,8 +130,7 @@ class RoundLoop:
                 self._leavers.set()
 
     async def _run_round(self, group: Group) -> None:
-        """Runs a round of the group, whatever happens in it."""
-        self._pool.begin_round(group.sequences)
+        """Runs the round of a group, whatever happens in it."""
         try:
             gained = await self._run_or_split(group)
         except WorkerUnreachableError:

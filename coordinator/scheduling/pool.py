@@ -105,6 +105,11 @@ class Pool:
         """Sequences in the window that are in no round."""
         return chain(self._ready, self._parked.values())
 
+    @property
+    def entering(self) -> list[Sequence]:
+        """Queued sequences that the window has capacity for."""
+        return list(islice(self._queue.values(), self._next_to_enter(self._queue.values())))
+
     def submit(self, samples: Iterable[Sequence]) -> None:
         """Queues the samples of a request, all or none; `admit` lets them in. PoolFullError, DuplicateRequestError."""
         new = {sample.sequence_id: sample for sample in samples}
@@ -126,9 +131,10 @@ class Pool:
             if not self._next_to_enter([self._queue[chosen]]):
                 break  # who waits longest is not passed over for ever by shorter ones
             self._passed_over = 0 if chosen == next(iter(self._queue)) else self._passed_over + 1
-            sequence = self._queue.pop(chosen)
+            sequence = self._queue[chosen]
             self._last_length = sequence.prompt_length
             self._enter(sequence)
+            del self._queue[chosen]  # only now: after a fault the sequence is still found where it was
             admitted.append(sequence)
         return admitted
 
@@ -180,7 +186,10 @@ class Pool:
         self._ready.add(sequence)
 
     def begin_round(self, group: Iterable[Sequence]) -> None:
-        """The group's sequences are not ready until `end_round`."""
+        """Makes the group's sequences unready until `end_round`. ValueError if one is not ready or there twice."""
+        group = list(group)
+        if len({sequence.sequence_id for sequence in group if sequence.sequence_id in self._ready}) < len(group):
+            raise ValueError("a group has a sequence that is not ready, or one twice")
         self.rounds += 1
         for sequence in group:
             self._in_round[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
@@ -228,6 +237,8 @@ class Pool:
             self._leave(sequence)
         elif was_parked:
             self._leave(sequence)
+        elif sequence.sequence_id not in self._in_round:
+            self._kept.pop(sequence.sequence_id, None)  # of one that a fault kept from entering
 
     @property
     def leaving(self) -> set[int]:

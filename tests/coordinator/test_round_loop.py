@@ -1,0 +1,77 @@
+"""The round loop when the choice of a group fails: it costs the requests concerned, and nothing else."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from serving import make_request, serving
+
+from coordinator.scheduling.grouping import Group, Ragged
+from coordinator.scheduling.prefixes import PrefixIndex
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
+
+
+def fail(*_: object) -> Any:
+    raise ZeroDivisionError("told to fail")
+
+
+def choose_a_stranger(*_: object) -> Group:
+    return Group([Sequence(0, GenerationRequest("?", (1,), 1, frozenset(), 0))])
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "broken", "trace"),
+    [
+        (Ragged, "choose", fail, "ZeroDivisionError: told to fail"),
+        (Ragged, "choose", choose_a_stranger, "ValueError: a group"),
+        (Ragged, "places", fail, "ZeroDivisionError: told to fail"),
+        (PrefixIndex, "find", fail, "ZeroDivisionError: told to fail"),
+    ],
+)
+async def test_a_fault_of_grouping_ends_the_requests_of_its_round_and_not_the_service(
+    owner: type,
+    method: str,
+    broken: Callable[..., Any],
+    trace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(window_size=2) as served:
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, method, broken)
+            calls = [asyncio.ensure_future(served.expect(make_request([i]))) for i in range(3)]
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+        for error in errors:
+            assert isinstance(error, grpc.aio.AioRpcError)
+            assert error.code() is grpc.StatusCode.INTERNAL
+            assert trace not in str(error.details())
+        served.process.coordinator.pool.check_integrity()
+        counters = served.process.coordinator.counters
+        assert 1 <= counters.grouping_errors <= 3
+        assert caplog.text.count("Traceback") == caplog.text.count(trace) == counters.grouping_errors
+        await served.expect(make_request())
+        info = await served.until_idle()
+        assert dict(info.counters.finished) == {"error": 3, "length": 1}
+
+
+async def test_a_fault_of_admission_ends_the_sequences_that_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have been in that round; the requests that no longer find a place in the window stay in the queue."""
+    async with serving(window_size=2) as served:
+        served.target.open.clear()
+        running = [asyncio.ensure_future(served.expect(make_request([i], 100))) for i in (1,)]
+        await served.until(lambda info: info.running == 1)
+        newcomers = [asyncio.ensure_future(served.expect(make_request([i], 100))) for i in range(5, 8)]
+        await served.until(lambda info: info.queued == 3)
+        faults = iter([fail])
+        admissible = Ragged.places
+
+        def fail_once(*arguments: Any) -> int:
+            return next(faults, admissible)(*arguments)
+
+        monkeypatch.setattr(Ragged, "places", fail_once)
+        served.target.open.set()
+        ended = await asyncio.gather(*running, *newcomers, return_exceptions=True)
+        assert [isinstance(end, grpc.aio.AioRpcError) for end in ended] == [True, True, False, False]
+        await served.until_idle()
