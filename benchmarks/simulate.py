@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.report import finish, progress, show
 from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import DraftLengths, Options
+from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
 
 LONGEST = 8
 BATCHES, RATES = (1, 4, 16, 64), (0.05, 0.3, 0.5, 0.7, 0.9)
@@ -112,8 +112,8 @@ def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> flo
     lengths = DraftLengths(RoundCosts(draft, verify, EXCHANGE), LONGEST)
 
     def choose(limits: dict[int, int]) -> dict[int, int]:
-        chosen = lengths.choose({number: Options(limit) for number, limit in limits.items()})
-        return {number: length.by_model for number, length in chosen.items()}
+        chosen = lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
+        return {number: order.by_model for number, order in chosen.items()}
 
     return simulate(true, batch, rates, answers, choose, lengths)
 

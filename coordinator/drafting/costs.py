@@ -96,9 +96,11 @@ class RoundCosts:
     exchange: float
     """Seconds of a message to a worker and its answer, without the pass."""
 
-    def seconds(self, sequences: int, drafting: list[int], found: int = 0) -> float:
-        """Of a round of so many sequences, of which `drafting[j]` take part in draft step j. `found`: draft tokens that
-        no model makes."""
+    def seconds(self, sequences: int, drafting: list[int], by_lookup: int = 0) -> float:
+        """Seconds of a round of this number of sequences, of which `drafting[j]` take part in draft step j.
+
+        `by_lookup`: draft tokens of prompt lookup, which are verified but cost no draft step.
+        """
         drafted = sum(self.draft(count) for count in drafting if count)
         exchanges = 2 if any(drafting) else 1
-        return drafted + self.verify(sequences + sum(drafting) + found) + exchanges * self.exchange
+        return drafted + self.verify(sequences + sum(drafting) + by_lookup) + exchanges * self.exchange

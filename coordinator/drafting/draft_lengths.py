@@ -1,7 +1,7 @@
-"""How many tokens each sequence of a round drafts, and by what: whatever gains the most tokens per second. Pure.
+"""Draft lengths and methods of a round's sequences: those that gain the most tokens per second. Pure.
 
-A draft token is worth the chance that it and all before it are accepted. It costs a row of the verification and, if the
-draft model makes it, a share of a draft step. Nobody drafts where none of it pays.
+A draft token gains the chance that it and all before it are accepted. It costs a row of the verification and, if the
+draft model makes it, a share of a draft step. Where drafting does not pay, no token is drafted.
 """
 
 from collections import Counter
@@ -13,60 +13,53 @@ from operator import mul
 from coordinator.drafting.acceptance import AcceptanceOfAll
 from coordinator.drafting.costs import RoundCosts
 from coordinator.drafting.trials import FIRST_TRIALS, Trials
+from coordinator.scheduling.commits import DraftOrder
 
-# Acceptance rates are told apart in so many steps: few enough that sequences alike are counted, not looked at.
+# Bins of acceptance rates: few enough that sequences with about the same rate are counted, not looked at one by one.
 STEPS = 32
-# Another number of draft steps must promise so much more before it replaces the last one; and so much more than none,
-# before the model drafts at all: what is promised is wrong by some per cent, and who drafts nothing loses nothing.
+# The gain that another number of draft steps must promise before it replaces the present one, and the gain over plain
+# decoding before the model drafts at all: promises are wrong by some per cent, and plain decoding loses nothing.
 HYSTERESIS, GAIN_OF_DRAFTING = 0.02, 0.04
-# A plan serves for so many rounds, or until the number of sequences is another by such a share: its costs and the rates
-# of all change slowly.
+# Rounds that a plan serves for, and the change in the number of sequences that ends it sooner: costs and rates change
+# slowly.
 ROUNDS_OF_A_PLAN, CHANGE_OF_BATCH = 8, 0.25
-# A draft that lacks so many tokens is caught up in passing.
+# Tokens that a draft worker catches up with in passing.
 LITTLE = 8
-# Where somebody drafts, one round of so many is plain: what plain decoding takes is not known from others.
+# While the model drafts, one round in this number is plain: the time of plain decoding is not known from other rounds.
 PLAIN_EVERY = 128
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a sequence could draft in the next round."""
+class DraftOptions:
+    """What a sequence could have drafted in the next round."""
 
     limit: int
-    """Draft tokens that it can use."""
+    """Most draft tokens that the sequence can use."""
     by_model: bool = True
     """Whether the draft worker can be asked for them."""
     lacking: int = 0
     """Tokens that the draft worker would have to catch up with first, beyond those of every round."""
     catch_up_rounds: int = 1
-    """Rounds that this serves."""
-    ngram_limit: int = 0
-    """Draft tokens that prompt lookup has found."""
-    ngram_rate: float = 0.0
-    """The rate at which these are expected to be accepted."""
+    """Rounds over which the cost of catching up is spread."""
+    lookup_ids: tuple[int, ...] = ()
+    """Draft tokens of prompt lookup."""
+    lookup_rate: float = 0.0
+    """The rate at which the tokens of prompt lookup are expected to be accepted."""
 
 
 @dataclass(frozen=True)
-class DraftLength:
-    """Draft tokens of one sequence: the model's, or if there are none, those of prompt lookup."""
-
-    by_model: int = 0
-    by_ngram: int = 0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a draft token must be worth to be drafted. Costs are in tokens: what the same time would gain otherwise."""
+class RoundPlan:
+    """The costs of a draft token in the next rounds, in tokens: what the same time would gain otherwise."""
 
     sequences: int = 0
     speed: float = 0.0
-    """Tokens per second that are expected."""
+    """Expected tokens per second."""
     row: float = 0.0
-    """The cost of a token more to verify."""
+    """Cost of verifying one more token: the `min_chance` of a token that is drafted already."""
     steps: tuple[float, ...] = ()
-    """Of the model's draft tokens one by one, beside their rows: for one sequence more that takes part in a step."""
+    """Cost of each draft step for one more sequence that takes part in it, without the row."""
     shares: tuple[float, ...] = ()
-    """The same if all who take part share the step equally."""
+    """Cost of each draft step if all sequences that take part share it equally."""
 
 
 @dataclass
@@ -77,63 +70,63 @@ class DraftLengths:
     longest: int
     """Draft tokens of a sequence, at most."""
     first_rate: float = 0.6
-    """Believed of a draft that was never tried."""
-    plan: Plan = Plan()
-    """The last one."""
+    """Acceptance rate believed of a draft model before it was tried."""
+    plan: RoundPlan = RoundPlan()
+    """The plan that serves now."""
     _age: int = 0
-    _by_ngram: Mapping[int, int] = field(default_factory=dict)
-    """By sequence: the tokens that prompt lookup drafted in the last round."""
+    _by_lookup: Mapping[int, int] = field(default_factory=dict)
+    """By sequence: the number of tokens that prompt lookup drafted in the last round."""
     _trials_of_model: Trials = field(default_factory=Trials)
-    _trials_of_ngrams: Trials = field(default_factory=Trials)
+    _trials_of_lookup: Trials = field(default_factory=Trials)
     _since_plain: int = PLAIN_EVERY - FIRST_TRIALS
 
     def __post_init__(self) -> None:
         self.acceptance = AcceptanceOfAll(self.first_rate)
 
-    def choose(self, options: Mapping[int, Options]) -> dict[int, DraftLength]:
-        """The draft length of each sequence id."""
+    def choose(self, options: Mapping[int, DraftOptions]) -> dict[int, DraftOrder]:
+        """The draft order of each sequence id."""
         self._age += 1
         changed = abs(len(options) - self.plan.sequences) > CHANGE_OF_BATCH * self.plan.sequences
         if changed or self._age >= ROUNDS_OF_A_PLAN:
             self.plan, self._age = self._best(options), 0
-        chosen = {i: self._length(i, its) for i, its in options.items()}
-        self._by_ngram = {i: length.by_ngram for i, length in chosen.items() if not length.by_model}
+        chosen = {i: self._order(i, its) for i, its in options.items()}
+        self._by_lookup = {i: len(order.lookup_ids) for i, order in chosen.items() if not order.by_model}
         self._since_plain += 1
         if not self.plan.steps:
             self._try_others(chosen, options)
         elif self._since_plain >= PLAIN_EVERY:
-            chosen = dict.fromkeys(options, DraftLength())
-        if not any(length.by_model or length.by_ngram for length in chosen.values()):
+            chosen = dict.fromkeys(options, DraftOrder())
+        if not any(order.by_model or order.lookup_ids for order in chosen.values()):
             self._since_plain = 0
         return chosen
 
-    def _length(self, sequence_id: int, options: Options) -> DraftLength:
-        """What pays for one sequence: of what the model and prompt lookup offer, that which gains more."""
-        plan, rate = self.plan, _middle(_step(self.acceptance.rate(sequence_id)))
+    def _order(self, sequence_id: int, options: DraftOptions) -> DraftOrder:
+        """The draft tokens that pay for one sequence: the model's or prompt lookup's, whichever gain more."""
+        plan, rate = self.plan, _middle(_bin(self.acceptance.rate(sequence_id)))
         by_model = _paying(rate, [plan.row + step for step in plan.steps]) if options.by_model else 0
         by_model = min(by_model, options.limit)
-        by_ngram = _paying(options.ngram_rate, [plan.row] * min(options.limit, options.ngram_limit))
-        if by_model and by_ngram:
+        by_lookup = _paying(options.lookup_rate, [plan.row] * min(options.limit, len(options.lookup_ids)))
+        lookup_ids = options.lookup_ids[:by_lookup]
+        if by_model and by_lookup:
             gain = expected_tokens(rate, by_model) - 1 - sum(plan.shares[:by_model]) - plan.row * by_model
-            gain_by_ngram = expected_tokens(options.ngram_rate, by_ngram) - 1 - plan.row * by_ngram
-            return DraftLength(by_model if gain > gain_by_ngram else 0, by_ngram)
+            gain_by_lookup = expected_tokens(options.lookup_rate, by_lookup) - 1 - plan.row * by_lookup
+            return DraftOrder(by_model if gain > gain_by_lookup else 0, lookup_ids=lookup_ids)
         catching_up = self._catching_up(options.lacking / options.catch_up_rounds)
         if by_model and catching_up * plan.speed > expected_tokens(rate, by_model) - 1:
             by_model = 0
-        return DraftLength(by_model, by_ngram)
+        return DraftOrder(by_model, lookup_ids=lookup_ids)
 
     def _catching_up(self, tokens: float) -> float:
-        """Seconds that the draft worker takes more for so many tokens."""
+        """Extra seconds that the draft worker takes to catch up with this number of tokens."""
         return self.costs.draft(1 + tokens) - self.costs.draft(1)
 
-    def _best(self, options: Mapping[int, Options]) -> Plan:
-        """The plan that promises most, for sequences of which some go on with prompt lookup as in the last round."""
-        found = {i: min(self._by_ngram.get(i, 0), its.limit, its.ngram_limit) for i, its in options.items()}
-        gained = sum(expected_tokens(options[i].ngram_rate, k) - 1 for i, k in found.items() if k)
-        able = [i for i, its in options.items() if its.limit > 0 and its.by_model and not found[i]]
-        batch = _Batch(
-            self.costs, len(options), Counter(_step(self.acceptance.rate(i)) for i in able), sum(found.values()), gained
-        )
+    def _best(self, options: Mapping[int, DraftOptions]) -> RoundPlan:
+        """The plan that promises most, if prompt lookup goes on for the sequences that it drafted for last."""
+        by_lookup = {i: min(self._by_lookup.get(i, 0), its.limit, len(its.lookup_ids)) for i, its in options.items()}
+        gained = sum(expected_tokens(options[i].lookup_rate, k) - 1 for i, k in by_lookup.items() if k)
+        able = [i for i, its in options.items() if its.limit > 0 and its.by_model and not by_lookup[i]]
+        counts = Counter(_bin(self.acceptance.rate(i)) for i in able)
+        batch = _Batch(self.costs, len(options), counts, sum(by_lookup.values()), gained)
         depth = min(len(self.plan.steps), self.longest)
         best = batch.plan(depth)
         for direction in (-1, 1):  # the speed has one summit
@@ -146,57 +139,60 @@ class DraftLengths:
         least = 0.0 if self.plan.steps else GAIN_OF_DRAFTING
         return best if best.speed > none.speed * (1 + least) else none
 
-    def _try_others(self, chosen: dict[int, DraftLength], options: Mapping[int, Options]) -> None:
-        """Now and then has one token verified for some who draft nothing, so that what changed is noticed."""
-        idle = {i: its for i, its in options.items() if its.limit > 0 and not chosen[i].by_ngram}
+    def _try_others(self, chosen: dict[int, DraftOrder], options: Mapping[int, DraftOptions]) -> None:
+        """Now and then has one token drafted for sequences that have none, so that changes are noticed."""
+        idle = {i: its for i, its in options.items() if its.limit > 0 and not chosen[i].lookup_ids}
         plain = self.costs.seconds(len(options), [])
         if able := {i: its.lacking for i, its in idle.items() if its.by_model}:
             least = min(able.values())
-            # Those who lack little, or one of those who lack much.
+            # All sequences that the draft worker is little behind with, or one that it is far behind with.
             some = [i for i, lacking in able.items() if lacking <= least + 1][: None if least <= LITTLE else 1]
             seconds = self.costs.seconds(len(options), [len(some)]) - plain + self._catching_up(least * len(some))
             gained = sum(map(self.acceptance.rate, some)) * plain / len(options)
             if self._trials_of_model.may_try(plain, seconds, gained):
-                chosen.update(dict.fromkeys(some, DraftLength(by_model=1)))
-        elif found := {i: its.ngram_rate for i, its in idle.items() if its.ngram_limit}:
-            seconds = self.costs.seconds(len(options), [], len(found)) - plain
-            if self._trials_of_ngrams.may_try(plain, seconds, sum(found.values()) * plain / len(options)):
-                chosen.update(dict.fromkeys(found, DraftLength(by_ngram=1)))
+                chosen.update(dict.fromkeys(some, DraftOrder(by_model=1)))
+        elif rates := {i: its.lookup_rate for i, its in idle.items() if its.lookup_ids}:
+            seconds = self.costs.seconds(len(options), [], len(rates)) - plain
+            if self._trials_of_lookup.may_try(plain, seconds, sum(rates.values()) * plain / len(options)):
+                chosen.update({i: DraftOrder(lookup_ids=options[i].lookup_ids[:1]) for i in rates})
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The sequences of a round: those that the model could draft for by step of their rate, and what others find."""
+    """The sequences of a round, as far as a plan needs to know them."""
 
     costs: RoundCosts
     sequences: int
     counts: Mapping[int, int]
-    found: int
+    """Sequences that the model could draft for, by bin of their acceptance rate."""
+    by_lookup: int
+    """Draft tokens of prompt lookup."""
     gained: float
+    """Tokens that prompt lookup is expected to gain."""
 
-    def plan(self, depth: int) -> Plan:
-        """The best one of at most so many draft steps: whoever's token is worth its costs takes part in a step."""
+    def plan(self, depth: int) -> RoundPlan:
+        """The best plan of at most `depth` draft steps: sequences whose token is worth its cost take part in a step."""
         costs, lengths = self.costs, dict.fromkeys(self.counts, depth)
         for _ in range(3):  # the speed decides what a second is worth, and that decides who takes part
             speed, drafting = self._speed(lengths), self._drafting(lengths, depth)
-            rows = self.sequences + self.found + sum(drafting)
+            rows = self.sequences + self.by_lookup + sum(drafting)
             row = speed * (costs.verify(rows + 1) - costs.verify(rows))
             # Where others draft too, one sequence more costs little; alone it would cost the whole step.
             steps = [speed * (costs.draft(n) - costs.draft(n - 1)) if n > 1 else 0.0 for n in drafting]
-            lengths = {step: _paying(_middle(step), [row + share for share in steps]) for step in lengths}
+            lengths = {rate: _paying(_middle(rate), [row + step for step in steps]) for rate in lengths}
         depth = max(lengths.values(), default=0)
         shares = [speed * costs.draft(n) / n for n in self._drafting(lengths, depth)]
-        return Plan(self.sequences, self._speed(lengths), row, tuple(steps[:depth]), tuple(shares))
+        return RoundPlan(self.sequences, self._speed(lengths), row, tuple(steps[:depth]), tuple(shares))
 
     def _speed(self, lengths: Mapping[int, int]) -> float:
-        """Tokens per second that are to be expected."""
-        gained = sum(self.counts[step] * (expected_tokens(_middle(step), k) - 1) for step, k in lengths.items())
+        """Expected tokens per second."""
+        gained = sum(self.counts[rate] * (expected_tokens(_middle(rate), k) - 1) for rate, k in lengths.items())
         drafting = self._drafting(lengths, max(lengths.values(), default=0))
-        return (self.sequences + self.gained + gained) / self.costs.seconds(self.sequences, drafting, self.found)
+        return (self.sequences + self.gained + gained) / self.costs.seconds(self.sequences, drafting, self.by_lookup)
 
     def _drafting(self, lengths: Mapping[int, int], depth: int) -> list[int]:
         """Sequences that take part in each draft step."""
-        return [sum(self.counts[step] for step, k in lengths.items() if k > j) for j in range(depth)]
+        return [sum(self.counts[rate] for rate, k in lengths.items() if k > j) for j in range(depth)]
 
 
 def expected_tokens(rate: float, k: int) -> float:
@@ -204,17 +200,17 @@ def expected_tokens(rate: float, k: int) -> float:
     return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
 
 
-def _paying(rate: float, costs: list[float]) -> int:
-    """How many draft tokens are worth what they cost, in tokens."""
-    length, worth = 0, rate
-    while length < len(costs) and worth >= costs[length]:
-        length, worth = length + 1, worth * rate
+def _paying(rate: float, min_chances: list[float]) -> int:
+    """The number of draft tokens that are worth their cost: each has a `min_chance` of its own."""
+    length, chance = 0, rate
+    while length < len(min_chances) and chance >= min_chances[length]:
+        length, chance = length + 1, chance * rate
     return length
 
 
-def _step(rate: float) -> int:
+def _bin(rate: float) -> int:
     return min(STEPS - 1, int(rate * STEPS))
 
 
-def _middle(step: int) -> float:
-    return (step + 0.5) / STEPS
+def _middle(rate_bin: int) -> float:
+    return (rate_bin + 0.5) / STEPS

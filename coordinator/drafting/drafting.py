@@ -1,33 +1,28 @@
-"""Who drafts what in a round: the chosen lengths, prompt lookup, and what is learned from how it went. Pure."""
+"""Draft orders for each round: their lengths and methods, and what is learned from how a round went. Pure."""
 
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.counters import Timed
-from coordinator.drafting.acceptance import AcceptanceOfAll, Calibration
+from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import DraftLength, DraftLengths, Options, expected_tokens
-from coordinator.drafting.ngrams import LONGEST_RUN, SHORTEST_RUN, NgramIndex
+from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions, expected_tokens
+from coordinator.drafting.lookup import PromptLookup
 from coordinator.scheduling.commits import Commit, DraftOrder
 from coordinator.scheduling.sequence import DRAFT_MAY_LACK, DraftMethod, Sequence
-from coordinator.scheduling.turn import agreeing
 from protocol.rounds import Proposal, ProposeItem, VerifyItem
 
-# Believed of prompt lookup that was never tried, for the shortest run and for the longest.
-FIRST_NGRAM_RATES = (0.3, 0.6)
-# A draft that catches up is believed to serve for so many rounds at most.
+# Most rounds over which the cost of catching up the draft worker is spread.
 CATCH_UP_ROUNDS = 32
-# A draft token must gain so much even where one more to verify seems to cost nothing.
-LEAST_WORTH = 0.02
-# Of what a message to a worker takes, the share that each round replaces.
-EXCHANGE_PER_ROUND, FIRST_EXCHANGE = 0.05, 0.0015
-
-
-# Two groups in turns must promise so much more than one.
+# The least `min_chance`, even where verifying one more token seems to cost nothing.
+LEAST_MIN_CHANCE = 0.02
+# Seconds of a message to a worker and its answer: the first estimate, and the share of it that each round replaces.
+FIRST_EXCHANGE, EXCHANGE_PER_ROUND = 0.0015, 0.05
+# The gain that two groups in turns must promise over one.
 OVERLAP_GAIN = 0.05
-# Drafting ahead is of use if all drafts of a round are accepted: that must be so likely.
+# Drafting ahead is of use if all drafts of a round are accepted: the least chance of that.
 LEAST_CHANCE_AHEAD = 0.1
 
 
@@ -60,18 +55,10 @@ class Drafting:
     def __init__(self, longest: int) -> None:
         costs = RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, longest)
-        first, last = FIRST_NGRAM_RATES
-        self.ngrams = {
-            run: AcceptanceOfAll(first + (last - first) * (run - SHORTEST_RUN) / (LONGEST_RUN - SHORTEST_RUN))
-            for run in range(SHORTEST_RUN, LONGEST_RUN + 1)
-        }
-        """Acceptance of prompt lookup by length of the run that was found again."""
+        self.lookup = PromptLookup()
         self.calibration = Calibration()
         self._depth = 0
         """Draft steps of the last round."""
-        self._indexes: dict[int, NgramIndex] = {}
-        self._found: dict[int, tuple[tuple[int, ...], int]] = {}
-        """By sequence: what prompt lookup found for the round, and the length of the run."""
 
     @property
     def costs(self) -> RoundCosts:
@@ -80,13 +67,15 @@ class Drafting:
 
     def orders(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
         """What each sequence is to have drafted; without a draft worker only by prompt lookup."""
-        self._found.update({sequence.sequence_id: self._look_up(sequence) for sequence in group})
+        options = {s.sequence_id: self._options(s, worker) for s in group}
         lengths = [len(sequence.token_ids) for sequence in group]
         self.costs.verify.cached = self.costs.draft.cached = sum(lengths) / len(lengths)
-        options = {s.sequence_id: self._options(s, worker) for s in group if s.request.adaptive}
-        chosen = self.lengths.choose(options) if options else {}
+        adaptive = {s.sequence_id: options[s.sequence_id] for s in group if s.request.adaptive}
+        chosen = self.lengths.choose(adaptive) if adaptive else {}
         orders = {
-            s.sequence_id: self._adaptive(s, chosen[s.sequence_id]) if s.request.adaptive else self._fixed(s, worker)
+            s.sequence_id: self._adaptive(s, chosen[s.sequence_id])
+            if s.request.adaptive
+            else self._fixed(s, options[s.sequence_id])
             for s in group
         }
         if not any(order.by_model for order in orders.values()):
@@ -95,11 +84,7 @@ class Drafting:
 
     def observe(self, commit: Commit) -> None:
         """Learns from what became of a sequence's draft tokens."""
-        sequence_id = commit.sequence.sequence_id
-        found, run = self._found.get(sequence_id, ((), 0))
-        if found:  # whether it was verified or not: what would have become of it is known either way
-            tried = min(len(found), len(commit.token_ids))
-            self.ngrams[run].add(sequence_id, tried, agreeing(found, commit.token_ids))
+        self.lookup.observe(commit.sequence.sequence_id, commit.token_ids)
         if commit.proposal is not None and commit.proposal.draft_token_ids:
             self._observe_model(commit, commit.proposal)
 
@@ -160,7 +145,7 @@ class Drafting:
             expected_tokens_per_s=plan.speed,
             plain_tokens_per_s=sequences / costs.seconds(sequences, []),
             model_acceptance_rate=self.lengths.acceptance.rate_of_all,
-            ngram_acceptance_rates={run: acceptance.rate_of_all for run, acceptance in self.ngrams.items()},
+            ngram_acceptance_rates={run: acceptance.rate_of_all for run, acceptance in self.lookup.acceptance.items()},
             draft_step_s=costs.draft(1),
             verify_s=costs.verify(1),
             verify_row_s=costs.verify(sequences + 1) - costs.verify(sequences),
@@ -168,29 +153,21 @@ class Drafting:
         )
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """These have ended."""
+        """Drops what is known of sequences that have ended."""
+        sequence_ids = list(sequence_ids)
+        self.lookup.forget(sequence_ids)
         for sequence_id in sequence_ids:
-            self._indexes.pop(sequence_id, None)
-            self._found.pop(sequence_id, None)
             self.lengths.acceptance.forget(sequence_id)
-            for acceptance in self.ngrams.values():
-                acceptance.forget(sequence_id)
 
-    def _look_up(self, sequence: Sequence) -> tuple[tuple[int, ...], int]:
-        if sequence.request.method is DraftMethod.MODEL or sequence.draft_limit <= 0 or not sequence.is_decoding:
-            return (), 0
-        index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
-        return index.propose(sequence.token_ids, self._limit(sequence))
-
-    def _options(self, sequence: Sequence, worker: DraftWorker | None) -> Options:
-        found, run = self._found[sequence.sequence_id]
-        return Options(
-            limit=self._limit(sequence),
+    def _options(self, sequence: Sequence, worker: DraftWorker | None) -> DraftOptions:
+        limit = self._limit(sequence)
+        return DraftOptions(
+            limit=limit,
             by_model=_can_ask(sequence, worker),
             lacking=max(0, len(sequence.token_ids) - sequence.draft_base - DRAFT_MAY_LACK),
             catch_up_rounds=max(1, min(CATCH_UP_ROUNDS, sequence.draft_limit)),
-            ngram_limit=len(found),
-            ngram_rate=self.ngrams[run].rate(sequence.sequence_id) if found else 0.0,
+            lookup_ids=self.lookup.look_up(sequence, limit).token_ids,
+            lookup_rate=self.lookup.rate(sequence),
         )
 
     def _limit(self, sequence: Sequence) -> int:
@@ -198,29 +175,29 @@ class Drafting:
         longest = self.lengths.longest if sequence.request.adaptive else sequence.draft_limit
         return max(0, min(longest, sequence.draft_limit))
 
-    def _adaptive(self, sequence: Sequence, length: DraftLength) -> DraftOrder:
-        found, _ = self._found[sequence.sequence_id]
-        found, plan = found[: length.by_ngram], self.lengths.plan
-        if not length.by_model or not plan.shares or not sequence.request.sampling.is_argmax:
-            return DraftOrder(length.by_model, lookup_ids=found)
+    def _adaptive(self, sequence: Sequence, order: DraftOrder) -> DraftOrder:
+        plan = self.lengths.plan
+        if not order.by_model or not plan.shares or not sequence.request.sampling.is_argmax:
+            return order
         # The plan says that drafting pays; how far it does this time, the draft knows better than an average.
-        rate = self.lengths.acceptance.rate(sequence.sequence_id)
-        return DraftOrder(self._limit(sequence), min(1.0, max(LEAST_WORTH, plan.row)), rate, found)
+        return replace(
+            order,
+            by_model=self._limit(sequence),
+            min_chance=min(1.0, max(LEAST_MIN_CHANCE, plan.row)),
+            next_chance=self.lengths.acceptance.rate(sequence.sequence_id),
+        )
 
     @property
     def hints(self) -> tuple[list[float], float]:
-        """What the draft worker is told of all sequences: what its probabilities are worth, what a step must gain."""
+        """Hints for the draft worker: the chances by its probabilities, and the tokens that a draft step must gain."""
         return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
 
-    def _fixed(self, sequence: Sequence, worker: DraftWorker | None) -> DraftOrder:
-        """As many tokens as the request says, by whoever is expected to be right more often."""
-        k = self._limit(sequence)
-        found, run = self._found[sequence.sequence_id]
-        if not _can_ask(sequence, worker):
-            return DraftOrder(0, lookup_ids=found)
-        rate = self.lengths.acceptance.rate(sequence.sequence_id)
-        better = found and expected_tokens(self.ngrams[run].rate(sequence.sequence_id), k) > expected_tokens(rate, k)
-        return DraftOrder(0 if better else k, lookup_ids=found)
+    def _fixed(self, sequence: Sequence, options: DraftOptions) -> DraftOrder:
+        """The number of tokens that the request asks for, by the method that is expected to be right more often."""
+        k, rate = options.limit, self.lengths.acceptance.rate(sequence.sequence_id)
+        better = options.lookup_ids and expected_tokens(options.lookup_rate, k) > expected_tokens(rate, k)
+        by_model = k if options.by_model and not better else 0
+        return DraftOrder(by_model, lookup_ids=options.lookup_ids)
 
 
 def _can_ask(sequence: Sequence, worker: DraftWorker | None) -> bool:

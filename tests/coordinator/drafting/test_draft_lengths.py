@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate import COSTS, row
 from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import ROUNDS_OF_A_PLAN, STEPS, DraftLengths, Options, expected_tokens
+from coordinator.drafting.draft_lengths import ROUNDS_OF_A_PLAN, STEPS, DraftLengths, DraftOptions, expected_tokens
 from coordinator.drafting.trials import FIRST_TRIALS
 
 ROWS = (1, 2, 4, 8, 16, 64)
@@ -23,8 +23,8 @@ def costs(draft: float = 0.003, verify: float = 0.02, row: float = 0.001) -> Rou
 
 
 def by_model(lengths: DraftLengths, limits: dict[int, int]) -> dict[int, int]:
-    chosen = lengths.choose({number: Options(limit) for number, limit in limits.items()})
-    return {number: length.by_model for number, length in chosen.items()}
+    chosen = lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
+    return {number: order.by_model for number, order in chosen.items()}
 
 
 # --- Costs
@@ -102,7 +102,7 @@ def after(rate: float, rounds: int = 200, **knobs: float) -> DraftLengths:
     for number in range(rounds):
         lengths.acceptance.add(0, 1, int((number + 1) * rate) - int(number * rate))
     for _ in range(FIRST_TRIALS + ROUNDS_OF_A_PLAN):
-        lengths.choose({0: Options(8)})
+        lengths.choose({0: DraftOptions(8)})
     return lengths
 
 
@@ -151,16 +151,16 @@ def test_probing_costs_next_to_nothing_and_never_stops() -> None:
 def test_trials_of_one_way_to_draft_take_nothing_from_the_other() -> None:
     lengths = DraftLengths(costs(), longest=8)
     for _ in range(50):
-        lengths.choose({0: Options(8, by_model=False, ngram_limit=8, ngram_rate=0.01)})
+        lengths.choose({0: DraftOptions(8, by_model=False, lookup_ids=(1,) * 8, lookup_rate=0.01)})
     lengths.costs.draft = line(5.0, 0.1)  # as a busy machine measured it
-    chosen = [lengths.choose({0: Options(8)})[0].by_model for _ in range(FIRST_TRIALS)]
+    chosen = [lengths.choose({0: DraftOptions(8)})[0].by_model for _ in range(FIRST_TRIALS)]
     assert all(chosen)
 
 
 def test_only_one_of_those_who_lack_much_is_caught_up_to_try() -> None:
     lengths = DraftLengths(costs(draft=1.0), longest=8)
-    chosen = lengths.choose({i: Options(8, lacking=100) for i in range(8)})
-    assert sum(length.by_model for length in chosen.values()) == 1
+    chosen = lengths.choose({i: DraftOptions(8, lacking=100) for i in range(8)})
+    assert sum(order.by_model for order in chosen.values()) == 1
 
 
 def test_a_draft_that_becomes_good_is_noticed() -> None:
@@ -205,7 +205,7 @@ def test_drafting_begins_where_it_gains_clearly_and_ends_where_it_gains_nothing(
 def decided(lengths: DraftLengths) -> tuple[float, ...]:
     """The steps of the next plan."""
     for _ in range(ROUNDS_OF_A_PLAN):
-        lengths.choose({0: Options(1)})
+        lengths.choose({0: DraftOptions(1)})
     return lengths.plan.steps
 
 

@@ -98,11 +98,11 @@ def test_prompt_lookup_wins_where_it_was_right() -> None:
 
 def test_what_prompt_lookup_would_have_drafted_is_learned_without_verifying_it() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    before = drafting.ngrams[4].rate_of_all
+    before = drafting.lookup.acceptance[4].rate_of_all
     for _ in range(20):
         drafting.orders([sequence], WORKER)
         drafting.observe(commit_of(sequence, (9,)))
-    assert drafting.ngrams[4].rate_of_all < before / 2
+    assert drafting.lookup.acceptance[4].rate_of_all < before / 2
 
 
 @pytest.mark.parametrize("method", [DraftMethod.MODEL, DraftMethod.NGRAM])
@@ -211,9 +211,9 @@ def test_what_has_ended_is_forgotten() -> None:
     drafting.orders([sequence], WORKER)
     drafting.observe(commit_of(sequence, (5, 6), proposal_of(sequence, (5,))))
     drafting.forget([sequence.sequence_id])
-    assert not drafting._indexes
+    assert not drafting.lookup._indexes
     assert not drafting.lengths.acceptance._sequences
-    assert not any(acceptance._sequences for acceptance in drafting.ngrams.values())
+    assert not any(acceptance._sequences for acceptance in drafting.lookup.acceptance.values())
 
 
 def test_the_state_explains_the_choice() -> None:
