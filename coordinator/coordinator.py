@@ -12,8 +12,9 @@ from coordinator.generation import Generation
 from coordinator.in_flight import RequestsInFlight
 from coordinator.round_loop import RoundLoop
 from coordinator.round_runner import RoundSettings
+from coordinator.scheduling.capacity import KVCapacity
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
-from coordinator.scheduling.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
+from coordinator.scheduling.pool import DuplicateRequestError, Pool, PoolFullError
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
@@ -96,7 +97,7 @@ class Coordinator:
         load = self.target.load_at_start
         self.pool.slots = load.slots_total
         self.pool.window_size = min(self.settings.usable_window, self.pool.slots)
-        self.pool.kv_room = KVRoom(load.kv_positions_total, load.kv_positions_multiple)
+        self.pool.kv_capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple)
 
     async def slots_released(self) -> None:
         """Returns when nothing is generated and the workers were told of all that left."""

@@ -89,7 +89,9 @@ class RoundLoop:
 
     def _admit(self) -> None:
         pool = self._pool
-        most = self._policy.places(pool.members, len(pool.leaving), pool.room) if pool.queued and pool.room else 0
+        most = 0
+        if pool.queued and pool.capacity:
+            most = self._policy.admissible(pool.members, len(pool.leaving), pool.capacity)
         for sequence in pool.admit(most):
             self._events.admitted(sequence)
 
@@ -98,7 +100,7 @@ class RoundLoop:
         if not pool.ready:
             return Group([])
         group = self._policy.choose(pool.ready, pool.rounds)
-        most = -(-pool.playing // self._runner.lanes)
+        most = -(-pool.schedulable // self._runner.lanes)
         group = Group(group.sequences[:most], group.fallback)
         pool.begin_round(group.sequences)
         return group

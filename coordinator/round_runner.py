@@ -62,7 +62,7 @@ class RoundRunner:
     @property
     def lanes(self) -> int:
         """Groups that may be in flight at a time."""
-        return MOST_LANES if self._can_overlap and self._drafting.halves_pay(self._pool.playing) else 1
+        return MOST_LANES if self._can_overlap and self._drafting.halves_pay(self._pool.schedulable) else 1
 
     @property
     def _can_overlap(self) -> bool:

@@ -156,15 +156,15 @@ def _chat(chat: pb.ChatInput, tokenizer: TargetTokenizer) -> list[int]:
 
 
 def _max_tokens(params: pb.SamplingParams, limits: Limits, prompt_tokens: int) -> int:
-    room = limits.max_model_len - prompt_tokens
+    remaining = limits.max_model_len - prompt_tokens
     if not params.HasField("max_tokens"):
-        return min(limits.settings.default_max_tokens, room)
+        return min(limits.settings.default_max_tokens, remaining)
     if params.max_tokens < 1:
         raise InvalidArgumentError("sampling_params.max_tokens", "must be at least 1")
-    if params.max_tokens > room:
+    if params.max_tokens > remaining:
         raise InvalidArgumentError(
             "sampling_params.max_tokens",
-            f"{params.max_tokens} is beyond {room}, what the prompt leaves of {limits.max_model_len} positions",
+            f"{params.max_tokens} is beyond {remaining}, what the prompt leaves of {limits.max_model_len} positions",
         )
     return params.max_tokens
 

@@ -46,7 +46,7 @@ class StepTimes:
         scale = (seconds / self._line(rows)) ** max(SCALED_PER_ROUND, 1 / (1 + self._observed))
         self._observed += 1
         self._seconds = [point * scale for point in self._seconds]
-        left, share = self._place(rows)
+        left, share = self._segment(rows)
         share = min(1.0, share)
         error = (seconds - self._line(rows)) / ((1 - share) ** 2 + share**2)
         for at, part in ((left, 1 - share), (left + 1, share)):
@@ -57,7 +57,7 @@ class StepTimes:
 
     def _line(self, rows: float) -> float:
         """Seconds of sequences as long as they were when they were measured."""
-        left, share = self._place(rows)
+        left, share = self._segment(rows)
         return max(LEAST_SECONDS, self._seconds[left] * (1 - share) + self._seconds[left + 1] * share)
 
     def _of_longer(self, rows: float) -> float:
@@ -78,7 +78,7 @@ class StepTimes:
             else:
                 self._seconds[i] = min(max(least, self._seconds[i]), most)
 
-    def _place(self, rows: float) -> tuple[int, float]:
+    def _segment(self, rows: float) -> tuple[int, float]:
         """The point to the left, and how far to the next one it is: beyond 1 behind the last one."""
         left = min(max(0, bisect_right(self._rows, rows) - 1), len(self._rows) - 2)
         first, second = self._rows[left], self._rows[left + 1]

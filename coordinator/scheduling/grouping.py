@@ -1,7 +1,7 @@
-"""Grouping policies: who enters the window, and which ready sequences share the next round. Pure.
+"""Grouping policies: how many sequences enter the window, and which ready ones share the next round. Pure.
 
-All give the same tokens. They differ in how often a worker with a padded batch has to realign it, and in how full the
-batches are. `eqspec` and `exspec` are the methods of arXiv 2510.22876.
+All policies give the same tokens. They differ in how often a worker with a padded batch has to realign it, and in how
+full the batches are. `eqspec` and `exspec` are the methods of arXiv 2510.22876.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from coordinator.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences that play a round together."""
+    """Sequences that are in a round together."""
 
     sequences: list[Sequence]
     fallback: bool = False
@@ -30,15 +30,15 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupingLimits:
-    """What policies can be told."""
+    """Limits that policies keep."""
 
     max_batch_size: int
     min_group_size: int = 1
-    """Fewer sequences of the same length are not worth a round of their own."""
+    """The least number of sequences of the same length that are worth a round of their own."""
     max_wait_rounds: int = 8
-    """A sequence that waited for so many rounds is in the next."""
+    """Rounds after which a waiting sequence is in the next one."""
     prefer: Literal["largest", "oldest"] = "largest"
-    """Of the groups of at least `min_group_size`: the one of most sequences, or of the one that waited longest."""
+    """Which group of at least `min_group_size` comes first: the largest, or that of the oldest sequence."""
 
 
 class Policy(Protocol):
@@ -46,11 +46,12 @@ class Policy(Protocol):
 
     def __init__(self, limits: GroupingLimits) -> None: ...
 
-    def places(self, running: Iterable[Sequence], leaving: int, free: int) -> int:
-        """How many newcomers may enter a window of `free` places, beside those that run or are leaving."""
+    def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
+        """The number of newcomers that may enter a window with this capacity left, beside its members and the leaving
+        sequences."""
 
-    def choose(self, ready: ReadySet, played: int) -> Group:
-        """The sequences of the next round, after `played` rounds; none only if none is ready."""
+    def choose(self, ready: ReadySet, rounds: int) -> Group:
+        """The group of the next round, after this number of rounds; empty only if no sequence is ready."""
 
 
 class Ragged:
@@ -59,12 +60,12 @@ class Ragged:
     def __init__(self, limits: GroupingLimits) -> None:
         self._limits = limits
 
-    def places(self, running: Iterable[Sequence], leaving: int, free: int) -> int:
-        """All that are free."""
-        return free
+    def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
+        """The whole capacity."""
+        return capacity
 
-    def choose(self, ready: ReadySet, played: int) -> Group:
-        """Those that waited longest."""
+    def choose(self, ready: ReadySet, rounds: int) -> Group:
+        """The sequences that waited longest."""
         return Group(list(islice(ready, self._limits.max_batch_size)))
 
 
@@ -74,38 +75,38 @@ class Eqspec:
     def __init__(self, limits: GroupingLimits) -> None:
         self._limits = limits
 
-    def places(self, running: Iterable[Sequence], leaving: int, free: int) -> int:
+    def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
         """A batch is open until its first token, and the next one begins when all of it has left."""
-        members = list(running)
-        if (leaving and not members) or any(sequence.num_generated for sequence in members):
+        batch = list(members)
+        if (leaving and not batch) or any(sequence.num_generated for sequence in batch):
             return 0
-        return min(free, self._limits.max_batch_size - len(members))
+        return min(capacity, self._limits.max_batch_size - len(batch))
 
-    def choose(self, ready: ReadySet, played: int) -> Group:
-        """The whole batch: nobody else is in the window."""
+    def choose(self, ready: ReadySet, rounds: int) -> Group:
+        """The whole batch: no other sequence is in the window."""
         return Group(list(islice(ready, self._limits.max_batch_size)))
 
 
 class Exspec:
-    """Sequences of the same length, out of a window larger than the batch; if too few, those of about the same.
+    """Sequences of the same length, out of a window larger than the batch; if too few, of about the same length.
 
-    Nobody starves: a mixed group has the oldest sequence in it, and one that waited too long is served first.
+    No sequence starves: a mixed group has the oldest one in it, and one that waited too long is served first.
     """
 
     def __init__(self, limits: GroupingLimits) -> None:
         self._limits = limits
 
-    def places(self, running: Iterable[Sequence], leaving: int, free: int) -> int:
-        """All that are free."""
-        return free
+    def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
+        """The whole capacity."""
+        return capacity
 
-    def choose(self, ready: ReadySet, played: int) -> Group:
+    def choose(self, ready: ReadySet, rounds: int) -> Group:
         """A group of the same length if one is large enough, else a mixed one."""
         if not ready:
             return Group([])
         limits, oldest = self._limits, ready.oldest
         enough = min(limits.min_group_size, len(ready))
-        if played - oldest.ready_since >= limits.max_wait_rounds:
+        if rounds - oldest.ready_since >= limits.max_wait_rounds:
             group = ready.alike(oldest, limits.max_batch_size)
         elif limits.prefer == "largest":
             group = list(islice(max(ready.by_shape.values(), key=len).values(), limits.max_batch_size))

@@ -1,47 +1,33 @@
 """The pool: a sliding window of sequences being generated, and the queue behind it. Pure and synchronous.
 
-A sequence is queued -> ready <-> in a round -> leaving -> gone; one whose prompt begins like another's that is being
-prefilled is parked before it is ready. While it is leaving, it still counts against the window, because the target
-worker still holds its slot.
+A sequence is queued -> ready <-> in a round -> leaving -> gone. A sequence whose prompt begins like one that is being
+prefilled is parked before it is ready. A leaving sequence still counts against the window, because the target worker
+still holds its slot.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain, islice
 
+from coordinator.scheduling.capacity import KVCapacity
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.ready import ReadySet
 from coordinator.scheduling.sequence import Finish, FinishReason, Sequence
 
-# Newcomers that may enter before the one that waits longest, where admission is by length.
+# Newcomers that may enter before the sequence that waits longest, where admission is by length.
 MOST_PASSED_OVER = 16
 
 
 class PoolFullError(Exception):
-    """The queue has no room."""
+    """The queue is full."""
 
 
 class DuplicateRequestError(Exception):
     """A request of that id is in flight."""
 
 
-@dataclass(frozen=True)
-class KVRoom:
-    """Positions that the target worker has room for, all sequences together, in multiples of so many for each."""
-
-    positions: int = 0
-    """0: any number."""
-    multiple: int = 1
-
-    def taken_by(self, sequence: Sequence) -> int:
-        """Positions that are kept for a sequence."""
-        multiple = max(1, self.multiple)
-        return -(-sequence.max_length // multiple) * multiple
-
-
 class Pool:
-    """At most `window_size` sequences are generated at a time, at most `queue_size` wait for room.
+    """At most `window_size` sequences are generated at a time, at most `queue_size` wait in the queue.
 
     `slots`: sequences that the target worker can hold; those beyond the window serve as prefixes of others.
     """
@@ -49,11 +35,11 @@ class Pool:
     def __init__(
         self, window_size: int, queue_size: int, by_length: bool = False, prefix_reuse: bool = True, slots: int = 0
     ) -> None:
-        """`by_length`: the next to enter has a prompt of about the last one's length, rather than being first in the
-        queue. `prefix_reuse`: sequences begin with what is cached of others."""
+        """`by_length`: the next sequence to enter is the one whose prompt is nearest in length to the last one's, rather
+        than the first in the queue. `prefix_reuse`: sequences begin with what is cached of others."""
         self.window_size, self.queue_size = window_size, queue_size
         self.slots = slots or window_size
-        self.kv_room = KVRoom()
+        self.kv_capacity = KVCapacity()
         self.rounds = 0
         self._by_length, self._prefix_reuse = by_length, prefix_reuse
         self._last_length = 0
@@ -64,40 +50,40 @@ class Pool:
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
         self._kept: dict[int, int] = {}
-        """Positions of those in the window and of those leaving."""
+        """Positions kept for each sequence in the window or leaving."""
         self._prefixes = PrefixIndex()
         self._by_request: dict[str, dict[int, Sequence]] = {}
 
     @property
     def queued(self) -> int:
-        """Sequences that wait."""
+        """Sequences in the queue."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
         """Sequences being generated."""
-        playing = sum(sequence.finish is None for sequence in self._in_round.values())
-        return len(self._ready) + len(self._parked) + playing
+        in_round = sum(sequence.finish is None for sequence in self._in_round.values())
+        return len(self._ready) + len(self._parked) + in_round
 
     @property
-    def playing(self) -> int:
-        """Sequences that are in a round or could be."""
+    def schedulable(self) -> int:
+        """Sequences that are in a round or could be in one."""
         return len(self._ready) + len(self._in_round)
 
     @property
-    def room(self) -> int:
-        """Sequences that `admit` could let in."""
+    def capacity(self) -> int:
+        """Sequences that the window can still take in."""
         taken = len(self._ready) + len(self._parked) + len(self._in_round) + len(self._leaving)
         return max(0, self.window_size - taken)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sequence waits, is generated, or still holds a slot."""
+        """Whether no sequence is queued, is generated, or still holds a slot."""
         return not (self._queue or self._parked or self._ready or self._in_round or self._leaving)
 
     @property
     def ready(self) -> ReadySet:
-        """Sequences that could play a round now."""
+        """Sequences that could be in a round now."""
         return self._ready
 
     @property
@@ -117,19 +103,21 @@ class Pool:
         if request_id in self._by_request:
             raise DuplicateRequestError(request_id)
         waiting = [*self._queue.values(), *new.values()]
-        if len(waiting) > self.queue_size + self._next_to_enter(waiting):  # who finds room in the window will not wait
+        if len(waiting) > self.queue_size + self._next_to_enter(
+            waiting
+        ):  # those that the window has capacity for will not wait
             raise PoolFullError
         self._queue.update(new)
         self._by_request[request_id] = new
 
     def admit(self, most: int | None = None) -> list[Sequence]:
-        """Moves waiting sequences, at most `most`, into the window while it has room, and returns them."""
+        """Moves queued sequences, at most `most`, into the window while it has capacity, and returns them."""
         self._unpark()
         admitted = []
-        for _ in range(min(self.queued, self.room if most is None else min(most, self.room))):
+        for _ in range(min(self.queued, self.capacity if most is None else min(most, self.capacity))):
             chosen = self._next()
             if not self._next_to_enter([self._queue[chosen]]):
-                break  # who waits longest is not passed over for ever by shorter ones
+                break  # else shorter sequences would pass over the one that waits longest for ever
             self._passed_over = 0 if chosen == next(iter(self._queue)) else self._passed_over + 1
             sequence = self._queue[chosen]
             self._last_length = sequence.prompt_length
@@ -139,31 +127,32 @@ class Pool:
         return admitted
 
     def _next(self) -> int:
-        """Who enters: whose prompt is nearest to the last one's in length, or who was passed over too often."""
+        """The id of the next sequence to enter: the one whose prompt is nearest in length to that of the last to enter, or
+        the first in the queue if it was passed over too often."""
         if self._by_length and self._passed_over < MOST_PASSED_OVER:
             return min(self._queue, key=lambda waiting: abs(self._queue[waiting].prompt_length - self._last_length))
         return next(iter(self._queue))
 
     def _next_to_enter(self, waiting: Iterable[Sequence]) -> int:
-        """How many of these, in their order, the window has room for now. Alone a sequence always fits."""
+        """The number of these, in their order, that the window has capacity for now. Alone a sequence always fits."""
         number, kept = 0, sum(self._kept.values())
-        for sequence in islice(waiting, self.room):
-            kept += self.kv_room.taken_by(sequence)
-            if (self._kept or number) and 0 < self.kv_room.positions < kept:
+        for sequence in islice(waiting, self.capacity):
+            kept += self.kv_capacity.taken_by(sequence)
+            if (self._kept or number) and 0 < self.kv_capacity.positions < kept:
                 break
             number += 1
         return number
 
     def _enter(self, sequence: Sequence) -> None:
-        self._kept[sequence.sequence_id] = self.kv_room.taken_by(sequence)
+        self._kept[sequence.sequence_id] = self.kv_capacity.taken_by(sequence)
         self._find_prefix(sequence)
         if self._prefix_reuse:
             self._prefixes.add(sequence)
         self._park_or_make_ready(sequence)
-        self._prefixes.trim(self.slots - self.window_size + self.room)
+        self._prefixes.trim(self.slots - self.window_size + self.capacity)
 
     def _find_prefix(self, sequence: Sequence) -> None:
-        """Samples of one request come with a source; once that has finished, another one may have more."""
+        """Looks for a longer prefix. Samples of one request come with a source, which may have finished meanwhile."""
         given = sequence.target_prefix
         if self._prefix_reuse and (given is None or given.source.finish is not None):
             sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or given
@@ -195,7 +184,7 @@ class Pool:
             self._in_round[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
 
     def end_round(self, group: Iterable[Sequence]) -> None:
-        """Those of the group that have not finished are ready again, behind all others."""
+        """Makes the sequences of the group that have not finished ready again, behind all others."""
         for sequence in group:
             if self._in_round.pop(sequence.sequence_id, None) is None:
                 continue
@@ -212,7 +201,7 @@ class Pool:
             self._prefixes.finish(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        """The request has one sample less in flight; the id of one that was aborted may be another's by now."""
+        """Takes the sample out of its request, whose id may be another request's by now if it was aborted."""
         request_id = sequence.request.request_id
         samples = self._by_request.get(request_id, {})
         samples.pop(sequence.sequence_id, None)
@@ -246,17 +235,21 @@ class Pool:
         return set(self._leaving)
 
     def released(self, sequence_ids: Iterable[int]) -> None:
-        """The workers have freed these sequences: the window has room again."""
+        """Takes in that the workers have freed these sequences: the window has capacity again."""
         for sequence_id in sequence_ids:
             self._leaving.discard(sequence_id)
             self._kept.pop(sequence_id, None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a sequence is in two places or the window is exceeded."""
+        """Raises AssertionError if a sequence is in two states or the window is exceeded."""
         ready = {sequence.sequence_id for sequence in self._ready}
-        places = [set(self._queue), set(self._parked), ready, set(self._in_round), self._leaving]
-        assert len(set().union(*places)) == sum(map(len, places)), "a sequence is in two places"
-        assert sum(map(len, places[1:])) <= self.window_size, "the window is exceeded"
-        assert set(self._kept) == set().union(*places[1:]), "positions kept for others than those in the window"
-        assert len(self._kept) < 2 or not self.kv_room.positions or sum(self._kept.values()) <= self.kv_room.positions
-        assert len(self._queue) <= self.queue_size + self.room, "the queue is exceeded"
+        states = [set(self._queue), set(self._parked), ready, set(self._in_round), self._leaving]
+        assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
+        assert sum(map(len, states[1:])) <= self.window_size, "the window is exceeded"
+        assert set(self._kept) == set().union(*states[1:]), "positions are kept for sequences outside the window"
+        assert (
+            len(self._kept) < 2
+            or not self.kv_capacity.positions
+            or sum(self._kept.values()) <= self.kv_capacity.positions
+        )
+        assert len(self._queue) <= self.queue_size + self.capacity, "the queue is exceeded"

@@ -76,8 +76,8 @@ async def test_tokens_are_those_of_plain_decoding_for_every_k(k: int) -> None:
     ids=str,
 )
 async def test_tokens_do_not_depend_on_the_company(settings: dict[str, int]) -> None:
-    chance = random.Random(1)
-    requests = [random_request(chance) for _ in range(30)]
+    rng = random.Random(1)
+    requests = [random_request(rng) for _ in range(30)]
     async with serving(target=RecordingTarget(eos_rate=0.02), **settings) as served:
         unary = [served.stub.Generate(request) for request in requests[:15]]
         streams = [stream(served, request) for request in requests[15:]]
@@ -412,31 +412,31 @@ async def drain(call: Any, most: int | None = None) -> None:
             break
 
 
-async def cancelled_sometime(served: Serving, request: pb.GenerateRequest, chance: random.Random) -> None:
+async def cancelled_sometime(served: Serving, request: pb.GenerateRequest, rng: random.Random) -> None:
     """A call that its client gives up: at once, after some time, or after some messages."""
-    match chance.randrange(3):
+    match rng.randrange(3):
         case 0:
             call = served.stub.Generate(request)
-            await asyncio.sleep(chance.random() / 10)
+            await asyncio.sleep(rng.random() / 10)
         case 1:
             call = served.stub.GenerateStream(request)
-            await asyncio.sleep(chance.random() / 10)
+            await asyncio.sleep(rng.random() / 10)
         case _:
             call = served.stub.GenerateStream(request)
-            await drain(call, chance.randint(1, 5))
+            await drain(call, rng.randint(1, 5))
     call.cancel()
 
 
 async def test_three_hundred_requests_of_which_half_are_cancelled_leave_nothing_behind() -> None:
-    chance = random.Random(3)
+    rng = random.Random(3)
     async with serving(window_size=8, queue_size=300) as served:
 
         async def one() -> None:
-            await asyncio.sleep(chance.random())
-            if chance.random() < 0.5:
-                await cancelled_sometime(served, make_request([chance.randrange(256)], 300), chance)
+            await asyncio.sleep(rng.random())
+            if rng.random() < 0.5:
+                await cancelled_sometime(served, make_request([rng.randrange(256)], 300), rng)
             else:
-                await served.expect(random_request(chance, most_tokens=30))
+                await served.expect(random_request(rng, most_tokens=30))
 
         await asyncio.gather(*(one() for _ in range(300)))
         info = await served.until_idle()

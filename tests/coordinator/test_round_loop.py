@@ -26,7 +26,7 @@ def choose_a_stranger(*_: object) -> Group:
     [
         (Ragged, "choose", fail, "ZeroDivisionError: told to fail"),
         (Ragged, "choose", choose_a_stranger, "ValueError: a group"),
-        (Ragged, "places", fail, "ZeroDivisionError: told to fail"),
+        (Ragged, "admissible", fail, "ZeroDivisionError: told to fail"),
         (PrefixIndex, "find", fail, "ZeroDivisionError: told to fail"),
     ],
 )
@@ -65,12 +65,12 @@ async def test_a_fault_of_admission_ends_the_sequences_that_run_too(monkeypatch:
         newcomers = [asyncio.ensure_future(served.expect(make_request([i], 100))) for i in range(5, 8)]
         await served.until(lambda info: info.queued == 3)
         faults = iter([fail])
-        admissible = Ragged.places
+        admissible = Ragged.admissible
 
         def fail_once(*arguments: Any) -> int:
             return next(faults, admissible)(*arguments)
 
-        monkeypatch.setattr(Ragged, "places", fail_once)
+        monkeypatch.setattr(Ragged, "admissible", fail_once)
         served.target.open.set()
         ended = await asyncio.gather(*running, *newcomers, return_exceptions=True)
         assert [isinstance(end, grpc.aio.AioRpcError) for end in ended] == [True, True, False, False]

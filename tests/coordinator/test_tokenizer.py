@@ -38,9 +38,9 @@ def make_tokenizer(chat_template: str = CHAT_TEMPLATE, **special_tokens: str) ->
 
 def cut(ids: list[int], seed: int) -> list[list[int]]:
     """The ids in pieces of zero to four."""
-    chance, pieces, start = random.Random(seed), [], 0
+    rng, pieces, start = random.Random(seed), [], 0
     while start < len(ids):
-        end = start + chance.randint(0, 4)
+        end = start + rng.randint(0, 4)
         pieces.append(ids[start:end])
         start = end
     return pieces

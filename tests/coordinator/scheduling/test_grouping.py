@@ -116,16 +116,16 @@ def test_equal_length_with_unequal_caches_is_not_the_same() -> None:
 
 def test_eqspec_admits_until_the_first_token_and_then_nobody_until_all_have_left() -> None:
     policy = POLICIES["eqspec"](GroupingLimits(3))
-    assert policy.places([], leaving=0, free=8) == 3
+    assert policy.admissible([], leaving=0, capacity=8) == 3
     batch = sequences([4, 5])
-    assert policy.places(batch, leaving=0, free=8) == 1
+    assert policy.admissible(batch, leaving=0, capacity=8) == 1
     batch[0].commit([1])
-    assert policy.places(batch, leaving=0, free=8) == 0
-    assert policy.places(batch[1:], leaving=1, free=8) == 2, "one that was aborted before all began"
+    assert policy.admissible(batch, leaving=0, capacity=8) == 0
+    assert policy.admissible(batch[1:], leaving=1, capacity=8) == 2, "one that was aborted before all began"
     batch[1].commit([1])
-    assert policy.places(batch[1:], leaving=0, free=8) == 0
-    assert policy.places([], leaving=2, free=8) == 0
-    assert policy.places([], leaving=0, free=2) == 2
+    assert policy.admissible(batch[1:], leaving=0, capacity=8) == 0
+    assert policy.admissible([], leaving=2, capacity=8) == 0
+    assert policy.admissible([], leaving=0, capacity=2) == 2
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -150,7 +150,7 @@ def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callab
         for _ in range(2):
             if (newcomer := next(waiting, None)) is not None:
                 pool.submit([newcomer])
-        pool.admit(policy.places(pool.members, len(pool.leaving), pool.room))
+        pool.admit(policy.admissible(pool.members, len(pool.leaving), pool.capacity))
         pool.check_integrity()
         group = policy.choose(pool.ready, pool.rounds).sequences
         pool.begin_round(group)
@@ -178,10 +178,10 @@ def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callab
 def test_everybody_finishes_and_nobody_waits_for_long(
     name: str, limits: GroupingLimits, window: int, by_length: bool, lengths: list[int], seed: int
 ) -> None:
-    chance = random.Random(seed)
-    arrivals = [sequence(i, length, max_tokens=chance.randint(1, 40)) for i, length in enumerate(lengths)]
+    rng = random.Random(seed)
+    arrivals = [sequence(i, length, max_tokens=rng.randint(1, 40)) for i, length in enumerate(lengths)]
     pool = Pool(window, queue_size=100, by_length=by_length)
-    rounds = serve_all(POLICIES[name](limits), pool, arrivals, gain=lambda: chance.randint(1, 5))
+    rounds = serve_all(POLICIES[name](limits), pool, arrivals, gain=lambda: rng.randint(1, 5))
     played: dict[int, list[int]] = {}
     for number, group in enumerate(rounds):
         for member in group:
@@ -193,12 +193,12 @@ def test_everybody_finishes_and_nobody_waits_for_long(
 
 
 def test_a_thousand_sequences_in_a_window_of_hundreds() -> None:
-    chance = random.Random(3)
-    arrivals = [sequence(i, chance.randint(1, 200), max_tokens=chance.randint(1, 60)) for i in range(1000)]
+    rng = random.Random(3)
+    arrivals = [sequence(i, rng.randint(1, 200), max_tokens=rng.randint(1, 60)) for i in range(1000)]
     for name, make in POLICIES.items():
         pool = Pool(300, queue_size=1000)
         fresh = [sequence(s.sequence_id, len(s.token_ids), s.request.max_tokens) for s in arrivals]
-        rounds = serve_all(make(GroupingLimits(8, 4)), pool, fresh, gain=lambda: chance.randint(1, 5))
+        rounds = serve_all(make(GroupingLimits(8, 4)), pool, fresh, gain=lambda: rng.randint(1, 5))
         assert all(s.finish is not None for s in fresh), name
         assert max(map(len, rounds)) <= 8
 

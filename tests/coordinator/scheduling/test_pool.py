@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coordinator.scheduling.capacity import KVCapacity
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
-from coordinator.scheduling.pool import DuplicateRequestError, KVRoom, Pool, PoolFullError
+from coordinator.scheduling.pool import DuplicateRequestError, Pool, PoolFullError
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
 # Few, so that ids are used again, as clients do: also while an aborted namesake is still in its round.
@@ -38,7 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def start(self, window_size: int, queue_size: int, positions: int, multiple: int) -> None:
         self.pool = Pool(window_size, queue_size)
-        self.pool.kv_room = KVRoom(positions, multiple)
+        self.pool.kv_capacity = KVCapacity(positions, multiple)
         self.kept: dict[int, int] = {}
         self.ids = count(1)
         self.waiting: list[Sequence] = []
@@ -58,8 +59,8 @@ class PoolMachine(RuleBasedStateMachine):
         entering: list[Sequence] = []
         taken = sum(self.kept.values())
         for sequence in waiting[: self.room()]:
-            taken += self.pool.kv_room.taken_by(sequence)
-            if (self.kept or entering) and 0 < self.pool.kv_room.positions < taken:
+            taken += self.pool.kv_capacity.taken_by(sequence)
+            if (self.kept or entering) and 0 < self.pool.kv_capacity.positions < taken:
                 break
             entering.append(sequence)
         return entering
@@ -85,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         expected = self.next_to_enter(self.waiting)
-        self.kept.update((sequence.sequence_id, self.pool.kv_room.taken_by(sequence)) for sequence in expected)
+        self.kept.update((sequence.sequence_id, self.pool.kv_capacity.taken_by(sequence)) for sequence in expected)
         assert self.pool.admit() == expected
         self.inside += expected
         del self.waiting[: len(expected)]

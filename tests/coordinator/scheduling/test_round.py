@@ -137,11 +137,11 @@ def check_verify_items(group: list[Sequence], items: list[VerifyItem], budget: i
 
 @dataclass
 class Table:
-    """Plays rounds of changing groups until all have finished; `chance` decides about troubles and drafts."""
+    """Runs rounds of changing groups until all have finished; `rng` decides about troubles and drafts."""
 
     sequences: list[Sequence]
     budget: int
-    chance: random.Random
+    rng: random.Random
     draft_max_len: int = NO_LIMIT
     acceptance: float = 0.7
     trouble: float = 0.0
@@ -154,7 +154,7 @@ class Table:
     went_ahead: int = 0
 
     def happens(self) -> bool:
-        return self.rounds <= TROUBLED_ROUNDS and self.chance.random() < self.trouble
+        return self.rounds <= TROUBLED_ROUNDS and self.rng.random() < self.trouble
 
     def lose_caches(self) -> None:
         for worker in (self.target, self.draft):
@@ -162,11 +162,11 @@ class Table:
                 worker.forget()
             for caches in (worker.caches, worker.released):
                 if caches and self.happens():
-                    caches.pop(self.chance.choice(list(caches)))
+                    caches.pop(self.rng.choice(list(caches)))
 
-    def play(self) -> None:
+    def run(self) -> None:
         unfinished = [sequence for sequence in self.sequences if sequence.finish is None]
-        group = self.chance.sample(unfinished, self.chance.randint(1, len(unfinished)))
+        group = self.rng.sample(unfinished, self.rng.randint(1, len(unfinished)))
         self.rounds += 1
         self.lose_caches()
         round_ = Round(self.rounds, group, self.budget, self.orders(group))
@@ -183,22 +183,22 @@ class Table:
         """Any for most: by the model, by prompt lookup, both or neither."""
         return {
             sequence.sequence_id: DraftOrder(
-                by_model=self.chance.randint(0, 9),
-                min_chance=self.chance.choice([0.0, 0.5, 1.0]),
+                by_model=self.rng.randint(0, 9),
+                min_chance=self.rng.choice([0.0, 0.5, 1.0]),
                 lookup_ids=self.looked_up(sequence),
             )
             for sequence in group
-            if self.chance.random() < 0.7
+            if self.rng.random() < 0.7
         }
 
     def looked_up(self, sequence: Sequence) -> tuple[int, ...]:
         """Tokens that are right, to a random one."""
         context, found = sequence.token_ids.copy(), list[int]()
-        for _ in range(self.chance.randint(0, max(0, sequence.draft_limit))):
+        for _ in range(self.rng.randint(0, max(0, sequence.draft_limit))):
             token = choose(context)
-            found.append(token if self.chance.random() < self.acceptance else (token + 1) % VOCAB_SIZE)
+            found.append(token if self.rng.random() < self.acceptance else (token + 1) % VOCAB_SIZE)
             context.append(found[-1])
-        return tuple(found) if self.chance.random() < 0.5 else ()
+        return tuple(found) if self.rng.random() < 0.5 else ()
 
     def check_caches(self, sequence: Sequence) -> None:
         """What the sequence believes to be cached is cached, unless all of it was lost."""
@@ -212,7 +212,7 @@ class Table:
             return
         items = round_.propose_items(self.draft_max_len, NO_LIMIT)
         check_propose_items(group, items, self.budget, self.draft_max_len)
-        is_right = [self.chance.random() < self.acceptance for _ in range(20)]
+        is_right = [self.rng.random() < self.acceptance for _ in range(20)]
         proposals = [self.draft.propose(item, is_right) for item in items]
         if self.happens():  # it did the work, but its answer is lost
             return
@@ -224,7 +224,7 @@ class Table:
         return proposal
 
     def draft_ahead(self, round_: Round) -> None:
-        items = round_.ahead_items(self.chance.randint(0, 9), self.draft_max_len)
+        items = round_.ahead_items(self.rng.randint(0, 9), self.draft_max_len)
         for item in items:
             sequence = next(s for s in self.sequences if s.sequence_id == item.sequence_id)
             end = item.base_length + 1
@@ -232,23 +232,23 @@ class Table:
             assert item.sampling is None
             assert end > len(sequence.token_ids)
             assert end + item.num_draft_tokens <= min(sequence.max_length, self.draft_max_len + 1)
-        is_right = [self.chance.random() < self.acceptance for _ in range(20)]
+        is_right = [self.rng.random() < self.acceptance for _ in range(20)]
         proposals = [self.draft.propose(item, is_right) for item in items]
         if not self.happens():
             round_.take_ahead([self.spoiled_proposal(proposal) for proposal in proposals], VOCAB_SIZE)
             self.went_ahead += len(proposals)
 
     def verify(self, round_: Round, group: list[Sequence]) -> None:
-        if self.chance.random() < self.cancel:
+        if self.rng.random() < self.cancel:
             self.cancel_one(group)
         items = round_.verify_items()
         check_verify_items(group, items, self.budget)
         verdicts = [self.target.verify(item) for item in items]
-        if self.chance.random() < 0.5:
+        if self.rng.random() < 0.5:
             self.draft_ahead(round_)
         if self.happens():  # the target's answer is lost
             return
-        if self.chance.random() < self.cancel:
+        if self.rng.random() < self.cancel:
             self.cancel_one(group)
         decoding = {sequence.sequence_id for sequence in group if sequence.is_decoding}
         before = {sequence.sequence_id: sequence.token_ids.copy() for sequence in group}
@@ -263,12 +263,12 @@ class Table:
         self.accepted += sum(commit.accepted for commit in commits)
 
     def cancel_one(self, group: list[Sequence]) -> None:
-        sequence = self.chance.choice(group)
+        sequence = self.rng.choice(group)
         sequence.finish = sequence.finish or Finish(FinishReason.ABORT)
 
-    def play_to_the_end(self) -> None:
+    def run_to_the_end(self) -> None:
         while any(sequence.finish is None for sequence in self.sequences):
-            self.play()
+            self.run()
             assert self.rounds < 20_000, "it never ends"
 
 
@@ -329,7 +329,7 @@ def test_rounds_give_the_tokens_of_plain_decoding(
         Worker(target_slots),
         Worker(draft_slots),
     )
-    table.play_to_the_end()
+    table.run_to_the_end()
     for sequence in table.sequences:
         expected = decode_plainly(sequence.request)
         assert sequence.finish is not None
@@ -348,7 +348,7 @@ def make_sequence(
     return Sequence(sequence_id, GenerationRequest("r", tuple(prompt), max_tokens, frozenset(), k))
 
 
-def play_once(
+def run_once(
     sequences: list[Sequence], target: Worker, draft: Worker, is_right: list[bool], budget: int = 100, round_id: int = 1
 ) -> tuple[list[ProposeItem], list[VerifyItem]]:
     round_ = Round(round_id, sequences, budget)
@@ -361,10 +361,10 @@ def play_once(
 
 def test_full_acceptance_gains_k_plus_one_and_the_draft_catches_up_on_its_last_token_and_the_bonus() -> None:
     sequence, target, draft = make_sequence(), Worker(), Worker()
-    play_once([sequence], target, draft, [True] * 4)  # the prompt
-    play_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)  # the prompt
+    run_once([sequence], target, draft, [True] * 4)
     assert sequence.num_generated == 1 + 5
-    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    (item,), _ = run_once([sequence], target, draft, [True] * 4)
     expected = decode_plainly(sequence.request)
     assert item.token_ids == (expected[4], expected[5])
     assert item.base_length == len(sequence.request.prompt_ids) + 4
@@ -373,27 +373,27 @@ def test_full_acceptance_gains_k_plus_one_and_the_draft_catches_up_on_its_last_t
 @pytest.mark.parametrize("accepted", range(4))
 def test_after_a_rejection_the_draft_is_sent_the_recovered_token_only(accepted: int) -> None:
     sequence, target, draft = make_sequence(), Worker(), Worker()
-    play_once([sequence], target, draft, [True] * 4)
-    play_once([sequence], target, draft, [i != accepted for i in range(4)])
+    run_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [i != accepted for i in range(4)])
     assert sequence.num_generated == 1 + accepted + 1
-    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    (item,), _ = run_once([sequence], target, draft, [True] * 4)
     assert item.token_ids == (decode_plainly(sequence.request)[accepted + 1],)
 
 
 def test_a_draft_that_missed_rounds_catches_up_in_one_item() -> None:
     sequence, target, draft = make_sequence(), Worker(), Worker()
-    play_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)
     for round_id in range(2, 5):  # the draft is away
         round_ = Round(round_id, [sequence], 100)
         round_.commit([target.verify(item) for item in round_.verify_items()])
-    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    (item,), _ = run_once([sequence], target, draft, [True] * 4)
     assert item.token_ids == tuple(decode_plainly(sequence.request)[:4])
     assert item.num_draft_tokens == 4
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
     sequence, target, draft = make_sequence([3] * 50), Worker(), Worker()
-    asked, items = play_once([sequence], target, draft, [], budget=16)
+    asked, items = run_once([sequence], target, draft, [], budget=16)
     assert [len(item.token_ids) for item in asked] == [len(item.token_ids) for item in items] == [16]
     assert items[0].prefill_only
     assert not items[0].draft_token_ids
@@ -402,7 +402,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
 
 def test_the_budget_is_one_for_all_who_prefill() -> None:
     sequences = [make_sequence([i] * 30, sequence_id=i) for i in range(4)]
-    _, items = play_once(sequences, Worker(), Worker(), [], budget=40)
+    _, items = run_once(sequences, Worker(), Worker(), [], budget=40)
     assert [(item.sequence_id, len(item.token_ids)) for item in items] == [(0, 30), (1, 10)]
 
 
@@ -410,18 +410,18 @@ def test_the_budget_is_one_for_all_who_prefill() -> None:
 def test_those_who_decode_gain_in_every_round_while_others_prefill(budget: int) -> None:
     newcomers = [make_sequence([i] * 200, sequence_id=i) for i in range(3)]
     decoding, target, draft = make_sequence(sequence_id=9, max_tokens=100), Worker(), Worker()
-    play_once([decoding], target, draft, [False] * 4)
+    run_once([decoding], target, draft, [False] * 4)
     for round_id in range(2, 12):
         before = decoding.num_generated
-        play_once([*newcomers, decoding], target, draft, [False] * 4, budget, round_id)
+        run_once([*newcomers, decoding], target, draft, [False] * 4, budget, round_id)
         assert decoding.num_generated == before + 1
     assert any(sequence.num_generated == 0 for sequence in newcomers)
 
 
 def test_no_draft_is_asked_for_where_only_one_token_remains() -> None:
     sequence, target, draft = make_sequence(max_tokens=2), Worker(), Worker()
-    play_once([sequence], target, draft, [True] * 4)
-    asked, items = play_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)
+    asked, items = run_once([sequence], target, draft, [True] * 4)
     assert asked == []
     assert items[0].draft_token_ids == ()
     assert sequence.finish == Finish(FinishReason.LENGTH)
@@ -430,7 +430,7 @@ def test_no_draft_is_asked_for_where_only_one_token_remains() -> None:
 def test_without_speculation_the_draft_is_never_asked() -> None:
     sequence, target, draft = make_sequence(k=0, max_tokens=6), Worker(), Worker()
     while sequence.finish is None:
-        asked, _ = play_once([sequence], target, draft, [True] * 4)
+        asked, _ = run_once([sequence], target, draft, [True] * 4)
         assert asked == []
     assert sequence.generated_ids == decode_plainly(sequence.request)
     assert sequence.speculation.rounds == 0
@@ -438,7 +438,7 @@ def test_without_speculation_the_draft_is_never_asked() -> None:
 
 def test_drafts_that_the_target_does_not_know_end_the_proposal_before_them() -> None:
     sequence, target = make_sequence(), Worker()
-    play_once([sequence], target, Worker(), [True])
+    run_once([sequence], target, Worker(), [True])
     round_ = Round(2, [sequence], 100)
     (asked,) = round_.propose_items(NO_LIMIT, NO_LIMIT)
     cached_length = len(sequence.token_ids) + 3
@@ -450,7 +450,7 @@ def test_drafts_that_the_target_does_not_know_end_the_proposal_before_them() -> 
 def test_a_target_that_lost_a_cache_is_sent_everything() -> None:
     sequence, target, draft = make_sequence(), Worker(), Worker()
     for _ in range(3):
-        play_once([sequence], target, draft, [True] * 4)
+        run_once([sequence], target, draft, [True] * 4)
     target.caches.clear()
     before = sequence.token_ids.copy()
     round_ = Round(4, [sequence], 100)
@@ -463,40 +463,40 @@ def test_a_target_that_lost_a_cache_is_sent_everything() -> None:
 
 def test_a_draft_that_lost_a_cache_is_sent_everything_and_the_round_goes_on() -> None:
     sequence, target, draft = make_sequence(), Worker(), Worker()
-    play_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)
     draft.caches.clear()
-    play_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)
     assert sequence.num_generated == 2
-    (item,), _ = play_once([sequence], target, draft, [True] * 4)
+    (item,), _ = run_once([sequence], target, draft, [True] * 4)
     assert (item.base_length, len(item.token_ids), item.num_draft_tokens) == (0, 5, 4)
 
 
 def test_a_draft_without_a_slot_is_left_alone_for_a_while() -> None:
     sequence, target, draft = make_sequence(max_tokens=100), Worker(), Worker(slots=0)
-    asked = [bool(play_once([sequence], target, draft, [], round_id=i)[0]) for i in range(1, DRAFT_REST_ROUNDS + 3)]
+    asked = [bool(run_once([sequence], target, draft, [], round_id=i)[0]) for i in range(1, DRAFT_REST_ROUNDS + 3)]
     assert asked == [True] + [False] * (DRAFT_REST_ROUNDS - 1) + [True, False]
 
 
 def test_a_target_without_a_slot_keeps_the_sequence_waiting() -> None:
     sequences = [make_sequence(sequence_id=i) for i in range(2)]
     target = Worker(slots=1)
-    play_once(sequences, target, Worker(), [True])
+    run_once(sequences, target, Worker(), [True])
     assert [sequence.num_generated for sequence in sequences] == [1, 0]
     target.caches.clear()
     target.slots = 2
-    play_once(sequences[1:], target, Worker(), [True])
+    run_once(sequences[1:], target, Worker(), [True])
     assert sequences[1].num_generated == 1
 
 
 def test_a_stale_answer_gains_nothing_and_loses_nothing() -> None:
     sequence, target, draft = make_sequence(), Worker(), Worker()
-    play_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)
     before = sequence.token_ids.copy()
     round_ = Round(2, [sequence], 100)
     round_.verify_items()
     assert round_.commit([Verdict(0, ItemStatus.STALE_ROUND, (), 0)]) == []
     assert sequence.token_ids == before
-    play_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)
     assert sequence.generated_ids == decode_plainly(sequence.request)[: sequence.num_generated]
 
 
@@ -515,8 +515,8 @@ def test_what_lies_behind_a_stop_is_not_counted_as_accepted() -> None:
     assert stop not in expected[:2]
     sequence = Sequence(0, GenerationRequest("r", (1, 2, 3), 40, frozenset({stop}), 4))
     target, draft = Worker(), Worker()
-    play_once([sequence], target, draft, [True] * 4)
-    play_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)
+    run_once([sequence], target, draft, [True] * 4)
     assert sequence.generated_ids == expected[:3]
     assert sequence.speculation.histogram == [0, 0, 1]
 
