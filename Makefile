@@ -1,4 +1,4 @@
-# Every target sets up .venv first, once, and again when the dependencies change.
+# Every target first sets up .venv: once, and again when the dependencies change.
 PYTHON ?= python3
 BIN := .venv/bin
 .PHONY: demo test test-cpus lint protos bench clean
@@ -10,7 +10,7 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# The promise on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
+# Bitwise equality on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
 test-cpus: .venv/ready
 	$(BIN)/pytest -m all_cpus tests/engine/probes/test_cpus.py
 
@@ -26,7 +26,7 @@ protos: .venv/ready
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.coordinator_cost
 
-# torch comes first and pinned: a range would bring gigabytes of CUDA libraries to machines without a GPU.
+# torch is installed first and pinned: a range would bring gigabytes of CUDA libraries to machines without a GPU.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch

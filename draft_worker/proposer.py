@@ -1,4 +1,4 @@
-"""Drafting: catch up with what was committed, then one forward pass for every further draft token of the batch."""
+"""Drafting: a forward pass to catch up with the committed tokens, then one for each further token of the drafts."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from protocol.rounds import ItemStatus, Proposal, ProposeItem
 
 @dataclass
 class _Draft:
-    """A draft that is being made."""
+    """An unfinished draft of one sequence."""
 
     item: ProposeItem
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     chance: float = 1.0
-    """That all of it is right, as far as the draft knows."""
+    """Estimated probability that all tokens of the draft are accepted."""
 
     @property
     def wants_more(self) -> bool:
@@ -24,15 +24,15 @@ class _Draft:
 
     @property
     def gain(self) -> float:
-        """What the next token gains above what it costs to verify; without limits it is worth a step of its own."""
+        """The next token's acceptance probability minus `min_chance`; infinite if that is 0, to justify any step."""
         if not self.item.min_chance:
             return math.inf
         return self.chance * self.item.next_chance - self.item.min_chance
 
     @property
     def feed(self) -> tuple[int, ...]:
-        """The tokens of the next pass. The first one appends what the draft has not seen; after a full acceptance this
-        includes its own last token."""
+        """The tokens of the next pass. The first pass appends the tokens that the draft has not seen; after a full
+        acceptance these include its own last token."""
         return (self.token_ids[-1],) if self.token_ids else self.item.token_ids
 
 
@@ -49,8 +49,8 @@ class Proposer(SequenceEngine):
     ) -> list[Proposal]:
         """One proposal for each item, in their order.
 
-        `chances`: that a token is accepted, by the draft's own probability of it from 0 to 1 in equal steps; none: that
-        probability itself. `step_cost`: what a draft step must gain, of all items together.
+        `chances`: probability that a token is accepted, for the draft's own probabilities from 0 to 1 in equal steps;
+        empty: the draft's own probability is used. `step_cost`: lowest expected gain of a draft step for all items.
         """
         realigned = self.realign(coordinator_id, round_id, items)
         states = {item.sequence_id: state for item, state in zip(items, realigned, strict=True)}
@@ -65,7 +65,7 @@ class Proposer(SequenceEngine):
         return [made.get(i, Proposal(i, state)) for i, state in states.items()]
 
     def _advance(self, coordinator_id: str, drafts: Sequence[_Draft], chances: Sequence[float]) -> None:
-        """Feeds every draft its tokens, and adds the model's choice to those that want one."""
+        """Feeds every draft its tokens, and appends the model's choice to those that want a token."""
         spans = {
             draft.item.sequence_id: self.span(
                 coordinator_id, draft.item.sequence_id, draft.feed, min(1, draft.item.num_draft_tokens)
@@ -92,5 +92,5 @@ class Proposer(SequenceEngine):
 
 
 def _chance(confidence: float, chances: Sequence[float]) -> float:
-    """That a token of this probability is accepted."""
+    """Probability that a token is accepted to which the draft gives the probability `confidence`."""
     return chances[min(len(chances) - 1, int(confidence * len(chances)))] if chances else confidence

@@ -1,4 +1,4 @@
-"""The draft worker's process: settings, model, server."""
+"""The draft worker's process: settings, model and server."""
 
 from functools import partial
 
@@ -24,8 +24,8 @@ class DraftWorkerSettings(WorkerSettings, EngineOptions):
 
 
 def load_proposer(settings: DraftWorkerSettings) -> Proposer:
-    """Builds the backend; on the model thread."""
-    # A draft may differ from batch to batch: verification decides.
+    """Builds the backend. Runs on the model thread."""
+    # A draft may differ from batch to batch, since verification decides.
     options = EngineOptions(**settings.model_dump(include=set(EngineOptions.model_fields)))
     return Proposer(load_engine(options, exact=False))
 

@@ -13,7 +13,7 @@ from worker.servicer import WorkerServicer
 
 
 class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServiceServicer):
-    """`specpool.v1.DraftWorkerService`."""
+    """Servicer of `specpool.v1.DraftWorkerService`."""
 
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
         """Realigns, extends and drafts one round."""
@@ -29,6 +29,6 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
     async def ProposeStream(
         self, requests: AsyncIterator[pb.ProposeRequest], context: Any
     ) -> AsyncIterator[pb.ProposeResponse]:
-        """Answers round after round."""
+        """Answers a stream of rounds."""
         async for response in self._host.each(requests, lambda request: self.Propose(request, context)):
             yield response

@@ -1,1 +1,1 @@
-"""What the coordinator and its workers both speak of: one dataclass for each thing, and one codec for the wire."""
+"""The vocabulary that the coordinator shares with its workers: one dataclass for each concept, and one wire codec."""

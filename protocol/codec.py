@@ -1,6 +1,7 @@
 """The one place where messages between coordinator and workers become dataclasses and back.
 
-Reading checks too: what it returns can be served whatever is cached. InvalidArgumentError names the field that cannot.
+Reading also checks: the items that it returns can be served whatever is cached. InvalidArgumentError names a field that
+cannot.
 """
 
 import math
@@ -18,12 +19,12 @@ _TO_WIRE: dict[ItemStatus, Any] = {
     status: common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}") for status in ItemStatus
 }
 _FROM_WIRE = {number: status for status, number in _TO_WIRE.items()}
-# Unset floats are 0 on the wire, which for these would be nonsense: it says that there is no such rule.
+# Unset floats are 0 on the wire, which would be nonsense for these fields: 0 means that there is no such rule.
 _UNSET_MEANS_ONE = ("top_p", "repetition_penalty")
 
 
 class MisfitError(Exception):
-    """A worker's answer does not fit what it was asked for."""
+    """A worker's answer does not fit the request."""
 
 
 # --- The draft worker's rounds
@@ -61,7 +62,7 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
 
 
 def read_step_cost(request: draft_worker_pb2.ProposeRequest) -> float:
-    """What a draft step of the round must gain. InvalidArgumentError."""
+    """The lowest expected gain of a draft step of the round. InvalidArgumentError."""
     return _between("step_cost", request.step_cost, most=math.inf)
 
 
@@ -77,7 +78,7 @@ def propose_response(
 
 
 def read_proposals(response: draft_worker_pb2.ProposeResponse, items: Sequence[ProposeItem]) -> list[Proposal]:
-    """The draft worker's answer: one proposal for each item, none longer than was asked for. MisfitError."""
+    """The draft worker's answer: one proposal for each item, none longer than requested. MisfitError."""
     fits = len(response.results) == len(items) and all(
         result.sequence_id == item.sequence_id
         and result.status in _FROM_WIRE
@@ -166,11 +167,11 @@ def read_verdicts(response: target_worker_pb2.VerifyResponse) -> list[Verdict]:
     ]
 
 
-# --- What both have
+# --- Messages of both workers
 
 
 def require_coordinator(coordinator_id: str) -> None:
-    """InvalidArgumentError for an empty id: sequences without an owner could never expire."""
+    """Raises InvalidArgumentError for an empty id: sequences without an owner could never expire."""
     if not coordinator_id:
         raise InvalidArgumentError("coordinator_id", "must not be empty")
 
@@ -199,7 +200,7 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
 
 
 def _named_as(message: Any, info: WorkerInfo) -> dict[str, Any]:
-    """The fields that a message and the description have under the same name."""
+    """The fields that a message shares by name with the description."""
     names = {field.name for field in message.DESCRIPTOR.fields}
     return {name: value for name, value in vars(info).items() if name in names}
 
@@ -225,9 +226,10 @@ def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> Tokenize
 
 
 def _check(field: str, item: Any, limits: RoundLimits, drafts: int, seen: set[int]) -> None:
-    """InvalidArgumentError if an item of a round could not be served whatever is cached.
+    """Raises InvalidArgumentError for an item of a round that cannot be served, whatever is cached.
 
-    `drafts`: positions that it takes beyond its tokens. `seen`: sequences of the round so far; this one joins them.
+    `drafts`: positions that the item takes beyond its tokens. `seen`: sequence ids of the round so far, to which the
+    item's id is added.
     """
     if item.sequence_id in seen:
         raise InvalidArgumentError(f"{field}.sequence_id", f"{item.sequence_id} occurs twice in the round")
@@ -260,7 +262,7 @@ def _between(field: str, value: float, most: float = 1.0) -> float:
 
 
 def _common_fields(field: str, item: Any) -> dict[str, Any]:
-    """The fields of `SequenceItem`."""
+    """Arguments for the fields of `SequenceItem`."""
     return {
         "sequence_id": item.sequence_id,
         "base_length": item.base_length,

@@ -4,9 +4,9 @@ ServiceError
 ├── InvalidArgumentError    a field is wrong; names it
 ├── NotFoundError           no such request
 ├── AlreadyExistsError      a request of that id is in flight
-├── QueueFullError          too many requests wait; says when to try again
+├── QueueFullError          too many requests are waiting; says when to try again
 ├── UnavailableError        a worker or the server cannot serve now
-└── WorkerFailedError       a worker failed in a way that trying again did not mend
+└── WorkerFailedError       a worker still fails after retries
 """
 
 
@@ -23,11 +23,11 @@ class InvalidArgumentError(ServiceError):
 
 
 class NotFoundError(ServiceError):
-    """What the request names does not exist."""
+    """The request names something that does not exist."""
 
 
 class AlreadyExistsError(ServiceError):
-    """What the request would create exists."""
+    """The request would create something that already exists."""
 
 
 class QueueFullError(ServiceError):
@@ -43,4 +43,4 @@ class UnavailableError(ServiceError):
 
 
 class WorkerFailedError(ServiceError):
-    """A worker failed again and again."""
+    """A worker still fails after retries."""

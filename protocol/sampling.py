@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are chosen, and which values of each parameter mean something."""
+"""The sampling rules of a sequence, and the valid range of each parameter."""
 
 import math
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "logit_bias": (-100, 100),
 }
-"""The smallest and the largest value that means something."""
+"""The smallest and the largest valid value of each parameter."""
 
-# Numbers of this size are told apart by float32, which the wire carries, to this many digits.
+# Decimal digits to which float32, which the wire carries, can tell numbers of this size apart.
 _DIGITS = 6
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request may ask of the choice of its tokens; the defaults are greedy decoding of unchanged logits."""
+    """Sampling rules of a request; the defaults are greedy decoding of unchanged logits."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -34,21 +34,21 @@ class SamplingParams:
     presence_penalty: float = 0.0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that are not chosen before `min_tokens` were."""
+    """Tokens that may not be chosen before `min_tokens` tokens have been generated."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     prompt_length: int = 0
-    """Tokens of the sequence that came with the request: the first ones."""
+    """Number of the sequence's first tokens that came with the request."""
 
     @property
     def leaves_logits(self) -> bool:
-        """Whether no rule changes a logit, whatever came before."""
+        """Whether no rule changes a logit, whatever tokens came before."""
         penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
         return not (penalties or self.min_tokens or self.logit_bias)
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the choice is the largest logit."""
+        """Whether the token with the largest logit is always chosen."""
         return self.temperature == 0 and self.leaves_logits
 
 
@@ -59,11 +59,11 @@ class TokenLogprobs:
     logprob: float
     """Log-probability of the chosen token."""
     top: tuple[tuple[int, float], ...]
-    """The most probable (token, log-probability) pairs, as many as were asked for."""
+    """The (token, log-probability) pairs of the most probable tokens, as many as requested."""
 
 
 def in_range(field: str, value: float, limits: tuple[float, float]) -> float:
-    """The value, on its limit if only rounding took it beyond. InvalidArgumentError."""
+    """The value, moved onto its limit if only rounding took it beyond. InvalidArgumentError."""
     least, most = limits
     if not (math.isfinite(value) and least <= round(value, _DIGITS) <= most):
         limit = f"from {least:g} to {most:g}" if math.isfinite(most) else f"at least {least:g}"

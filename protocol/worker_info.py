@@ -1,4 +1,4 @@
-"""What a worker runs and holds, as plain data."""
+"""The description of a worker as plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The model, its KV cache as it is now, and what passes took when the model was loaded."""
+    """The model, the present state of its KV cache, and the durations of passes measured when the model was loaded."""
 
     model: str
     architecture: str

@@ -1,13 +1,13 @@
-"""Which draft tokens stand. Pure."""
+"""Acceptance of draft tokens. Pure."""
 
 from collections.abc import Iterable, Sequence
 
 
 def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
-    """The tokens that a verified sequence gains: the longest prefix of `draft` that equals the target's `choices`, and
-    then the target's own choice - the recovered token at the first mismatch, the bonus token if all was accepted.
+    """The tokens that a verified sequence gains: the longest prefix of `draft` that equals the target's `choices`, then
+    the target's own choice (the recovered token at the first mismatch, or the bonus token if all were accepted).
 
-    The i-th choice is the target's given `draft[:i]`. Those behind the first mismatch are not asked for.
+    The i-th choice is the one that the target makes given `draft[:i]`. Choices after the first mismatch are not read.
     """
     gained: list[int] = []
     for choice in choices:

@@ -1,4 +1,4 @@
-"""The target worker's process: settings, model, server."""
+"""The target worker's process: settings, model and server."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
 
 
 def load_verifier(settings: TargetWorkerSettings) -> Verifier:
-    """Builds the backend; on the model thread."""
+    """Builds the backend. Runs on the model thread."""
     options = EngineOptions(**settings.model_dump(include=set(EngineOptions.model_fields)))
     return Verifier(load_engine(options, exact=True))
 

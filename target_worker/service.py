@@ -13,7 +13,7 @@ from worker.servicer import WorkerServicer
 
 
 class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerServiceServicer):
-    """`specpool.v1.TargetWorkerService`."""
+    """Servicer of `specpool.v1.TargetWorkerService`."""
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         """Realigns, extends and verifies one round."""
@@ -28,7 +28,7 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
     async def VerifyStream(
         self, requests: AsyncIterator[pb.VerifyRequest], context: Any
     ) -> AsyncIterator[pb.VerifyResponse]:
-        """Answers round after round."""
+        """Answers a stream of rounds."""
         async for response in self._host.each(requests, lambda request: self.Verify(request, context)):
             yield response
 

@@ -1,4 +1,4 @@
-"""Verification: one forward pass over every sequence's new tokens and its draft, then acceptance."""
+"""Verification: one forward pass over each sequence's new tokens and its draft, then acceptance."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ class Verifier(SequenceEngine):
 
     def _judge(self, coordinator_id: str, item: VerifyItem, choices: Choices) -> Verdict:
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
-        # The rejected positions stay in the slot and are overwritten: only the length says what counts.
+        # The rejected positions stay in the slot until they are overwritten: only the length says which ones are valid.
         cached_length = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(coordinator_id, item.sequence_id, cached_length)
         logprobs: tuple[TokenLogprobs, ...] = ()

@@ -1,4 +1,4 @@
-"""Fixtures that several files share."""
+"""Fixtures shared by several test files."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"  # read once, when kernels are imported: they run on the CPU
-# Threads that wait by spinning would take the cores from the tests beside them.
+# Threads that wait by spinning would take the cores from tests that run in parallel.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["GOMP_SPINCOUNT"] = "0"
 
@@ -15,11 +15,11 @@ from tiny_pair import make_tiny_pair
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of a tiny random target and its draft."""
+    """Folders of a tiny random target model and its draft model."""
     return make_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
 def cpu_threads() -> int:
-    """Threads of an engine whose exactness is tested."""
+    """Number of threads of an engine whose exactness is tested."""
     return int(os.environ.get("SPECPOOL_TEST_THREADS", "2"))

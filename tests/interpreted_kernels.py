@@ -1,4 +1,4 @@
-"""Engines on a CPU that attend by the GPU's kernels."""
+"""Engines on a CPU that run attention with the GPU's kernels."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from engine.probes import self_test
 
 
 def attend_by_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Lets engines attend by the kernels, wherever they are, and run few passes: an interpreter takes its time."""
+    """Makes engines on any device run attention with the kernels, and few passes, since the interpreter is slow."""
     patch.setattr(lean, "attends_by_kernels", lambda *_: True)
     patch.setattr(self_test, "LONG_PASSES", (20,))
     patch.setattr(self_test, "PROBED_PASSES", (1,))

@@ -1,4 +1,4 @@
-"""Mixes of requests for the tests of equality: prompts, how they arrive, what is cut off, and how to play them."""
+"""Mixes of requests for the tests of equality: their prompts, arrival times and cancellations, and how to run them."""
 
 import asyncio
 import random
@@ -21,8 +21,8 @@ class Case:
     max_tokens: int
     k: int | None  # None: adaptive
     ignore_eos: bool
-    starts_after: int  # so many hundredths of a second
-    cancelled_after: int | None  # so many tokens
+    starts_after: int  # hundredths of a second
+    cancelled_after: int | None  # tokens
 
 
 def make_prompt(seed_and_length: tuple[int, int]) -> tuple[int, ...]:
@@ -31,8 +31,8 @@ def make_prompt(seed_and_length: tuple[int, int]) -> tuple[int, ...]:
     return tuple(chance.randrange(EOS_TOKEN_ID) for _ in range(length))
 
 
-# Few seeds, so that examples share prompts and the plain runs to compare with. Lengths around the engine's tiles
-# and the chunks of the prefill.
+# Few seeds, so that examples share prompts and the plain runs to compare with. Lengths lie around the sizes of the
+# engine's tiles and of prefill chunks.
 prompts = st.tuples(
     st.integers(0, 2), st.one_of(st.integers(1, 40), st.sampled_from([1, 15, 16, 17, 63, 64, 65, 250, 256, 300]))
 ).map(make_prompt)
@@ -48,7 +48,7 @@ cases = st.builds(
 
 
 async def play(client: AsyncClient, case: Case) -> list[int]:
-    """The tokens of one request of a mix, as far as it was let run."""
+    """Runs one request of a mix; returns its tokens up to its end or cancellation."""
     await asyncio.sleep(case.starts_after / 100)
     tokens: list[int] = []
     call = client.stub.GenerateStream(make_request(case))
@@ -63,7 +63,7 @@ async def play(client: AsyncClient, case: Case) -> list[int]:
 
 
 def assert_equal(mix: list[Case], got: list[list[int]], expected: list[list[int]]) -> None:
-    """Every request has its expected tokens; a cancelled one the first of them."""
+    """Asserts that every request has its expected tokens, a cancelled request the first of them."""
     for case, tokens, truth in zip(mix, got, expected, strict=True):
         assert tokens == (truth if case.cancelled_after is None else truth[: len(tokens)])
 

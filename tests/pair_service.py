@@ -1,4 +1,4 @@
-"""A whole service in one process: real engines, real servers, real sockets."""
+"""A complete service in one process: real engines, real servers, real sockets."""
 
 import asyncio
 import math
@@ -27,10 +27,10 @@ from worker.host import WorkerHost
 
 
 class LogitsTap:
-    """Watches an engine: the logits after the same context must be the same bits, whenever and however they come."""
+    """Monitor of an engine: logits after the same context must be bit-identical, however they are computed."""
 
     def __init__(self, engine: Engine, seen: dict[tuple[int, ...], bytes] | None = None) -> None:
-        """`seen`: what another engine's tap has seen, to compare with that too."""
+        """`seen`: logits that another engine's tap has recorded, to compare with those too."""
         self._cached: dict[int, list[int]] = {}
         self.seen = {} if seen is None else seen
         self.compared = 0
@@ -65,7 +65,7 @@ class LogitsTap:
 
 @dataclass
 class PairService:
-    """What a test may touch."""
+    """The parts of a running service that a test may use."""
 
     client: AsyncClient
     process: CoordinatorServer
@@ -77,7 +77,7 @@ class PairService:
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
 
     async def wait_idle(self) -> None:
-        """Returns when both workers hold no slot and the pool is empty."""
+        """Waits until neither worker holds a slot and the pool is empty."""
         while True:
             holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
             if not any(holds) and not self.process.coordinator.pool.running:
@@ -89,7 +89,7 @@ class PairService:
 async def serving_pair(
     target: Path, draft: Path | None, worker: dict[str, Any] | None = None, **settings: Any
 ) -> AsyncIterator[PairService]:
-    """Starts workers (with `worker` settings) and a coordinator, all on ports of the system's choice."""
+    """Starts workers (with `worker` settings) and a coordinator, all on ports that the system chooses."""
     async with AsyncExitStack() as stack:
         options = {"threads": 2, "port": 0, **(worker or {})}
         target_settings = TargetWorkerSettings(model=str(target), **options)
@@ -110,7 +110,7 @@ async def serving_pair(
 async def serving_coordinator(
     target: str, draft: str | None, **settings: Any
 ) -> AsyncIterator[tuple[AsyncClient, CoordinatorServer]]:
-    """A coordinator before workers at these addresses, ready to generate."""
+    """A coordinator for the workers at these addresses, ready to generate."""
     settings = {"port": 0, "drain_seconds": 0, "target_address": target, "draft_address": draft, **settings}
     async with AsyncExitStack() as stack:
         process = CoordinatorServer(CoordinatorSettings(**settings))

@@ -1,4 +1,4 @@
-"""Fakes of both workers and a coordinator before them, in this process and over real sockets."""
+"""Fakes of both workers and a coordinator that uses them, in this process and over real sockets."""
 
 import asyncio
 import json
@@ -21,22 +21,22 @@ from specpool.v1 import draft_worker_pb2, generation_pb2_grpc, target_worker_pb2
 from specpool.v1 import generation_pb2 as pb
 
 PATIENCE_SECONDS = 20
-# The deadline of every call that has none of its own: a test fails rather than hangs.
+# Default deadline of every call, so that a test fails rather than hangs.
 DEADLINES = json.dumps({"methodConfig": [{"name": [{}], "timeout": f"{PATIENCE_SECONDS}s"}]})
 
 
-# Drafts that depend on no clock.
+# Settings with which drafts do not depend on a clock.
 DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model"}
 
 
 class RecordingTarget(FakeTarget):
-    """Keeps every request; holds them back while `open` is clear."""
+    """Target that records every request, and holds requests back while `open` is clear."""
 
     def __init__(self, **knobs: Any) -> None:
         super().__init__(**knobs)
         self.requests: list[target_worker_pb2.VerifyRequest] = []
         self.held: list[int] = []
-        """Sequences cached after each round."""
+        """Number of cached sequences after each round."""
         self.open = asyncio.Event()
         self.open.set()
 
@@ -49,7 +49,7 @@ class RecordingTarget(FakeTarget):
 
 
 class RecordingDraft(FakeDraft):
-    """Keeps every request; sleeps before it answers, and fails the first `failing_releases`."""
+    """Draft that records every request, sleeps before it answers, and fails the first `failing_releases` releases."""
 
     def __init__(self, target: FakeTarget, delay: float = 0.0, **knobs: Any) -> None:
         super().__init__(target, **knobs)
@@ -73,7 +73,7 @@ class RecordingDraft(FakeDraft):
 
 @dataclass
 class Serving:
-    """A coordinator that serves, its workers, and a client."""
+    """A running coordinator, its workers, and a client."""
 
     process: CoordinatorServer
     channel: grpc.aio.Channel
@@ -94,9 +94,9 @@ class Serving:
         return (await self.health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
     async def until(self, condition: Callable[[pb.GetServerInfoResponse], Any]) -> pb.GetServerInfoResponse:
-        """The first state of the server that meets the condition."""
+        """Waits for a state of the server that meets the condition, and returns it."""
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not condition(info := await self.info()):  # noqa: ASYNC110 - the state is beyond a connection
+            while not condition(info := await self.info()):  # noqa: ASYNC110 - the state is read over a connection
                 await asyncio.sleep(0.01)
             return info
 
@@ -105,7 +105,7 @@ class Serving:
         await self.until(lambda info: all(getattr(info, worker).state == "ready" for worker in workers))
 
     async def until_idle(self) -> pb.GetServerInfoResponse:
-        """Nothing is running or queued, and no worker holds a slot."""
+        """Waits until nothing is running or queued and no worker holds a slot."""
 
         def is_idle(info: pb.GetServerInfoResponse) -> bool:
             taken = info.target.load.slots_in_use + info.draft.load.slots_in_use
@@ -131,7 +131,7 @@ async def serving(
     probe_seconds: float = 0.05,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Starts everything and waits until it serves. Without `with_target`, nobody answers at its address yet."""
+    """Starts everything and waits until it serves. Without `with_target`, the target's address does not answer yet."""
     target = target if target is not None else RecordingTarget()
     if draft is None and with_draft:
         draft = RecordingDraft(target)
@@ -153,7 +153,7 @@ async def serving(
                     await served.until_ready(wait_for_draft)
                 yield served
             finally:
-                served.process.server.stop()  # a test may have started another one
+                served.process.server.stop()  # a test may have replaced the process
                 try:
                     await served.process.wait_stopped()
                 finally:
@@ -163,7 +163,7 @@ async def serving(
 
 
 def free_address() -> str:
-    """An address at which nobody listens."""
+    """An address at which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -186,7 +186,7 @@ def make_request(
 
 
 def random_request(chance: random.Random, most_prompt: int = 80, most_tokens: int = 40) -> pb.GenerateRequest:
-    """Any prompt, any length, any k."""
+    """A request with a random prompt, length and k."""
     prompt = [chance.randrange(256) for _ in range(chance.randint(1, most_prompt))]
     return make_request(prompt, chance.randint(1, most_tokens), chance.choice([None, *range(9)]))
 
@@ -204,7 +204,7 @@ def expected_tokens(target: FakeTarget, request: pb.GenerateRequest) -> list[int
 
 
 def check_tokens(target: FakeTarget, request: pb.GenerateRequest, response: pb.GenerateResponse) -> None:
-    """Those of plain decoding, to the end."""
+    """Asserts that the tokens are those of plain decoding, to the end."""
     expected = expected_tokens(target, request)
     assert list(response.token_ids) == expected
     assert response.usage.prompt_tokens == len(request.tokenized.input_ids)
@@ -212,7 +212,7 @@ def check_tokens(target: FakeTarget, request: pb.GenerateRequest, response: pb.G
 
 
 async def stream(served: Serving, request: pb.GenerateRequest) -> tuple[list[pb.GenerateChunk], pb.GenerateResponse]:
-    """All chunks and the end; checks that the end comes last and is what the chunks join to."""
+    """All chunks and the complete result; asserts that the result comes last and equals the joined chunks."""
     messages = [message async for message in served.stub.GenerateStream(request)]
     kinds = [message.WhichOneof("response") for message in messages]
     assert kinds == ["chunk"] * (len(messages) - 1) + ["complete"]
@@ -224,7 +224,7 @@ async def stream(served: Serving, request: pb.GenerateRequest) -> tuple[list[pb.
 
 
 def violated_fields(error: grpc.aio.AioRpcError) -> list[str]:
-    """The fields that a google.rpc.BadRequest among the details of an error names."""
+    """The fields named by the google.rpc.BadRequest among the details of an error."""
     bad_request = detail_of(error, error_details_pb2.BadRequest)
     return [violation.field for violation in bad_request.field_violations]
 

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources and, for torch, from what really gets loaded."""
+"""Rules for imports between packages, checked in the sources and, for torch, by the modules that really get loaded."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ PACKAGES = (
 )  # fmt: skip
 GENERATED = "specpool/v1/"
 
-# What a folder must not import, other than by what it may import; the longest name that fits a file counts.
+# Packages that the files of a folder must not import directly; indirect imports are not checked.
 WORKERS = {"draft_worker", "target_worker"}
 FORBIDDEN = {
     "protocol": {"torch", "grpc", "coordinator", "engine", "worker", "rpc", *WORKERS},
@@ -34,7 +34,7 @@ FORBIDDEN = {
     "planning": {"grpc", "google", "specpool.v1", "worker", *WORKERS},
 }
 ALLOWED = {"specpool/cli": {"worker.settings"}}
-# Folders without torch, protobuf, a clock or chance of their own, and what of the project they may import.
+# Folders without torch, protobuf, a clock or a random generator of their own, and project packages they may import.
 PURE = {
     "coordinator/scheduling": {"coordinator.scheduling", "coordinator.text", "protocol"},
     "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "coordinator.counters", "protocol"},
@@ -82,7 +82,7 @@ def module_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of what a file imports anywhere in it, also inside functions and for type checkers only."""
+    """Full names of everything that a file imports, including imports inside functions and for type checkers only."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -124,7 +124,7 @@ def test_the_check_sees_imports() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    """`TYPE_CHECKING` included. CycleError names the modules."""
+    """Imports under `TYPE_CHECKING` count too. CycleError names the modules."""
     paths = {module_of(path): path for package in PACKAGES for path in sources(package)}
 
     def owner(name: str) -> str | None:

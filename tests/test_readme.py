@@ -1,4 +1,4 @@
-"""What the README and docs/ tell to type works as it is written, but for the port; the files that they name exist."""
+"""Commands in the README and docs/ work as written, except for the port; the files that the pages name exist."""
 
 import argparse
 import asyncio
@@ -23,11 +23,11 @@ EVERYTHING = "\n".join(PAGES.values())
 BIN = Path(sys.executable).parent
 
 BUF_COMMANDS = re.findall(r"^    (\.venv/bin/buf curl (?:.*\n)+?.*GenerationService/\w+)$", EVERYTHING, re.MULTILINE)
-# How many samples end in the output of each.
+# Number of samples that end in the output of each method.
 ANSWERS = {"Generate": 1, "GenerateStream": 2, "GetModelInfo": 0}
 PYTHON_EXAMPLES = set(re.findall(r"```python\n(.*?)```", EVERYTHING, re.DOTALL))
 
-# Commands whose arguments are settings, and where these are; further commands are in `specpool.cli.main.COMMANDS`.
+# Commands whose arguments are settings, and their settings classes; `specpool.cli.main.COMMANDS` has further commands.
 SETTINGS = {
     "specpool distill": "distill.main.DistillSettings",
     "specpool plan": "planning.main.PlanSettings",
@@ -36,23 +36,23 @@ SETTINGS = {
     "specpool-target-worker": "target_worker.server.TargetWorkerSettings",
     "python -m distill.evaluate": "distill.evaluate.EvaluateSettings",
 }
-# Commands of others, and those that the tests in this file or elsewhere run whole.
+# Commands of other projects, and those that tests in this file or elsewhere run completely.
 NOT_OURS = ("pip install ", "cd examples/typescript ", "npm start ", ".venv/bin/buf curl ")
 TYPED = re.compile(r"(\.venv/bin/)?(specpool(-[a-z]+)*|python -m [\w.]+|make [\w-]+)( |$)")
 
 
 def commands_of(page: str) -> Iterator[str]:
-    """What a page tells to type, in blocks, fenced or indented, and in code within a line."""
+    """Commands on a page: in fenced or indented blocks, and in code within a line."""
     fences = re.findall(r"^```(?:sh)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^$\n((?:^    \S.*\n(?:^     .*\n)*)+)", page, re.MULTILINE)
     for block in (*fences, *(re.sub("^    ", "", block, flags=re.MULTILINE) for block in indented)):
-        if not re.match(r"\s*[a-z.]", block):  # a drawing
+        if not re.match(r"\s*[a-z.]", block):  # a diagram
             continue
-        whole = re.sub(r"\\?\n\s+", " ", block)  # commands of several lines
+        whole = re.sub(r"\\?\n\s+", " ", block)  # joins commands of several lines
         yield from (line.partition("  #")[0].partition(" > ")[0].strip() for line in whole.splitlines())
     for code in re.findall(r"`([^`\n]+)`", page):
         if TYPED.match(code) and code.partition(" ")[2]:
-            yield re.sub(r"[\[\]]", "", code)  # what may be left out
+            yield re.sub(r"[\[\]]", "", code)  # brackets mark optional arguments
 
 
 def as_typed(command: str, address: str) -> str:
@@ -103,7 +103,7 @@ async def test_the_python_example(example: str) -> None:
         assert (info.counters.requests, sum(info.counters.finished.values())) == (2, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # of a module that another one imports
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # a module that another one imports
 @pytest.mark.parametrize("command", OUR_COMMANDS)
 def test_a_command_takes_these_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert TYPED.match(command), f"no command that we know: {command}"
@@ -123,7 +123,7 @@ def test_a_command_takes_these_arguments(command: str, monkeypatch: pytest.Monke
 
 
 class _ParsedError(Exception):
-    """A program has understood its arguments."""
+    """A program has parsed its arguments."""
 
 
 def _parse_only(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_what_a_page_links_to_and_names_exists(page: str) -> None:
     assert {link for link in links if not (folder / link).exists()} == set()
     named = set(re.findall(r"`([\w.]+/(?:[\w./]*(?:/|\.py|\.c|\.md|run))?)`", PAGES[page]))
     inside = {"cache/", "passes/", "models/", "probes/", "native/", "scheduling/", "drafting/", "workers/"}
-    inside |= {"client/", "cli/", "v1/"}  # folders that stand beside the one that they are in
+    inside |= {"client/", "cli/", "v1/"}  # folders named relative to the one that contains them
     assert {path for path in named - inside if not (ROOT / path).exists()} == set()
 
 

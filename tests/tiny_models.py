@@ -1,4 +1,4 @@
-"""Random models of any architecture, and what a test of an engine compares with."""
+"""Random models of any architecture, and reference logits for tests of an engine."""
 
 import random
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ SMALL = {
 
 
 def small_config(architecture: str, **changes: Any) -> PreTrainedConfig:
-    """A configuration of a few thousand weights; an architecture takes of `SMALL` what it knows."""
+    """A configuration of a few thousand weights; an architecture takes those values of `SMALL` that it knows."""
     known = AutoConfig.for_model(architecture)
     sizes = {name: value for name, value in SMALL.items() if hasattr(known, name)}
     return AutoConfig.for_model(architecture, **{**sizes, **changes})
@@ -57,7 +57,7 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
 
 
 def round_weights(folder: Path) -> Path:
-    """Makes a saved model one that bfloat16 does not change."""
+    """Rounds the weights of a saved model to bfloat16."""
     file = folder / "model.safetensors"
     weights = {name: weight.bfloat16() for name, weight in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
@@ -65,7 +65,7 @@ def round_weights(folder: Path) -> Path:
 
 
 def save_output_head(folder: Path, output_ids: list[int], weight: torch.Tensor | None = None) -> None:
-    """Gives a saved model a head for some tokens, with these rows; default: its own."""
+    """Gives a saved model an output head for some tokens, with the rows `weight`; default: the model's own rows."""
     rows = load_file(folder / "model.safetensors")["lm_head.weight"][output_ids] if weight is None else weight
     save_file({"weight": rows.contiguous(), "output_ids": torch.tensor(output_ids)}, folder / OUTPUT_HEAD)
 
@@ -76,7 +76,7 @@ def load_engine(folder: Path, exact: bool = True, **options: Any) -> Engine:
 
 
 def forget_all(engine: Engine, slots: int) -> None:
-    """Leaves the engine with so many slots, all of them free; those beyond are for spans of the test's own."""
+    """Leaves the engine with `slots` slots, all of them free; a test may use the slots beyond for its own spans."""
     old = engine.layout.extents
     extents = Extents(len(old.origins), old.longest, old.columns, old.multiple)
     engine.slots, engine.layout = (
@@ -86,33 +86,33 @@ def forget_all(engine: Engine, slots: int) -> None:
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
-    """So many token ids, always the same."""
+    """A list of `count` token ids, the same for the same seed."""
     chance = random.Random(seed)
     return [chance.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
 def decode_alone(engine: Engine, token_ids: Sequence[int], slot: int = 0) -> torch.Tensor:
-    """Logits after each token [T, vocab_size], one token a pass and nobody else in the batch."""
+    """Logits after each token [T, vocab_size], with one token per pass and no other sequence in the batch."""
     return torch.cat([engine.forward([Span(slot, i, [token], 1)]) for i, token in enumerate(token_ids)])
 
 
 @torch.inference_mode()
 def transformers_logits(folder: Path, token_ids: Sequence[int], attention: str = "eager") -> torch.Tensor:
-    """Logits after each token [T, vocab_size] as transformers alone computes them in float32."""
+    """Logits after each token [T, vocab_size] as computed by transformers alone in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32).eval()
     logits: torch.Tensor = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
     return logits
 
 
 def rows_that_differ(engine: Engine, lengths: Sequence[int] = (2, 9, 40, 61), drafts: int = 8) -> int:
-    """Rows of logits, of ragged rounds in shuffled slots, that are not those of decoding alone bit for bit."""
+    """Number of rows of logits from ragged rounds in shuffled slots that are not bit-identical to decoding alone."""
     chance = random.Random(1)
     sequences = [random_tokens(length + drafts, seed=length) for length in lengths]
     alone = [decode_alone(engine, tokens) for tokens in sequences]
     slots = chance.sample(range(engine.slots.total), len(sequences))
     engine.forward([Span(slot, 0, tokens[:-drafts], 0) for slot, tokens in zip(slots, sequences, strict=True)])
     different = 0
-    for size in (1, 2, 3, drafts):  # each round takes back what the one before cached
+    for size in (1, 2, 3, drafts):  # each round discards what the previous one cached
         counts = [chance.randint(1, size) for _ in sequences]
         spans = [
             Span(slot, len(tokens) - drafts, tokens[-drafts:][:count], count)

@@ -1,4 +1,4 @@
-"""A random pair of models small enough to decode hundreds of tokens a second, saved as real model folders."""
+"""A random pair of models, small enough to decode hundreds of tokens per second, saved as real model folders."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ MAX_MODEL_LEN = 512
 
 
 def tiny_config(**changes: object) -> LlamaConfig:
-    """Three query heads per KV head and two KV heads, as odd as real models get."""
+    """A configuration with three query heads per KV head and two KV heads, as odd as those of real models."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 96,

@@ -1,1 +1,1 @@
-"""What both worker processes share: settings, model thread and host, common RPCs, and the process's life."""
+"""Code shared by both worker processes: settings, model thread and host, common RPCs, and the process's life cycle."""

@@ -19,26 +19,26 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """What a worker does, on the model thread."""
+    """Interface of a worker's work, called on the model thread."""
 
     @property
     def realign_ns(self) -> int:
         """Nanoseconds spent on realignment so far."""
 
     def info(self) -> WorkerInfo:
-        """The model and its load now."""
+        """Description of the model and its present load."""
 
     def limits(self, coordinator_id: str) -> RoundLimits:
-        """What the items of a coordinator's round are checked against."""
+        """Limits that the items of a coordinator's round are checked against."""
 
     def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
-        """Frees sequences; returns how many held a slot."""
+        """Frees sequences; returns the number that held a slot."""
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
-        """Notes that a coordinator is alive."""
+        """Records that a coordinator is alive."""
 
     def expire(self, now: float, lease_seconds: float) -> int:
-        """Frees the sequences of silent coordinators; returns how many."""
+        """Frees the sequences of silent coordinators; returns their number."""
 
 
 class WorkerHost:
@@ -53,7 +53,7 @@ class WorkerHost:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the backend is there."""
+        """Whether the backend has been built."""
         return self._backend is not None
 
     async def load(self) -> None:
@@ -74,7 +74,7 @@ class WorkerHost:
         return await self._thread.run(serve)
 
     async def expire_leases(self, lease_seconds: float) -> None:
-        """Frees, for ever, what silent coordinators hold."""
+        """Frees the sequences of silent coordinators at regular intervals, until cancelled."""
         while True:
             await asyncio.sleep(lease_seconds / LEASE_CHECKS_PER_LEASE)
             freed = await self.run(lambda backend: backend.expire(time.monotonic(), lease_seconds))
@@ -82,7 +82,7 @@ class WorkerHost:
                 log.warning("freed %d sequences of coordinators silent for %g s", freed, lease_seconds)
 
     async def each(self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[Any]:
-        """Answers a stream of rounds until the caller or a drain ends it: between two rounds, never in one."""
+        """Answers a stream of rounds until the caller or a drain ends it, which never happens within a round."""
         waiting: asyncio.Queue[Any] = asyncio.Queue()
         reading = asyncio.create_task(_read(requests, waiting))
         self._streams.add(waiting)
@@ -96,7 +96,7 @@ class WorkerHost:
             reading.cancel()
 
     def drain(self) -> None:
-        """Ends all streams of rounds, each after the round that it is in."""
+        """Ends all streams of rounds, each after its current round."""
         self._draining = True
         for waiting in self._streams:
             waiting.put_nowait(None)
@@ -107,7 +107,7 @@ class WorkerHost:
 
 
 def timed(backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:
-    """Runs `work()`, and says how long it took under the names that responses have for it."""
+    """Runs `work()`; returns its result and its duration under the field names of responses."""
     began, realigned = time.perf_counter_ns(), backend.realign_ns
     result = work()
     realign_ns = backend.realign_ns - realigned
@@ -115,11 +115,11 @@ def timed(backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:
 
 
 async def _read(requests: AsyncIterator[Any], waiting: asyncio.Queue[Any]) -> None:
-    """Hands over the requests of a stream, an error in one of them, and the end."""
+    """Puts the requests of a stream into a queue, and at the end None or the stream's error."""
     try:
         async for request in requests:
             waiting.put_nowait(request)
-    except Exception as error:  # it is answered, by whatever reads the queue
+    except Exception as error:  # raised by the reader of the queue
         waiting.put_nowait(error)
     else:
         waiting.put_nowait(None)

@@ -1,4 +1,4 @@
-"""The one thread that runs a worker's model: serial by construction, and the event loop never waits for it."""
+"""The one thread that runs a worker's model: serial by construction, and never waited for by the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """Runs functions one after the other, in the order of their calls."""
+    """A thread that runs functions one after the other, in the order of their calls."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
@@ -19,5 +19,5 @@ class ModelThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
     def close(self) -> None:
-        """Lets the running function end and drops the rest."""
+        """Waits for the running function to end, and drops those that have not started."""
         self._executor.shutdown(wait=True, cancel_futures=True)

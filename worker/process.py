@@ -1,4 +1,4 @@
-"""The life of a worker process: it listens at once, serves when the model is loaded, and drains on SIGTERM."""
+"""The life cycle of a worker process: it listens at once, serves once the model is loaded, and drains on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,9 @@ def run_worker(
     servicer: type[WorkerServicer],
     refusals: tuple[type[Exception], ...],
 ) -> None:
-    """Runs a worker until SIGTERM: `load` builds its backend, `servicer` serves it as `service`.
+    """Runs a worker until SIGTERM: `load` builds its backend, and `servicer` serves it as `service`.
 
-    An error of `refusals` ends it with one line instead of a stack trace.
+    An error of a type in `refusals` ends the process with one line instead of a stack trace.
     """
     configure_logging(settings.log_level)
     settings.log_resolved()
@@ -41,7 +41,7 @@ def run_worker(
 
 
 async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None]) -> None:
-    """Serves until a signal. Raises what loading raises."""
+    """Serves until a signal. Raises any error of loading."""
     server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
     add_service(server)
     server.on_drain = host.drain
@@ -59,7 +59,7 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
     await server.wait_stopped()
     if not serving.done() and not host.is_loaded:
         log.warning("stopped while the model was loading")
-        os._exit(0)  # nothing interrupts a thread that loads
+        os._exit(0)  # nothing can interrupt the thread that loads
     serving.cancel()
     host.close()
     with contextlib.suppress(asyncio.CancelledError):

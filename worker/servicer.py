@@ -1,4 +1,4 @@
-"""The RPCs that both worker services have."""
+"""The RPCs shared by both worker services."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from worker.host import WorkerHost
 
 
 class WorkerServicer:
-    """Base of both workers' servicers."""
+    """Base class of both workers' servicers."""
 
     def __init__(self, host: WorkerHost) -> None:
         self._host = host

@@ -1,4 +1,4 @@
-"""Settings that every worker has, whatever it runs."""
+"""Settings shared by both workers, whatever they run."""
 
 from pydantic import Field
 
@@ -9,5 +9,5 @@ class WorkerSettings(ServerSettings):
     """Settings of a worker's server."""
 
     lease_seconds: Seconds = Field(
-        60.0, gt=0, description="free a coordinator's sequences when it was silent for this long"
+        60.0, gt=0, description="free a coordinator's sequences once it has been silent for this long"
     )

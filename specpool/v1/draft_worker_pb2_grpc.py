@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class DraftWorkerServiceStub:
-    """Proposals of the draft model for batches of sequences. Served to coordinators only.
+    """Proposals of the draft model for batches of sequences. Only coordinators call this service.
     """
 
     def __init__(self, channel):
@@ -59,11 +59,11 @@ class DraftWorkerServiceStub:
 
 
 class DraftWorkerServiceServicer:
-    """Proposals of the draft model for batches of sequences. Served to coordinators only.
+    """Proposals of the draft model for batches of sequences. Only coordinators call this service.
     """
 
     def Propose(self, request, context):
-        """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer.
+        """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: a repeated round gets the same answer.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,8 +71,8 @@ class DraftWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ProposeStream(self, request_iterator, context):
-        """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
-        the stream; what was served before stays valid.
+        """`Propose` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
+        ends the stream; rounds answered before it stay valid.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -82,7 +82,7 @@ class DraftWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Frees sequences. Unknown ones are ignored, so that it can be repeated.
+        """Frees sequences. Unknown sequences are ignored, so the call can be repeated.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -90,7 +90,7 @@ class DraftWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetWorkerInfo(self, request, context):
-        """What the worker runs and holds.
+        """Describes the worker: its model, load and costs.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,7 +129,7 @@ def add_DraftWorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftWorkerService:
-    """Proposals of the draft model for batches of sequences. Served to coordinators only.
+    """Proposals of the draft model for batches of sequences. Only coordinators call this service.
     """
 
     @staticmethod

@@ -28,59 +28,59 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DraftWorkerServiceStub:
-    """Proposals of the draft model for batches of sequences. Served to coordinators only."""
+    """Proposals of the draft model for batches of sequences. Only coordinators call this service."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftWorkerServiceAsyncStub: ...
     Propose: _grpc.UnaryUnaryMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]
-    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer.
+    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: a repeated round gets the same answer.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     ProposeStream: _grpc.StreamStreamMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]
-    """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
-    the stream; what was served before stays valid.
+    """`Propose` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
+    ends the stream; rounds answered before it stay valid.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     Release: _grpc.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]
-    """Frees sequences. Unknown ones are ignored, so that it can be repeated.
+    """Frees sequences. Unknown sequences are ignored, so the call can be repeated.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GetWorkerInfo: _grpc.UnaryUnaryMultiCallable[_common_pb2.GetWorkerInfoRequest, _common_pb2.GetWorkerInfoResponse]
-    """What the worker runs and holds.
+    """Describes the worker: its model, load and costs.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
 
 @_typing.type_check_only
 class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
-    """Proposals of the draft model for batches of sequences. Served to coordinators only."""
+    """Proposals of the draft model for batches of sequences. Only coordinators call this service."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Propose: _aio.UnaryUnaryMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]  # type: ignore[assignment]
-    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer.
+    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: a repeated round gets the same answer.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     ProposeStream: _aio.StreamStreamMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]  # type: ignore[assignment]
-    """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
-    the stream; what was served before stays valid.
+    """`Propose` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
+    ends the stream; rounds answered before it stay valid.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
     """
     Release: _aio.UnaryUnaryMultiCallable[_common_pb2.ReleaseRequest, _common_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Frees sequences. Unknown ones are ignored, so that it can be repeated.
+    """Frees sequences. Unknown sequences are ignored, so the call can be repeated.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GetWorkerInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetWorkerInfoRequest, _common_pb2.GetWorkerInfoResponse]  # type: ignore[assignment]
-    """What the worker runs and holds.
+    """Describes the worker: its model, load and costs.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
 
 class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Proposals of the draft model for batches of sequences. Served to coordinators only."""
+    """Proposals of the draft model for batches of sequences. Only coordinators call this service."""
 
     @_abc_1.abstractmethod
     def Propose(
@@ -88,7 +88,7 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_worker_pb2.ProposeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_draft_worker_pb2.ProposeResponse, _abc.Awaitable[_draft_worker_pb2.ProposeResponse]]:
-        """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: repeating a round repeats its answer.
+        """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: a repeated round gets the same answer.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 
@@ -98,8 +98,8 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_draft_worker_pb2.ProposeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_worker_pb2.ProposeResponse], _abc.AsyncIterator[_draft_worker_pb2.ProposeResponse]]:
-        """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
-        the stream; what was served before stays valid.
+        """`Propose` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
+        ends the stream; rounds answered before it stay valid.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -111,7 +111,7 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.ReleaseResponse, _abc.Awaitable[_common_pb2.ReleaseResponse]]:
-        """Frees sequences. Unknown ones are ignored, so that it can be repeated.
+        """Frees sequences. Unknown sequences are ignored, so the call can be repeated.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 
@@ -121,7 +121,7 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.GetWorkerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.GetWorkerInfoResponse, _abc.Awaitable[_common_pb2.GetWorkerInfoResponse]]:
-        """What the worker runs and holds.
+        """Describes the worker: its model, load and costs.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 

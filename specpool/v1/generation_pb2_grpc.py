@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Generates text with the target model. The tokens are those that plain decoding of the target gives.
+    """Generates text with the target model. The tokens are the same as those of plain decoding with the target.
     """
 
     def __init__(self, channel):
@@ -63,11 +63,11 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Generates text with the target model. The tokens are those that plain decoding of the target gives.
+    """Generates text with the target model. The tokens are the same as those of plain decoding with the target.
     """
 
     def Generate(self, request, context):
-        """Generates to the end and answers once. Cancelling the call or passing its deadline frees the sequence at once.
+        """Generates to the end and answers once. A call that is cancelled or passes its deadline frees its sequence at once.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -75,7 +75,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generates, and sends every piece as it is committed. The last message is `complete`; there is one for each sample.
+        """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -84,7 +84,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in flight: its caller gets what was generated so far with finish_reason "abort".
+        """Ends a request in flight: its caller gets what has been generated so far, with finish_reason "abort".
         NOT_FOUND if no such request is in flight.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -92,14 +92,14 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """The models behind this server and the limits that requests must keep.
+        """Describes the models behind this server and the limits of requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Load, workers and counters of this server.
+        """Reports the load, workers and counters of this server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,7 +142,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Generates text with the target model. The tokens are those that plain decoding of the target gives.
+    """Generates text with the target model. The tokens are the same as those of plain decoding with the target.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class TargetWorkerServiceStub:
-    """Verification by the target model for batches of sequences. Served to coordinators only.
+    """Verification by the target model for batches of sequences. Only coordinators call this service.
     """
 
     def __init__(self, channel):
@@ -64,12 +64,12 @@ class TargetWorkerServiceStub:
 
 
 class TargetWorkerServiceServicer:
-    """Verification by the target model for batches of sequences. Served to coordinators only.
+    """Verification by the target model for batches of sequences. Only coordinators call this service.
     """
 
     def Verify(self, request, context):
         """Realigns every sequence's cache, appends its tokens, and verifies its draft tokens in the same forward pass.
-        Without draft tokens this is plain decoding. Idempotent: repeating a round repeats its answer.
+        Without draft tokens this is plain decoding. Idempotent: a repeated round gets the same answer.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -77,8 +77,8 @@ class TargetWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def VerifyStream(self, request_iterator, context):
-        """The same for round after round, answered one by one in their order: without the cost of a new call each. An error ends
-        the stream; what was served before stays valid.
+        """`Verify` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
+        ends the stream; rounds answered before it stay valid.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -88,7 +88,7 @@ class TargetWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Frees sequences. Unknown ones are ignored, so that it can be repeated.
+        """Frees sequences. Unknown sequences are ignored, so the call can be repeated.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -96,7 +96,7 @@ class TargetWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetWorkerInfo(self, request, context):
-        """What the worker runs and holds.
+        """Describes the worker: its model, load and costs.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -104,7 +104,7 @@ class TargetWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """The target's tokenizer, so that a coordinator needs no access to the model's files.
+        """Returns the target's tokenizer, so that a coordinator needs no access to the model's files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +147,7 @@ def add_TargetWorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetWorkerService:
-    """Verification by the target model for batches of sequences. Served to coordinators only.
+    """Verification by the target model for batches of sequences. Only coordinators call this service.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The promise: token ids of plain decoding, and the logits behind them bit for bit, whatever happens meanwhile."""
+"""The promise: token ids equal those of plain decoding, and their logits bit for bit, whatever happens meanwhile."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
 
 
 class Mixes:
-    """The service, and the plain decoding of every prompt alone."""
+    """A service to run mixes on, and the tokens of plain decoding of every prompt alone."""
 
     def __init__(self, runner: asyncio.Runner, service: PairService, tap: LogitsTap) -> None:
         self.runner, self.service, self.tap = runner, service, tap
         self._plain: dict[tuple[tuple[int, ...], bool], list[int]] = {}
 
     async def plain(self, case: Case) -> list[int]:
-        """What the target alone gives, with nothing beside it."""
+        """The tokens that the target alone generates, with no other request in the service."""
         key = (case.prompt, case.ignore_eos)
         if key not in self._plain:
             await self.service.wait_idle()
@@ -33,7 +33,7 @@ class Mixes:
         return self._plain[key][: case.max_tokens]
 
     async def check(self, mix: list[Case], forget_after: list[int]) -> None:
-        """Plays a mix, while workers lose their caches now and then, and compares."""
+        """Runs a mix while workers lose their caches now and then, and asserts the tokens of plain decoding."""
         expected = [await self.plain(case) for case in mix]
         forgetting = asyncio.create_task(self._forget(forget_after))
         got = await asyncio.gather(*(play(self.service.client, case) for case in mix))
@@ -51,7 +51,7 @@ class Mixes:
 
 @pytest.fixture(scope="module")
 def mixes(tiny_pair: tuple[Path, Path]) -> Iterator[Mixes]:
-    """A service whose window, batches and chunks are all smaller than what the mixes ask for."""
+    """A service whose window, batches and chunks are all smaller than the mixes need."""
     with asyncio.Runner() as runner:
         context = serving_pair(
             *tiny_pair, worker={"max_sequences": 5, "max_forward_tokens": 48}, window_size=5, max_batch_size=4,
@@ -87,7 +87,7 @@ def test_tokens_and_logits_are_those_of_plain_decoding(mixes: Mixes, mix: list[C
 
 
 def test_verified_logits_were_compared(mixes: Mixes) -> None:
-    """The property above is about something: contexts did come again."""
+    """The property above is not vacuous: the same contexts did occur again."""
     mix = [Case(make_prompt((seed, 20)), MAX_TOKENS, k, True, 0, None) for seed in range(2) for k in (0, 3, 8)]
     before = mixes.tap.compared
     mixes.runner.run(mixes.check(mix, []))

@@ -1,4 +1,4 @@
-"""Workers that forget, fail, dawdle, restart or never come: it costs time, and the tokens stay the same."""
+"""Workers that lose caches, fail, are slow, restart or never start: they cost time, and the tokens stay the same."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,7 +31,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def expect_all(served: Serving, requests: list[pb.GenerateRequest]) -> list[pb.GenerateResponse]:
-    """All at once, each with the tokens of plain decoding."""
+    """Sends all requests at once, and asserts that each gets the tokens of plain decoding."""
     return await asyncio.gather(*(served.expect(request) for request in requests))
 
 
@@ -40,7 +40,7 @@ def some_requests(number: int = 6, max_tokens: int = 40, k: int | None = None) -
 
 
 async def after_rounds(worker: RecordingTarget | RecordingDraft, rounds: int, act: Callable[[], Any]) -> Any:
-    """Acts when the worker was called so many times from now."""
+    """Calls `act` once the worker has been called `rounds` more times; returns its result."""
     end = worker.calls + rounds
     async with asyncio.timeout(20):
         while worker.calls < end:  # noqa: ASYNC110 - the fakes announce nothing
@@ -192,7 +192,7 @@ POISON = 250
 
 
 class PoisonedTarget(RecordingTarget):
-    """Fails on every round with a prompt that begins with POISON."""
+    """Target that fails every round with a prompt that begins with POISON."""
 
     async def Verify(self, request: Any, context: Any) -> Any:
         if any(item.base_length == 0 and item.token_ids[0] == POISON for item in request.items):
@@ -253,8 +253,8 @@ async def test_a_draft_that_comes_back_with_the_right_tokenizer_is_taken() -> No
 
 
 async def test_a_target_that_comes_back_with_another_model_ends_the_process_and_its_calls() -> None:
-    """No answer may be half of one model and half of another, and none may wait for ever."""
-    with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - it comes at the end of the service
+    """No answer may mix tokens of two models, and no call may wait for ever."""
+    with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
         async with serving(drain_seconds=3600) as served:
             running = asyncio.ensure_future(stream(served, make_request(max_tokens=1000)))
             await served.until(lambda info: info.running)
@@ -267,7 +267,7 @@ async def test_a_target_that_comes_back_with_another_model_ends_the_process_and_
 
 
 async def test_a_target_with_fewer_slots_finishes_those_who_have_one_first() -> None:
-    """One without a slot must not use up the room for prefill of one that has a slot."""
+    """A sequence without a slot must not use up the prefill budget of one that has a slot."""
     async with serving(RecordingTarget(slots=2), prefill_tokens=16) as served:
         prompts = [make_request([letter] * 200, max_tokens=60) for letter in (7, 8)]
         running = [asyncio.ensure_future(served.expect(prompts[0]))]
@@ -281,7 +281,7 @@ async def test_a_target_with_fewer_slots_finishes_those_who_have_one_first() -> 
 
 
 async def test_tokens_that_a_draft_does_not_know_are_not_sent_to_it() -> None:
-    """It would refuse the round, and with it everybody's drafts."""
+    """The draft would refuse the round, and with it the drafts of all sequences."""
     round_ = Round(1, [sequence := Sequence(1, GenerationRequest("a", (5, 900), 9, frozenset(), 3))], 64)
     sequence.target_length = 1
     assert round_.propose_items(1000, 900) == []
@@ -420,11 +420,13 @@ async def test_a_coordinator_that_cannot_go_on_stops_and_says_why(monkeypatch: p
         with pytest.raises(ExceptionGroup) as caught:
             await served.process.wait_stopped()
         assert caught.group_contains(ZeroDivisionError)
-        served.process._running = asyncio.ensure_future(asyncio.sleep(0))  # has failed, and has said so
+        served.process._running = asyncio.ensure_future(
+            asyncio.sleep(0)
+        )  # the replaced task has failed, as asserted above
 
 
 async def test_a_draft_that_loses_what_others_would_copy_costs_a_cache_miss() -> None:
-    """A sequence that waits its turn is grouped by what it could copy when its turn came to wait."""
+    """A waiting sequence is grouped by the prefix that it could copy when it began to wait."""
     settings = {"policy": "exspec", "prefer_group": "oldest", "max_batch_size": 2, "window_size": 8}
     async with serving(RecordingTarget(), **settings) as served:
         requests = [make_request([i] * 40, 24, temperature=1.0, n=4) for i in range(1, 4)]

@@ -1,4 +1,4 @@
-"""2,000 random requests to the public API: each is answered, or refused by name of what is wrong; nothing is lost."""
+"""2,000 random requests to the public API: each is answered, or refused with the wrong field's name; none is lost."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 Draw = Callable[[random.Random], Any]
 
-# What a field may have, and what it may not. Rounding to float32 may take a value across its limit.
+# Valid and invalid values of each field. Rounding to float32 may take a value across its limit.
 VALID: dict[str, Draw] = {
     "temperature": lambda c: c.choice([0.0, 0.0, 0.01, 100.0, -1e-8, c.uniform(0.02, 3)]),
     "top_p": lambda c: c.choice([1.0, 1.0000001, 1e-5, c.uniform(0.01, 1)]),
@@ -56,7 +56,7 @@ INVALID: dict[str, Draw] = {
 
 
 def sampling_params(chance: random.Random, prompt_length: int) -> tuple[dict[str, Any], set[str]]:
-    """Some fields, and the names of those that are wrong."""
+    """Random fields, and the names of those that are invalid."""
     most = chance.randint(1, min(8, MAX_MODEL_LEN - prompt_length))
     fields = {"max_tokens": most, "min_tokens": chance.randint(0, most)}
     fields |= {name: draw(chance) for name, draw in VALID.items() if chance.random() < 0.3}
@@ -70,7 +70,7 @@ def sampling_params(chance: random.Random, prompt_length: int) -> tuple[dict[str
 
 
 def prompt(chance: random.Random) -> tuple[dict[str, Any], int, set[str]]:
-    """An input, its length, and the name of what is wrong with it."""
+    """A random input, its length, and the names of its invalid fields."""
     length = chance.randint(1, MAX_MODEL_LEN - 9)
     kind = chance.choice(["tokenized", "tokenized", "text", "none", "empty", "long", "unknown", "chat"])
     ids = [chance.randrange(VOCAB) for _ in range(length)]
@@ -91,7 +91,7 @@ def prompt(chance: random.Random) -> tuple[dict[str, Any], int, set[str]]:
 
 
 def random_request(chance: random.Random) -> tuple[pb.GenerateRequest, set[str]]:
-    """A request, and the fields that may be blamed; none if it is valid."""
+    """A random request, and the names of the fields that a refusal may name; none if it is valid."""
     form, length, wrong = prompt(chance)
     fields, wrong_fields = sampling_params(chance, length)
     k = chance.choice([None, 0, 4, 16, 17])
@@ -109,7 +109,7 @@ def random_request(chance: random.Random) -> tuple[pb.GenerateRequest, set[str]]
 
 
 async def answer(call: Any) -> Any:
-    """The response, or the fields that the refusal names, indices left out."""
+    """The response, or the fields that the refusal names, without indices."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -119,7 +119,7 @@ async def answer(call: Any) -> Any:
 
 
 async def send(service: PairService, request: pb.GenerateRequest, wrong: set[str]) -> None:
-    """Sends a request and holds the server to its answer."""
+    """Sends a request, and asserts that it is answered if valid and refused if not."""
     response = await answer(service.client.stub.Generate(request, timeout=60))
     if isinstance(response, set):
         assert response
@@ -141,7 +141,7 @@ async def send_and_cancel(service: PairService, request: pb.GenerateRequest, aft
 
 
 async def send_garbage(service: PairService, payload: bytes) -> None:
-    """Bytes that are hardly ever a message, and if they are, then hardly a valid one."""
+    """Sends bytes that are rarely a message, and even then rarely a valid one."""
     call = service.client._channel.unary_unary("/specpool.v1.GenerationService/Generate")
     assert await answer(call(payload, timeout=60)) != set()
 

@@ -1,4 +1,4 @@
-"""Prompts that begin alike are worked off once; tokens, and the bits of the logits, are those of working them off."""
+"""Common prefixes of prompts are prefilled once; tokens and bits of logits are the same as without reuse."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from specpool.v1 import generation_pb2 as pb
 MAX_TOKENS = 12
 SLOTS = 6
 
-# A prompt is a path in a tree of few parts, so many begin alike.
+# A prompt is a path in a tree of few parts, so that many prompts begin alike.
 PARTS = [make_prompt((seed, length)) for seed, length in ((0, 40), (1, 17), (2, 3), (3, 70), (4, 1))]
 prompts = st.lists(st.sampled_from(PARTS), min_size=1, max_size=3).map(lambda parts: sum(parts, ()))
 
@@ -30,7 +30,7 @@ class Asked:
     k: int
     temperature: float
     n: int
-    starts_after: int  # so many hundredths of a second
+    starts_after: int  # hundredths of a second
 
     def message(self, k: int, n: int, seed: int = 7) -> pb.GenerateRequest:
         params = pb.SamplingParams(temperature=self.temperature, max_tokens=MAX_TOKENS, n=n, seed=seed, logprobs=1)
@@ -53,7 +53,7 @@ asked = st.builds(
 
 @dataclass
 class Both:
-    """Two coordinators before the same workers: one reuses prefixes, the other one never does."""
+    """Two coordinators of the same workers: one reuses prefixes, the other one never does."""
 
     runner: asyncio.Runner
     service: PairService
@@ -93,7 +93,7 @@ def samples(response: pb.GenerateResponse) -> list[pb.GenerateResponse]:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mix=st.lists(asked, min_size=1, max_size=7), forget=st.booleans())
 def test_reuse_changes_nothing_but_the_work(both: Both, mix: list[Asked], forget: bool) -> None:
-    """In any company, with slots taken away and caches lost in between."""
+    """Holds for any other requests in the batch, with slots taken away and caches lost in between."""
 
     async def play(one: Asked) -> pb.GenerateResponse:
         await asyncio.sleep(one.starts_after / 100)
@@ -131,7 +131,7 @@ async def test_usage_says_how_much_was_reused(tiny_pair: tuple[Path, Path]) -> N
         assert await cached(prompt) == [49]  # the last token is run for its logits
         assert await cached(other) == [0]
         assert await cached((*prompt[:30], *other)) == [30]
-        assert await cached((*history[1], 5, 6)) == [57]  # a next turn: all but the last token generated was cached
+        assert await cached((*history[1], 5, 6)) == [57]  # a next turn: all but the last generated token were cached
         assert await cached(make_prompt((2, 9)), n=3) == [0, 8, 8]
         assert await cached(make_prompt((2, 1)), n=2) == [0, 0]
         info = await service.client.server_info()
@@ -158,7 +158,7 @@ async def test_samples_beyond_the_slots_begin_with_what_the_others_have(
 
 
 async def test_a_worker_that_needed_the_slot_costs_a_round_and_nothing_else(tiny_pair: tuple[Path, Path]) -> None:
-    """Another coordinator's sequences may have taken it."""
+    """Another coordinator's sequences may have taken the slot of the prefix."""
     async with serving_pair(*tiny_pair, worker={"max_sequences": 2}, window_size=1) as service:
         prompt = make_prompt((0, 50))
         first = await service.client.generate(prompt, max_tokens=8)

@@ -1,4 +1,4 @@
-"""Real weights through real processes: what `specpool up` serves is what plain decoding of the target gives."""
+"""Real weights in real processes: `specpool up` serves the tokens that plain decoding of the target gives."""
 
 import asyncio
 from typing import Unpack
@@ -41,7 +41,7 @@ SAMPLING: GenerateOptions = {"temperature": 0.8, "top_p": 0.95, "repetition_pena
 
 @pytest.mark.real_pair
 async def test_samples_in_mixed_batches_are_those_of_plain_decoding_alone() -> None:
-    """With greedy neighbours, prompts shared by several samples, and a cache that has seen the prompts before."""
+    """The batch also has greedy sequences, several samples share a prompt, and the cache already has the prompts."""
     async with (
         running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address,
         AsyncClient(address) as client,
@@ -78,5 +78,5 @@ async def all_answers(
 
 
 def tokens(response: pb.GenerateResponse) -> list[int]:
-    """Token ids, to compare."""
+    """Token ids of a response as a list, which compares with ==."""
     return list(response.token_ids)

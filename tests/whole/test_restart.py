@@ -1,4 +1,4 @@
-"""Workers as processes that are killed and started again in mid-generation: the stream goes on with the same tokens."""
+"""Worker processes that are killed and restarted during a generation: the stream continues with the same tokens."""
 
 import asyncio
 import contextlib
@@ -44,11 +44,11 @@ class WorkerProcess:
 
     @property
     def address(self) -> str:
-        """Where it serves."""
+        """Address of the worker."""
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Returns when it serves."""
+        """Waits until the worker serves."""
         environment = {**os.environ, "GOMP_SPINCOUNT": "30000"}
         self._process = await asyncio.create_subprocess_exec(*self._command, env=environment)
         async with open_channel(self.address) as channel:
@@ -61,7 +61,7 @@ class WorkerProcess:
                 await asyncio.sleep(0.05)
 
     async def end(self, number: signal.Signals) -> int:
-        """Sends the signal and waits for the end; returns the exit status."""
+        """Sends the signal and waits for the process to end; returns its exit status."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
@@ -70,7 +70,7 @@ class WorkerProcess:
 
 @asynccontextmanager
 async def serving(tiny_pair: tuple[Path, Path]) -> AsyncIterator[tuple[AsyncClient, WorkerProcess, WorkerProcess]]:
-    """Both workers as processes, and a coordinator."""
+    """Both workers as processes, a coordinator in this process, and its client."""
     target = WorkerProcess("target_worker.server", tiny_pair[0])
     draft = WorkerProcess("draft_worker.server", tiny_pair[1])
     await asyncio.gather(target.start(), draft.start())
@@ -121,7 +121,7 @@ async def test_a_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path], kill
         await restarted
         assert tokens == list(truth.token_ids)
         assert message.complete.finish_reason == "length"
-        if killed == "draft":  # it is used again
+        if killed == "draft":  # the draft is used again
             await asyncio.sleep(2)
             response = await client.stub.Generate(request(k=3))
             assert response.speculative_decoding.num_draft_tokens > 0

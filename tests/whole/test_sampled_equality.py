@@ -1,4 +1,4 @@
-"""A sampled request with a seed gives the same tokens, text, stop and log-probabilities in any company, for any k."""
+"""A seeded request gives the same tokens, text, stop and log-probabilities in any batch and for any draft length."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ def make(prompt: tuple[int, ...], sampling: pb.SamplingParams, k: int | None) ->
 
 
 def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
-    """All that must not depend on the company."""
+    """Everything in a response that must not depend on other requests in the batch."""
     return (
         list(response.token_ids),
         response.text,
@@ -92,7 +92,7 @@ def test_samples_do_not_depend_on_speculation_or_company(
 
 
 def check_logprobs(sampling: pb.SamplingParams, response: pb.GenerateResponse) -> None:
-    """One for each token; the best first, and the chosen one's own among them if it is one of them."""
+    """Asserts the log-probabilities of each token: the best first, and the same for the chosen token if among them."""
     if not sampling.HasField("logprobs"):
         assert not response.logprobs
         return
@@ -106,8 +106,8 @@ def check_logprobs(sampling: pb.SamplingParams, response: pb.GenerateResponse) -
 
 
 async def test_drafts_of_samples_are_accepted(tiny_pair: tuple[Path, Path]) -> None:
-    """Both workers draw by the same noise: at temperature 1 the draft is right far more often than a sample of its own
-    would be; a lost cache does not make it forget how to draw."""
+    """Both workers sample with the same noise: at temperature 1 a draft token is accepted far more often than an
+    independent sample would be, and a lost cache does not make a worker forget the sampling rules."""
     async with serving_pair(*tiny_pair) as service:
         chance = random.Random(0)
         for forget in (False, True):

@@ -1,4 +1,4 @@
-"""Flags over variables over the file over defaults, and a refusal of everything unknown or wrong."""
+"""Settings: flags outrank variables, the file and defaults in this order; anything unknown or invalid is refused."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What is said on stderr when the settings are refused."""
+    """The text on stderr when the settings are refused."""
     with pytest.raises(SystemExit) as caught:
         load(*arguments)
     assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""Both workers over real sockets: the protocol, its refusals, and their processes from start to drain."""
+"""Both workers over real sockets: the protocol, refusals, and the worker processes from start to drain."""
 
 import asyncio
 import itertools
@@ -48,7 +48,7 @@ from worker.settings import WorkerSettings
 
 SLOTS = 3
 TRUTH_SLOT = 7
-"""A slot of the arena that the tests' slot table does not know of."""
+"""A slot of the arena that is missing from the tests' slot table."""
 PATIENCE_SECONDS = 60
 
 OK = common_pb2.ITEM_STATUS_OK
@@ -59,7 +59,7 @@ STALE_ROUND = common_pb2.ITEM_STATUS_STALE_ROUND
 
 @dataclass(frozen=True)
 class Role:
-    """What differs between the two workers."""
+    """The differences between the two workers."""
 
     name: str
     backend: Callable[[Engine], Any]
@@ -86,7 +86,7 @@ TARGET = Role(
 
 @dataclass
 class Worker:
-    """A worker that serves in this process, and a coordinator's view of it."""
+    """A worker that serves in this process, and the calls of a coordinator to it."""
 
     role: Role
     host: WorkerHost
@@ -98,7 +98,7 @@ class Worker:
         self.rounds = itertools.count(1)
 
     async def round(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> list[Any]:
-        """The results of one round, by default the coordinator's next one."""
+        """Results of one round, by default the coordinator's next one."""
         return list((await self.respond(*items, coordinator_id=coordinator_id, round_id=round_id)).results)
 
     async def respond(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> Any:
@@ -114,7 +114,7 @@ class Worker:
         return (self.stub.ProposeStream if self.role is DRAFT else self.stub.VerifyStream)()
 
     def item(self, sequence_id: int, base_length: int, token_ids: Sequence[int]) -> Any:
-        """Work that both roles know: append tokens, and answer with one more."""
+        """Work for either role: append tokens, and answer with one more token."""
         if self.role is DRAFT:
             return propose(sequence_id, base_length, token_ids, 1)
         return verify(sequence_id, base_length, token_ids)
@@ -130,7 +130,7 @@ class Worker:
         return self.engine.slots[coordinator_id, sequence_id].cached_length
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """What plain decoding of this worker's model gives, one token at a time and alone."""
+        """Tokens of plain decoding with this worker's model, one at a time and with no other sequence in the batch."""
         tokens = list(prompt)
         for start in [0, *range(len(prompt), len(prompt) + count - 1)]:
             tokens += self.engine.forward([Span(TRUTH_SLOT, start, tokens[start:], 1)]).argmax(-1).tolist()
@@ -211,7 +211,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 def violated_fields(error: grpc.aio.AioRpcError) -> list[str]:
-    """What the details for programs name."""
+    """Fields named by the machine-readable details of an error."""
     (payload,) = [value for key, value in error.trailing_metadata() if key == "grpc-status-details-bin"]
     bad_request = error_details_pb2.BadRequest()
     assert status_pb2.Status.FromString(payload).details[0].Unpack(bad_request)
@@ -495,7 +495,7 @@ async def test_a_sequence_may_fill_every_position(target: Worker, draft: Worker)
     assert (result.status, result.cached_length) == (OK, MAX_MODEL_LEN)
 
 
-# --- Letting go
+# --- Releasing sequences
 
 
 async def test_release_counts_what_it_freed_and_ignores_the_rest(worker: Worker) -> None:
@@ -520,12 +520,12 @@ async def test_a_silent_coordinator_loses_its_sequences_and_only_it(
     await worker.round(worker.item(1, 0, [5]), worker.item(2, 0, [6]), coordinator_id="silent")
     await worker.round(worker.item(1, 0, [7]), coordinator_id="alive")
     clock.now = 0.75 * lease
-    assert await worker.release(77, coordinator_id="alive") == 0  # any call renews
+    assert await worker.release(77, coordinator_id="alive") == 0  # any call renews the lease
     await asyncio.sleep(2 * lease)
     assert (await worker.info()).load.slots_in_use == 3
     clock.now = 1.5 * lease
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while (await worker.info()).load.slots_in_use == 3:  # noqa: ASYNC110 - the worker cannot tell us
+        while (await worker.info()).load.slots_in_use == 3:  # noqa: ASYNC110 - the worker sends no notice
             await asyncio.sleep(0.005)
     await asyncio.sleep(2 * lease)
     assert (await worker.info()).load.slots_in_use == 1
@@ -535,7 +535,7 @@ async def test_a_silent_coordinator_loses_its_sequences_and_only_it(
     reaper.cancel()
 
 
-# --- What a worker says of itself
+# --- A worker's description
 
 
 async def test_a_worker_describes_itself(worker: Worker) -> None:
@@ -755,7 +755,7 @@ async def test_an_exception_inside_is_internal_and_shows_nothing_of_the_inside(
 
 @dataclass
 class Process:
-    """The life of a worker as a task: its process without the process."""
+    """The life cycle of a worker process, run as a task in this process."""
 
     server: Server
     address: str
@@ -875,7 +875,7 @@ async def wait_serving(channel: grpc.aio.Channel, service: str = "") -> None:
 def processes(
     tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Started together, since most of their time is spent on imports."""
+    """All processes of these tests, started together since most of their time is spent on imports."""
     empty = tmp_path_factory.mktemp("empty")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
     environment |= {"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "30000", "PYTHONUNBUFFERED": "1"}

@@ -23,7 +23,7 @@ function connect(address: string): GenerationServiceClient {
   return new specpool.v1.GenerationService(address, grpc.credentials.createInsecure());
 }
 
-// Shows text as it comes, and resolves to the whole answer.
+// Shows text as it arrives, and resolves to the complete result.
 function stream(
   client: GenerationServiceClient,
   request: GenerateRequest,
