@@ -85,7 +85,7 @@ class SequenceEngine:
         return chosen
 
     def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:
-        """Declares that so many positions of the sequence are valid."""
+        """Declares that the first `cached_length` positions of the sequence are valid."""
         self.engine.slots[coordinator_id, sequence_id].cached_length = cached_length
 
     def _realign(self, coordinator_id: str, round_id: int, item: SequenceItem) -> ItemStatus:
@@ -111,7 +111,7 @@ class SequenceEngine:
             self.engine.layout.copy(source.index, slot.index, length)
         elif source_key in slots:
             return ItemStatus.NO_SLOT
-        else:  # there is room only where the released source is
+        else:  # the only free extent is that of the released source
             slot = slots.inherit(key, source_key, item.max_length)
             if slot is None:
                 return ItemStatus.CACHE_MISS
@@ -123,7 +123,7 @@ class SequenceEngine:
 
         def capacity(sequence_id: int) -> int | None:
             key = (coordinator_id, sequence_id)
-            return self.engine.slots[key].room if key in self.engine.slots else None
+            return self.engine.slots[key].capacity if key in self.engine.slots else None
 
         return RoundLimits(self.engine.vocab_size, self.engine.max_model_len, capacity)
 

@@ -1,6 +1,7 @@
 """Fixtures shared by several test files."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ os.environ["TRITON_INTERPRET"] = "1"  # read once, when kernels are imported: th
 # Threads that wait by spinning would take the cores from tests that run in parallel.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["GOMP_SPINCOUNT"] = "0"
+# A shell that starts the tests in the background lets them, and the processes that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tiny_pair import make_tiny_pair
 

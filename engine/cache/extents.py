@@ -29,7 +29,7 @@ class Extents:
         """Number of columns that belong to no extent."""
         return self.columns - sum(self._lengths.values())
 
-    def room_for(self, length: int | None) -> int:
+    def capacity_for(self, length: int | None) -> int:
         """Columns of an extent for `length` positions; None: for as many positions as a sequence can have."""
         return self.longest if length is None else min(self.longest, round_up(max(1, length), self.multiple))
 

@@ -16,17 +16,17 @@ SequenceKey = tuple[str, int]
 
 @dataclass
 class Slot:
-    """A sequence's place in the cache."""
+    """A sequence's slot in the cache, and what is known of the sequence."""
 
     index: int
-    room: int = 0
-    """Positions that there is room for."""
+    capacity: int = 0
+    """Positions reserved for the sequence."""
     cached_length: int = 0
     round_id: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """The tokens that were fed; of these, the first `cached_length` count."""
+    """Tokens that were fed; the first `cached_length` of them count."""
     sampling: SamplingParams | None = None
-    """How the sequence's tokens are chosen, unless it is by the largest logit."""
+    """How the sequence's tokens are chosen; None: by the largest logit."""
 
 
 class SlotTable:
@@ -50,7 +50,7 @@ class SlotTable:
     def realign(self, key: SequenceKey, round_id: int, base_length: int, max_length: int | None = None) -> ItemStatus:
         """Makes the sequence's cache exactly `base_length` positions long, or says why it cannot; then nothing changed.
 
-        `base_length` 0 starts the sequence anew, in a slot of its own with room for `max_length` positions.
+        `base_length` 0 starts the sequence anew, in a slot of its own with a capacity of `max_length` positions.
         """
         slot = self._slots.get(key)
         if slot is not None and round_id < slot.round_id:
@@ -71,11 +71,11 @@ class SlotTable:
         return key in self._slots
 
     def take(self, key: SequenceKey, max_length: int | None = None, spared: SequenceKey | None = None) -> Slot | None:
-        """A slot for a sequence that has none, with nothing in it that counts; None if there is no room.
+        """A slot for a sequence that has none, with nothing in it that counts; None if the cache is full.
 
         What was released gives way, but for `spared`.
         """
-        needed = self.extents.room_for(max_length)
+        needed = self.extents.capacity_for(max_length)
         victims = [released for released in self._released if released not in (key, spared)]
         if key in self._released and key != spared:
             victims.insert(0, key)
@@ -94,7 +94,7 @@ class SlotTable:
 
     def inherit(self, key: SequenceKey, source: SequenceKey, max_length: int | None = None) -> Slot | None:
         """The slot of a released sequence, with what is cached in it, for another; None if it cannot be made to fit."""
-        slot, needed = self._released[source], self.extents.room_for(max_length)
+        slot, needed = self._released[source], self.extents.capacity_for(max_length)
         if not self.extents.resize(slot.index, needed):
             return None
         del self._released[source]

@@ -101,7 +101,7 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
         at = at if batch == 1 else count - 1
         q = numbers.normal(count, kv_heads, groups, dim)
         q[at] = row
-        positions = torch.randint(0, length, (count, 1), device=q.device)
+        positions = numbers.below(length, count, 1)
         positions[at] = visible - 1
         mask = (torch.arange(length, device=q.device) <= positions)[:, None, None].expand(count, 1, groups, length)
         members = slice(5 - batch, 5)
@@ -112,7 +112,7 @@ def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int,
         """The probed row's result in a call with several rows of each of several sequences."""
         q = numbers.normal(batch, kv_heads, groups, rows, dim)
         q[-1, :, :, at] = row
-        positions = torch.randint(0, length, (batch, rows), device=q.device)
+        positions = numbers.below(length, batch, rows)
         positions[-1, at] = visible - 1
         mask = (torch.arange(length, device=q.device) <= positions[..., None])[:, None, None]
         mask = mask.expand(batch, 1, groups, rows, length).reshape(batch, 1, groups * rows, length)

@@ -27,3 +27,7 @@ class ProbeInputs:
     def order(self, count: int) -> torch.Tensor:
         """A random permutation of `count` indexes."""
         return torch.randperm(count, generator=self._generator).to(self._sample.device)
+
+    def below(self, limit: int, *shape: int) -> torch.Tensor:
+        """Random integers from 0 to `limit` - 1."""
+        return torch.randint(0, limit, shape, generator=self._generator).to(self._sample.device)

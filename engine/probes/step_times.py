@@ -31,7 +31,7 @@ def measure_step_times(engine: Engine, numbers: Sequence[int] = ROWS) -> dict[in
 def measure_seconds_per_cached(engine: Engine) -> float:
     """Extra seconds per new token and additional cached position. Uses the slots of the engine, which must be free."""
     with _slots(engine, LONG + 1) as slots:
-        short, long = min(STEP_CACHED, slots[0].room - 1), slots[0].room - 1
+        short, long = min(STEP_CACHED, slots[0].capacity - 1), slots[0].capacity - 1
         if long == short:
             return 0.0
         times = [_fastest(engine, [Span(slot.index, cached, [0], 1) for slot in slots]) for cached in (short, long)]
@@ -53,10 +53,10 @@ def _slots(engine: Engine, room: int) -> Iterator[list[Slot]]:
 def _spans(slots: Sequence[Slot], rows: int) -> list[Span]:
     """Spans of `rows` new tokens in all, divided among the slots; none if a slot has no room for its part."""
     each = [rows // len(slots) + (i < rows % len(slots)) for i in range(len(slots))]
-    if max(each) > min(slot.room for slot in slots):
+    if max(each) > min(slot.capacity for slot in slots):
         return []
     return [
-        Span(slot.index, min(STEP_CACHED, slot.room - count), [0] * count, count)
+        Span(slot.index, min(STEP_CACHED, slot.capacity - count), [0] * count, count)
         for slot, count in zip(slots, each, strict=True)
         if count
     ]

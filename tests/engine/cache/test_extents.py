@@ -75,7 +75,7 @@ TestExtentMachine.settings = settings(max_examples=150, stateful_step_count=40, 
 
 @pytest.mark.parametrize(("length", "room"), [(None, 64), (0, 16), (1, 16), (16, 16), (17, 32), (64, 64), (90, 64)])
 def test_room_is_a_multiple_and_never_more_than_the_longest(length: int | None, room: int) -> None:
-    assert Extents(2, longest=64, multiple=16).room_for(length) == room
+    assert Extents(2, longest=64, multiple=16).capacity_for(length) == room
 
 
 def test_gaps_are_closed_only_when_one_is_needed() -> None:
@@ -122,7 +122,7 @@ def test_what_was_released_gives_way_as_far_as_it_must() -> None:
     assert table.realign(("b", 0), 1, 0, 13) is ItemStatus.NO_SLOT, "more than there will ever be room for"
     assert all(table.find(("a", sequence)) for sequence in range(4)), "a refused command changes nothing"
     assert table.realign(("b", 0), 1, 0, 6) is ItemStatus.OK
-    assert table["b", 0].room == 6
+    assert table["b", 0].capacity == 6
     assert [bool(table.find(("a", sequence))) for sequence in range(4)] == [True, False, False, True]
     table.check_integrity()
 
@@ -135,7 +135,7 @@ def test_a_source_is_spared_and_may_be_inherited() -> None:
     assert table.take(("a", 3), 8, spared=("a", 1)) is None
     slot = table.inherit(("a", 3), ("a", 1), 6)
     assert slot is not None
-    assert (slot.index, slot.room, slot.cached_length) == (0, 6, 6)
+    assert (slot.index, slot.capacity, slot.cached_length) == (0, 6, 6)
     assert table.find(("a", 1)) is None
     table.check_integrity()
 
@@ -151,7 +151,7 @@ def test_what_is_inherited_moves_where_it_has_room_or_stays() -> None:
     assert table.find(("a", 1)) is not None
     slot = table.inherit(("a", 3), ("a", 1), 12)
     assert slot is not None
-    assert slot.room == 12
+    assert slot.capacity == 12
     assert moved == [(0, 12, 4)]
     table.check_integrity()
 
