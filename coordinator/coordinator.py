@@ -25,7 +25,7 @@ from coordinator.workers.link import MismatchError
 from coordinator.workers.target_link import TargetLink
 from protocol.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError
 
-# Asking again sooner would meet the same queue.
+# Delay that a refused client is told: sooner, the queue would still be full.
 RETRY_AFTER_SECONDS = 1.0
 POLL_SECONDS = 0.01
 
@@ -35,7 +35,7 @@ class Coordinator:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self.settings = settings
-        # Unique to this process, so that no worker takes its sequences for those of an earlier one.
+        # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
         self.target = TargetLink(settings.target_address, coordinator_id, settings.target_timeout_seconds)
         self.draft: DraftLink | None = None
@@ -77,12 +77,12 @@ class Coordinator:
 
     @property
     def max_model_len(self) -> int:
-        """Positions that a request can have. UnavailableError until the target worker was reached."""
+        """Most positions of a request. UnavailableError until the target worker was reached."""
         _ = self.tokenizer
         return self.target.max_model_len
 
     async def run(self) -> None:
-        """Serves for ever. MismatchError if the target worker comes back with another model."""
+        """Runs for ever. MismatchError if the target worker comes back with another model."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for link in self._links():
@@ -93,14 +93,17 @@ class Coordinator:
             raise group.exceptions[0] from None
 
     def fit_window(self) -> None:
-        """Call when the target is ready: more sequences than its slots would only take turns in rebuilding caches."""
+        """Limits the window to the target's slots; call when the target is ready.
+
+        More sequences than slots would only take turns in rebuilding caches.
+        """
         load = self.target.load_at_start
         self.pool.slots = load.slots_total
         self.pool.window_size = min(self.settings.usable_window, self.pool.slots)
         self.pool.kv_capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple)
 
     async def slots_released(self) -> None:
-        """Returns when nothing is generated and the workers were told of all that left."""
+        """Waits until no sequence is generated or holds a slot of the target worker."""
         while not self.pool.is_empty:  # noqa: ASYNC110 - once, at the end; not worth an event
             await asyncio.sleep(POLL_SECONDS)
 
@@ -129,7 +132,7 @@ class Coordinator:
             self.in_flight.discard(generation)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in flight: its caller gets what there is. NotFoundError."""
+        """Ends a request in flight: its caller gets the tokens so far. NotFoundError."""
         sequences = self.pool.find(request_id)
         if not sequences:
             raise NotFoundError(f"request_id: no request {request_id!r} is in flight")

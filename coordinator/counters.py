@@ -1,4 +1,4 @@
-"""What the round loop counts: tokens, groups, and where the time goes. Pure."""
+"""Counters of the rounds: tokens, groups, and where the time goes. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from coordinator.scheduling.grouping import Group
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds that a call to a worker took: as the caller saw it, and of these in the model and in realignment."""
+    """Seconds of a call to a worker: in all, as the caller saw it, and the parts in the model and in realignment."""
 
     elapsed: float = 0.0
     forward: float = 0.0
@@ -16,7 +16,7 @@ class Timed:
 
     @property
     def wire(self) -> float:
-        """What the worker knows nothing of."""
+        """The part that the worker knows nothing of."""
         return self.elapsed - self.forward - self.realign
 
 
@@ -25,7 +25,7 @@ STAGES = ("draft", "verify", "realign", "wire", "schedule")
 
 @dataclass
 class GroupingCounters:
-    """Who was batched with whom. Rounds of one sequence count as neither kind."""
+    """How sequences were grouped. Rounds of one sequence count as neither same-length nor mixed."""
 
     same_length_rounds: int = 0
     mixed_rounds: int = 0
@@ -45,7 +45,7 @@ class GroupingCounters:
 
 @dataclass
 class DraftCounters:
-    """What became of the draft tokens of one method."""
+    """Draft tokens of one draft method."""
 
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
@@ -65,12 +65,12 @@ class Counters:
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     grouping: GroupingCounters = field(default_factory=GroupingCounters)
     draft_lengths: list[int] = field(default_factory=list)
-    """At index i: times that a sequence had i draft tokens verified."""
+    """At index i: the times that a sequence had i draft tokens verified."""
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
-    """By method."""
+    """Draft tokens by draft method."""
 
     def add_commit(self, commit: Commit) -> None:
-        """Counts what one sequence gained."""
+        """Counts the tokens that one sequence gained."""
         self.completion_tokens += len(commit.token_ids)
         self.draft_tokens += commit.drafted
         self.accepted_draft_tokens += commit.accepted
@@ -82,7 +82,7 @@ class Counters:
             drafts.accepted_draft_tokens += commit.accepted
 
     def add_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
-        """Counts where a round of `elapsed` seconds spent them."""
+        """Counts the seconds of a round by stage; `elapsed` in all."""
         self.stage_seconds["draft"] += proposed.forward
         self.stage_seconds["verify"] += verified.forward
         self.stage_seconds["realign"] += proposed.realign + verified.realign

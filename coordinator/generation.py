@@ -1,4 +1,4 @@
-"""A request in flight as its caller sees it: samples, each with its pieces, its end, and where its time went."""
+"""A request in flight as its caller sees it: its samples, each with its pieces, its end and its timings."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ class Piece:
 
     @cached_property
     def text(self) -> str:
-        """What can be shown now. Made here, so that no round waits for it; to be read in the order of the pieces."""
+        """The text that can be shown now, made here so that no round waits. Read it in the order of the pieces."""
         return self.shown()
 
 
@@ -43,7 +43,7 @@ class Sample:
     def __init__(self, sequence: Sequence, index: int, arrived: float) -> None:
         self.sequence, self.index = sequence, index
         self.pieces: list[Piece] = []
-        """All that was published."""
+        """The pieces published so far."""
         self._arrived = arrived
         self._admitted: float | None = None
         self._first_token: float | None = None
@@ -51,7 +51,7 @@ class Sample:
 
     @property
     def timings(self) -> Timings:
-        """Where the time went until now."""
+        """The seconds of each phase until now."""
         ended = self._ended or time.monotonic()
         admitted = self._admitted or ended
         first_token = self._first_token
@@ -87,11 +87,11 @@ class Generation:
 
     @property
     def request_id(self) -> str:
-        """The request's."""
+        """The id of the request."""
         return self.samples[0].sequence.request.request_id
 
     async def pieces(self) -> AsyncIterator[tuple[Sample, Piece | None]]:
-        """What is committed of which sample, as it comes; None when the sample has ended.
+        """Each piece with its sample, as it is committed; None instead of a piece when the sample has ended.
 
         WorkerFailedError if the request had to be given up.
         """
@@ -108,7 +108,7 @@ class Generation:
         """Waits for the end; returns all samples. WorkerFailedError."""
         async for _, piece in self.pieces():
             if piece is not None:
-                _ = piece.text  # made piece by piece, or the last one would hold up everybody else
+                _ = piece.text  # made piece by piece: all at once would hold up other requests
         return self.samples
 
     def publish(self, sample: Sample, piece: Piece) -> None:
@@ -117,6 +117,6 @@ class Generation:
         self._events.put_nowait((sample, piece))
 
     def end(self, sample: Sample, error: WorkerFailedError | None = None) -> None:
-        """No more pieces of the sample will come."""
+        """Ends a sample: no more pieces of it will come."""
         sample.end()
         self._events.put_nowait(error or (sample, None))

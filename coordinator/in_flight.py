@@ -26,7 +26,7 @@ class RequestsInFlight:
         self._samples.update({sample.sequence.sequence_id: (generation, sample) for sample in generation.samples})
 
     def discard(self, generation: Generation) -> None:
-        """Forgets a generation that nobody reads any more."""
+        """Forgets a generation that is no longer read."""
         for sample in generation.samples:
             del self._samples[sample.sequence.sequence_id]
 

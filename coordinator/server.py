@@ -11,7 +11,7 @@ from coordinator.workers.link import MismatchError
 from rpc.server import Server, configure_logging
 from specpool.v1 import generation_pb2_grpc as pb_grpc
 
-# How long the workers may take to confirm, at the end, that all slots are free.
+# Time that the workers have at the end to confirm that all slots are free.
 RELEASE_SECONDS = 2.0
 
 
@@ -30,7 +30,7 @@ class CoordinatorServer:
         """Listens and begins to look for the workers; returns the port."""
         port = await self.server.start()
         self._running = asyncio.create_task(self.coordinator.run())
-        self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # nothing would come of the calls
+        self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # calls could not be served
         return port
 
     async def wait_stopped(self) -> None:
@@ -39,7 +39,7 @@ class CoordinatorServer:
         await self.server.wait_stopped()
         failed = self._running.done() and not self._running.cancelled()
         if not failed:
-            # What was cut off holds slots that the next coordinator needs.
+            # Requests that were cut off hold slots that the next coordinator needs.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.coordinator.slots_released(), RELEASE_SECONDS)
         self._running.cancel()

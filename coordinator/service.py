@@ -112,7 +112,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             coordinator.target.vocab_size,
             coordinator.pool.window_size,
         )
-        # Tokenizing a long prompt takes a while, and others are generating meanwhile.
+        # Tokenizing a long prompt takes a while, during which other requests go on.
         parsed: GenerationRequest = await asyncio.to_thread(parse_request, request, coordinator.tokenizer, limits)
         return coordinator.generate(parsed, arrived)
 
@@ -139,7 +139,7 @@ def _response(sample: Sample) -> pb.GenerateResponse:
         matched_token_id=finish.matched_token_id,
         matched_stop_str=finish.matched_stop,
         seed=sequence.request.sampling.seed,
-        logprobs=[logprobs_message(found) for piece in sample.pieces for found in piece.logprobs],
+        logprobs=[logprobs_message(logprobs) for piece in sample.pieces for logprobs in piece.logprobs],
         usage=pb.Usage(
             prompt_tokens=sequence.prompt_length,
             completion_tokens=sequence.num_generated,

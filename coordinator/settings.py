@@ -1,4 +1,4 @@
-"""What a coordinator can be told."""
+"""Settings of the coordinator."""
 
 from typing import Literal, Self
 
@@ -8,9 +8,9 @@ from coordinator.scheduling.sequence import DraftMethod
 from rpc.settings import UINT32_MAX, Seconds, ServerSettings
 
 MAX_WINDOW_SIZE = 4096
-"""No worker has more slots."""
+"""Largest window: no worker has more slots."""
 MAX_SPECULATIVE_TOKENS = 16
-"""What a request may ask for unless the settings say otherwise."""
+"""Most draft tokens that a request may ask for, unless the settings say otherwise."""
 
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 Overlap = Literal["auto", "on", "off"]
@@ -18,7 +18,7 @@ Overlap = Literal["auto", "on", "off"]
 
 
 class CoordinatorSettings(ServerSettings):
-    """Serves generation: keeps the pool, and plays its rounds with a draft and a target worker."""
+    """Serves generation: keeps the pool, and runs its rounds with a draft and a target worker."""
 
     port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
     target_address: str = Field("127.0.0.1:50051", min_length=1, description="host:port of the target worker")
@@ -27,35 +27,36 @@ class CoordinatorSettings(ServerSettings):
     )
     policy: PolicyName = Field(
         "ragged",
-        description="who is batched with whom: any sequences, those of equal length, or a batch fixed at admission",
+        description="sequences batched together: any, those of equal length, or a batch fixed at admission",
     )
     window_size: int = Field(
         16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time, as far as the target has slots"
     )
     max_batch_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences in one round")
     min_group_size: int | None = Field(
-        None, ge=1, description="exspec: fewer sequences of equal length play no round alone; default: half a batch"
+        None, ge=1, description="exspec: fewer sequences of equal length get no round alone; default: half a batch"
     )
     max_wait_rounds: int = Field(
-        8, ge=0, le=UINT32_MAX, description="exspec: a sequence that waited so many rounds is in the next"
+        8, ge=0, le=UINT32_MAX, description="exspec: rounds after which a waiting sequence is in the next one"
     )
     prefer_group: Literal["largest", "oldest"] = Field(
-        "largest", description="exspec: which group of equal length plays first"
+        "largest", description="exspec: which group of equal length comes first"
     )
     admission: Literal["arrival", "length"] = Field(
-        "arrival", description="who enters the window: the first in the queue, or who is as long as the last to enter"
+        "arrival",
+        description="next to enter the window: the first in the queue, or the one about as long as the last to enter",
     )
     prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
     queue_size: int = Field(256, ge=0, le=UINT32_MAX, description="requests that may wait; more are refused")
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
-        description="draft tokens per round unless a request says otherwise; default: as many as pay for themselves",
+        description="draft tokens per round unless a request says otherwise; default: as many as save time, possibly zero",
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
-        description="who drafts unless a request says otherwise: the draft worker's model, ngram (prompt lookup: what "
-        "followed the last tokens when they came before), or best: in each round whoever promises more",
+        description="draft method unless a request says otherwise: the draft worker's model, ngram (prompt lookup: what "
+        "followed the last tokens when they came before), or best: in each round the one that promises more",
     )
     overlap: Overlap = Field(
         "auto",
@@ -70,7 +71,7 @@ class CoordinatorSettings(ServerSettings):
         128,
         ge=1,
         le=UINT32_MAX,
-        description="prompt tokens worked off per round beside those who decode; fewer stall them less",
+        description="prompt tokens prefilled per round alongside decoding sequences; fewer stall them less",
     )
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="a slower draft worker is left out for a while")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="a slower target worker counts as unreachable")
@@ -80,7 +81,7 @@ class CoordinatorSettings(ServerSettings):
 
     @property
     def usable_window(self) -> int:
-        """`window_size`, or the batch where it is all that is in the window."""
+        """`window_size`, but no more than a batch where the window is one batch (eqspec)."""
         return min(self.window_size, self.max_batch_size) if self.policy == "eqspec" else self.window_size
 
     @property

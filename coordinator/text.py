@@ -1,4 +1,4 @@
-"""The text of one generation as its tokens come: never half a character, and nothing of a stop string. Pure."""
+"""The text of one generation as its tokens come: never half a character, never part of a stop string. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ class Decoder(Protocol):
         """The text that these tokens complete."""
 
     def flush(self) -> str:
-        """The text of what is left when no token will follow."""
+        """The remaining text, when no token will follow."""
 
 
 ShownText = Callable[[], str]
@@ -19,7 +19,7 @@ ShownText = Callable[[], str]
 
 
 class TextStream:
-    """Holds back what may be the beginning of a stop string until it is known."""
+    """Text as it can be shown: what may be the beginning of a stop string is held back until that is known."""
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
         self.matched: str | None = None
@@ -35,7 +35,7 @@ class TextStream:
     def feed(self, token_id: int, may_stop: bool = True) -> str:
         """The text that can be shown once this token has come.
 
-        Without `may_stop`, a stop string that this token completes is text like any.
+        Without `may_stop`, a stop string that this token completes is ordinary text.
         """
         known = len(self._held)
         self._held += self._decoder.feed([token_id])
@@ -47,7 +47,7 @@ class TextStream:
         return self._show(len(self._held) - max((self._begun(stop) for stop in self._stop), default=0))
 
     def flush(self) -> str:
-        """The rest, when no token will follow."""
+        """The text held back, when no token will follow."""
         rest, self._held = self._held + self._decoder.flush(), ""
         return rest
 
@@ -60,6 +60,6 @@ class TextStream:
         return shown
 
     def _begun(self, stop: str) -> int:
-        """How many of the last characters are the first ones of a stop string."""
+        """The number of last characters that are the first ones of a stop string."""
         most = min(len(stop) - 1, len(self._held))
         return next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Text to tokens of the target and back, from files that the target worker sends: no torch, no model hub."""
+"""The target's tokenizer, from files that the target worker sends: no torch, no model hub."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -61,7 +61,7 @@ class TargetTokenizer:
         return self._encode(rendered[0], add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # A batch of one, because `encode` holds the interpreter's lock while others are being streamed to.
+        # A batch of one, because `encode` holds the interpreter's lock while other requests are streamed.
         ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -99,7 +99,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The text of what is left when no token will follow: replacement characters for incomplete ones."""
+        """The remaining text, when no token will follow: replacement characters for incomplete ones."""
         rest: str = self._tokenizer.decode(self._pending, skip_special_tokens=True) if self._pending else ""
         self._pending.clear()
         return rest

@@ -1,4 +1,4 @@
-"""From a request message to a request that can be generated, or an error that names the field and the limit."""
+"""Validation: from a request message to a request that can be generated, or an error that names field and limit."""
 
 import secrets
 import uuid
@@ -24,7 +24,7 @@ LEAST_TEMPERATURE = 0.01
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request must keep."""
+    """The limits that a request must keep."""
 
     settings: CoordinatorSettings
     max_model_len: int
@@ -58,7 +58,7 @@ def parse_request(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limit
 
 
 def check_request_id(request_id: str) -> None:
-    """InvalidArgumentError if it is too long; an empty one is drawn later."""
+    """Raises InvalidArgumentError for an id that is too long; an empty one is replaced later."""
     if len(request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidArgumentError("request_id", f"has more than {MAX_REQUEST_ID_LENGTH} characters")
 
@@ -89,7 +89,7 @@ def _logprobs(params: pb.SamplingParams) -> int | None:
 def _number_of_samples(params: pb.SamplingParams, sampling: SamplingParams, limits: Limits) -> int:
     if not params.HasField("n"):
         return 1
-    # More than can ever wait at once would never be let in.
+    # More samples than fit in window and queue together would never be admitted.
     most = min(MAX_SAMPLES, limits.window_size + limits.settings.queue_size)
     number = int(in_range("sampling_params.n", params.n, (1, most)))
     if number > 1 and sampling.temperature == 0:

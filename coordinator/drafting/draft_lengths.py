@@ -173,7 +173,7 @@ class _Batch:
     def plan(self, depth: int) -> RoundPlan:
         """The best plan of at most `depth` draft steps: sequences whose token is worth its cost take part in a step."""
         costs, lengths = self.costs, dict.fromkeys(self.counts, depth)
-        for _ in range(3):  # the speed decides what a second is worth, and that decides who takes part
+        for _ in range(3):  # the speed decides what a second is worth, and that decides which sequences take part
             speed, drafting = self._speed(lengths), self._drafting(lengths, depth)
             rows = self.sequences + self.by_lookup + sum(drafting)
             row = speed * (costs.verify(rows + 1) - costs.verify(rows))

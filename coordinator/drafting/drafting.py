@@ -28,7 +28,7 @@ LEAST_CHANCE_AHEAD = 0.1
 
 @dataclass(frozen=True)
 class DraftWorker:
-    """What there is to know of the draft worker when a round begins."""
+    """The draft worker when a round begins."""
 
     max_model_len: int
     round_id: int
@@ -36,7 +36,7 @@ class DraftWorker:
 
 @dataclass(frozen=True)
 class SpeculationState:
-    """What draft lengths are chosen by now, as `specpool.v1.SpeculationState` documents it."""
+    """The figures that draft lengths are chosen by now, as `specpool.v1.SpeculationState` documents them."""
 
     draft_steps: int
     expected_tokens_per_s: float
@@ -50,7 +50,7 @@ class SpeculationState:
 
 
 class Drafting:
-    """Draft orders for round after round. `longest`: draft tokens of a sequence whose request fixes no number."""
+    """Draft orders, round after round. `longest`: most draft tokens of a sequence whose request fixes no number."""
 
     def __init__(self, longest: int) -> None:
         costs = RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
@@ -62,11 +62,11 @@ class Drafting:
 
     @property
     def costs(self) -> RoundCosts:
-        """What rounds are believed to cost."""
+        """The costs of rounds, as believed now."""
         return self.lengths.costs
 
     def orders(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
-        """What each sequence is to have drafted; without a draft worker only by prompt lookup."""
+        """The draft order of each sequence id; without a draft worker only prompt lookup drafts."""
         options = {s.sequence_id: self._options(s, worker) for s in group}
         lengths = [len(sequence.token_ids) for sequence in group]
         self.costs.verify.cached = self.costs.draft.cached = sum(lengths) / len(lengths)
@@ -83,7 +83,7 @@ class Drafting:
         return orders
 
     def observe(self, commit: Commit) -> None:
-        """Learns from what became of a sequence's draft tokens."""
+        """Learns from the verified draft tokens of a sequence."""
         self.lookup.observe(commit.sequence.sequence_id, commit.token_ids)
         if commit.proposal is not None and commit.proposal.draft_token_ids:
             self._observe_model(commit, commit.proposal)
@@ -92,20 +92,20 @@ class Drafting:
         drafted, accepted = (commit.drafted, commit.accepted) if commit.method is DraftMethod.MODEL else (0, 0)
         self.calibration.add(proposal.confidences[:drafted], accepted)
         doubted = proposal.confidences[drafted : drafted + 1]
-        if accepted == drafted and doubted:  # it was not verified, so what the draft thinks of it must do
+        if accepted == drafted and doubted:  # a token that was not verified counts as the draft believes
             chance = self.calibration.chance(doubted[0])
             self.lengths.acceptance.add(commit.sequence.sequence_id, drafted + 1, accepted + chance)
         else:
             self.lengths.acceptance.add(commit.sequence.sequence_id, drafted, accepted)
 
     def observe_verification(self, items: Items[VerifyItem], timed: Timed) -> None:
-        """Learns from what a verification took."""
+        """Learns from the time of a verification."""
         self._observe_exchange(timed)
         if all(len(item.token_ids) == 1 for item in items):
             self.costs.verify.observe(sum(1 + len(item.draft_token_ids) for item in items), timed.forward)
 
     def observe_proposals(self, items: Items[ProposeItem], proposals: Items[Proposal], timed: Timed) -> None:
-        """Learns from what the draft steps of a round took."""
+        """Learns from the time of a round's draft steps."""
         self._observe_exchange(timed)
         lengths = [len(proposal.draft_token_ids) for proposal in proposals]
         if any(lengths) and all(len(item.token_ids) <= DRAFT_MAY_LACK for item in items):
@@ -130,7 +130,7 @@ class Drafting:
         return turn * (1 + OVERLAP_GAIN) < costs.seconds(sequences, [sequences] * depth)
 
     def steps_beside(self, items: Items[VerifyItem]) -> int:
-        """Draft steps for all of these that take no longer than to verify them; none if hardly all will be of use."""
+        """Draft steps for these sequences that take no longer than verifying them; 0 if hardly of use."""
         rates = (self.lengths.acceptance.rate(item.sequence_id) ** (1 + len(item.draft_token_ids)) for item in items)
         if math.prod(rates) < LEAST_CHANCE_AHEAD:
             return 0
@@ -138,7 +138,7 @@ class Drafting:
         return int(seconds / self.costs.draft(len(items)))
 
     def state(self) -> SpeculationState:
-        """What the next round's lengths will be chosen by."""
+        """The figures that the next round's lengths will be chosen by."""
         costs, plan, sequences = self.costs, self.lengths.plan, max(1, self.lengths.plan.sequences)
         return SpeculationState(
             draft_steps=len(plan.steps),

@@ -1,25 +1,27 @@
-"""When to try again what did not pay: costs and acceptance change, and who never drafts never learns. Pure."""
+"""Trials of draft methods that did not pay: costs and acceptance change, which only drafting shows. Pure."""
 
 from dataclasses import dataclass
 
-# The share of the time that may be lost by trials, and the share of a trial's time that counts as lost at least,
-# whatever it is expected to gain.
+# The share of time that trials may cost, and the least share of a trial's time that counts as its cost, whatever it is
+# expected to gain.
 SHARE_OF_TIME, LEAST_LOSS = 0.01, 0.1
-# The first ones need no saving: until then costs are not known from rounds.
+# Trials that need no savings: before them costs are not known from rounds.
 FIRST_TRIALS = 4
 
 
 @dataclass
 class Trials:
-    """Of one way to draft."""
+    """Trials of one draft method."""
 
     made: int = 0
     saved: float = 0.0
-    """Seconds that the next one may cost."""
+    """Seconds that the next trial may cost."""
 
     def may_try(self, plain: float, seconds: float, gained: float) -> bool:
-        """Whether to try it in a round that takes `plain` seconds otherwise, `seconds` more so, and gains what takes
-        `gained` seconds plainly."""
+        """Whether to make a trial in a round that takes `plain` seconds without one.
+
+        It would take `seconds` more, and gain tokens that take `gained` seconds of plain decoding.
+        """
         self.saved += SHARE_OF_TIME * plain
         if self.made >= FIRST_TRIALS and self.saved < max(seconds - gained, LEAST_LOSS * seconds):
             return False

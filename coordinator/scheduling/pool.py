@@ -35,8 +35,8 @@ class Pool:
     def __init__(
         self, window_size: int, queue_size: int, by_length: bool = False, prefix_reuse: bool = True, slots: int = 0
     ) -> None:
-        """`by_length`: the next sequence to enter is the one whose prompt is nearest in length to the last one's, rather
-        than the first in the queue. `prefix_reuse`: sequences begin with what is cached of others."""
+        """`by_length`: sequences enter in an order that keeps neighbours about equally long, not in that of arrival.
+        `prefix_reuse`: sequences begin with what is cached of others."""
         self.window_size, self.queue_size = window_size, queue_size
         self.slots = slots or window_size
         self.kv_capacity = KVCapacity()
@@ -103,9 +103,7 @@ class Pool:
         if request_id in self._by_request:
             raise DuplicateRequestError(request_id)
         waiting = [*self._queue.values(), *new.values()]
-        if len(waiting) > self.queue_size + self._next_to_enter(
-            waiting
-        ):  # those that the window has capacity for will not wait
+        if len(waiting) > self.queue_size + self._next_to_enter(waiting):  # those enter at once
             raise PoolFullError
         self._queue.update(new)
         self._by_request[request_id] = new
@@ -127,8 +125,8 @@ class Pool:
         return admitted
 
     def _next(self) -> int:
-        """The id of the next sequence to enter: the one whose prompt is nearest in length to that of the last to enter, or
-        the first in the queue if it was passed over too often."""
+        """The id of the next sequence to enter: with `by_length` the one whose prompt is nearest in length to the last
+        one's, unless the first in the queue was passed over too often."""
         if self._by_length and self._passed_over < MOST_PASSED_OVER:
             return min(self._queue, key=lambda waiting: abs(self._queue[waiting].prompt_length - self._last_length))
         return next(iter(self._queue))
@@ -166,8 +164,8 @@ class Pool:
     def _unpark(self) -> None:
         for sequence in list(self._parked.values()):
             if sequence.target_prefix is None or not sequence.target_prefix.is_coming:
-                del self._parked[sequence.sequence_id]
                 self._find_prefix(sequence)
+                del self._parked[sequence.sequence_id]
                 self._park_or_make_ready(sequence)
 
     def _make_ready(self, sequence: Sequence) -> None:
@@ -213,18 +211,17 @@ class Pool:
         return list(self._by_request.get(request_id, {}).values())
 
     def abort(self, sequence: Sequence) -> None:
-        """Ends a sequence wherever it is; one in a round leaves at its end. Does nothing to one that has finished."""
+        """Ends a sequence in any state; one in a round leaves after it. A finished sequence stays as it is."""
         in_flight = self._by_request.get(sequence.request.request_id, {})
         if sequence.sequence_id not in in_flight or sequence.finish is not None:
             return
         sequence.finish = Finish(FinishReason.ABORT)
         self._forget(sequence)
         self._queue.pop(sequence.sequence_id, None)
-        was_parked = self._parked.pop(sequence.sequence_id, None) is not None
         if sequence.sequence_id in self._ready:
             self._ready.pop(sequence.sequence_id)
             self._leave(sequence)
-        elif was_parked:
+        elif self._parked.pop(sequence.sequence_id, None) is not None:
             self._leave(sequence)
         elif sequence.sequence_id not in self._in_round:
             self._kept.pop(sequence.sequence_id, None)  # of one that a fault kept from entering

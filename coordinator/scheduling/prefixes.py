@@ -1,7 +1,7 @@
-"""Which earlier sequence begins as a new one does, so that the workers need not work off the same tokens twice. Pure.
+"""Earlier sequences that begin as a new one does, so that the workers need not prefill the same tokens twice. Pure.
 
-What a released sequence has cached stays in a worker until its slot is needed, so finished sequences count too: as many
-of the last ones as there are slots that nobody holds.
+The cache of a released sequence stays in a worker until its slot is needed, so finished sequences count too: the last
+ones, as many as there are free slots.
 """
 
 from collections import OrderedDict
@@ -11,9 +11,9 @@ from itertools import count, islice
 
 from coordinator.scheduling.sequence import Prefix, Sequence
 
-# Prompts that share less are worked off side by side, which is sooner than one after the other.
+# Prompts that share fewer tokens are prefilled side by side, which is sooner than one after the other.
 BLOCK_TOKENS = 16
-# Of the sequences that share a block, so many of the first and of the last are looked at.
+# Sequences that are looked at, of all that share a block: this number of the first and of the last ones.
 FEW = 8
 
 
@@ -26,16 +26,16 @@ class PrefixIndex:
         self._entered: dict[int, int] = {}
         """The order in which sequences were added."""
         self._finished: OrderedDict[int, Sequence] = OrderedDict()
-        """The least recently used first, as in the workers."""
+        """Finished sequences, the least recently used first, as in the workers."""
         self._count = count()
 
     def add(self, sequence: Sequence) -> None:
-        """From now on, others may begin as this sequence does."""
+        """Makes the sequence a possible source of others that enter later."""
         self._entered[sequence.sequence_id] = next(self._count)
         self._index(sequence, sequence.token_ids)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence was generated, or given up: what is cached of it is all that others can have."""
+        """Limits a sequence that has ended to what is cached of it: others can copy no more."""
         self._forget(sequence.sequence_id)
         self._index(sequence, sequence.token_ids[: sequence.target_length])
         if self._blocks[sequence.sequence_id]:
@@ -44,7 +44,7 @@ class PrefixIndex:
             self._forget(sequence.sequence_id)
 
     def trim(self, most: int) -> None:
-        """Remembers only so many of the finished sequences."""
+        """Forgets all finished sequences but the `most` last used."""
         while len(self._finished) > max(0, most):
             self._forget(self._finished.popitem(last=False)[0])
 
@@ -62,9 +62,9 @@ class PrefixIndex:
                 self._by_block.pop(block, None)
 
     def find(self, sequence: Sequence) -> Prefix | None:
-        """The prefix of most blocks that an earlier sequence has, or will soon have, cached. None if there is none.
+        """The longest prefix, in blocks, that an earlier sequence has cached or will soon have; None if there is none.
 
-        At least one token of the prompt is left out of it, for the workers to run.
+        It leaves out at least the last token of the prompt, for the workers to run.
         """
         wanted = sequence.token_ids[:-1]
         sources: list[Sequence] = []
@@ -86,13 +86,13 @@ class PrefixIndex:
         return Prefix(source, length)
 
     def _is_earlier(self, one: Sequence, other: Sequence) -> bool:
-        """Else two could wait for each other, or one for itself."""
+        """Whether `one` can be a source of `other`: else two could wait for each other, or one for itself."""
         entered = self._entered.get(other.sequence_id)
         return one.finish is not None or entered is None or self._entered[one.sequence_id] < entered
 
 
 def _blocks(token_ids: Items[int]) -> Iterator[int]:
-    """A hash of the tokens up to the end of each whole block."""
+    """Hashes of the tokens up to the end of each whole block."""
     block = 0
     for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
         block = hash((block, *token_ids[end - BLOCK_TOKENS : end]))
@@ -100,8 +100,8 @@ def _blocks(token_ids: Items[int]) -> Iterator[int]:
 
 
 def _promise(sequence: Sequence, wanted: int) -> tuple[int, bool, int]:
-    """Orders sources: one that has it rather than one that will, one that surely is in the workers rather than one that
-    was, of those that will the first, and of those that were the last."""
+    """Sort key of sources: first by the tokens cached already, then unfinished sequences, which are surely still in the
+    workers, before finished ones; of unfinished ones the earliest is best, of finished ones the latest."""
     lives = sequence.finish is None
     return min(sequence.target_length, wanted), lives, -sequence.sequence_id if lives else sequence.sequence_id
 

@@ -1,4 +1,4 @@
-"""The sequences that could play a round now: in the order in which they became ready, and by shape. Pure."""
+"""The sequences that could be in a round now: in the order in which they became ready, and by shape. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -7,7 +7,7 @@ from coordinator.scheduling.sequence import Sequence, Shape
 
 
 class ReadySet:
-    """Keeps both orders as sequences come and go, so that choosing a group looks at few of them, however many wait."""
+    """Ready sequences in both orders, so that choosing a group looks at few of them however many there are."""
 
     def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
         self._by_id: dict[int, Sequence] = {}
@@ -51,9 +51,9 @@ class ReadySet:
         return self._by_shape
 
     def number_alike(self, sequence: Sequence) -> int:
-        """How many have the shape of this one, itself included."""
+        """The number of sequences with the shape of this one, itself included."""
         return len(self._by_shape[self._shapes[sequence.sequence_id]])
 
     def alike(self, sequence: Sequence, limit: int) -> list[Sequence]:
-        """The oldest of those that have the shape of this one."""
+        """The oldest sequences with the shape of this one, at most `limit`."""
         return list(islice(self._by_shape[self._shapes[sequence.sequence_id]].values(), limit))

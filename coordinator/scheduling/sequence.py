@@ -1,4 +1,4 @@
-"""One request being generated: its tokens, what the workers have cached of it, and when it ends. Pure."""
+"""A sequence being generated: its tokens, what the workers have cached of it, and when it ends. Pure."""
 
 import enum
 from collections.abc import Iterator
@@ -6,19 +6,20 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from coordinator.scheduling.speculation import SpeculationStats
 from coordinator.text import ShownText, TextStream
 from protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
-"""What must be equal for sequences to need no padding between them: tokens, tokens that each worker lacks, and draft
-tokens of the next round."""
+"""Numbers that must be equal for sequences to need no padding between them: tokens, tokens that each worker lacks, and
+draft tokens of the next round."""
 
 # A round leaves the draft one token behind, or two after a full acceptance: both are fed in one pass.
 DRAFT_MAY_LACK = 2
 
 
 class DraftMethod(enum.StrEnum):
-    """Who drafts: the draft worker's model, prompt lookup, or in each round whoever promises more."""
+    """Draft methods: the draft worker's model, prompt lookup, or in each round the one that promises more."""
 
     MODEL = "model"
     NGRAM = "ngram"
@@ -26,7 +27,7 @@ class DraftMethod(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a generation ended, as the public API says it."""
+    """Reasons why a generation ended, as the public API names them."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -50,96 +51,65 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     stop_token_ids: frozenset[int]
-    """The end-of-sequence tokens are among them, unless the request ignores them."""
+    """Tokens that end the generation: with the end-of-sequence tokens, unless the request ignores those."""
     num_speculative_tokens: int
-    """Draft tokens of a round; if `adaptive`, at most."""
+    """Draft tokens of a round; the most if `adaptive`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     """Strings that end the generation."""
     logprobs: int | None = None
-    """Log-probabilities wanted at each position beside the chosen token's; None: not even that."""
+    """Log-probabilities wanted at each position beside that of the chosen token; None: not even that one."""
     n: int = 1
     """Samples of the prompt."""
     adaptive: bool = False
-    """Whether each round has as many draft tokens as pay for themselves."""
+    """Whether each round has as many draft tokens as save time, possibly zero."""
     method: DraftMethod = DraftMethod.MODEL
 
     @property
     def worker_sampling(self) -> SamplingParams:
-        """What a worker is told of the choice of tokens on first contact."""
+        """Sampling parameters that a worker gets on first contact."""
         stops, prompt_length = tuple(sorted(self.stop_token_ids)), len(self.prompt_ids)
         return replace(self.sampling, stop_token_ids=stops, prompt_length=prompt_length)
 
     def samples(self) -> Iterator["GenerationRequest"]:
-        """What each sample is: the same with a seed of its own, so that it can be asked for alone."""
+        """The request of each sample: the same with a seed of its own, so that it can be asked for alone."""
         for i in range(self.n):
             yield replace(self, sampling=replace(self.sampling, seed=(self.sampling.seed + i) % 2**64), n=1)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first `length` tokens of a sequence, which an earlier one has too: its source."""
+    """The first `length` tokens of a sequence, which an earlier one, the source, has too."""
 
     source: "Sequence"
     length: int
 
     @property
     def is_coming(self) -> bool:
-        """Whether the source is still being prefilled so far: then it is worth waiting for."""
+        """Whether the source has yet to prefill part of it: then it is worth waiting for."""
         return self.source.finish is None and self.source.target_length < self.length
 
     @property
     def in_target(self) -> int:
-        """How much of it the target worker has cached."""
+        """Positions of it that the target worker has cached."""
         return min(self.length, self.source.target_length)
 
     @property
     def in_draft(self) -> int:
-        """How much of it the draft worker has cached."""
+        """Positions of it that the draft worker has cached."""
         return min(self.length, self.source.draft_length)
 
 
 @dataclass(frozen=True)
 class DraftedAhead:
-    """Draft tokens that follow the committed ones."""
+    """Draft tokens that follow the committed ones, drafted during the last verification."""
 
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]
 
 
-@dataclass
-class SpeculationStats:
-    """What speculation did for one sequence. A round counts if it verified at least one draft token."""
-
-    rounds: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    histogram: list[int] = field(default_factory=list)
-    """At index i: rounds in which exactly i draft tokens were accepted."""
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """Counts one round."""
-        if drafted == 0:
-            return
-        self.rounds += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
-        self.histogram[accepted] += 1
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens gained per round, bonus included; 0 without rounds."""
-        return 1 + self.accepted_tokens / self.rounds if self.rounds else 0.0
-
-    @property
-    def draft_acceptance_rate(self) -> float:
-        """Accepted over drafted; 0 if nothing was drafted."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
-
-
 class Sequence:
-    """Committed tokens only: drafts live in their round and are forgotten with it."""
+    """A sequence with its committed tokens: draft tokens live in their round and are forgotten with it."""
 
     def __init__(self, sequence_id: int, request: GenerationRequest, text: TextStream | None = None) -> None:
         """`text` makes the text of the tokens, and finds stop strings in it."""
@@ -151,17 +121,17 @@ class Sequence:
         self.draft_length = 0
         """Positions that the draft worker has cached; a prefix of `token_ids`."""
         self.target_prefix: Prefix | None = None
-        """What the target worker can copy, until it was asked to."""
+        """The prefix that the target worker can copy, until it was asked to."""
         self.draft_prefix: Prefix | None = None
-        """What the draft worker can copy, until it was asked to."""
+        """The prefix that the draft worker can copy, until it was asked to."""
         self.cached_tokens = 0
-        """Tokens of the prompt that the target worker did copy."""
+        """Tokens of the prompt that the target worker copied."""
         self.drafted_ahead: DraftedAhead | None = None
-        """What was drafted for the next round already."""
+        """Tokens drafted for the next round already."""
         self.draft_rests_until = 0
-        """The first round in which the draft worker is asked again, after it had no slot."""
+        """First round in which the draft worker is asked again, after it had no free slot."""
         self.ready_since = 0
-        """The round of the pool after which it became ready."""
+        """Rounds of the pool when the sequence became ready."""
         self.finish: Finish | None = None
         self.text = text
         self.speculation = SpeculationStats()
@@ -198,27 +168,27 @@ class Sequence:
 
     @property
     def shape(self) -> Shape:
-        """Equal shapes make a batch without padding."""
+        """The shape: sequences of equal shapes make a batch without padding."""
         length = len(self.token_ids)
         draft_lacks = max(DRAFT_MAY_LACK, length - self.draft_base)
         return length, length - self.target_base, draft_lacks, self.draft_limit
 
     @property
     def max_length(self) -> int:
-        """Positions that it can reach, drafts included."""
+        """Positions that the sequence can reach, draft tokens included."""
         return len(self.request.prompt_ids) + self.request.max_tokens
 
     @property
     def draft_limit(self) -> int:
-        """Draft tokens that the next round can use: one token more than was accepted is always gained."""
+        """Draft tokens that the next round can use: a round always gains one token beyond the accepted."""
         remaining = self.request.max_tokens - self.num_generated
         return min(self.request.num_speculative_tokens, remaining - 1)
 
     def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:
-        """Appends verified tokens up to the first that ends the generation; returns those that were appended, and the
-        text that they allow to show, for whoever asks for it, in the order of the commits.
+        """Appends verified tokens up to the first that ends the generation. Returns the appended tokens, and a function
+        that makes the text they allow to be shown, to be called in the order of the commits.
 
-        Only where a stop string may end the generation is text made here: rounds wait for this.
+        Text is made here only where a stop string may end the generation: rounds wait for it.
         """
         kept: list[int] = []
         unseen: list[int] = []

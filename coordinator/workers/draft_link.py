@@ -24,7 +24,7 @@ from specpool.v1 import common_pb2, draft_worker_pb2_grpc
 
 
 class DraftLink(WorkerLink):
-    """The draft worker. It is left alone for a while after it was too slow or refused a round, longer each time."""
+    """The draft worker. After it was too slow or refused a round it rests for a while, longer each time."""
 
     _unknown_times = UNKNOWN_DRAFT
 
@@ -59,8 +59,8 @@ class DraftLink(WorkerLink):
     async def propose(
         self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = (), step_cost: float = 0.0
     ) -> tuple[list[Proposal], Timed]:
-        """One round. `chances`: that a token is right, by the draft's own probability of it, in equal steps.
-        `step_cost`: what a draft step must gain.
+        """Runs a round's proposals. `chances`: that a token is accepted, by the draft's own probability of it in equal
+        steps. `step_cost`: the tokens that a draft step must gain.
 
         WorkerUnreachableError, WorkerRefusedError.
         """

@@ -39,7 +39,7 @@ class MismatchError(Exception):
 
 
 class LinkState(StrEnum):
-    """What a link can be used for, as the public API says it."""
+    """States of a link, as the public API names them."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -60,7 +60,7 @@ class WorkerLink:
         self.info: common_pb2.ModelInfo | None = None
         self.load_at_start = common_pb2.WorkerLoad()
         self.step_times = StepTimes(self._unknown_times)
-        """What passes are believed to take, anew whenever the worker was away."""
+        """Step times of the worker, measured anew whenever it was away."""
         self.on_change: Callable[[], Awaitable[None]] | None = None
         self._coordinator_id = coordinator_id
         self._timeout = timeout_seconds
@@ -91,7 +91,7 @@ class WorkerLink:
 
     @property
     def max_model_len(self) -> int:
-        """Positions a sequence can have. Only after the worker was ready."""
+        """Most positions of a sequence. Only after the worker was ready."""
         assert self.info is not None
         return self.info.max_model_len
 
@@ -107,7 +107,7 @@ class WorkerLink:
         return f"{host} {self.info.device if self.info is not None else ''}"
 
     async def wait_ready(self) -> None:
-        """Returns as soon as the worker can be called."""
+        """Waits until the worker can be called."""
         await self._ready.wait()
 
     async def keep_connected(self) -> None:
@@ -123,7 +123,7 @@ class WorkerLink:
                 continue
 
     async def load(self) -> common_pb2.WorkerLoad | None:
-        """What the worker holds now; None if it does not answer."""
+        """The load of the worker now; None if it does not answer."""
         try:
             response = await self._stub.GetWorkerInfo(common_pb2.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError:
@@ -212,5 +212,5 @@ class WorkerLink:
 
 
 def timed(elapsed: float, response: Any) -> Timed:
-    """Where the time of a round went, `elapsed` seconds in all, by what a worker's response says of it."""
+    """The times of a call that took `elapsed` seconds in all, from what the worker's response says."""
     return Timed(elapsed, response.forward_ns / 1e9, response.realign_ns / 1e9)

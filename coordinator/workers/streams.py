@@ -6,19 +6,19 @@ from typing import Any
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
-# What a stream may end in that broke while it waited, whatever the worker would say now.
+# Status codes of a stream that may have broken while it was idle: the worker may answer on a new one.
 _MAY_BE_OLD = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
 
 
 class RoundCalls:
-    """As many streams as rounds are under way at a time; single calls to a worker that knows no streams."""
+    """A stream for each round under way at a time; single calls to a worker that knows no streams."""
 
     def __init__(self, stream: Any, single: Any, timeout_seconds: float) -> None:
         """Two methods of a stub, for the same messages. `timeout_seconds`: for each round."""
         self._open_stream, self._single, self._timeout = stream, single, timeout_seconds
         self._idle: list[Any] = []
         self._closed = 0
-        """How often: a stream that was in use then must not wait for another round."""
+        """Number of calls of `close`: a stream that was in use then must not serve another round."""
         self._has_streams = True
 
     async def __call__(self, request: Any) -> Any:
@@ -33,7 +33,7 @@ class RoundCalls:
         return await self._single(request, timeout=self._timeout)
 
     def close(self) -> None:
-        """Ends the streams that wait for a round, and those in use after it; the next round opens another."""
+        """Ends idle streams now, and streams in use after their round; the next round opens another."""
         self._closed += 1
         self._has_streams = True  # the worker may be another one when it is back
         while self._idle:

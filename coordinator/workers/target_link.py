@@ -15,7 +15,7 @@ from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 
 
 class TargetLink(WorkerLink):
-    """The target worker; `tokenizer` is there as soon as it was ready once."""
+    """The target worker; `tokenizer` is set as soon as the worker was ready once."""
 
     _unknown_times = UNKNOWN_VERIFY
     tokenizer: TokenizerFiles | None = None
@@ -38,12 +38,12 @@ class TargetLink(WorkerLink):
         self.tokenizer = read_tokenizer(files)
 
     async def _refuse(self, error: MismatchError) -> None:
-        """Nothing can go on: whoever started this process had better start another, for the other model."""
+        """Ends the coordinator: it must be started again for the other model."""
         await super()._refuse(error)
         raise error
 
     async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
-        """One round. WorkerUnreachableError, WorkerRefusedError."""
+        """Runs a round's verification. WorkerUnreachableError, WorkerRefusedError."""
         request = verify_request(self._coordinator_id, round_id, items)
         response, elapsed = await self._answer(self._rounds(request))
         return read_verdicts(response), timed(elapsed, response)

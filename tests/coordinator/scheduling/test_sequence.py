@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence, SpeculationStats
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.scheduling.speculation import SpeculationStats
 
 TOKENS = st.integers(0, 9)
 
