@@ -51,12 +51,13 @@ class CoordinatorSettings(ServerSettings):
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
-        description="draft tokens per round unless a request says otherwise; default: as many as save time, possibly zero",
+        description="draft tokens per round unless a request says otherwise; default: as many as save time, "
+        "possibly zero",
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
-        description="draft method unless a request says otherwise: the draft worker's model, ngram (prompt lookup: what "
-        "followed the last tokens when they came before), or best: in each round the one that promises more",
+        description="draft method unless a request says otherwise: the draft worker's model, ngram (prompt lookup: "
+        "what followed the last tokens when they came before), or best: in each round the one that promises more",
     )
     overlap: Overlap = Field(
         "auto",
