@@ -61,7 +61,7 @@ class Counters:
     accepted_draft_tokens: int = 0
     cache_misses: int = 0
     grouping_errors: int = 0
-    """Times that no group could be chosen because of a fault."""
+    """Times that no group could be chosen because of a fault; each is logged with its trace."""
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     grouping: GroupingCounters = field(default_factory=GroupingCounters)
     draft_lengths: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Counters:
         self.accepted_draft_tokens += commit.accepted
         self.draft_lengths.extend([0] * (commit.drafted + 1 - len(self.draft_lengths)))
         self.draft_lengths[commit.drafted] += 1
-        if commit.drafted:
+        if commit.method is not None:
             drafts = self.drafts.setdefault(commit.method, DraftCounters())
             drafts.draft_tokens += commit.drafted
             drafts.accepted_draft_tokens += commit.accepted

@@ -9,7 +9,7 @@ from protocol.errors import WorkerFailedError
 
 
 class RequestsInFlight:
-    """Hands what happens to a sequence to the generation that its caller reads. One of `round_loop.RoundEvents`."""
+    """Hands what happens to a sequence to the generation that its caller reads: the `RoundEvents` of the round loop."""
 
     def __init__(self) -> None:
         self.requests = 0

@@ -117,7 +117,7 @@ class RoundLoop:
         return True
 
     async def release_leavers(self) -> None:
-        """Frees, for ever, the slots of sequences that left; the window has capacity again once the target confirms."""
+        """Runs for ever: frees the slots of sequences that left. Once the target confirms, others may enter the window."""
         while True:
             await self._leavers.wait()
             self._leavers.clear()

@@ -23,7 +23,7 @@ class CoordinatorSettings(ServerSettings):
     port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
     target_address: str = Field("127.0.0.1:50051", min_length=1, description="host:port of the target worker")
     draft_address: str | None = Field(
-        None, min_length=1, description="host:port of the draft worker; without one, decoding is plain"
+        None, min_length=1, description="host:port of the draft worker; without one, only prompt lookup drafts"
     )
     policy: PolicyName = Field(
         "ragged",
@@ -47,7 +47,9 @@ class CoordinatorSettings(ServerSettings):
         description="next to enter the window: the first in the queue, or the one about as long as the last to enter",
     )
     prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
-    queue_size: int = Field(256, ge=0, le=UINT32_MAX, description="requests that may wait; more are refused")
+    queue_size: int = Field(
+        256, ge=0, le=UINT32_MAX, description="samples that may wait; requests beyond them are refused"
+    )
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,

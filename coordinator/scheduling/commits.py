@@ -32,7 +32,7 @@ class Commit:
     logprobs: tuple[TokenLogprobs, ...]
     drafted: int
     accepted: int
-    method: DraftMethod
-    """The method that drafted the tokens."""
+    method: DraftMethod | None
+    """The method that drafted the tokens; None if none were drafted."""
     proposal: Proposal | None
     """The draft worker's answer, of which not every token was verified."""

@@ -49,7 +49,7 @@ class Pool:
         self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
-        self._kept: dict[int, int] = {}
+        self._reserved: dict[int, int] = {}
         """Positions kept for each sequence in the window or leaving."""
         self._prefixes = PrefixIndex()
         self._by_request: dict[str, dict[int, Sequence]] = {}
@@ -133,16 +133,16 @@ class Pool:
 
     def _next_to_enter(self, waiting: Iterable[Sequence]) -> int:
         """The number of these, in their order, that the window has capacity for now. Alone a sequence always fits."""
-        number, kept = 0, sum(self._kept.values())
+        number, kept = 0, sum(self._reserved.values())
         for sequence in islice(waiting, self.capacity):
             kept += self.kv_capacity.taken_by(sequence)
-            if (self._kept or number) and 0 < self.kv_capacity.positions < kept:
+            if (self._reserved or number) and 0 < self.kv_capacity.positions < kept:
                 break
             number += 1
         return number
 
     def _enter(self, sequence: Sequence) -> None:
-        self._kept[sequence.sequence_id] = self.kv_capacity.taken_by(sequence)
+        self._reserved[sequence.sequence_id] = self.kv_capacity.taken_by(sequence)
         self._find_prefix(sequence)
         if self._prefix_reuse:
             self._prefixes.add(sequence)
@@ -224,7 +224,7 @@ class Pool:
         elif self._parked.pop(sequence.sequence_id, None) is not None:
             self._leave(sequence)
         elif sequence.sequence_id not in self._in_round:
-            self._kept.pop(sequence.sequence_id, None)  # of one that a fault kept from entering
+            self._reserved.pop(sequence.sequence_id, None)  # of one that a fault kept from entering
 
     @property
     def leaving(self) -> set[int]:
@@ -235,7 +235,7 @@ class Pool:
         """Takes in that the workers have freed these sequences: the window has capacity again."""
         for sequence_id in sequence_ids:
             self._leaving.discard(sequence_id)
-            self._kept.pop(sequence_id, None)
+            self._reserved.pop(sequence_id, None)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in two states or the window is exceeded."""
@@ -243,10 +243,10 @@ class Pool:
         states = [set(self._queue), set(self._parked), ready, set(self._in_round), self._leaving]
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
         assert sum(map(len, states[1:])) <= self.window_size, "the window is exceeded"
-        assert set(self._kept) == set().union(*states[1:]), "positions are kept for sequences outside the window"
+        assert set(self._reserved) == set().union(*states[1:]), "positions are reserved outside the window"
         assert (
-            len(self._kept) < 2
+            len(self._reserved) < 2
             or not self.kv_capacity.positions
-            or sum(self._kept.values()) <= self.kv_capacity.positions
+            or sum(self._reserved.values()) <= self.kv_capacity.positions
         )
         assert len(self._queue) <= self.queue_size + self.capacity, "the queue is exceeded"

@@ -186,7 +186,7 @@ class Turn:
         sequence.drafted_ahead = None  # it followed tokens that are no longer the last ones
         drafted = len(self._draft_ids or self._order.lookup_ids)
         if self._proposal is not None:
-            self._note_draft_cache(self._proposal, verdict.token_ids)
+            self._truncate_draft_cache(self._proposal, verdict.token_ids)
         sequence.target_length = verdict.cached_length
         kept, shown = sequence.commit(verdict.token_ids)
         accepted = min(len(verdict.token_ids) - 1, len(kept))  # tokens after a stop are not counted
@@ -198,12 +198,19 @@ class Turn:
             logprobs=verdict.logprobs[: len(kept)],
             drafted=drafted,
             accepted=accepted,
-            method=DraftMethod.MODEL if self._draft_ids else DraftMethod.NGRAM,
+            method=self._draft_method,
             proposal=self._proposal,
         )
 
-    def _note_draft_cache(self, proposal: Proposal, gained: tuple[int, ...]) -> None:
-        """The draft worker's cache is right as far as the tokens it drafted are those that were gained."""
+    @property
+    def _draft_method(self) -> DraftMethod | None:
+        if self._draft_ids:
+            return DraftMethod.MODEL
+        return DraftMethod.NGRAM if self._order.lookup_ids else None
+
+    def _truncate_draft_cache(self, proposal: Proposal, gained: tuple[int, ...]) -> None:
+        """Drops rejected draft tokens from what counts of the draft worker's cache: it is right as far as the tokens
+        drafted are those that were gained."""
         drafted, cached_length = proposal.draft_token_ids, proposal.cached_length
         ahead = self._ahead
         if ahead is not None:

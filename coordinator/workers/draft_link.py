@@ -59,7 +59,7 @@ class DraftLink(WorkerLink):
     async def propose(
         self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = (), step_cost: float = 0.0
     ) -> tuple[list[Proposal], Timed]:
-        """Runs a round's proposals. `chances`: that a token is accepted, by the draft's own probability of it in equal
+        """Runs a round's proposals. `chances`: acceptance probabilities, for draft probabilities from 0 to 1 in equal
         steps. `step_cost`: the tokens that a draft step must gain.
 
         WorkerUnreachableError, WorkerRefusedError.

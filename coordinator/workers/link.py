@@ -35,7 +35,7 @@ class WorkerRefusedError(Exception):
 
 
 class MismatchError(Exception):
-    """A worker runs a model that does not belong to this coordinator's others."""
+    """A worker runs a model that does not fit the one that this coordinator already uses."""
 
 
 class LinkState(StrEnum):
@@ -133,7 +133,7 @@ class WorkerLink:
 
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         """Frees sequences, with those of earlier calls that failed. False if the worker cannot do it now; try again, or
-        leave it to the link, which does as soon as the worker is ready."""
+        leave it to the link, which tries again as soon as the worker is ready."""
         if self.info is None or self.state is LinkState.REFUSED:  # it was never sent any
             return False
         self._to_release.update(sequence_ids)
