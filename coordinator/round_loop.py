@@ -117,7 +117,7 @@ class RoundLoop:
         return True
 
     async def release_leavers(self) -> None:
-        """Runs for ever: frees the slots of sequences that left. Once the target confirms, others may enter the window."""
+        """Runs for ever: frees the slots of sequences that left, so that others may enter the window."""
         while True:
             await self._leavers.wait()
             self._leavers.clear()
