@@ -680,7 +680,7 @@ async def test_a_sequence_has_the_room_that_it_asked_for_and_no_more(worker: Wor
     assert "would reach 7 positions of at most 6" in error.details()
     assert worker.engine.slots.in_use == 0
     await worker.round(item(1, 0, [5] * 5, 6))
-    assert worker.engine.slots["c", 1].room == 6
+    assert worker.engine.slots["c", 1].capacity == 6
     await worker.round(worker.item(1, 5, [6]))
     error = await failure(worker.round(worker.item(1, 6, [7])))
     assert "would reach 7 positions of at most 6" in error.details()
