@@ -9,7 +9,7 @@ Only operations that work on each row by itself can be probed so: `skipped` name
 Products with wide weights and attention are probed further in `engine.probes.exactness`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class OperationProbe(TorchDispatchMode):
         random = torch.Tag.nondeterministic_seeded in func.tags
         if not (func.is_view or random or func._schema.name in _UNLIKE):
             call = _Call(func, args, kwargs, self._kept)
-            if call.filled and call.shape not in self._probed:
-                self._probed.add(call.shape)
+            if call.filled and (shape := call.shape) not in self._probed:
+                self._probed.add(shape)
                 if not self._was_probed(call):
                     self.skipped[func._schema.name] = None
         return func(*args, **kwargs)
@@ -64,14 +64,15 @@ class OperationProbe(TorchDispatchMode):
         """Probes an operation in a new shape. False if it does not seem to work on each row by itself."""
         if call.moves_by_index or call.changes_kept:
             return False
+        key = call.key
         try:
             rows = call.rows(call.ordinary())
-            if rows is None or not _is_close(rows, self._ordinary.setdefault(call.key, rows[:1].clone())):
+            if rows is None or not _is_close(rows, self._ordinary.setdefault(key, rows[:1].clone())):
                 return False
-            if call.key not in self._fills:
-                self._fills[call.key] = call.telling()
-            known = self._rows.setdefault(call.key, [])
-            for index, fill in enumerate(self._fills[call.key]):
+            if key not in self._fills:
+                self._fills[key] = call.telling()
+            known = self._rows.setdefault(key, [])
+            for index, fill in enumerate(self._fills[key]):
                 self._compare(call, fill, index, known)
         except (RuntimeError, IndexError, ValueError):  # an operation that refuses numbers of ours
             return False
@@ -124,9 +125,8 @@ class _Call:
 
     def rows(self, fill: list[torch.Tensor]) -> torch.Tensor | None:
         """The result [rows, width] with these rows everywhere; None if it has not one row for each that was filled."""
-        result = next(
-            _floats(self._run(_alike(self._leaves[i], row) for i, row in zip(self.filled, fill, strict=True)))
-        )
+        filled = (_alike(self._leaves[i], row) for i, row in zip(self.filled, fill, strict=True))
+        result = _floating(self._run(filled))
         given = max(self._leaves[index].numel() // self._leaves[index].shape[-1] for index in self.filled)
         return result.reshape(given, -1) if result.dim() and result.numel() == given * result.shape[-1] else None
 
@@ -203,10 +203,11 @@ def _alike(leaf: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _floats(output: Any) -> Iterator[torch.Tensor]:
+def _floating(output: Any) -> torch.Tensor:
+    """The first floating-point result. ValueError if there is none."""
     for value in output if isinstance(output, (tuple, list)) else (output,):
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0:
-            yield value
+            return value
     raise ValueError("no floating-point result")
 
 
