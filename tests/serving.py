@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,16 @@ DEADLINES = json.dumps({"methodConfig": [{"name": [{}], "timeout": f"{PATIENCE_S
 
 # Settings with which drafts do not depend on a clock.
 DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model"}
+
+
+async def info_with_loads(ask: Callable[[], Awaitable[pb.GetServerInfoResponse]]) -> pb.GetServerInfoResponse:
+    """The state of a server with both workers' loads: a worker that is late on a busy machine has none for a moment."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            info = await ask()
+            if info.target.HasField("load") and info.draft.HasField("load"):
+                return info
+            await asyncio.sleep(0.05)
 
 
 class RecordingTarget(FakeTarget):

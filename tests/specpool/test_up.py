@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from serving import PATIENCE_SECONDS, serving
+from serving import PATIENCE_SECONDS, info_with_loads, serving
 
 from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
@@ -94,7 +94,7 @@ async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
     async with started(*up(tiny_pair, "--drain-seconds", "1", "--window-size", "5", *flags)) as process:
         async with AsyncClient(await address_of(process)) as client:
             await asyncio.gather(*(client.generate("abc" * i, max_tokens=20, ignore_eos=True) for i in range(1, 6)))
-            info = await client.server_info()
+            info = await info_with_loads(client.server_info)
             assert (info.policy, info.window_size) == ("exspec", 5)
             assert info.target.load.kv_layout == info.draft.load.kv_layout == "padded"
             assert len(info.counters.grouping.group_sizes) == 3

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import MAX_TOKENS, Case, assert_equal, cases, make_prompt, make_request, play
 from pair_service import LogitsTap, PairService, serving_coordinator, serving_pair
+from serving import info_with_loads
 
 from coordinator.scheduling.grouping import POLICIES
 from engine.cache.layout import LAYOUTS
@@ -53,7 +54,7 @@ class Workers:
         async with serving_coordinator(*addresses, **coordinator) as (client, _):
             assert_equal(mix, await asyncio.gather(*(play(client, case) for case in mix)), expected)
             await self.services[layout].wait_idle()
-            info = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+            info = await info_with_loads(client.server_info)
         assert info.target.load.kv_layout == info.draft.load.kv_layout == layout
         return info.counters
 
