@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.profiler import profile
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from benchmarks.figures import engine_figure
 from benchmarks.report import finish, progress, seconds_of, show
@@ -27,10 +27,12 @@ from engine.cache.memory import zeros
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.embedded_pair import embedded_pair
+from engine.models.loading import UnsupportedModelError, load_config, read_weights, use_device
 from engine.options import EngineOptions
 from engine.passes.native.model import NativeModel
 from engine.startup import load_engine, start_engine
 
+DTYPES = ("float32", "bfloat16", "float16")
 BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 1024, 2048)
 DRAFTED = 4
 MOST_ROWS = 64
@@ -54,7 +56,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out, which needs weights of its own")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
@@ -62,6 +64,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps per repeat, of which the fastest counts")
     parser.add_argument("--output", type=Path, help="folder for the result and the plot")
     options = parser.parse_args()
+    try:
+        options.device = str(use_device(options.device))
+    except UnsupportedModelError as error:
+        parser.error(f"--device: {error}")
     torch.set_num_threads(options.threads)
     model = options.shape or options.model or str(embedded_pair().target)
     engine = load(model, options)
@@ -77,7 +83,7 @@ def main() -> None:
     result = {
         "model": "/".join(Path(model).parts[-2:]), "dtype": engine.info().dtype, "device": engine.info().device,
         "threads": options.threads, "bandwidth_gb_s": round(bandwidth / 1e9, 1), "bitwise": engine.bitwise,
-        "steps": rows, "parts": parts,
+        "notes": engine.notes, "steps": rows, "parts": parts,
     }  # fmt: skip
     finish("engine", result, options.output, engine_figure(rows))
 
@@ -107,7 +113,8 @@ class Peer:
         if options.shape is not None:
             self._model: Any = random_model(options.shape, options.device, self._dtype, "sdpa")
         else:
-            self._model = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype).to(self._device).eval()
+            config = load_config(EngineOptions(model=model))
+            self._model, _ = read_weights(model, config, torch.device(self._device), self._dtype)
 
     def step(self, batch: int, cached: int) -> Step:
         """A step of `batch` sequences; the cache grows by a token every time."""

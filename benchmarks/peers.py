@@ -1,20 +1,26 @@
 """Plain decoding by `transformers` itself, to compare with: `generate` in static batches, and `generate_batch`."""
 
+from typing import Any
+
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from coordinator.tokenizer import TargetTokenizer
-from engine.models.loading import tokenizer_files
+from engine.models.loading import load_config, read_weights, tokenizer_files
+from engine.options import EngineOptions
 from protocol.tokenizer import TokenizerFiles
 from specpool.client import Chat
 
+CPU = torch.device("cpu")
+
 
 class Peers:
-    """The target in float32 as transformers runs it."""
+    """The target as transformers runs it; by default in float32 on the CPU."""
 
-    def __init__(self, target: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    def __init__(self, target: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
+        self.model: Any
+        self.model, _ = read_weights(target, load_config(EngineOptions(model=target)), device, dtype)
         files = tokenizer_files(AutoTokenizer.from_pretrained(target), self.model)
         self.tokenizer = TargetTokenizer(TokenizerFiles(**vars(files)))
         self._eos = set(files.eos_token_ids)
@@ -34,8 +40,8 @@ class Peers:
         for first in range(0, len(ids), batch):
             members = ids[first : first + batch]
             longest = max(map(len, members))
-            padded = torch.tensor([[self._pad] * (longest - len(tokens)) + tokens for tokens in members])
-            mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in members])
+            padded = self._tensor([[self._pad] * (longest - len(tokens)) + tokens for tokens in members])
+            mask = self._tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in members])
             output = self.model.generate(padded, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
             answers += [self._to_the_end(row) for row in output[:, longest:].tolist()]
         return answers
@@ -54,8 +60,11 @@ class Peers:
     @torch.inference_mode()
     def margin(self, context: list[int]) -> float:
         """The difference between the logits of the two best tokens after a context."""
-        best = self.model(torch.tensor([context])).logits[0, -1].topk(2).values
+        best = self.model(self._tensor([context])).logits[0, -1].topk(2).values
         return float(best[0] - best[1])
+
+    def _tensor(self, rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor(rows, device=self.model.device)
 
     def _to_the_end(self, tokens: list[int]) -> list[int]:
         end = next((i + 1 for i, token in enumerate(tokens) if token in self._eos), len(tokens))

@@ -1,7 +1,8 @@
-"""Cost of sampling per token, and how often a draft that shares the target's noise makes the target's choice.
+"""Cost of sampling, on a CPU or a GPU, and how often a draft that shares the target's noise makes the same choice.
 
-    python -m benchmarks.sampling [--target FOLDER] [--draft FOLDER] [--prompts FILE] [--output FOLDER]
+    python -m benchmarks.sampling [--target FOLDER] [--draft FOLDER] [--prompts FILE] [--device cuda] [--output FOLDER]
 
+`--device cuda`: the cost of choosing after all rows of a batch together, for several numbers of rows, and nothing else.
 Both models see the same text: the prompts with the target's greedy answers. At each position of an answer both draw
 with the same seeds. For comparison: the bound (1 - TV) / (1 + TV) that shared noise keeps (Daliri, Musco and Suresh,
 2025), 1 - TV, which nobody can exceed, and what a draft with noise of its own would reach. `--skip-layer`: a second
@@ -22,7 +23,7 @@ from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, progress, seconds_of, show
 from engine.models.embedded_pair import embedded_pair
-from engine.sampling import choose_token
+from engine.sampling import choose_together, choose_token
 from protocol.sampling import SamplingParams
 
 RULES: Mapping[str, Mapping[str, Any]] = {
@@ -35,6 +36,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
 }
 TEMPERATURES = (0.5, 1.0)
 CONTEXT_TOKENS, CHOICES = 512, 50
+BATCHES = (1, 8, 64, 256)
 
 
 def main() -> None:
@@ -48,8 +50,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=20, help="draws at each position")
     parser.add_argument("--skip-layer", type=int, default=25)
+    parser.add_argument("--device", default="cpu", help="a GPU measures batches of random logits")
+    parser.add_argument("--vocab-size", type=int, default=151_936, help="of these logits")
     parser.add_argument("--output", type=Path, help="folder for the result")
     options = parser.parse_args()
+    if options.device != "cpu":
+        finish("sampling-batches", {"batches": batches(options.device, options.vocab_size)}, options.output)
+        return
     target, rows_of = rows_to_choose_from(options)
     costs = [{"rules": name, "ms_per_token": cost(target[0], rules)} for name, rules in RULES.items()]
     show(f"choosing a token of {target.shape[1]}, one row, {torch.get_num_threads()} threads", costs)
@@ -96,6 +103,27 @@ def cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
     params = SamplingParams(**rules, prompt_length=CONTEXT_TOKENS // 2)
     seconds = [seconds_of(lambda: choose_token(logits, params, context)) for _ in range(CHOICES)]
     return round(statistics.median(seconds) * 1000, 2)
+
+
+def batches(device: str, vocab_size: int) -> list[dict[str, Any]]:
+    """Costs of batches of rows of random bfloat16 logits that all have the same rules."""
+    found = []
+    for rows in BATCHES:
+        logits = (torch.randn(rows, vocab_size) * 3).to(device, torch.bfloat16)
+        costs = {name: batch_cost(logits, rules) for name, rules in RULES.items()}
+        found.append({"rows": rows, **{f"{name} ms": milliseconds for name, milliseconds in costs.items()}})
+    show(f"choosing tokens of {vocab_size} on {device}, all rows together", found)
+    return found
+
+
+def batch_cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
+    """Median milliseconds of choosing after all rows, each of its own sequence."""
+    context = [i % 1000 for i in range(CONTEXT_TOKENS)]
+    params = [SamplingParams(**rules, seed=row, prompt_length=CONTEXT_TOKENS // 2) for row in range(len(logits))]
+    sequences = [(each, context, 1) for each in params]
+    choose_together(logits, sequences)  # compiles the kernels
+    seconds = [seconds_of(lambda: choose_together(logits, sequences)) for _ in range(CHOICES)]
+    return round(statistics.median(seconds) * 1000, 3)
 
 
 def agreement(target: torch.Tensor, draft: torch.Tensor, temperature: float, seeds: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.models.loading import LoadedModel
@@ -41,4 +42,5 @@ def random_model(
 def random_loaded(shape: str, device: str, dtype: torch.dtype) -> LoadedModel:
     """A random model of this shape, as an engine takes it."""
     model = random_model(shape, device, dtype, PACKED_ATTENTION)
-    return LoadedModel(shape, model, TokenizerFiles(b'{"model": {"vocab": {}}}', "", {}, ()), MAX_MODEL_LEN)
+    tokenizer = Tokenizer(models.BPE())  # of no tokens
+    return LoadedModel(shape, model, TokenizerFiles(tokenizer.to_str().encode(), "", {}, ()), MAX_MODEL_LEN)

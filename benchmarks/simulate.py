@@ -29,7 +29,11 @@ COSTS = {
     "two GPUs": (0.002, 0.00001, 0.008, 0.00002),
     "two GPUs, slow draft": (0.006, 0.00001, 0.008, 0.00002),
     "busy GPU": (0.002, 0.00005, 0.008, 0.0004),
+    "passes of 64 rows": (0.001, 0.00001, 0.008, 0.00002),
+    "passes of 24 rows": (0.001, 0.0002, 0.008, 0.0004),
 }
+# Rows that one pass of the target has at most, where that is a limit.
+MAX_ROWS = {"passes of 64 rows": 64, "passes of 24 rows": 24}
 EXCHANGE = 0.001
 LENGTH_OF_ANSWER = 100
 
@@ -89,10 +93,10 @@ def changing(rate: float) -> Rates:
 def true_costs(name: str) -> RoundCosts:
     """The costs that rounds really have."""
     draft, draft_more, verify, verify_more = COSTS[name]
-    rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    rows, max_rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), MAX_ROWS.get(name, 0)
     return RoundCosts(
         StepTimes({n: draft + draft_more * (n - 1) for n in rows}),
-        StepTimes({n: verify + verify_more * (n - 1) for n in rows}),
+        StepTimes({n: verify + verify_more * (n - 1) for n in rows}, max_rows=max_rows),
         EXCHANGE,
     )
 
@@ -106,7 +110,10 @@ def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> flo
     """Tokens per second with chosen draft lengths, with every cost measured wrong by a factor of up to 1.5."""
     true, rng = true_costs(costs), random.Random(1)
     draft, verify = (
-        StepTimes({rows: seconds * 1.5 ** rng.uniform(-1, 1) for rows, seconds in times.points.items()})
+        StepTimes(
+            {rows: seconds * 1.5 ** rng.uniform(-1, 1) for rows, seconds in times.points.items()},
+            max_rows=times.max_rows,
+        )
         for times in (true.draft, true.verify)
     )
     lengths = DraftLengths(RoundCosts(draft, verify, EXCHANGE), LONGEST)

@@ -103,8 +103,8 @@ class Coordinator:
         self.pool.kv_capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple)
 
     async def slots_released(self) -> None:
-        """Waits until no sequence is generated or holds a slot of the target worker."""
-        while not self.pool.is_empty:  # noqa: ASYNC110 - once, at the end; not worth an event
+        """Waits until no sequence is generated or holds a slot of a worker that answers."""
+        while not self.pool.is_empty or (self.draft is not None and self.draft.is_releasing):  # noqa: ASYNC110 - once, at the end; not worth an event
             await asyncio.sleep(POLL_SECONDS)
 
     @asynccontextmanager

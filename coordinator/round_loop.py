@@ -124,12 +124,12 @@ class RoundLoop:
             if not (leaving := self._pool.leaving):
                 continue
             self._drafting.forget(leaving)
-            if await self._workers.release(leaving):
-                self._pool.released(leaving)
-                self._work.set()
-            else:
+            if self._workers.draft is not None:
+                self._workers.draft.release_soon(leaving)
+            while not await self._workers.target.release(leaving):  # noqa: ASYNC110 - it answers by itself when it can
                 await asyncio.sleep(RETRY_SECONDS)
-                self._leavers.set()
+            self._pool.released(leaving)
+            self._work.set()
 
     async def _run_round(self, group: Group) -> None:
         """Runs the round of a group, whatever happens in it."""

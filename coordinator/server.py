@@ -48,10 +48,10 @@ class CoordinatorServer:
         finally:
             await self.coordinator.close()
 
-    async def _target_changed(self) -> None:
+    def _target_changed(self) -> None:
         if self.coordinator.target.is_ready:
             self.coordinator.fit_window()
-        await self.server.set_serving(self.coordinator.target.is_ready)
+        self.server.set_serving(self.coordinator.target.is_ready)
 
 
 async def serve(settings: CoordinatorSettings) -> None:

@@ -5,11 +5,12 @@ from typing import Literal, Self
 from pydantic import ByteSize, Field, model_validator
 
 from coordinator.scheduling.sequence import DraftMethod
+from protocol.rounds import MAX_DRAFT_TOKENS
 from rpc.settings import UINT32_MAX, Seconds, ServerSettings
 
 MAX_WINDOW_SIZE = 4096
 """Largest window: no worker has more slots."""
-MAX_SPECULATIVE_TOKENS = 16
+MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 """Most draft tokens that a request may ask for, unless the settings say otherwise."""
 
 PolicyName = Literal["ragged", "exspec", "eqspec"]

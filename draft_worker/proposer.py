@@ -1,10 +1,15 @@
 """Drafting: a forward pass to catch up with the committed tokens, then one for each further token of the drafts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from engine.sequences import SequenceEngine
+import torch
+
+from engine.cache.spans import Span
+from engine.engine import Engine
+from engine.sequences import Choices, SequenceEngine
 from protocol.rounds import ItemStatus, Proposal, ProposeItem
 
 
@@ -36,6 +41,31 @@ class _Draft:
         return (self.token_ids[-1],) if self.token_ids else self.item.token_ids
 
 
+Choose = Callable[[Mapping[int, Span]], Mapping[int, Choices]]
+"""Caches the new tokens of each span, by sequence id, and chooses the token after them where one is wanted."""
+
+
+class _ChoicesAhead:
+    """Drafts all tokens of a round with its first spans, without waiting between them, and hands them out in turn."""
+
+    def __init__(self, engine: Engine, lengths: Mapping[int, int]) -> None:
+        """`lengths`: how many tokens each sequence wants, by its id."""
+        self._engine, self._lengths = engine, lengths
+        self._found: dict[int, Iterator[tuple[int, float]]] = {}
+
+    def __call__(self, spans: Mapping[int, Span]) -> dict[int, Choices]:
+        """The next token of each sequence. The first spans are those of all sequences."""
+        if not self._found:
+            drafted = self._engine.draft(list(spans.values()), [self._lengths[i] for i in spans])
+            for sequence_id, tokens, probabilities in zip(spans, *drafted, strict=True):
+                self._found[sequence_id] = zip(tokens, probabilities, strict=True)
+        chosen = {sequence_id: list(islice(self._found[sequence_id], 1)) for sequence_id in spans}
+        return {
+            sequence_id: Choices([token for token, _ in its], torch.empty(0), [probability for _, probability in its])
+            for sequence_id, its in chosen.items()
+        }
+
+
 class Proposer(SequenceEngine):
     """The draft worker's backend."""
 
@@ -55,16 +85,25 @@ class Proposer(SequenceEngine):
         realigned = self.realign(coordinator_id, round_id, items)
         states = {item.sequence_id: state for item, state in zip(items, realigned, strict=True)}
         drafts = [_Draft(item) for item in items if states[item.sequence_id] is ItemStatus.OK]
-        drafting = drafts
+        drafting, choose = drafts, self._chooser(coordinator_id, drafts)
         while drafting:
-            self._advance(coordinator_id, drafting, chances)
+            self._advance(coordinator_id, drafting, chances, choose)
             drafting = [draft for draft in drafting if draft.wants_more]
             if sum(draft.gain for draft in drafting) < step_cost:
                 break
         made = {draft.item.sequence_id: self._proposal(coordinator_id, draft) for draft in drafts}
         return [made.get(i, Proposal(i, state)) for i, state in states.items()]
 
-    def _advance(self, coordinator_id: str, drafts: Sequence[_Draft], chances: Sequence[float]) -> None:
+    def _chooser(self, coordinator_id: str, drafts: Sequence[_Draft]) -> Choose:
+        """How the tokens of a round are chosen: by the device alone where it can, else one after the other."""
+        lengths = {draft.item.sequence_id: draft.item.num_draft_tokens for draft in drafts}
+        sampled = any(self.engine.slots[coordinator_id, sequence_id].sampling is not None for sequence_id in lengths)
+        if self.engine.drafts_ahead and not sampled and max(lengths.values(), default=0) > 1:
+            return _ChoicesAhead(self.engine, lengths)
+        confidences = any(draft.item.min_chance for draft in drafts)
+        return lambda spans: self.choose(coordinator_id, spans, confidences)
+
+    def _advance(self, coordinator_id: str, drafts: Sequence[_Draft], chances: Sequence[float], choose: Choose) -> None:
         """Feeds every draft its tokens, and appends the model's choice to those that want a token."""
         spans = {
             draft.item.sequence_id: self.span(
@@ -72,7 +111,7 @@ class Proposer(SequenceEngine):
             )
             for draft in drafts
         }
-        choices = self.choose(coordinator_id, spans, confidences=any(draft.item.min_chance for draft in drafts))
+        choices = choose(spans)
         for draft in drafts:
             sequence_id, chosen = draft.item.sequence_id, choices[draft.item.sequence_id]
             self.keep(coordinator_id, sequence_id, spans[sequence_id].end)

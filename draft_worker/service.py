@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from draft_worker.proposer import Proposer
-from protocol.codec import propose_response, read_propose_items, read_step_cost, require_coordinator
+from protocol.codec import propose_response, read_chances, read_propose_items, read_step_cost, require_coordinator
 from protocol.rounds import Proposal
 from specpool.v1 import draft_worker_pb2 as pb
 from specpool.v1 import draft_worker_pb2_grpc
@@ -21,7 +21,7 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
 
         def propose(proposer: Proposer) -> tuple[list[Proposal], dict[str, int]]:
             items = read_propose_items(request, proposer.limits(request.coordinator_id))
-            hints = request.chances, read_step_cost(request)
+            hints = read_chances(request), read_step_cost(request)
             return timed(proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items, *hints))
 
         return propose_response(request.round_id, *await self._host.run(propose, request.coordinator_id))

@@ -13,8 +13,10 @@ from engine.models.facts import ModelFacts
 from engine.models.loading import LoadedModel
 from engine.numerics import Tiles
 from engine.options import EngineOptions
+from engine.passes.attention import LibraryModel
 from engine.passes.attention_plan import plan_attention
-from engine.passes.forward_pass import ForwardPass
+from engine.passes.forward_pass import DraftLoop, ForwardPass
+from engine.passes.lean import why_not_lean
 from engine.passes.packing import pack
 from engine.reservation import reserve_cache
 from protocol.worker_info import WorkerInfo
@@ -39,12 +41,20 @@ class Engine:
     ) -> None:
         """Reserves the cache. `tiles`: the shapes of exact results, as far as the pass needs any."""
         self.loaded, self.facts, self.forward_pass = loaded, facts, forward_pass
+        self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
+        """What an operator should know, one sentence each; whoever finds out more about the engine appends it."""
+        if isinstance(forward_pass, LibraryModel):
+            reason = why_not_lean(loaded.config) or "the lean pass is switched off"
+            self.notes.append(f"runs slowly, by the modules of transformers, because {reason}")
         self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
-        self.tiles = replace(tiles, row_multiple=max(forward_pass.row_multiple, tiles.row_multiple))
+        self.tiles = tiles
         self.max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
         reserved = reserve_cache(facts, forward_pass.compute_dtype, self.tiles, options, self._footprint())
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
+        self._draft_loop: DraftLoop | None = None
+        if not self.layout.spare_columns:  # there sequences stay in place
+            self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
         self.realign_ns = 0
         """Nanoseconds spent so far on bringing caches to the length and the columns that a pass needs."""
         self.bitwise = False
@@ -64,6 +74,36 @@ class Engine:
         logits = [self._pass(chunk) for chunk in _chunks(spans, self.max_forward_tokens)]
         wanted = [rows for rows in logits if len(rows)]
         return torch.cat(wanted) if wanted else torch.empty(0, self.facts.outputs, device=self.facts.device)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether `draft` works."""
+        return self._draft_loop is not None
+
+    @torch.inference_mode()
+    def draft(self, spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
+        """Caches the new tokens of all spans, and drafts this many tokens after each, at least one after some span.
+
+        Each token is the most probable one after those before it. Returns the tokens of each span, and their
+        probabilities; the device is waited for once. Tokens are cached up to the last but one. `spans` ask for one row
+        of logits where a token is wanted.
+        """
+        assert self._draft_loop is not None
+        drafted = [(span, length) for span, length in zip(spans, lengths, strict=True) if length]
+        found = self._draft_loop(
+            self._draft_loop.first(self.forward(spans)),
+            positions=[span.end for span, _ in drafted],
+            columns=[self.layout.origin(span.slot) + span.end for span, _ in drafted],
+            wanted=[length - 1 for _, length in drafted],
+            longest=max(span.end + length - 1 for span, length in drafted),
+        )
+        tokens, probabilities = found.permute(1, 2, 0).tolist()  # [sequences][steps]
+        rows = iter(zip(tokens, probabilities, strict=True))
+        each = [next(rows) if length else ([], []) for length in lengths]
+        return (
+            [[int(token) for token in its[:length]] for (its, _), length in zip(each, lengths, strict=True)],
+            [its[:length] for (_, its), length in zip(each, lengths, strict=True)],
+        )
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
         """The token ids of rows of the head, given by their indexes."""
@@ -105,6 +145,8 @@ class Engine:
             step_seconds=self.step_seconds,
             step_cached=STEP_CACHED,
             seconds_per_cached=self.seconds_per_cached,
+            max_rows=self.max_forward_tokens,
+            notes=tuple(self.notes),
         )
 
     @contextmanager
@@ -126,13 +168,17 @@ class Engine:
             starts = self.layout.align(spans)
         arena = self.layout.arena
         locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
-        batch = pack(spans, locations, arena, self.tiles)
-        if self.forward_pass.plans_attention:
+        planned = self.forward_pass.plans_attention
+        batch = pack(spans, locations, arena, self._padded_rows, self.forward_pass.rows_per_tile, repeats=planned)
+        if planned:
             gather = self.facts.device.type != "cpu"
             plan = plan_attention(spans, locations, arena, self.tiles, self.facts.query_groups, gather)
             batch = replace(batch, attention=plan)
         logits: torch.Tensor = self.forward_pass(batch)[: batch.num_logits]
         return logits
+
+    def _padded_rows(self, count: int) -> int:
+        return self.tiles.rows(self.forward_pass.padded_rows(count))
 
     def _footprint(self) -> Footprint:
         """Memory of weights and activations."""

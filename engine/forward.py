@@ -7,7 +7,9 @@ from engine.models.loading import LoadedModel
 from engine.options import EngineOptions
 from engine.passes.attention import LibraryModel
 from engine.passes.forward_pass import ForwardPass
-from engine.passes.graphs import CudaGraphs, RecordedModel
+from engine.passes.gpu.graphs import CudaGraphs
+from engine.passes.gpu.model import GpuModel, why_no_kernels
+from engine.passes.gpu.recorded import RecordedModel
 from engine.passes.lean import LeanModel, is_lean
 from engine.passes.linear import can_prepack, prepack_linears
 from engine.passes.native.model import NativeModel, can_compile, lossless_dtype
@@ -23,9 +25,12 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPa
             native = NativeModel(lean, kept)
             release_files(loaded.model)
             return native
-        if not lean.plans_attention and records_passes(device, options):
-            lean.rotary(loaded.max_model_len)  # full-length tables now: recorded passes keep using these
-            return RecordedModel(lean, CudaGraphs())
+        if runs_kernels(device):
+            fallback = why_no_kernels(lean)
+            if fallback is None:
+                kernels = GpuModel(lean, loaded.max_model_len)
+                return RecordedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
+            lean.notes.append(f"runs slowly, by torch's operations, because its kernels cannot run here: {fallback}")
     if can_prepack(dtype, device):
         prepack_linears(forward_pass)
     if device == torch.device("cpu"):
@@ -33,6 +38,6 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPa
     return forward_pass
 
 
-def records_passes(device: torch.device, options: EngineOptions) -> bool:
-    """Whether passes on this device should be recorded."""
-    return device.type == "cuda" and options.cuda_graphs
+def runs_kernels(device: torch.device) -> bool:
+    """Whether passes on this device should consist of kernels of our own."""
+    return device.type == "cuda"

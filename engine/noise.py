@@ -5,28 +5,72 @@ softmax. A draft that uses the same noise usually chooses the same token; whethe
 target's choice (drafter-invariant speculative decoding: Daliri, Musco and Suresh, 2025).
 """
 
+import math
+
 import torch
+
+from engine.elementary import negative_log, negative_log_of_rest
 
 _MASK64 = (1 << 64) - 1
 # Torch runs operations of this few elements on one thread: waking other threads would take longer than the operation.
 _PIECE = 1 << 14
+# More than rounding takes from the upper bound of the noise, and more than the bound is ever too large.
+_MARGIN, _BOUND_ERROR = 1e-4, 3.0
 
 
 def gumbel(seed: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise [n], float32, of n tokens (int32) at an absolute position of a sequence with this seed."""
-    first, second = _keys(seed, position)
-    pieces = token_ids.split(_PIECE) if token_ids.device.type == "cpu" else (token_ids,)
-    return torch.cat([_gumbel(_mix(_mix(piece ^ first) + second)) for piece in pieces])
+    """Standard Gumbel noise [n], float32, of n tokens (int32) at an absolute position of a sequence with this seed.
+
+    The same bits on every device. The error is below 3 units in the last place of max(1, |noise|).
+    """
+    keys = noise_keys(seed, position)
+    return torch.cat([_gumbel(_hash(piece, *keys)) for piece in _pieces(token_ids)])
+
+
+def largest_with_noise(values: torch.Tensor, seed: int, position: int, token_ids: torch.Tensor) -> int:
+    """The token with the largest sum of value and noise, the first of those with equal sums.
+
+    The noise is computed only where a bound that costs less leaves a choice.
+    """
+    keys = noise_keys(seed, position)
+    bits = torch.cat([_hash(piece, *keys) for piece in _pieces(token_ids)])
+    most = torch.cat([_gumbel_bound(b).add_(v) for b, v in zip(_pieces(bits), _pieces(values), strict=True)])
+    largest = most.max()
+    # What is not a number stays, and what rounding of a large sum may have moved.
+    left = (most < largest - (_BOUND_ERROR + largest.abs() * 2.0**-20)).logical_not_().nonzero().squeeze(1)
+    sums = values[left] + _gumbel(bits[left])
+    return int(token_ids[left[sums.argmax()]])
+
+
+def _pieces(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.split(_PIECE) if x.device.type == "cpu" else (x,)
 
 
 def _gumbel(bits: torch.Tensor) -> torch.Tensor:
     """Noise from independent bits (int32)."""
-    # Floats near 0 keep all their bits, so the resolution is best for the largest noise, which decides the choice.
-    uniform = bits.view(torch.uint32).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return negative_log(negative_log_of_rest(_uniform(bits)))
 
 
-def _keys(seed: int, position: int) -> tuple[int, int]:
+def _gumbel_bound(bits: torch.Tensor) -> torch.Tensor:
+    """No less than the noise, since -log(1 - u) is above u, and log2(1 + m) above m for a mantissa of 1 + m."""
+    half = ((bits >> 1) & 0x7FFFFFFF).float().add_(0.25)  # of 2**32 * u
+    return half.view(torch.int32).float().mul_(-math.log(2) / (1 << 23)).add_((127 + 31) * math.log(2) + _MARGIN)
+
+
+def _uniform(bits: torch.Tensor) -> torch.Tensor:
+    """Floats from 2**-33 to 1 - 2**-24. Near 0 they keep all bits, so the resolution is best for the largest noise,
+    which decides the choice."""
+    low = (bits & 0xFFFF).float().add_(0.5)
+    high = (bits >> 16).bitwise_and_(0xFFFF).float().mul_(2.0**16)
+    return high.add_(low).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+
+
+def _hash(token_ids: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """Independent bits of each token, from both halves of a key."""
+    return _mix(_mix(token_ids ^ first).add_(second))
+
+
+def noise_keys(seed: int, position: int) -> tuple[int, int]:
     """The two halves of splitmix64(seed, position), as signed 32-bit integers."""
     x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -41,8 +85,6 @@ def _signed(x: int) -> int:
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """A bijection of int32 in which every output bit depends on all input bits (constants of Wellons' lowbias32)."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * _signed(0x846CA68B)
-    return x ^ ((x >> 16) & 0xFFFF)
+    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(0x7FEB352D)
+    x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x).mul_(_signed(0x846CA68B))
+    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)

@@ -6,10 +6,10 @@ from itertools import islice
 
 import torch
 
-from engine.cache.slots import SequenceKey
+from engine.cache.slots import SequenceKey, Slot
 from engine.cache.spans import Span
 from engine.engine import Engine
-from engine.sampling import choose_tokens
+from engine.sampling import choose_together, choose_tokens, samples_by_kernel
 from protocol.rounds import ItemStatus, RoundLimits, SequenceItem
 from protocol.sampling import SamplingParams
 from protocol.worker_info import WorkerInfo
@@ -32,6 +32,8 @@ class SequenceEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        # Kernels are compiled now, not in the first round that samples.
+        samples_by_kernel(engine.facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
 
     def info(self) -> WorkerInfo:
         """The model and its load now."""
@@ -70,19 +72,29 @@ class SequenceEngine:
         logits = self.engine.forward(list(spans.values()))
         counts = [span.num_logits for span in spans.values()]
         probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
-        # Here, or for the probabilities, a pass on a GPU is waited for.
-        best = iter(self.engine.token_ids(logits.argmax(-1)).tolist())
         slots = [self.engine.slots[coordinator_id, sequence_id] for sequence_id in spans]
-        samples = any(slot.sampling is not None for slot in slots)
-        known = self.engine.over_vocabulary(logits) if samples else logits
+        # Here, or for the probabilities, a pass on a GPU is waited for.
+        token_ids = self._token_ids(logits, slots, counts)
         chosen = {}
-        for sequence_id, slot, own, its in zip(spans, slots, logits.split(counts), known.split(counts), strict=True):
-            largest, confident = list(islice(best, len(own))), list(islice(probabilities, len(own)))
-            if slot.sampling is None:
-                chosen[sequence_id] = Choices(largest, own, confident)
-            else:
-                chosen[sequence_id] = Choices(choose_tokens(its, slot.sampling, slot.token_ids), own)
+        for sequence_id, slot, its, own in zip(spans, slots, token_ids, logits.split(counts), strict=True):
+            confident = list(islice(probabilities, len(own)))
+            chosen[sequence_id] = Choices(its, own, confident if slot.sampling is None else [])
         return chosen
+
+    def _token_ids(self, logits: torch.Tensor, slots: Sequence[Slot], counts: Sequence[int]) -> list[Iterable[int]]:
+        """The choices of each sequence, `counts` each, from logits [n, rows of the head]."""
+        known = self.engine.over_vocabulary(logits) if any(slot.sampling is not None for slot in slots) else None
+        if known is not None and samples_by_kernel(known.device, known.dtype, known.shape[1]):
+            sequences = [(slot.sampling, slot.token_ids, count) for slot, count in zip(slots, counts, strict=True)]
+            return [*choose_together(known, sequences)]
+        best = iter(self.engine.token_ids(logits.argmax(-1)).tolist())
+        largest: list[Iterable[int]] = [list(islice(best, count)) for count in counts]
+        if known is None:
+            return largest
+        return [
+            its if slot.sampling is None else choose_tokens(rows, slot.sampling, slot.token_ids)
+            for its, slot, rows in zip(largest, slots, known.split(counts), strict=True)
+        ]
 
     def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:
         """Declares that the first `cached_length` positions of the sequence are valid."""

@@ -12,7 +12,10 @@ from engine.numerics import Tiles
 from engine.options import EngineOptions
 from engine.passes.activations import activate_in_pieces
 from engine.passes.forward_pass import ForwardPass
-from engine.probes.exactness import choose_tiles
+from engine.passes.gpu.model import GpuModel
+from engine.passes.gpu.recorded import RecordedModel
+from engine.probes.exactness import ONE_SHAPE, choose_tiles
+from engine.probes.kernels import choose_products
 from engine.probes.library_logits import library_logits, refuse_other_logits
 from engine.probes.self_test import self_test
 from engine.probes.step_times import measure_seconds_per_cached, measure_step_times
@@ -31,6 +34,8 @@ def load_engine(options: EngineOptions, exact: bool) -> Engine:
     if not engine.layout.spare_columns:  # in a padded layout the time of a pass depends on what has to be moved for it
         engine.step_seconds = measure_step_times(engine)
         engine.seconds_per_cached = measure_seconds_per_cached(engine)
+    for note in engine.notes:
+        log.warning("%s: %s", engine.loaded.name, note)
     log.info("ready: %s", engine.info())
     return engine
 
@@ -41,15 +46,29 @@ def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> En
     facts = read_facts(loaded)
     expected = library_logits(loaded, facts)
     forward_pass = build_forward_pass(loaded, options)
-    tiles = _exact_tiles(forward_pass, facts) if exact and not forward_pass.exact_by_construction else Tiles()
-    engine = Engine(loaded, facts, forward_pass, tiles, options)
+    tiles = _tiles(forward_pass, facts, options, exact)
+    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
     refuse_other_logits(engine, expected)
-    engine.bitwise = exact and self_test(engine)
+    engine.bitwise = exact and tiles is not None and self_test(engine)
     return engine
 
 
-def _exact_tiles(forward_pass: ForwardPass, facts: ModelFacts) -> Tiles:
-    """Makes the activations of a pass exact, and finds the tiles that its products and its attention need."""
+def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions, exact: bool) -> Tiles | None:
+    """Chooses the products of a pass where there is a choice, and finds the tiles that make it exact if it shall be.
+
+    None if no tiles do.
+    """
+    model = forward_pass.model if isinstance(forward_pass, RecordedModel) else forward_pass
+    if isinstance(model, GpuModel):
+        record = forward_pass.record if isinstance(forward_pass, RecordedModel) else None
+        if choose_products(model, options.max_forward_tokens, exact, record):
+            return Tiles()
+        forward_pass.notes.append(
+            f"runs slowly, {ONE_SHAPE.max_rows} rows at a time: other products are not exact here"
+        )
+        return ONE_SHAPE
+    if not exact or forward_pass.exact_by_construction:
+        return Tiles()
     activate_in_pieces(forward_pass)
     attention = (facts.kv_heads, facts.query_groups, facts.head_dim)
     return choose_tiles(forward_pass, attention if forward_pass.plans_attention else None)

@@ -12,7 +12,7 @@ from protocol.errors import InvalidArgumentError
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, RoundLimits, Verdict, VerifyItem
 from protocol.sampling import RANGES, SamplingParams, TokenLogprobs, in_range
 from protocol.tokenizer import TokenizerFiles
-from protocol.worker_info import WorkerInfo
+from protocol.worker_info import StepCosts, WorkerInfo
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
 _TO_WIRE: dict[ItemStatus, Any] = {
@@ -64,6 +64,11 @@ def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLi
 def read_step_cost(request: draft_worker_pb2.ProposeRequest) -> float:
     """The lowest expected gain of a draft step of the round. InvalidArgumentError."""
     return _between("step_cost", request.step_cost, most=math.inf)
+
+
+def read_chances(request: draft_worker_pb2.ProposeRequest) -> list[float]:
+    """The acceptance probabilities by the draft's own. InvalidArgumentError."""
+    return [_between(f"chances[{index}]", chance) for index, chance in enumerate(request.chances)]
 
 
 def propose_response(
@@ -185,6 +190,11 @@ def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
     )
 
 
+def release_request(coordinator_id: str, sequence_ids: Iterable[int]) -> common_pb2.ReleaseRequest:
+    """The message that frees sequences."""
+    return common_pb2.ReleaseRequest(coordinator_id=coordinator_id, sequence_ids=sequence_ids)
+
+
 def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
     """The description of a worker as a message."""
     equivalence = common_pb2.EQUIVALENCE_BITWISE if info.bitwise else common_pb2.EQUIVALENCE_NUMERIC
@@ -195,14 +205,27 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
         seconds=info.step_seconds.values(),
         cached=info.step_cached,
         seconds_per_cached=info.seconds_per_cached,
+        max_rows=info.max_rows,
     )
-    return common_pb2.GetWorkerInfoResponse(model=model, load=load, costs=costs)
+    known = info.step_seconds or info.max_rows
+    return common_pb2.GetWorkerInfoResponse(model=model, load=load, costs=costs if known else None)
 
 
 def _named_as(message: Any, info: WorkerInfo) -> dict[str, Any]:
     """The fields that a message shares by name with the description."""
     names = {field.name for field in message.DESCRIPTOR.fields}
     return {name: value for name, value in vars(info).items() if name in names}
+
+
+def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
+    """The durations of a worker's passes, as far as it has measured them."""
+    costs = response.costs
+    return StepCosts(
+        step_seconds={rows: seconds for rows, seconds in zip(costs.rows, costs.seconds, strict=False) if rows},
+        step_cached=costs.cached,
+        seconds_per_cached=costs.seconds_per_cached,
+        max_rows=costs.max_rows,
+    )
 
 
 def tokenizer_response(files: TokenizerFiles) -> target_worker_pb2.GetTokenizerResponse:

@@ -9,6 +9,9 @@ from dataclasses import KW_ONLY, dataclass
 
 from protocol.sampling import SamplingParams, TokenLogprobs
 
+MAX_DRAFT_TOKENS = 16
+"""Most draft tokens of a sequence in a round, unless the coordinator's settings allow more."""
+
 
 class ItemStatus(enum.Enum):
     """Outcome of the command to keep exactly `base_length` cached positions of a sequence."""

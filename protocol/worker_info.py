@@ -5,6 +5,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class StepCosts:
+    """The durations of a worker's passes, as `WorkerInfo` has them."""
+
+    step_seconds: Mapping[int, float]
+    """Seconds by rows; empty if they were not measured."""
+    step_cached: int
+    seconds_per_cached: float
+    max_rows: int
+
+
+@dataclass(frozen=True)
 class WorkerInfo:
     """The model, the present state of its KV cache, and the durations of passes measured when the model was loaded."""
 
@@ -31,3 +42,6 @@ class WorkerInfo:
     step_seconds: Mapping[int, float]
     step_cached: int
     seconds_per_cached: float
+    max_rows: int
+    notes: tuple[str, ...] = ()
+    """What an operator should know, such as a fallback that makes the model slow."""

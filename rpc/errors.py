@@ -1,5 +1,7 @@
 """The one table that turns the errors of `protocol.errors` into gRPC status codes, and their details for programs."""
 
+from typing import TypeAlias
+
 from google.protobuf import any_pb2, duration_pb2, message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
@@ -23,23 +25,37 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     WorkerFailedError: StatusCode.INTERNAL,
 }
 
+# Bytes of a text in a status. Clients refuse more than 8 KiB of metadata, which has the message three times: with up to
+# three characters for each byte, and twice in base64.
+MOST_TEXT_BYTES = 1000
 
-def status_metadata(error: ServiceError) -> tuple[tuple[str, bytes], ...]:
-    """The trailing metadata in which gRPC carries `google.rpc.Status` details; empty without details."""
-    detail = _detail(error)
+TrailingMetadata: TypeAlias = tuple[tuple[str, bytes], ...]
+
+
+def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:
+    """The status in which a call ends: its code, its message, and `google.rpc.Status` in trailing metadata, which is
+    empty if there are no details. Long texts are cut."""
+    code, text, detail = STATUS_CODES[type(error)], _cut(str(error)), _detail(error)
     if detail is None:
-        return ()
+        return code, text, ()
     packed = any_pb2.Any()
     packed.Pack(detail)
-    status = status_pb2.Status(code=STATUS_CODES[type(error)].value[0], message=str(error), details=[packed])
-    return (("grpc-status-details-bin", status.SerializeToString()),)
+    status = status_pb2.Status(code=code.value[0], message=text, details=[packed])
+    return code, text, (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+def _cut(text: str) -> str:
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= MOST_TEXT_BYTES:
+        return text
+    return encoded[:MOST_TEXT_BYTES].decode(errors="ignore") + "..."
 
 
 def _detail(error: ServiceError) -> message.Message | None:
     """The message of `google.rpc` that says the same for programs."""
     detail: message.Message | None = None
     if isinstance(error, InvalidArgumentError):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.reason)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=_cut(error.field), description=_cut(error.reason))
         detail = error_details_pb2.BadRequest(field_violations=[violation])
     elif isinstance(error, QueueFullError):
         delay = duration_pb2.Duration()

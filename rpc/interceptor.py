@@ -1,5 +1,9 @@
-"""Turns exceptions of handlers into status codes, so that no handler knows one and no stack trace reaches a client."""
+"""Turns exceptions of handlers into status codes, so that no handler knows one and no stack trace reaches a client.
 
+Calls under way are counted here too, since every handler of our services is wrapped.
+"""
+
+import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,15 +13,21 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from protocol.errors import InvalidArgumentError, ServiceError
-from rpc.errors import STATUS_CODES, status_metadata
+from rpc.errors import status_of
 
 log = logging.getLogger(__name__)
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
+class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps handlers. Requests are parsed inside: a malformed one is an error too."""
+
+    def __init__(self) -> None:
+        self.idle = asyncio.Event()
+        """Set while no call is under way, but for those of health and reflection."""
+        self.idle.set()
+        self._running = 0
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
@@ -30,26 +40,37 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
 
             def answer_all(payloads: AsyncIterator[bytes], context: Any) -> Any:
+                self._count(context)
                 return handler.stream_stream((_parse(handler, payload) async for payload in payloads), context)
 
             return grpc.stream_stream_rpc_method_handler(_streaming(answer_all), response_serializer=serializer)
         if handler.response_streaming:
 
             def answer(payload: bytes, context: Any) -> Any:
+                self._count(context)
                 return handler.unary_stream(_parse(handler, payload), context)
 
             return grpc.unary_stream_rpc_method_handler(_streaming(answer), response_serializer=serializer)
-        return grpc.unary_unary_rpc_method_handler(_unary(handler), response_serializer=serializer)
 
+        async def answer_one(payload: bytes, context: Any) -> Any:
+            self._count(context)
+            try:
+                return await handler.unary_unary(_parse(handler, payload), context)
+            except Exception as error:
+                await _abort(error, context)
 
-def _unary(handler: Handler) -> Callable[[bytes, Any], Awaitable[Any]]:
-    async def behaviour(payload: bytes, context: Any) -> Any:
-        try:
-            return await handler.unary_unary(_parse(handler, payload), context)
-        except Exception as error:
-            await _abort(error, context)
+        return grpc.unary_unary_rpc_method_handler(answer_one, response_serializer=serializer)
 
-    return behaviour
+    def _count(self, context: Any) -> None:
+        """Counts a call as under way until its client has got all of the answer."""
+        self._running += 1
+        self.idle.clear()
+        context.add_done_callback(self._ended)
+
+    def _ended(self, _: Any) -> None:
+        self._running -= 1
+        if not self._running:
+            self.idle.set()
 
 
 def _streaming(answer: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
@@ -74,7 +95,7 @@ async def _abort(error: Exception, context: Any) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):  # a handler that already answered
         raise error
     if isinstance(error, ServiceError):
-        await context.abort(STATUS_CODES[type(error)], str(error), trailing_metadata=status_metadata(error))
+        await context.abort(*status_of(error))
     incident = uuid.uuid4().hex[:8]
     log.error("internal error %s", incident, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error {incident}; the server's log has the details")

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
 from rpc.channel import join_address
-from rpc.interceptor import ErrorInterceptor
+from rpc.health import HealthServicer
+from rpc.interceptor import CallInterceptor
 from rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -22,6 +24,8 @@ LIVE = "live"
 """The health-check name that is SERVING as long as the process answers at all, whatever it waits for."""
 
 PARENT_CHECK_SECONDS = 0.5
+# Time that calls of health and reflection get to end by themselves after the last call of a service.
+LAST_CALLS_SECONDS = 0.5
 
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a surprise
@@ -44,15 +48,15 @@ class Server:
     def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
         """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read."""
         self._settings = settings
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._services: list[str] = []
-        self._stopping = asyncio.Event()
+        self._stopping, self._cut_off = asyncio.Event(), asyncio.Event()
         self._orphaned: asyncio.Task[None] | None = None
-        self._grace = settings.drain_seconds
         self.on_drain: Callable[[], None] | None = None
         """Called when the drain begins."""
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+        self._calls = CallInterceptor()
+        self._server = grpc.aio.server(interceptors=[self._calls], options=options)
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Adds the service of full `name` by the `add_..._to_server` function of its stubs."""
@@ -62,10 +66,10 @@ class Server:
     async def start(self) -> int:
         """Listens, and returns the port. OSError says why if it cannot."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
-        await self.set_serving(False)
+        self._health.set(LIVE, True)
+        self.set_serving(False)
         host, port = self._settings.host, self._settings.port
         try:
             port = self._server.add_insecure_port(join_address(host, port))
@@ -76,26 +80,24 @@ class Server:
         log.info("listening on %s", join_address(host, port))
         return port
 
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """Sets what health checks answer, for the process ("" and its own name) and for each of its services."""
-        if serving and self._stopping.is_set():
-            return
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", process_name(os.getpid()), *self._services):
-            await self._health.set(name, status)
+            self._health.set(name, serving and not self.stopping)
 
     def stop_on_signals(self) -> None:
-        """Drains on SIGTERM and SIGINT, and stops at once when the parent process that the settings name has ended."""
+        """Drains on SIGTERM and SIGINT. Stops at once on a second signal, and when the parent process that the settings
+        name has ended."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, lambda: self.stop(drain=not self.stopping))
         if self._settings.parent_pid is not None:
             self._orphaned = loop.create_task(self._stop_when_orphaned(self._settings.parent_pid))
 
     def stop(self, drain: bool = True) -> None:
-        """Begins the drain, or ends running calls at once; `wait_stopped` sees it through."""
+        """Begins the drain, or ends running calls at once, also those of a drain; `wait_stopped` sees it through."""
         if not drain:
-            self._grace = 0.0
+            self._cut_off.set()
         self._stopping.set()
 
     @property
@@ -106,12 +108,27 @@ class Server:
     async def wait_stopped(self) -> None:
         """Serves until `stop`, then gives running calls their time to end, and cancels the rest."""
         await self._stopping.wait()
-        log.info("draining for at most %g s", self._grace)
-        await self.set_serving(False)
+        seconds = self._settings.drain_seconds
+        log.info("draining for at most %g s", 0 if self._cut_off.is_set() else seconds)
+        self.set_serving(False)
+        self._health.end_watches()
         if self.on_drain is not None:
             self.on_drain()
-        await self._server.stop(self._grace)
+        endings = (self._server.stop(seconds), self._calls_ended(), self._cut_off.wait())
+        tasks = [asyncio.create_task(ending) for ending in endings]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await self._server.stop(None)
         log.info("stopped")
+
+    async def _calls_ended(self) -> None:
+        """Returns once all calls have ended but those of health and reflection, which clients may keep open."""
+        while True:
+            await self._calls.idle.wait()
+            await asyncio.sleep(LAST_CALLS_SECONDS)
+            if self._calls.idle.is_set():
+                return
 
     async def _stop_when_orphaned(self, parent_pid: int) -> None:
         while True:

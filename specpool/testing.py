@@ -45,8 +45,13 @@ class FakeWorker:
         fingerprint: str = "fake",
         device: str = "cpu",
         pass_seconds: Callable[[int], float] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
-        """`pass_seconds`: duration of a pass by its number of new tokens; None: no added delay."""
+        """`pass_seconds`: duration of a pass by its number of new tokens; None: no added delay.
+
+        `notes`: those of its model.
+        """
+        self.notes = notes
         self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
         self.pass_seconds = pass_seconds
         self.busy = False
@@ -93,6 +98,7 @@ class FakeWorker:
                 max_model_len=self.max_model_len,
                 tokenizer_fingerprint=self.fingerprint,
                 equivalence=common_pb2.EQUIVALENCE_BITWISE,
+                notes=self.notes,
             ),
             load=common_pb2.WorkerLoad(slots_total=self.slots, slots_in_use=len(self.caches)),
             costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))

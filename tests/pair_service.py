@@ -128,7 +128,7 @@ async def _serve(stack: AsyncExitStack, settings: Any, host: WorkerHost, registe
     server.add(servicer.__class__.__name__, register, servicer)
     port = await server.start()
     await host.load()
-    await server.set_serving(True)
+    server.set_serving(True)
     stack.callback(host.close)
     stack.push_async_callback(server.wait_stopped)
     stack.callback(server.stop)

@@ -67,9 +67,13 @@ class WorkerHost:
         backend = self._backend
 
         def serve() -> T:
-            if coordinator_id is not None:
+            if coordinator_id is None:
+                return work(backend)
+            backend.renew_lease(coordinator_id, time.monotonic())
+            try:
+                return work(backend)
+            finally:  # the work may have taken longer than the lease
                 backend.renew_lease(coordinator_id, time.monotonic())
-            return work(backend)
 
         return await self._thread.run(serve)
 

@@ -50,7 +50,7 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
 
     async def load_and_serve() -> None:
         await host.load()
-        await server.set_serving(True)
+        server.set_serving(True)
         log.info("serving")
         await host.expire_leases(settings.lease_seconds)
 

@@ -129,15 +129,22 @@ class DraftLengths:
         batch = _Batch(self.costs, len(options), counts, sum(by_lookup.values()), gained)
         depth = min(len(self.plan.steps), self.longest)
         best = batch.plan(depth)
-        for direction in (-1, 1):  # the speed has one summit
+        for direction in (-1, 1):  # the speed has one summit for each number of passes
             while 0 <= depth + direction <= self.longest and able:
                 other = batch.plan(depth + direction)
-                if other.speed <= best.speed * (1 + HYSTERESIS * (len(best.steps) == len(self.plan.steps))):
+                if not self._replaces(other, best):
                     break
                 best, depth = other, depth + direction
+        for depth in batch.filling():
+            if depth <= self.longest and self._replaces(other := batch.plan(depth), best):
+                best = other
         none = batch.plan(0)
         least = 0.0 if self.plan.steps else GAIN_OF_DRAFTING
         return best if best.speed > none.speed * (1 + least) else none
+
+    def _replaces(self, other: RoundPlan, best: RoundPlan) -> bool:
+        """Whether another plan promises enough more than the best one so far, which may be the present one."""
+        return other.speed > best.speed * (1 + HYSTERESIS * (len(best.steps) == len(self.plan.steps)))
 
     def _try_others(self, chosen: dict[int, DraftOrder], options: Mapping[int, DraftOptions]) -> None:
         """Now and then has one token drafted for sequences that have none, so that changes are noticed."""
@@ -175,14 +182,23 @@ class _Batch:
         costs, lengths = self.costs, dict.fromkeys(self.counts, depth)
         for _ in range(3):  # the speed decides what a second is worth, and that decides which sequences take part
             speed, drafting = self._speed(lengths), self._drafting(lengths, depth)
-            rows = self.sequences + self.by_lookup + sum(drafting)
-            row = speed * (costs.verify(rows + 1) - costs.verify(rows))
+            # On average: one row more is a whole pass where it no longer fits in those that the others fill.
+            undrafted, drafted = self.sequences + self.by_lookup, max(1, sum(drafting))
+            row = speed * (costs.verify(undrafted + drafted) - costs.verify(undrafted)) / drafted
             # Where others draft too, one sequence more costs little; alone it would cost the whole step.
             steps = [speed * (costs.draft(n) - costs.draft(n - 1)) if n > 1 else 0.0 for n in drafting]
             lengths = {rate: _paying(_middle(rate), [row + step for step in steps]) for rate in lengths}
         depth = max(lengths.values(), default=0)
         shares = [speed * costs.draft(n) / n for n in self._drafting(lengths, depth)]
         return RoundPlan(self.sequences, self._speed(lengths), row, tuple(steps[:depth]), tuple(shares))
+
+    def filling(self) -> set[int]:
+        """Numbers of draft steps that fill the passes that plain decoding takes too, and one pass more."""
+        most, able = self.costs.verify.max_rows, sum(self.counts.values())
+        if not most or not able:
+            return set()
+        room = -(self.sequences + self.by_lookup) % most
+        return {room // able, (room + most) // able}
 
     def _speed(self, lengths: Mapping[int, int]) -> float:
         """Expected tokens per second."""

@@ -111,9 +111,7 @@ class Drafting:
         if any(lengths) and all(len(item.token_ids) <= DRAFT_MAY_LACK for item in items):
             self._depth = max(lengths)
             steps = [sum(k > j for k in lengths) for j in range(self._depth)]
-            share = timed.forward / sum(map(self.costs.draft, steps))
-            for sequences in steps:
-                self.costs.draft.observe(sequences, self.costs.draft(sequences) * share)
+            self.costs.draft.observe_steps(steps, timed.forward)
 
     def _observe_exchange(self, timed: Timed) -> None:
         self.costs.exchange += EXCHANGE_PER_ROUND * (timed.wire - self.costs.exchange)

@@ -38,22 +38,27 @@ class DraftLink(WorkerLink):
     def _make_rounds(self) -> RoundCalls:
         return RoundCalls(self._stub.ProposeStream, self._stub.Propose, self._timeout)
 
+    async def _probe(self) -> None:
+        if self._target.info is None:
+            self._set_state(LinkState.CONNECTING, "waiting for the target")
+            await self._target.wait_ready()  # before the draft is asked: its answer would be old
+        await super()._probe()
+
     async def _check(self, info: common_pb2.ModelInfo) -> None:
-        await self._target.wait_ready()
         target = self._target.info
         assert target is not None
         if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
             raise MismatchError(f"the draft {info.model} has another tokenizer than the target {target.model}")
 
-    async def _lost(self, code: grpc.StatusCode, reason: str) -> None:
+    def _lost(self, code: grpc.StatusCode, reason: str) -> None:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            await self._rest(reason)
+            self._rest(reason)
         else:
-            await super()._lost(code, reason)
+            super()._lost(code, reason)
 
-    async def _rest(self, reason: str) -> None:
+    def _rest(self, reason: str) -> None:
         self._rest_seconds = min(LONGEST_REST_SECONDS, max(link.PROBE_SECONDS, 2 * self._rest_seconds))
-        await self._set_state(LinkState.RESTING, reason)
+        self._set_state(LinkState.RESTING, reason)
         self._probe_now.set()
 
     async def propose(
@@ -66,14 +71,14 @@ class DraftLink(WorkerLink):
         """
         request = propose_request(self._coordinator_id, round_id, items, chances, step_cost)
         try:
-            response, elapsed = await self._answer(self._rounds(request))
+            response, elapsed = await self._round(request)
         except WorkerRefusedError as error:
-            await self._rest(str(error))
+            self._rest(str(error))
             raise
         try:
             proposals = read_proposals(response, items)
         except MisfitError as error:
-            await self._rest(str(error))
+            self._rest(str(error))
             raise WorkerRefusedError(self.reason) from None
         self._rest_seconds = 0.0
         return proposals, timed(elapsed, response)

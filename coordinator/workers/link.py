@@ -13,6 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator.counters import Timed
 from coordinator.drafting.costs import StepTimes
 from coordinator.workers.streams import RoundCalls
+from protocol.codec import read_step_costs, release_request
+from protocol.worker_info import StepCosts
 from rpc.channel import open_channel
 from specpool.v1 import common_pb2
 
@@ -61,7 +63,7 @@ class WorkerLink:
         self.load_at_start = common_pb2.WorkerLoad()
         self.step_times = StepTimes(self._unknown_times)
         """Step times of the worker, measured anew whenever it was away."""
-        self.on_change: Callable[[], Awaitable[None]] | None = None
+        self.on_change: Callable[[], None] | None = None
         self._coordinator_id = coordinator_id
         self._timeout = timeout_seconds
         self._channel = open_channel(address)
@@ -72,6 +74,7 @@ class WorkerLink:
         self._probe_now = asyncio.Event()
         self._rest_seconds = 0.0
         self._to_release: set[int] = set()
+        self._releasing: asyncio.Task[None] | None = None
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         raise NotImplementedError
@@ -134,13 +137,33 @@ class WorkerLink:
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         """Frees sequences, with those of earlier calls that failed. False if the worker cannot do it now; try again, or
         leave it to the link, which tries again as soon as the worker is ready."""
-        if self.info is None or self.state is LinkState.REFUSED:  # it was never sent any
-            return False
-        self._to_release.update(sequence_ids)
+        self._must_release(sequence_ids)
+        return await self._release()
+
+    def release_soon(self, sequence_ids: Iterable[int]) -> None:
+        """Frees sequences in the background, as soon as the worker can do it."""
+        self._must_release(sequence_ids)
+        if not self.is_releasing:
+            self._releasing = asyncio.create_task(self._release_all())
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether the worker has yet to answer `release_soon`; False also if it must be ready first."""
+        return self._releasing is not None and not self._releasing.done()
+
+    def _must_release(self, sequence_ids: Iterable[int]) -> None:
+        if self.info is not None and self.state is not LinkState.REFUSED:  # else it was never sent any
+            self._to_release.update(sequence_ids)
+
+    async def _release_all(self) -> None:
+        while self._to_release and await self._release():
+            pass
+
+    async def _release(self) -> bool:
         if not self.is_ready:  # a worker that hangs would make every caller wait
             return False
         released = sorted(self._to_release)
-        request = common_pb2.ReleaseRequest(coordinator_id=self._coordinator_id, sequence_ids=released)
+        request = release_request(self._coordinator_id, released)
         try:
             await self._answer(self._stub.Release(request, timeout=self._timeout))
         except (WorkerUnreachableError, WorkerRefusedError):
@@ -150,8 +173,16 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Closes the connection."""
+        if self._releasing is not None:
+            self._releasing.cancel()
         self._rounds.close()
         await self._channel.close(None)
+
+    async def _round(self, request: Any) -> tuple[Any, float]:
+        """The response to a round and the seconds it took. WorkerUnreachableError, WorkerRefusedError."""
+        if not self.is_ready:  # lost since the round began: what answers at this address now has not been checked
+            raise WorkerUnreachableError(self.reason)
+        return await self._answer(self._rounds(request))
 
     async def _answer(self, call: Awaitable[Any]) -> tuple[Any, float]:
         """The response and the seconds it took. WorkerUnreachableError, WorkerRefusedError."""
@@ -163,40 +194,44 @@ class WorkerLink:
             if error.code() not in _UNREACHABLE:
                 log.error("worker at %s refused a call: %s", self.address, reason)
                 raise WorkerRefusedError(reason) from None
-            await self._lost(error.code(), reason)
+            self._lost(error.code(), reason)
             raise WorkerUnreachableError(reason) from None
         return response, time.perf_counter() - began
 
-    async def _lost(self, code: grpc.StatusCode, reason: str) -> None:
-        await self._set_state(LinkState.CONNECTING, reason)
+    def _lost(self, code: grpc.StatusCode, reason: str) -> None:
+        self._set_state(LinkState.CONNECTING, reason)
         self._probe_now.set()
 
     async def _probe(self) -> None:
         try:
             health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
             if health.status != health_pb2.HealthCheckResponse.SERVING:
-                await self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
+                self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
             elif not self.is_ready:
+                self._rounds.open()
                 request = common_pb2.GetWorkerInfoRequest()
                 response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
                 await self._check(response.model)
                 self.info, self.load_at_start = response.model, response.load
-                measured = dict(zip(response.costs.rows, response.costs.seconds, strict=False))
-                self.step_times = StepTimes(self._unknown_times)
-                if len(measured) > 1:
-                    self.step_times = StepTimes(measured, response.costs.cached, response.costs.seconds_per_cached)
-                await self._set_state(LinkState.READY, "")
-            if self._to_release and self.is_ready:
-                await self.release(())
+                self.step_times = self._believed(read_step_costs(response))
+                self._set_state(LinkState.READY, "")
+            if self._to_release and self.is_ready and not self.is_releasing:
+                await self._release()
         except MismatchError as error:
-            await self._refuse(error)
+            self._refuse(error)
         except grpc.aio.AioRpcError as error:
-            await self._set_state(LinkState.CONNECTING, f"{error.code().name}: {error.details()}")
+            self._set_state(LinkState.CONNECTING, f"{error.code().name}: {error.details()}")
 
-    async def _refuse(self, error: MismatchError) -> None:
-        await self._set_state(LinkState.REFUSED, str(error))
+    def _believed(self, costs: StepCosts) -> StepTimes:
+        """Step times as the worker has measured them, as far as it has."""
+        if len(costs.step_seconds) < 2:
+            return StepTimes(self._unknown_times, max_rows=costs.max_rows)
+        return StepTimes(costs.step_seconds, costs.step_cached, costs.seconds_per_cached, costs.max_rows)
 
-    async def _set_state(self, state: LinkState, reason: str) -> None:
+    def _refuse(self, error: MismatchError) -> None:
+        self._set_state(LinkState.REFUSED, str(error))
+
+    def _set_state(self, state: LinkState, reason: str) -> None:
         if (state, reason) != (self.state, self.reason):
             level = logging.INFO if state is LinkState.READY else logging.WARNING
             log.log(level, "%s at %s is %s %s", type(self).__name__, self.address, state, reason)
@@ -208,7 +243,7 @@ class WorkerLink:
             self._ready.clear()
             self._rounds.close()  # a worker that drains waits for open streams
         if changed and self.on_change is not None:
-            await self.on_change()
+            self.on_change()
 
 
 def timed(elapsed: float, response: Any) -> Timed:

@@ -6,12 +6,12 @@ from typing import Any
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
-# Status codes of a stream that may have broken while it was idle: the worker may answer on a new one.
-_MAY_BE_OLD = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
-
 
 class RoundCalls:
-    """A stream for each round under way at a time; single calls to a worker that knows no streams."""
+    """A stream for each round under way at a time; single calls to a worker that knows no streams.
+
+    A round is never tried again on another stream, which may be that of another worker at the same address.
+    """
 
     def __init__(self, stream: Any, single: Any, timeout_seconds: float) -> None:
         """Two methods of a stub, for the same messages. `timeout_seconds`: for each round."""
@@ -32,6 +32,11 @@ class RoundCalls:
                 self._has_streams = False
         return await self._single(request, timeout=self._timeout)
 
+    def open(self) -> None:
+        """Opens a stream for the next round. It ends with its worker, so that the round reaches either the worker that
+        describes itself after this call, or none."""
+        self._idle.append(self._open_stream())
+
     def close(self) -> None:
         """Ends idle streams now, and streams in use after their round; the next round opens another."""
         self._closed += 1
@@ -40,21 +45,11 @@ class RoundCalls:
             self._idle.pop().cancel()
 
     async def _by_stream(self, request: Any) -> Any:
-        if self._idle:
-            try:
-                return await self._exchange(self._idle.pop(), request)
-            except asyncio.InvalidStateError:  # it ended while it waited
-                pass
-            except AioRpcError as error:
-                if error.code() not in _MAY_BE_OLD:
-                    raise
-        return await self._exchange(self._open_stream(), request)
-
-    async def _exchange(self, stream: Any, request: Any) -> Any:
+        stream = self._idle.pop() if self._idle else self._open_stream()
         closed = self._closed
         try:
             async with asyncio.timeout(self._timeout):
-                await stream.write(request)
+                await _write(stream, request)
                 response = await stream.read()
         except BaseException as error:
             stream.cancel()
@@ -68,6 +63,17 @@ class RoundCalls:
         else:
             stream.cancel()
         return response
+
+
+async def _write(stream: Any, request: Any) -> None:
+    """AioRpcError UNAVAILABLE if the stream has ended, whatever the worker ended it with: that is no answer to this."""
+    try:
+        await stream.write(request)
+    except (asyncio.InvalidStateError, AioRpcError):
+        code, details = await stream.code(), await stream.details()
+        if code is not grpc.StatusCode.UNIMPLEMENTED:
+            code, details = grpc.StatusCode.UNAVAILABLE, f"the stream had ended: {code.name}: {details}"
+        raise _failure(code, details) from None
 
 
 def _failure(code: grpc.StatusCode, details: str) -> AioRpcError:

@@ -1,5 +1,6 @@
 """The link to the target worker."""
 
+import re
 from typing import Any
 
 import grpc
@@ -28,22 +29,35 @@ class TargetLink(WorkerLink):
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
         if self.info is not None:
-            # Sequences in flight were begun with the first model: another one would finish them differently.
-            for field in ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype"):
-                before, now = getattr(self.info, field), getattr(info, field)
-                if before != now:
-                    raise MismatchError(f"the target worker now runs another model: {field} was {before}, is {now}")
+            before, now = _lasting(self.info), _lasting(info)
+            # More positions than before are no harm: sequences in flight have reserved fewer.
+            now["max_model_len"] = min(info.max_model_len, self.info.max_model_len)
+            for field in before:
+                if before[field] != now[field]:
+                    reason = f"{field} was {before[field]}, is {now[field]}"
+                    raise MismatchError(f"the target worker would finish sequences in flight differently: {reason}")
             return
         files = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
         self.tokenizer = read_tokenizer(files)
 
-    async def _refuse(self, error: MismatchError) -> None:
+    def _refuse(self, error: MismatchError) -> None:
         """Ends the coordinator: it must be started again for the other model."""
-        await super()._refuse(error)
+        super()._refuse(error)
         raise error
 
     async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
         """Runs a round's verification. WorkerUnreachableError, WorkerRefusedError."""
         request = verify_request(self._coordinator_id, round_id, items)
-        response, elapsed = await self._answer(self._rounds(request))
+        response, elapsed = await self._round(request)
         return read_verdicts(response), timed(elapsed, response)
+
+
+def _lasting(info: common_pb2.ModelInfo) -> dict[str, object]:
+    """Properties of a worker that decide the tokens of a sequence, and whether it fits. Logits are bit-identical on
+    devices of one kind only; the number of a device is of no importance."""
+    fields = ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype", "max_model_len")
+    return {
+        **{field: getattr(info, field) for field in fields},
+        "device": re.sub(r":\d+", "", info.device, count=1),
+        "equivalence": common_pb2.Equivalence.Name(info.equivalence),
+    }

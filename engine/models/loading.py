@@ -9,16 +9,11 @@ import torch
 from pydantic import BaseModel, ValidationError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from engine.models.quantization import INSTEAD, are_scales, method_of, unpacking
+from engine.models.support import why_unsupported
 from engine.options import EngineOptions
 from engine.passes.attention import PACKED_ATTENTION
 from protocol.tokenizer import TokenizerFiles
@@ -58,6 +53,8 @@ class LoadedModel:
     max_model_len: int
     output_ids: torch.Tensor | None = None
     """The token of each row of the output head, if it has rows for some tokens only, as a trained draft may."""
+    notes: tuple[str, ...] = ()
+    """What an operator should know of how the weights were read."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -86,86 +83,92 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         reason = f"{options.model} is not a model folder, GGUF file or hub id: {first_line(error)}"
         raise UnsupportedModelError(reason) from error
     _check_types(config)
-    refuse_unsupported(config, _max_model_len(config, options))
+    refusal = why_unsupported(config, _max_model_len(config, options))
+    if refusal is not None:
+        raise UnsupportedModelError(refusal)
     return config
 
 
 def load_model(options: EngineOptions) -> LoadedModel:
     """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for files that are no model."""
-    source, config = _source(options.model), load_config(options)
-    device = pick_device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # for this thread: kernels and graphs go to the current device
-    dtype: Any = options.dtype
-    if options.dtype == "auto":
+    config, device = load_config(options), use_device(options.device)
+    dtype: Any = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **source,
-            dtype=dtype,
-            attn_implementation=PACKED_ATTENTION,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below like missing weights; transformers only warns
-        )
-        model, loading_info = loaded
-        _refuse_made_up_weights(loading_info)
+        tokenizer = AutoTokenizer.from_pretrained(**_source(options.model))
+        model, report = read_weights(options.model, config, device, dtype, attn_implementation=PACKED_ATTENTION)
+        refuse_made_up_weights(report)
         files = tokenizer_files(tokenizer, model)
     except Exception as error:  # the files may contain anything
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
         reason = f"{config.model_type} has a fixed choice of attentions" if fixed else first_line(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
     output_ids = _reduce_head(model, Path(options.model) / OUTPUT_HEAD)
-    if output_ids is not None:
-        output_ids = output_ids.to(device)  # every pass needs them there
-    return LoadedModel(options.model, model.to(device).eval(), files, _max_model_len(config, options), output_ids)
+    method, kept = method_of(config), str(dtype).removeprefix("torch.")
+    notes = (f"its {method} weights are unpacked to {kept}: {dtype.itemsize} bytes each",) if method else ()
+    return LoadedModel(options.model, model.eval(), files, _max_model_len(config, options), output_ids, notes)
+
+
+def read_weights(
+    model: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, **others: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The library's model on a device, and what transformers reports of its weights. Any error of transformers.
+
+    `others`: further arguments for transformers.
+    """
+    source = _source(model)
+    quantized = unpacking(config, source)
+    # For a GPU tensor by tensor, so that the memory of the host never holds the whole model.
+    placed = {"device_map": {"": device}} if device.type == "cuda" else {}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **{**source, **quantized, **placed, **others},
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # left to the report, like missing weights; transformers only warns
+    )
+    read, report = loaded
+    if quantized:
+        for weight in read.parameters():  # those that are stored without quantization have kept their dtype
+            weight.data = weight.data.to(dtype)
+    return read.to(device), report
+
+
+def use_device(wanted: str) -> torch.device:
+    """The device that `wanted` names, as the current one of this thread. UnsupportedModelError as of `pick_device`."""
+    device = pick_device(wanted)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels and graphs go to the current device
+    return device
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device that `wanted` names; "auto" takes a GPU if there is one. UnsupportedModelError if there is none."""
+    """The device that `wanted` names, a GPU with its index; "auto" takes a GPU if there is one. UnsupportedModelError
+    if there is no such device."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
     try:
         device = torch.device(name)
+        if device.type == "cuda" and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            _refuse_missing_gpu(wanted, device.index)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedModelError(f"device {wanted} cannot be used: {first_line(error)}") from error
     return device
 
 
-def refuse_unsupported(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Raises UnsupportedModelError for everything that the configuration alone rules out."""
-    kind = f"{config.model_type} model"
-    architectures = getattr(config, "architectures", None) or []
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"a {kind} is an encoder-decoder; only decoder-only models generate by this method")
-    # A GGUF file names no class; transformers then uses its class for this kind of model.
-    named = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
-    if not (named if architectures else type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
-        names = ", ".join(architectures) or "none"
-        raise UnsupportedModelError(f"a {kind} has no causal language-model head (architectures: {names})")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if others:
-        raise UnsupportedModelError(f"this {kind} has {', '.join(others)} layers; only full attention is served")
-    if not getattr(config, "num_attention_heads", None):
-        raise UnsupportedModelError(f"a {kind} has no attention; only full attention is served")
-    switch = _length_dependent_rope(config)
-    if switch is not None and switch < max_model_len:
-        raise UnsupportedModelError(
-            f"this {kind} encodes all positions of a batch differently once one is beyond {switch}; "
-            f"serve it with max_model_len <= {switch}"
-        )
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window < max_model_len:
-        raise UnsupportedModelError(
-            f"this {kind} has a sliding window of {window} positions; serve it with max_model_len <= {window}"
-        )
+def _refuse_missing_gpu(wanted: str, index: int) -> None:
+    count = torch.cuda.device_count()
+    if index >= count:
+        names = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise UnsupportedModelError(f"device {wanted} cannot be used: this machine has {names}")
 
 
 def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
     """Replaces the output head by that of a file, if the file exists; returns the tokens of its rows."""
     if not file.is_file():
         return None
-    stored = load_file(file)
+    stored = load_file(file, device=str(model.device))  # where every pass needs them
     weight, output_ids = stored["weight"].to(model.dtype), stored["output_ids"].long()
     known, hidden = model.get_input_embeddings().weight.shape  # type: ignore[misc]
     if weight.shape != (len(output_ids), hidden) or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < known:
@@ -213,18 +216,24 @@ def _check_types(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"the configuration has {key} {problem['input']!r}: {problem['msg']}") from None
 
 
-def _refuse_made_up_weights(loading_info: dict[str, Any]) -> None:
+def refuse_made_up_weights(report: dict[str, Any]) -> None:
     """Refuses a checkpoint that transformers had to complete with random weights.
 
-    Unused weights, such as those of further heads, do no harm; transformers warns of them.
+    `report`: what transformers reports of the weights. Unused ones, such as those of further heads, do no harm, unless
+    used ones have to be multiplied by them; transformers warns of them.
     """
-    made_up = {name: name for name in loading_info["missing_keys"]}
-    for name, stored, wanted in loading_info["mismatched_keys"]:
+    made_up = {name: name for name in report["missing_keys"]}
+    for name, stored, wanted in report["mismatched_keys"]:
         made_up[name] = f"{name} (of shape {list(wanted)}, not {list(stored)})"
     if made_up:
         first = ", ".join(made_up[name] for name in sorted(made_up)[:NAMES_IN_A_MESSAGE])
         more = ", ..." if len(made_up) > NAMES_IN_A_MESSAGE else ""
         raise UnsupportedModelError(f"its files lack {len(made_up)} of the weights that it needs: {first}{more}")
+    scales = sorted(filter(are_scales, report["unexpected_keys"]))
+    if scales:
+        raise UnsupportedModelError(
+            f"its weights are quantized, as {scales[0]} shows, but its configuration does not say how; {INSTEAD}"
+        )
 
 
 def _max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
@@ -232,16 +241,6 @@ def _max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
     if options.max_model_len is not None and options.max_model_len > limit:
         raise UnsupportedModelError(f"max_model_len {options.max_model_len} is beyond the model's {limit} positions")
     return options.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
-
-
-def _length_dependent_rope(config: PreTrainedConfig) -> int | None:
-    """The length of a sequence beyond which the rotary embedding of its whole batch changes; None if it never does."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one per type of layer
-    return min(
-        (kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"),
-        default=None,
-    )
 
 
 def first_line(error: Exception) -> str:

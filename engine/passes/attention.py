@@ -9,7 +9,6 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from engine.passes.attention_plan import AttentionCall
 from engine.passes.forward_pass import ForwardPass
-from engine.passes.kernels import attend_extents, splits_for
 from engine.passes.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
@@ -55,10 +54,7 @@ def attend(
     """Caches the keys and values of the new tokens, then attends from the new tokens. Returns [rows, heads, dim]."""
     arena, plan = batch.arena, batch.attention
     arena.write(layer, batch.columns, key, value)
-    if plan is None:
-        splits, factor = splits_for(batch.longest), query.shape[-1] ** -0.5 if scaling is None else scaling
-        keys, values = arena.keys[layer], arena.values[layer]
-        return attend_extents(query, keys, values, batch.positions, batch.columns, factor, splits)
+    assert plan is not None
     results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in plan.calls]
     return torch.cat(results)[plan.result_rows]
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from engine.cache.arena import KVArena
 from engine.passes.packing import PackedBatch
 
 
@@ -29,6 +30,22 @@ class CompiledProducts(Protocol):
         """
 
 
+class DraftLoop(Protocol):
+    """Runs steps of one token, each on the choices of the one before."""
+
+    def first(self, logits: torch.Tensor) -> torch.Tensor:
+        """The choices after the logits [n, rows of the head]: tokens and probabilities, [2, n], as float64."""
+
+    def __call__(
+        self, chosen: torch.Tensor, positions: list[int], columns: list[int], wanted: list[int], longest: int
+    ) -> torch.Tensor:
+        """Goes on from the choices [2, n] of n sequences. Returns all choices, theirs included, [1 + steps, 2, n].
+
+        `positions`, `columns`: of the chosen tokens. `wanted`: how many more tokens each sequence wants; one that has
+        them is not cached any more. `longest`: positions of the longest sequence in the end.
+        """
+
+
 class ForwardPass(nn.Module, ABC):
     """Computes the logits of packed batches; a module that holds all weights it needs."""
 
@@ -38,21 +55,40 @@ class ForwardPass(nn.Module, ABC):
     """Whether batches need an attention plan; without one the pass finds the cached positions by itself."""
     exact_by_construction: bool = False
     """Whether a row has the same bits in every batch without any padding, so that no tiles have to be found."""
-    row_multiple: int = 1
-    """The rows of a batch are padded to a multiple of this, so that there are few different shapes."""
+    rows_per_tile: int = 1
+    """How many rows of a sequence share a tile of attention at most, in a pass without a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+        """What an operator should know of this pass, such as what it had to do without."""
 
     @abstractmethod
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, possibly followed by padding."""
 
+    def padded_rows(self, count: int) -> int:
+        """How many rows a batch of `count` tokens, or of logits, is padded to, so that there are few different shapes.
+
+        Only a pass without an attention plan may ask for padding: its padding is neither cached nor attended.
+        """
+        return count
+
     def scratch_bytes(self, rows: int, longest: int) -> int:
-        """Bytes that attention takes for a pass of `rows` rows over sequences of `longest` positions, beyond its
-        results."""
+        """Bytes that a pass of `rows` rows over sequences of `longest` positions takes beyond what is counted as
+        activations."""
         return 0
 
     def launched(self) -> AbstractContextManager[None]:
         """A context in which every operation of a pass is launched one by one, where a probe can see it."""
         return nullcontext()
+
+    def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> DraftLoop | None:
+        """Steps on this cache without a host in the loop, where the device can do them.
+
+        `token_ids`: the tokens of rows of the head.
+        """
+        return None
 
     @property
     def compiled_products(self) -> CompiledProducts | None:

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.passes.activations import in_pieces
 from engine.passes.attention import attend
 from engine.passes.forward_pass import ForwardPass
-from engine.passes.kernels import attends_by_kernels, splits_for
 from engine.passes.packing import PackedBatch
 from engine.passes.rotary import RotaryTables, head_order, rotate
 
@@ -26,10 +25,22 @@ FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 
 def is_lean(config: PreTrainedConfig) -> bool:
     """Whether `LeanModel` can run a model of this configuration."""
+    return why_not_lean(config) is None
+
+
+def why_not_lean(config: PreTrainedConfig) -> str | None:
+    """The reason why `LeanModel` cannot run a model of this configuration; None if it can."""
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is none of the families {', '.join(sorted(FAMILIES))}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
     rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope:
+        return "its rotary embedding has no rope_theta"
     # These types encode a position differently in a longer batch, which a table cannot do.
-    fixed = rope.get("rope_type", "default") not in ("dynamic", "longrope")
-    return config.model_type in FAMILIES and config.hidden_act == "silu" and "rope_theta" in rope and fixed
+    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+        return f"its rotary embedding is of the type {rope['rope_type']}"
+    return None
 
 
 class LeanModel(ForwardPass):
@@ -52,9 +63,7 @@ class LeanModel(ForwardPass):
         model.lm_head = inner.embed_tokens = nn.Identity()
         layer: Any = self.layers[0]
         self.heads: int = layer.heads
-        heads = (layer.heads, layer.kv_heads, layer.head_dim)
-        kernels = attends_by_kernels(self.norm.device, self.norm.dtype, *heads)
-        self.plans_attention = not kernels
+        self.kv_heads: int = layer.kv_heads
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
@@ -66,12 +75,6 @@ class LeanModel(ForwardPass):
         wanted = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
         logits: torch.Tensor = self.head(wanted)
         return logits
-
-    def scratch_bytes(self, rows: int, longest: int) -> int:
-        """Bytes of the splits that the kernels of attention write and join."""
-        if self.plans_attention:
-            return 0
-        return rows * splits_for(longest) * self.heads * (self.head_dim + 2) * torch.float32.itemsize
 
 
 class LeanLayer(nn.Module):

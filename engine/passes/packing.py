@@ -1,21 +1,23 @@
 """Packs the new tokens of many sequences into one row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 
 from engine.cache.arena import KVArena
 from engine.cache.spans import Location, Span
-from engine.numerics import Tiles
 from engine.passes.attention_plan import AttentionPlan
-from engine.passes.kernels import splits_for
+
+# Numbers of each row.
+INPUT_IDS, POSITIONS, COLUMNS, TILE_ROWS = range(4)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Input of one forward pass: the T tokens of all spans in one row, then padding that repeats the first token."""
+    """Input of one forward pass: the T tokens of all spans in one row, then padding."""
 
     arena: KVArena
     tokens: int  # T
@@ -29,52 +31,75 @@ class PackedBatch:
     @property
     def input_ids(self) -> torch.Tensor:
         """Token id of each row, [rows]."""
-        return self.numbers[: self.rows]
+        return self._of_rows(INPUT_IDS)
 
     @property
     def positions(self) -> torch.Tensor:
         """Position of each row in its sequence, [rows]."""
-        return self.numbers[self.rows : 2 * self.rows]
+        return self._of_rows(POSITIONS)
 
     @property
     def columns(self) -> torch.Tensor:
-        """Column of the arena in which each row is cached, [rows]."""
-        return self.numbers[2 * self.rows : 3 * self.rows]
+        """Column of the arena in which each row is cached, [rows]; -1: it is not cached."""
+        return self._of_rows(COLUMNS)
+
+    @property
+    def tile_rows(self) -> torch.Tensor:
+        """For a row with which a tile of attention begins: how many rows share it. For others 0. [rows]"""
+        return self._of_rows(TILE_ROWS)
 
     @property
     def logit_rows(self) -> torch.Tensor:
         """Packed index of each row of logits, [R, padded like rows]."""
-        return self.numbers[3 * self.rows :]
+        return self.numbers[4 * self.rows :]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Everything besides its numbers that a pass without an attention plan depends on."""
-        return self.rows, len(self.numbers) - 3 * self.rows, splits_for(self.longest)
+    def _of_rows(self, number: int) -> torch.Tensor:
+        return self.numbers[number * self.rows : (number + 1) * self.rows]
 
 
-def pack(spans: Sequence[Span], locations: Sequence[Location], arena: KVArena, tiles: Tiles) -> PackedBatch:
-    """Concatenates the spans in their order. `locations`: those of their sequences."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    columns: list[int] = []
-    logit_rows: list[int] = []
-    for span, location in zip(spans, locations, strict=True):
-        token_ids.extend(span.token_ids)
-        positions.extend(range(span.start, span.end))
-        columns.extend(range(location.first + span.start, location.first + span.end))
-        logit_rows.extend(range(len(token_ids) - span.num_logits, len(token_ids)))
-    tokens, num_logits = len(token_ids), len(logit_rows)
-    padding = tiles.rows(tokens) - tokens
-    logit_padding = tiles.rows(num_logits) - num_logits if num_logits else 0
-    padded = [numbers + numbers[:1] * padding for numbers in (token_ids, positions, columns)]
-    numbers = torch.tensor(
-        [*chain(*padded), *logit_rows, *logit_rows[:1] * logit_padding], pin_memory=arena.device.type == "cuda"
-    )
+def pack(
+    spans: Sequence[Span],
+    locations: Sequence[Location],
+    arena: KVArena,
+    padded: Callable[[int], int],
+    rows_per_tile: int = 1,
+    repeats: bool = True,
+) -> PackedBatch:
+    """Concatenates the spans in their order. `locations`: those of their sequences.
+
+    `padded`: how many rows there are for so many tokens or logits. `rows_per_tile`: of attention, at most. `repeats`:
+    padding repeats the first token, for passes that plan attention; otherwise it is neither cached nor attended.
+    """
+    lengths = np.array([len(span.token_ids) for span in spans])
+    tokens = int(lengths.sum())
+    first = lengths.cumsum() - lengths
+    index = np.arange(tokens) - np.repeat(first, lengths)  # of each token in its span
+    numbers = np.zeros((4, padded(tokens)), np.int64)
+    own = numbers[:, :tokens]
+    own[INPUT_IDS] = np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, tokens)
+    own[POSITIONS] = index + np.repeat([span.start for span in spans], lengths)
+    own[COLUMNS] = own[POSITIONS] + np.repeat([location.first for location in locations], lengths)
+    left = np.repeat(lengths, lengths) - index
+    own[TILE_ROWS] = np.where(index % rows_per_tile == 0, np.minimum(left, rows_per_tile), 0)
+    if repeats:
+        numbers[:, tokens:] = numbers[:, :1]
+    else:
+        numbers[COLUMNS, tokens:] = -1
+    wanted = np.array([span.num_logits for span in spans])
+    num_logits = int(wanted.sum())
+    logit_rows = np.zeros(padded(num_logits) if num_logits else 0, np.int64)
+    before = wanted.cumsum() - wanted
+    logit_rows[:num_logits] = np.arange(num_logits) + np.repeat(first + lengths - wanted - before, wanted)
+    if num_logits:
+        logit_rows[num_logits:] = logit_rows[0]
+    together = torch.from_numpy(np.concatenate([numbers.ravel(), logit_rows]))
+    if arena.device.type == "cuda":
+        together = together.pin_memory()
     return PackedBatch(
         arena=arena,
         tokens=tokens,
-        rows=tokens + padding,
+        rows=numbers.shape[1],
         longest=max(span.end for span in spans),
         num_logits=num_logits,
-        numbers=numbers.to(arena.device, non_blocking=True),
+        numbers=together.to(arena.device, non_blocking=True),
     )

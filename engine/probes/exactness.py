@@ -2,63 +2,89 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.numerics import Tiles, round_up
-from engine.passes.kernels import SPLIT, attend_extents, splits_for
 from engine.passes.linear import PrepackedLinear
 from engine.probes.inputs import ProbeInputs
 
 log = logging.getLogger(__name__)
+Choice = TypeVar("Choice")
 
-# Grids, cheapest first. The first grid on which all probed shapes agree is chosen. The last one is chosen untested; a
-# pass then has exactly its number of rows, so that all products have the same shape.
+# Grids, cheapest first. The first grid on which all probed shapes agree is chosen.
 ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
+# Where no grid is exact, every pass has this number of rows, so that all products of a layer have the same shape.
+ONE_SHAPE = Tiles(min_rows=64, row_multiple=64, max_rows=64)
+ROW_TILES = (*(Tiles(*grid) for grid in ROW_GRIDS), ONE_SHAPE)
 ATTENTION_GRIDS = (
     *((1, 64), (1, 128), (1, 256), (1, 512)),
     *((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512)),
 )
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
+# Of grids with such multiples, every row count is probed.
+COARSE = 32
 # Wide layers cost more, so fewer row counts are probed.
 MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 80, 96, 128, 160, 200, 256)
+NOT_EXACT = "rows depend on the rows beside them in every shape of %s: equivalence is numeric"
 # Random numbers cost time too: the features of probed layers repeat after this number.
 DISTINCT_FEATURES = 1024
 
 
 @torch.inference_mode()
-def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Tiles:
-    """The cheapest grid on which every shape of linear layer, and attention, give the same bits whatever the batch.
+def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Tiles | None:
+    """The cheapest tiles on which every shape of linear layer, and attention, give the same bits whatever the batch.
 
-    `attention`: KV heads, query heads per KV head, and head size; None if attention is exact in every shape.
+    `attention`: KV heads, query heads per KV head, and head size; None if attention is exact in every shape. None if
+    there are no such tiles; a warning then names the layer.
     """
+    numbers = ProbeInputs(next(model.parameters()))
+    rows = _row_tiles(model, numbers)
+    grid: tuple[int, int] | None = (1, 1)
+    if attention is not None and rows is not None:
+        grid = _attention_grid(*attention, numbers)
+    if rows is None or grid is None:
+        return None
+    tiles = Tiles(rows.min_rows, rows.row_multiple, *grid, max_rows=rows.max_rows)
+    log.info("exact numerics with %s", tiles)
+    return tiles
+
+
+def _row_tiles(model: nn.Module, numbers: ProbeInputs) -> Tiles | None:
+    """The cheapest tiles of rows on which all linear layers agree. More rows than were probed take several passes."""
     linears = {
         (type(module), module.in_features, module.out_features, module.bias is not None)
         for module in model.modules()
         if isinstance(module, PrepackedLinear) or type(module) is nn.Linear
     }
-    numbers = ProbeInputs(next(model.parameters()))
-    rows = ROW_GRIDS[0]
+    rows = ROW_TILES[0]
     for kind, inputs, outputs, biased in sorted(linears, key=str):
         probe = _linear_probe(kind, inputs, outputs, biased, numbers)
-        # A grid for this layer suits those before it too: the row counts of a grid are among those of cheaper grids.
-        rows = _first(ROW_GRIDS[ROW_GRIDS.index(rows) :], partial(_rows_agree, *probe))
-    grid = (1, 1)
-    if attention is not None:
-        grid = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, *attention, numbers))
-    # More rows than were probed take several passes.
+        # Tiles for this layer suit those before it too: their row counts are among those of cheaper tiles.
+        found = _first(ROW_TILES[ROW_TILES.index(rows) :], partial(_layer_agrees, *probe))
+        if found is None:
+            log.warning(NOT_EXACT, f"{kind.__name__} of {inputs} inputs and {outputs} outputs")
+            return None
+        rows = found
     probed = min((_row_counts(outputs)[-1] for _, _, outputs, _ in linears), default=ROW_COUNTS[-1])
-    most = rows[0] if rows == ROW_GRIDS[-1] else probed
-    tiles = Tiles(*rows, *grid, max_rows=most)
-    log.info("exact numerics with %s", tiles)
-    return tiles
+    return replace(rows, max_rows=rows.max_rows or probed)
 
 
-def _first(grids: Sequence[tuple[int, int]], agrees: Callable[[tuple[int, int]], bool]) -> tuple[int, int]:
-    return next((grid for grid in grids[:-1] if agrees(grid)), grids[-1])
+def _attention_grid(kv_heads: int, groups: int, dim: int, numbers: ProbeInputs) -> tuple[int, int] | None:
+    """The cheapest grid on which attention agrees."""
+    grid = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, groups, dim, numbers))
+    if grid is None:
+        log.warning(NOT_EXACT, f"attention of {kv_heads} KV heads, {groups} query heads each, head size {dim}")
+    return grid
+
+
+def _first(choices: Sequence[Choice], agrees: Callable[[Choice], bool]) -> Choice | None:
+    return next((choice for choice in choices if agrees(choice)), None)
 
 
 def _linear_probe(
@@ -82,11 +108,40 @@ def _row_counts(outputs: int) -> tuple[int, ...]:
     return FEW_COUNTS if outputs > MANY_FEATURES else ROW_COUNTS
 
 
-def _rows_agree(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, grid: tuple[int, int]) -> bool:
-    """Whether the results of rows are the same among fewer other rows and at another index."""
-    counts = {Tiles(*grid).rows(count) for count in _row_counts(linear.out_features)}
+def _layer_agrees(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, tiles: Tiles) -> bool:
+    """Whether the results of rows are the same bits in all passes on these tiles."""
+    return (_rows_agree if tiles.max_rows is None else _one_shape_agrees)(linear, x, tiles)
+
+
+def _rows_agree(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, tiles: Tiles) -> bool:
+    """Whether the results of rows are the same among fewer other rows and at every other index."""
+    counts = {tiles.rows(count) for count in _row_counts(linear.out_features)}
+    if tiles.row_multiple >= COARSE:
+        counts.update(range(tiles.row_multiple, len(x), tiles.row_multiple))
     reference = linear(x)
-    return all(torch.equal(linear(x[-count:]), reference[-count:]) for count in counts if count < len(x))
+    fewer = all(torch.equal(linear(x[-count:]), reference[-count:]) for count in counts if count < len(x))
+    return fewer and _next_index_agrees(linear, x, reference)
+
+
+def _one_shape_agrees(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, tiles: Tiles) -> bool:
+    """Whether the results of as many rows as a pass has are the same at every index and beside any other rows."""
+    count = tiles.min_rows
+    rows, others = x[:count], x[count : 2 * count]
+    reference = linear(rows)
+    if not _next_index_agrees(linear, rows, reference):
+        return False
+    index = torch.arange(count, device=x.device)
+    for kept in (index < count // 2, index % 2 == 1):
+        for beside in (others, others[:1]):  # a pass is padded with a row that repeats
+            mixed = torch.where(kept[:, None], rows, beside)
+            if not torch.equal(linear(mixed)[kept], reference[kept]):
+                return False
+    return True
+
+
+def _next_index_agrees(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Whether every row has the same result at the next index. Then a row has the same result at all of them."""
+    return torch.equal(linear(x.roll(1, 0)), reference.roll(1, 0))
 
 
 def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int, numbers: ProbeInputs) -> bool:
@@ -138,30 +193,3 @@ def _attention_variants(query: int, lengths: Sequence[int]) -> list[tuple[int, i
     variants = [(1, query, query - 1, shortest), (2, query, 1 % query, shortest), (5, query, 0, shortest)]
     variants += [(1, query * many, query * many - 1, shortest) for many in (2, 3, 5, 8, 16, 64)]
     return variants + [(2, query, 0, length) for length in lengths]
-
-
-@torch.inference_mode()
-def kernels_agree(cache: torch.Tensor, query_groups: int, longest: int) -> bool:
-    """Whether the kernels of attention give a row the same bits alone and beside others, joins of splits included.
-
-    `cache`: keys or values of a layer, [kv_heads, columns, dim], which are not changed. `query_groups`: query heads per
-    KV head. `longest`: positions that a sequence can have.
-    """
-    numbers, (kv_heads, _, dim) = ProbeInputs(cache), cache.shape
-    positions = sorted({min(at, longest - 1) for at in (0, 70, SPLIT - 1, SPLIT, 2 * SPLIT + 70)})
-    columns = positions[-1] + 1
-    keys, values = numbers.normal(2, kv_heads, columns, dim)
-    # Each row weighs its visible positions equally; the values that one row sees, then the next, are made to cancel.
-    query = torch.zeros(len(positions), query_groups * kv_heads, dim).to(cache)
-
-    def attend(rows: list[int]) -> torch.Tensor:
-        own = torch.tensor([positions[row] for row in rows], device=cache.device)
-        return attend_extents(query[rows], keys, values, own, own, dim**-0.5, splits_for(max(own.tolist()) + 1))
-
-    for position in positions:
-        seen = position + 1
-        values[:, :seen] = numbers.cancelling(seen, kv_heads, dim)[numbers.order(seen)].transpose(0, 1)
-        together = attend([*range(len(positions))])
-        if not all(torch.equal(attend([row])[0], together[row]) for row in range(len(positions))):
-            return False
-    return True

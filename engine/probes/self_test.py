@@ -7,7 +7,7 @@ import torch
 
 from engine.cache.spans import Span
 from engine.engine import Engine
-from engine.probes.exactness import kernels_agree
+from engine.probes.kernels import attention_agrees
 from engine.probes.native_products import products_agree
 from engine.probes.operations import OperationProbe
 
@@ -35,7 +35,8 @@ def _operations_agree(engine: Engine) -> bool:
     forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
     if forward_pass.compiled_products is not None:
         return products_agree(forward_pass.compiled_products)
-    if not forward_pass.plans_attention and not kernels_agree(cache, engine.facts.query_groups, engine.max_model_len):
+    kernels = not forward_pass.plans_attention
+    if kernels and not attention_agrees(cache, engine.facts.query_groups, engine.max_model_len):
         log.warning("self-test: the attention of a row depends on the rows beside it")
         return False
     tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_forward_tokens), seed=2)

@@ -9,40 +9,62 @@ import torch
 from engine.cache.slots import Slot
 from engine.cache.spans import Span
 from engine.engine import STEP_CACHED, Engine
+from protocol.rounds import MAX_DRAFT_TOKENS
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-# Greatest number of sequences in a measured pass.
-SEQUENCES = 16
+# Greatest number of sequences in a measured pass, and in those that show the cost of longer sequences.
+SEQUENCES, LONGER_SEQUENCES = 64, 16
 # Cached positions of each sequence in the pass that shows the cost of longer sequences.
 LONG = 4 * STEP_CACHED
-# Passes of each kind, of which the fastest counts: the first pass of a shape also prepares it.
-REPEATS = 3
+# Passes of each kind, of which the fastest counts: the first pass of a shape also prepares it. There is no third one
+# after this number of seconds.
+REPEATS, ENOUGH_SECONDS = 3, 0.1
+# Passes of more rows than this are measured only after one that took no longer than this number of seconds: beyond it
+# the time of a pass grows evenly, and measuring it would delay the start.
+ALWAYS_ROWS, LONG_SECONDS = 64, 0.25
 
 
 @torch.inference_mode()
-def measure_step_times(engine: Engine, numbers: Sequence[int] = ROWS) -> dict[int, float]:
-    """Seconds of a pass for each of these numbers of new tokens. Uses the slots of the engine, which must be free."""
-    with _slots(engine, STEP_CACHED + max(numbers)) as slots:
-        passes = {rows: _spans(slots, rows) for rows in numbers}
-        return {rows: _fastest(engine, spans) for rows, spans in passes.items() if spans}
+def measure_step_times(engine: Engine, numbers: Sequence[int] | None = None) -> dict[int, float]:
+    """Seconds of a pass for each of these numbers of new tokens. Uses the slots of the engine, which must be free.
+
+    By default the numbers go up to the most new tokens of a round, or of a pass, as far as passes are short.
+    """
+    chosen = _row_numbers(engine) if numbers is None else numbers
+    times: dict[int, float] = {}
+    with _slots(engine, SEQUENCES, max(chosen)) as slots:
+        for rows in chosen:
+            if numbers is None and rows > ALWAYS_ROWS and max(times.values(), default=0.0) > LONG_SECONDS:
+                break
+            if spans := _spans(slots, rows):
+                times[rows] = _fastest(engine, spans)
+    return times
 
 
 @torch.inference_mode()
 def measure_seconds_per_cached(engine: Engine) -> float:
     """Extra seconds per new token and additional cached position. Uses the slots of the engine, which must be free."""
-    with _slots(engine, LONG + 1) as slots:
+    with _slots(engine, LONGER_SEQUENCES, cached=LONG) as slots:
         short, long = min(STEP_CACHED, slots[0].capacity - 1), slots[0].capacity - 1
         if long == short:
             return 0.0
-        times = [_fastest(engine, [Span(slot.index, cached, [0], 1) for slot in slots]) for cached in (short, long)]
+        passes = [[Span(slot.index, cached, [0], 1) for slot in slots] for cached in (short, long)]
+        times = [_fastest(engine, spans, least=REPEATS) for spans in passes]
         return max(0.0, times[1] - times[0]) / len(slots) / (long - short)
 
 
+def _row_numbers(engine: Engine) -> list[int]:
+    """Powers of two that are well below the most rows of a round, or of a pass if that is less, and this number."""
+    most = max(2, min(engine.slots.total * (1 + MAX_DRAFT_TOKENS), engine.max_forward_tokens))
+    return [1 << power for power in range(most.bit_length()) if 3 << power <= 2 * most] + [most]
+
+
 @contextmanager
-def _slots(engine: Engine, room: int) -> Iterator[list[Slot]]:
-    """Slots for the sequences of a pass, each with room for `room` positions, as far as the cache has any."""
-    keys = [("step-times", i) for i in range(min(SEQUENCES, engine.slots.total))]
-    taken = [engine.slots.take(key, min(room, engine.max_model_len)) for key in keys]
+def _slots(engine: Engine, sequences: int, rows: int = 1, cached: int = STEP_CACHED) -> Iterator[list[Slot]]:
+    """Slots for the sequences of a pass, as far as the cache has any: each with room for its `cached` positions, and
+    for its part of the new tokens of a pass."""
+    keys = [("step-times", i) for i in range(min(sequences, engine.slots.total))]
+    room = min(cached - (-rows // len(keys)), engine.max_model_len)
+    taken = [engine.slots.take(key, room) for key in keys]
     try:
         yield [slot for slot in taken if slot is not None]
     finally:
@@ -62,9 +84,12 @@ def _spans(slots: Sequence[Slot], rows: int) -> list[Span]:
     ]
 
 
-def _fastest(engine: Engine, spans: Sequence[Span]) -> float:
-    """Seconds of the fastest of a few passes."""
-    return min(_seconds(engine, spans) for _ in range(REPEATS))
+def _fastest(engine: Engine, spans: Sequence[Span], least: int = 2) -> float:
+    """Seconds of the fastest of a few passes, at least of this number of them."""
+    times: list[float] = []
+    while len(times) < least or (len(times) < REPEATS and sum(times) < ENOUGH_SECONDS):
+        times.append(_seconds(engine, spans))
+    return min(times)
 
 
 def _seconds(engine: Engine, spans: Sequence[Span]) -> float:

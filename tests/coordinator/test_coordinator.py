@@ -485,6 +485,15 @@ async def test_server_info_counts_and_describes() -> None:
         assert all(seconds >= 0 for seconds in counters.stage_seconds.values())
 
 
+async def test_server_info_passes_on_what_workers_note() -> None:
+    async with serving(target=RecordingTarget(notes=["runs slowly"])) as served:
+        await served.expect(make_request())
+        info = await served.info()
+        assert list(info.target.model.notes) == ["runs slowly"]
+        assert list(info.draft.model.notes) == []
+        assert list((await served.stub.GetModelInfo(pb.GetModelInfoRequest())).target.notes) == ["runs slowly"]
+
+
 async def test_without_a_draft_worker_decoding_is_plain() -> None:
     async with serving(with_draft=False) as served:
         response = await served.expect(make_request(k=4))

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,12 +22,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine import noise
 from engine.noise import gumbel
 from engine.sampling import adjust, candidates, choose_token, choose_tokens
 from protocol.sampling import SamplingParams
 
 VOCAB = 40
-DRAWS = 20_000
+DRAWS = 10_000
 # Of chi-squared with 39 degrees of freedom.
 QUANTILE_99_9 = 72.05
 
@@ -127,9 +129,22 @@ def test_the_logits_given_are_left_as_they_are() -> None:
 
 def test_many_candidates_are_no_fewer_than_top_p_asks_for() -> None:
     """More tokens than are looked at first."""
-    flat = torch.zeros(2_000)
-    values, _ = candidates(flat, SamplingParams(temperature=1, top_p=0.5))
+    nearly_flat = torch.linspace(0, 1e-4, 2_000)
+    values, _ = candidates(nearly_flat, SamplingParams(temperature=1, top_p=0.5))
     assert abs(len(values) - 1_000) <= 1
+
+
+@pytest.mark.parametrize("rule", [{"top_p": 0.3}, {"top_k": 3}, {"top_k": 9, "top_p": 0.3}])
+def test_tokens_as_probable_as_the_last_one_that_is_left_stay_too(rule: dict[str, float]) -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0, 2.0])
+    _, token_ids = candidates(logits, SamplingParams(temperature=1, **rule))
+    assert token_ids.tolist() == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf])
+def test_logits_without_a_finite_one_have_a_choice(value: float) -> None:
+    params = SamplingParams(temperature=1, top_k=2, top_p=0.5, min_p=0.1)
+    assert choose_token(torch.full((9,), value), params, [1]) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -199,11 +214,11 @@ def test_speculation_leaves_the_distribution_alone_and_accepts_by_the_bound(draf
 
 def test_noise_is_gumbel_and_independent() -> None:
     token_ids = torch.arange(5_000, dtype=torch.int32)
-    noise = torch.stack([gumbel(11, position, token_ids) for position in range(100)])
-    assert torch.isfinite(noise).all()
-    assert noise.mean() == pytest.approx(0.5772, abs=0.01)
-    assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
-    for rows in (noise, noise.T[:100, :], torch.stack([gumbel(seed, 3, token_ids) for seed in range(100)])):
+    drawn = torch.stack([gumbel(11, position, token_ids) for position in range(100)])
+    assert torch.isfinite(drawn).all()
+    assert drawn.mean() == pytest.approx(0.5772, abs=0.01)
+    assert drawn.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
+    for rows in (drawn, drawn.T[:100, :], torch.stack([gumbel(seed, 3, token_ids) for seed in range(100)])):
         correlations = torch.corrcoef(rows).fill_diagonal_(0)
         assert correlations.abs().max() < 6 / math.sqrt(rows.shape[1])
 
@@ -217,13 +232,46 @@ def test_a_tokens_noise_does_not_depend_on_which_others_are_asked_for(
     """So a draft with a smaller vocabulary shares it."""
     all_of_them = gumbel(seed, position, torch.arange(100_000, dtype=torch.int32))
     some = gumbel(seed, position, torch.tensor(chosen, dtype=torch.int32))
-    torch.testing.assert_close(some, all_of_them[torch.tensor(chosen, dtype=torch.long)])
+    assert torch.equal(some, all_of_them[torch.tensor(chosen, dtype=torch.long)])
 
 
 def test_the_noise_never_changes_between_releases() -> None:
     """A seed that a client keeps must give the same tokens tomorrow."""
-    noise = gumbel(42, 1_000, torch.tensor([0, 1, 50_000, 2**31 - 1], dtype=torch.int32))
-    torch.testing.assert_close(noise, torch.tensor([-1.6016, -1.2996, -1.5621, 1.0587]), rtol=0, atol=1e-4)
+    drawn = gumbel(42, 1_000, torch.tensor([0, 1, 50_000, 2**31 - 1], dtype=torch.int32))
+    assert [x.hex() for x in drawn.tolist()] == [
+        "-0x1.9a040a0000000p+0",
+        "-0x1.4cb22c0000000p+0",
+        "-0x1.8fe2d60000000p+0",
+        "0x1.0f05280000000p+0",
+    ]
+
+
+def test_the_noise_is_precise_and_finite_for_all_bits() -> None:
+    ends = [torch.arange(-(2**31), -(2**31) + 5_000), torch.arange(-5_000, 5_000), torch.arange(2**31 - 5_000, 2**31)]
+    bits = torch.cat(
+        [*ends, torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(0))]
+    ).int()
+    uniform = noise._uniform(bits)
+    assert (uniform.min().item(), uniform.max().item()) == (2.0**-33, 1 - 2.0**-24)
+    exact = -np.log(-np.log1p(-uniform.double().numpy()))
+    got = noise._gumbel(bits)
+    errors = np.abs(got.double().numpy() - exact) / np.spacing(np.maximum(np.abs(exact), 1).astype(np.float32))
+    assert errors.max() < 3  # units in the last place
+    too_large = noise._gumbel_bound(bits) - got
+    assert 0 <= too_large.min() <= too_large.max() < noise._BOUND_ERROR
+
+
+@given(
+    size=st.sampled_from([1, 2, 40, 1_000, 20_000]),
+    spread=st.sampled_from([0.0, 0.1, 3.0, 1e6]),
+    seed=st.integers(0, 99),
+)
+def test_noise_left_out_would_not_have_been_the_largest(size: int, spread: float, seed: int) -> None:
+    values = make_logits(seed, size, spread)
+    values[seed % size :: 3] = -math.inf
+    token_ids = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).int()
+    expected = token_ids[(values + gumbel(seed, 5, token_ids)).argmax()]
+    assert noise.largest_with_noise(values, seed, 5, token_ids) == int(expected)
 
 
 @pytest.mark.parametrize("rules", [{}, {"top_p": 0.95}, {"top_k": 40}, {"min_p": 0.05, "repetition_penalty": 1.2}])

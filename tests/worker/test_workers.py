@@ -173,7 +173,7 @@ async def serving(role: Role, engine: Engine) -> AsyncIterator[Worker]:
     server.add(f"specpool.v1.{role.name}", role.register, role.servicer(host))
     port = await server.start()
     await host.load()
-    await server.set_serving(True)
+    server.set_serving(True)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Worker(role, host, channel, engine)
     server.stop()
@@ -356,11 +356,21 @@ async def test_a_step_that_gains_too_little_for_all_is_not_taken(draft: Worker) 
         assert violated_fields(await failure(draft.stub.Propose(request))) == ["step_cost"]
 
 
+@pytest.mark.parametrize("chance", [-0.1, 1.5, float("nan")])
+async def test_acceptance_probabilities_that_are_none_are_refused_by_name(draft: Worker, chance: float) -> None:
+    request = draft.request(propose(1, 0, [5], 2))
+    request.chances[:] = [0.5, chance]
+    error = await failure(draft.stub.Propose(request))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert violated_fields(error) == ["chances[1]"]
+
+
 async def test_passes_are_measured_when_the_model_is_loaded(tiny_pair: tuple[Path, Path]) -> None:
     engine = startup.load_engine(EngineOptions(model=str(tiny_pair[1]), device="cpu", max_sequences=3), exact=False)
     async with serving(DRAFT, engine) as worker:
         costs = (await worker.info()).costs
-        assert list(costs.rows) == [1, 2, 4, 8, 16, 32, 64]
+        assert list(costs.rows) == [1, 2, 4, 8, 16, 32, 51]  # three sequences with 16 draft tokens each
+        assert costs.max_rows == engine.max_forward_tokens
         assert all(0 < seconds < 1 for seconds in costs.seconds)
         assert worker.engine.slots.in_use == 0
 
@@ -865,7 +875,7 @@ async def wait_serving(channel: grpc.aio.Channel, service: str = "") -> None:
         async for answer in watch:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 break
-        watch.cancel()  # or the server's drain would wait for us
+        watch.cancel()
 
 
 # --- Real processes

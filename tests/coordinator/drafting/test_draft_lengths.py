@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulate import COSTS, row
@@ -50,6 +50,7 @@ def test_no_rows_take_no_time() -> None:
     assert line(0.02, 0.001)(0) == 0.0
 
 
+@settings(deadline=None)
 @given(first=st.floats(0.001, 0.1), more=st.floats(0.0001, 0.01))
 def test_times_come_near_what_passes_take(first: float, more: float) -> None:
     believed, true = line(0.02, 0.001), line(first, more)
@@ -119,6 +120,16 @@ def test_each_sequence_drafts_as_far_as_it_pays_for_it() -> None:
     chosen = by_model(lengths, {0: 8, 1: 8})
     assert chosen[0] > 3
     assert chosen[1] == 0
+
+
+def test_a_pass_is_filled_where_another_one_would_not_pay() -> None:
+    """Verifying 64 rows costs little more than one, and verifying 65 nearly twice as much."""
+    lengths = after(0.9)
+    lengths.costs.draft = line(0.001, 0.00001)
+    lengths.costs.verify = StepTimes({1: 0.008, 64: 0.009}, max_rows=64)
+    for _ in range(2 * ROUNDS_OF_A_PLAN):
+        chosen = by_model(lengths, dict.fromkeys(range(16), 8))
+    assert set(chosen.values()) == {3}
 
 
 def test_a_newcomer_is_believed_to_be_like_the_others() -> None:

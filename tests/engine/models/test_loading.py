@@ -119,8 +119,28 @@ def test_a_gguf_file_gives_the_logits_of_the_folder_it_was_made_from(tmp_path: P
     assert engine.loaded.tokenizer.eos_token_ids == (257,)
 
 
-def save_gguf(folder: Path, path: Path) -> Path:
-    """A saved Llama of 258 tokens in the format of llama.cpp, as its own converter writes it."""
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_quantized_gguf_file_is_unpacked(tmp_path: Path, kind: str) -> None:
+    quantized = gguf.GGMLQuantizationType[kind]
+    folder = save_model(tmp_path / "folder", tiny_config(vocab_size=258))
+    file = save_gguf(folder, tmp_path / "model.gguf", quantized)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():  # to be rounded in rows, which do not change with their order
+        if weight.dim() == 2:
+            rounded = gguf.quants.quantize(weight.numpy(), quantized)
+            weights[name] = torch.from_numpy(gguf.quants.dequantize(rounded, quantized))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    engine, tokens = load_engine(file), random_tokens(30)
+    assert engine.bitwise
+    assert engine.info().dtype == "float32"
+    torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
+
+
+def save_gguf(folder: Path, path: Path, quantized: gguf.GGMLQuantizationType | None = None) -> Path:
+    """A saved Llama of 258 tokens in the format of llama.cpp, as its own converter writes it.
+
+    `quantized`: the kind of blocks in which matrices are stored; None: in float32.
+    """
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     ids = byte_tokenizer().get_vocab()
@@ -169,7 +189,11 @@ def save_gguf(folder: Path, path: Path) -> Path:
             count = heads if name == "attn_q" else kv_heads
             rotated = weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2)
             weights[key] = rotated.reshape(weight.shape)
-        writer.add_tensor(f"{prefix}{name}.weight", weights[key].numpy())
+        stored = weights[key].numpy()
+        if quantized is None or weight.dim() == 1:
+            writer.add_tensor(f"{prefix}{name}.weight", stored)
+        else:
+            writer.add_tensor(f"{prefix}{name}.weight", gguf.quants.quantize(stored, quantized), raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,7 +15,7 @@ from engine.numerics import Tiles, round_up
 from engine.passes import attention
 from engine.passes.linear import PrepackedLinear, can_prepack, prepack_linears
 from engine.probes import exactness
-from engine.probes.exactness import ATTENTION_GRIDS, ROW_GRIDS, choose_tiles
+from engine.probes.exactness import ATTENTION_GRIDS, ONE_SHAPE, ROW_GRIDS, choose_tiles
 from engine.probes.self_test import self_test
 
 CPU = torch.device("cpu")
@@ -70,8 +70,9 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, backwards: bool) -> torch.Tens
         (lambda rows: rows % 8 != 0, (8, 8)),
         (lambda rows: rows % 32 != 0, (32, 32)),
         (lambda rows: rows == 96, (64, 64)),
+        (lambda rows: rows % 64 != 0, (64, 64)),
     ],
-    ids=["never", "one row", "few rows", "ragged eights", "ragged thirty-twos", "somewhere"],
+    ids=["never", "one row", "few rows", "ragged eights", "ragged thirty-twos", "somewhere", "ragged sixty-fours"],
 )
 def test_a_kernel_that_sums_in_another_order_for_some_row_counts_is_noticed(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, differs: Callable[[int], bool], expected: tuple[int, int]
@@ -80,16 +81,79 @@ def test_a_kernel_that_sums_in_another_order_for_some_row_counts_is_noticed(
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: matmul(x, self.weight, backwards=differs(len(x))))
     model = nn.Sequential(nn.Linear(13, 6, bias=False), nn.Linear(24, 5)).to(dtype)
     tiles = choose_tiles(model, attention=(1, 1, 16))
+    assert tiles is not None
     assert (tiles.min_rows, tiles.row_multiple) == expected
+    assert tiles.max_rows == exactness.ROW_COUNTS[-1]
 
 
-def test_a_row_that_depends_on_its_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "differs",
+    [
+        lambda rows: rows == 512,
+        lambda rows: rows != 64,
+        lambda rows: rows % 64 != 0 or rows == 192,
+        lambda rows: rows % 64 != 0 or rows > 64,
+    ],
+    ids=["the most", "all but one", "one multiple", "all multiples but one"],
+)
+def test_where_no_grid_agrees_passes_have_one_shape(
+    monkeypatch: pytest.MonkeyPatch, differs: Callable[[int], bool]
+) -> None:
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: matmul(x, self.weight, backwards=differs(len(x))))
+    tiles = choose_tiles(nn.Sequential(nn.Linear(24, 5)), attention=None)
+    assert tiles == ONE_SHAPE
+
+
+@pytest.mark.parametrize(
+    "depends",
+    [lambda i: i % 3 == 2, lambda i: i % 2 == 1, lambda i: i % 8 == 7, lambda i: i % 64 == 40, lambda i: i >= 5],
+    ids=["thirds", "halves", "eighths", "one place", "the first five"],
+)
+def test_a_row_that_depends_on_its_place_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, depends: Callable[[int], bool]
+) -> None:
+    """Also where places repeat in every tile of rows."""
+
     def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([matmul(row[None], self.weight, backwards=i % 3 == 2) for i, row in enumerate(x)])
+        return torch.cat([matmul(row[None], self.weight, backwards=depends(i)) for i, row in enumerate(x)])
 
     monkeypatch.setattr(nn.Linear, "forward", forward)
-    tiles = choose_tiles(nn.Sequential(nn.Linear(16, 4)), attention=(1, 1, 16))
-    assert (tiles.min_rows, tiles.row_multiple) == ROW_GRIDS[-1]
+    assert choose_tiles(nn.Sequential(nn.Linear(16, 4)), attention=(1, 1, 16)) is None
+    assert "Linear of 16 inputs and 4 outputs" in caplog.text
+
+
+def _after_larger_rows(x: torch.Tensor) -> torch.Tensor:
+    size = x.abs().sum(1)
+    return size.roll(1) > size
+
+
+def _by_the_sum_of_all(x: torch.Tensor) -> torch.Tensor:
+    return (x.abs().sum().int() % 2 == 0).expand(len(x))
+
+
+@pytest.mark.parametrize("depends", [_after_larger_rows, _by_the_sum_of_all])
+def test_a_row_that_depends_on_the_rows_beside_it_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, depends: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        one, other = (matmul(x, self.weight, backwards) for backwards in (False, True))
+        return torch.where(depends(x)[:, None], one, other)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    assert choose_tiles(nn.Sequential(nn.Linear(64, 4)), attention=None) is None
+
+
+def test_an_engine_whose_products_are_never_exact_says_so(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever whole passes of random tokens would show, and without the cost of tiles that gain nothing."""
+    monkeypatch.setattr(exactness, "_rows_agree", lambda *_: False)
+    monkeypatch.setattr(exactness, "_one_shape_agrees", lambda *_: False)
+    numeric = load_engine(tiny_pair[0], native=False)
+    assert not numeric.bitwise
+    assert numeric.tiles == Tiles()
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert any("inputs" in message and "equivalence is numeric" in message for message in warnings)
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -121,11 +185,28 @@ def test_an_attention_that_depends_on_the_length_behind_it_is_noticed(
 
     monkeypatch.setattr(exactness, "scaled_dot_product_attention", attend)
     tiles = choose_tiles(nn.Sequential(nn.Linear(8, 8)).to(dtype), attention=(2, 2, 16))
+    assert tiles is not None
     assert tiles.kv % 512 == 0
+
+
+def test_an_attention_that_is_exact_on_no_grid_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = exactness.scaled_dot_product_attention
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        if q.shape[0] > 2:
+            k, v, attn_mask = k.flip(2), v.flip(2), attn_mask.flip(-1)
+        return real(q, k, v, attn_mask=attn_mask)
+
+    monkeypatch.setattr(exactness, "scaled_dot_product_attention", attend)
+    assert choose_tiles(nn.Sequential(nn.Linear(8, 8)), attention=(2, 3, 16)) is None
+    assert "2 KV heads, 3 query heads each, head size 16" in caplog.text
 
 
 def test_the_grid_found_is_one_of_those_known() -> None:
     tiles = choose_tiles(nn.Sequential(nn.Linear(48, 32)), attention=(1, 4, 16))
+    assert tiles is not None
     assert (tiles.min_rows, tiles.row_multiple) in ROW_GRIDS
     assert (tiles.query, tiles.kv) in ATTENTION_GRIDS
 
@@ -146,8 +227,8 @@ def test_every_row_count_agrees_under_the_grid_found(dtype: torch.dtype, shape: 
     if can_prepack(dtype, CPU):
         prepack_linears(model)
     tiles = choose_tiles(model, attention=(1, 1, 16))
-    if (tiles.min_rows, tiles.row_multiple) == ROW_GRIDS[-1]:
-        pytest.skip("no grid that was tested suits this machine")
+    if tiles is None or tiles.max_rows == ONE_SHAPE.max_rows:
+        pytest.skip("no grid suits this machine")
     x = torch.randn(320, shape[0]).to(dtype)
     with torch.inference_mode():
         reference = model[0](x)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_kernels import attend_by_kernels
+from interpreted_kernels import imitate_kernels
 from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
 from torch.nn.functional import silu
 
@@ -14,10 +14,15 @@ from engine import forward, startup
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.numerics import Tiles
-from engine.passes import attention, kernels, lean
+from engine.passes import lean
+from engine.passes.gpu import attention as gpu_attention
+from engine.passes.gpu import products as gpu_products
+from engine.passes.gpu.model import GpuModel
+from engine.passes.gpu.products import Product
 from engine.passes.native import compiler
 from engine.passes.native.model import NativeModel
-from engine.probes import exactness
+from engine.probes import exactness, kernels
+from engine.probes.kernels import choose_products
 from engine.probes.operations import OperationProbe
 
 Undo = Callable[[pytest.MonkeyPatch], None]
@@ -78,6 +83,17 @@ def _no_tiles_of_attention(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(exactness, "ATTENTION_GRIDS", ((1, 1), (8, 64)))
 
 
+def _last_grid_untested(patch: pytest.MonkeyPatch) -> None:
+    _no_prepacked_products(patch)
+    patch.setattr(exactness, "_rows_agree", lambda linear, x, tiles: tiles.row_multiple == 64)
+
+
+def _one_shape_untested(patch: pytest.MonkeyPatch) -> None:
+    _no_prepacked_products(patch)
+    patch.setattr(exactness, "_rows_agree", lambda *_: False)
+    patch.setattr(exactness, "_one_shape_agrees", lambda *_: True)
+
+
 UNDONE: list[Undo] = [
     _no_pieces,
     _fused_rotation,
@@ -85,6 +101,8 @@ UNDONE: list[Undo] = [
     _plain_products_on_the_grid_of_prepacked_ones,
     _no_tiles,
     _no_tiles_of_attention,
+    _last_grid_untested,
+    _one_shape_untested,
 ]
 
 
@@ -230,39 +248,80 @@ def test_the_operation_that_failed_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert not engine.bitwise or different_rows(engine) == 0
 
 
-# --- Attention by kernels
+# --- The GPU's kernels
 
 
 @pytest.fixture
-def cache() -> torch.Tensor:
+def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    pytest.importorskip("triton")
+    for name, smaller in (("SPLIT", 64), ("BLOCK", 16), ("BUSY", 4)):  # the interpreter is slow
+        monkeypatch.setattr(gpu_attention, name, smaller)
+    monkeypatch.setattr(kernels, "POSITIONS", (30,))
     return torch.zeros(2, 1, 16)
 
 
-def test_kernels_agree_at_joins_of_splits(cache: torch.Tensor) -> None:
-    pytest.importorskip("triton")
-    assert exactness.kernels_agree(cache, query_groups=3, longest=1200)
+def test_attention_agrees_at_joins_of_splits(cache: torch.Tensor) -> None:
+    assert kernels.attention_agrees(cache, query_groups=3, longest=100)
 
 
-def test_splits_that_depend_on_the_batch_are_noticed(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor) -> None:
-    pytest.importorskip("triton")
-    fixed = exactness.attend_extents
-
+@pytest.mark.parametrize("split", [32, 128])
+def test_splits_that_depend_on_the_batch_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int
+) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
-        monkeypatch.setattr(kernels, "SPLIT", 512 if len(query) == 1 else 256)
-        return fixed(query, *others[:-1], 8)
+        monkeypatch.setattr(gpu_attention, "SPLIT", 64 if len(query) == 1 else split)
+        return gpu_attention.attend_extents(query, *others[:-1], 8)
 
-    monkeypatch.setattr(exactness, "attend_extents", attend)
-    assert not exactness.kernels_agree(cache, query_groups=3, longest=1200)
+    monkeypatch.setattr(kernels, "attend_extents", attend)
+    assert not kernels.attention_agrees(cache, query_groups=3, longest=100)
+
+
+def products_of(folder: Path) -> list[Product]:
+    model = load_engine(save_model(folder, small_config("llama")), native=False, cuda_graphs=False).forward_pass
+    assert isinstance(model, GpuModel)
+    return model.products()
+
+
+@pytest.mark.parametrize("differs", [lambda rows: rows == 320, lambda rows: rows == 8, lambda rows: rows > 8])
+def test_products_that_depend_on_the_number_of_rows_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
+) -> None:
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.flip(-1) @ weight.flip(-1).T if differs(len(x)) else gpu_products.multiply(x, weight, 1)[0]
+
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(startup, "choose_products", choose_products)
+    monkeypatch.setattr(gpu_products, "linear", linear)
+    assert {product.kind for product in products_of(tmp_path)} == {"triton"}
+
+
+def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(startup, "choose_products", choose_products)
+    monkeypatch.setattr(gpu_products, "linear", lambda x, weight: gpu_products.multiply(x, weight, 1)[0])
+    times = {"cublas": iter([3.0] * 1000), "triton": iter([2.0] * 1000)}
+    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, record: next(times[kind]))
+    assert {product.kind for product in products_of(tmp_path)} == {"triton"}
+
+
+def test_without_an_exact_product_all_passes_have_one_shape(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(startup, "choose_products", lambda *_: False)
+    engine = load_engine(save_model(tmp_path, small_config("llama")), native=False, cuda_graphs=False)
+    assert engine.max_forward_tokens == engine.tiles.max_rows == 64
+    assert "64 rows at a time" in engine.notes[0]
 
 
 def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    attend_by_kernels(monkeypatch)
+    imitate_kernels(monkeypatch)
     folder = save_model(tmp_path, small_config("llama"))
-    options = {"native": False, "max_sequences": 2, "max_model_len": 16}
+    options = {"native": False, "cuda_graphs": False, "max_sequences": 2, "max_model_len": 32}
     assert load_engine(folder, **options).bitwise
-    real = attention.attend_extents
-    monkeypatch.setattr(exactness, "attend_extents", lambda *a: real(*a) * (1 + 1e-6 * (len(a[0]) > 1)))
+    real = kernels.attend_extents
+    monkeypatch.setattr(kernels, "attend_extents", lambda *a: real(*a) * (1 + 1e-6 * (len(a[0]) > 1)))
     assert not load_engine(folder, **options).bitwise
 
 

@@ -1,0 +1,217 @@
+"""What the compiler makes of the GPU's kernels: registers, spills, shared memory, and kernels a layer. Needs no GPU.
+
+    python -m benchmarks.kernels [--archs 80 90 100] [--dtypes bfloat16 float16 float32] [--shapes qwen3-8b ...]
+
+The passes of a model of each shape run with memory that does not exist, on a driver that compiles what is launched and
+launches nothing. The last line printed is JSON.
+"""
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from transformers import AutoConfig, AutoModelForCausalLM
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.report import finish, progress, show
+from benchmarks.shapes import SHAPES
+from engine.cache.arena import KVArena
+from engine.cache.spans import Location, Span
+from engine.passes.attention import PACKED_ATTENTION
+from engine.passes.gpu.model import GpuModel
+from engine.passes.lean import LeanModel
+from engine.passes.packing import pack
+
+DTYPES = ("bfloat16", "float16", "float32")
+# Bytes of shared memory that a program may have, by architecture.
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# Tokens of each sequence of the passes: one, a verification, many sequences, a prompt; short contexts and long ones.
+PASSES = ([1] * 8, [5] * 8, [5] * 64, [2048])
+CONTEXTS = (128, 4096)
+
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 32_000, "hidden_act": "silu", "max_position_embeddings": 32_768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+# Sizes of heads and groups that well-known models have, besides those of the benchmarks.
+HEADS: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        **_LLAMA, "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "vicuna-7b": {
+        **_LLAMA, "hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    "smollm2-135m": {
+        **_LLAMA, "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "tie_word_embeddings": True,
+    },
+    "glm4-9b": {
+        **_LLAMA, "model_type": "glm4", "vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 13_696,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "heads of 80": {
+        **_LLAMA, "hidden_size": 2560, "intermediate_size": 6912, "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+    "heads of 96": {
+        **_LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 32,
+    },
+    "heads of 256": {
+        **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 1,
+        "head_dim": 256,
+    },
+}  # fmt: skip
+ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **HEADS}
+
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Compiled:
+    """A kernel as compiled for one set of constants."""
+
+    name: str
+    registers: int
+    stack: int
+    """Bytes of memory for what does not fit into a thread's registers."""
+    shared: int
+    """Bytes of shared memory of a program."""
+
+
+@dataclass
+class Compiler:
+    """A driver of Triton for a GPU that does not exist: it compiles what is launched, and counts it."""
+
+    arch: int
+    compiled: list[Compiled] = field(default_factory=list)
+    launched: list[str] = field(default_factory=list)
+
+    @property
+    def utils(self) -> "Compiler":
+        """The functions of the driver."""
+        return self
+
+    @property
+    def launcher_cls(self) -> Callable[..., Callable[..., None]]:
+        """Makes what would launch a kernel."""
+        return lambda source, metadata: lambda *_: self.launched.append(metadata.name)
+
+    def get_current_target(self) -> GPUTarget:
+        """The GPU that kernels are compiled for."""
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """The only one."""
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """What is asked of it: how much shared memory a program may have."""
+        return {"max_shared_mem": SHARED[self.arch], "multiprocessor_count": 132}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, *_: Any) -> tuple[object, None, int, int, int]:
+        """Reads what the compiler says of the resources of a kernel."""
+        registers, stack = resources(binary)
+        self.compiled.append(Compiled(name, registers, stack, shared))
+        return self, None, registers, stack, 1024
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def resources(binary: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, of a kernel compiled for an NVIDIA GPU."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", said)}
+    return found["REG"], found["STACK"]
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[Compiler]:
+    """A context in which kernels are compiled for this architecture and not launched."""
+    compiler = Compiler(arch)
+    triton.runtime.driver.set_active(compiler)
+    try:
+        yield compiler
+    finally:
+        triton.runtime.driver._active = None  # there is no other driver to go back to
+
+
+def model_of(shape: dict[str, Any], dtype: torch.dtype, layers: int = 1) -> GpuModel:
+    """A pass of this shape without memory for its weights."""
+    sizes = {**shape, "num_hidden_layers": layers}
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
+    return GpuModel(LeanModel(model), 64)
+
+
+@torch.inference_mode()
+def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
+    """A pass of this many tokens in each sequence, after as many cached ones."""
+    layers, extent = len(model.layers), cached + max(tokens)
+    columns, device = extent * len(tokens), torch.device("meta")
+    arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device)
+    spans = [Span(slot, cached, [0] * count, count if count < 64 else 1) for slot, count in enumerate(tokens)]
+    locations = [Location(slot * extent) for slot in range(len(tokens))]
+    model(pack(spans, locations, arena, model.padded_rows, model.rows_per_tile, repeats=False))
+
+
+def measure(arch: int, dtype: str, shape: str) -> Row:
+    """What the compiler makes of the passes of a shape."""
+    with compiling(arch) as compiler:
+        one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers) for layers in (1, 2))
+        launches = {1: 0, 2: 0}
+        for tokens, cached in product(PASSES, CONTEXTS):
+            run(one, tokens, cached)
+        for layers, model in ((1, one), (2, two)):
+            before = len(compiler.launched)
+            run(model, PASSES[0], CONTEXTS[-1])
+            launches[layers] = len(compiler.launched) - before
+    kernels: dict[str, list[int]] = {}
+    for its in compiler.compiled:
+        kernels.setdefault(its.name.strip("_"), []).append(its.registers)
+    return {
+        "sm": arch, "dtype": dtype, "shape": shape, "kernels_a_layer": launches[2] - launches[1],
+        **{f"{name}_registers": max(registers) for name, registers in sorted(kernels.items())},
+        "spilled_bytes": max(its.stack for its in compiler.compiled),
+        "spilling": sorted({its.name for its in compiler.compiled if its.stack}),
+        "shared_kib": max(its.shared for its in compiler.compiled) // 1024, "shared_limit_kib": SHARED[arch] // 1024,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Parses the command line, compiles, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", type=int, nargs="+", choices=SHARED, default=list(SHARED), help="80 is sm_80")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--shapes", nargs="+", choices=ALL_SHAPES, default=list(ALL_SHAPES))
+    parser.add_argument("--output", type=Path, help="folder for the result")
+    options = parser.parse_args()
+    cells = list(product(options.archs, options.dtypes, options.shapes))
+    rows = [measure(*cell) for cell in progress(cells, "compiling")]
+    show("what the compiler makes of the kernels", rows)
+    finish("kernels", {"triton": triton.__version__, "passes": rows}, options.output)
+
+
+if __name__ == "__main__":
+    main()

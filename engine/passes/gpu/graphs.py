@@ -1,0 +1,82 @@
+"""Recorded work: for a shape that recurs, the hundreds of launches of a pass become one."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+
+Input = TypeVar("Input")
+Run = Callable[[], torch.Tensor]
+Record = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
+"""Records work. Returns a function that repeats it on the same memory, and the tensor where its result then is."""
+
+MOST_RECORDINGS = 64
+"""With more, those that were not used for longest are dropped: they take memory."""
+
+
+@dataclass(frozen=True)
+class Recording(Generic[Input]):
+    """Recorded work, to be repeated with other numbers in `input`."""
+
+    input: Input
+    replay: Callable[[], None]
+    result: torch.Tensor
+
+
+class Recordings(Generic[Input]):
+    """Recordings by shape, of which there are never more than MOST_RECORDINGS."""
+
+    def __init__(self, record: Record | None) -> None:
+        """`record`: None if nothing is to be recorded."""
+        self.record = record
+        self._seen: set[Hashable] = set()
+        self._kept: OrderedDict[Hashable, Recording[Input]] = OrderedDict()
+
+    def find(self, shape: Hashable, prepare: Callable[[], tuple[Input, Run]]) -> Recording[Input] | None:
+        """The recording of a shape; None the first time, when its kernels are compiled, and if there can be none.
+
+        `prepare`: makes the input and the work on it.
+        """
+        if self.record is None:
+            return None
+        if shape in self._kept:
+            self._kept.move_to_end(shape)
+            return self._kept[shape]
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return None
+        own, run = prepare()
+        try:
+            recording = Recording(own, *self.record(run))
+        except RuntimeError as error:  # not fatal: launched passes are only slower
+            log.warning("passes cannot be recorded, and are launched: %s", error)
+            self.record = None
+            return None
+        self._kept[shape] = recording
+        if len(self._kept) > MOST_RECORDINGS:
+            self._kept.popitem(last=False)
+        return recording
+
+
+class CudaGraphs:
+    """Records CUDA graphs. They share their memory, because no two run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        """Records work. RuntimeError if it does something that a graph cannot hold."""
+        stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                result = run()
+        except RuntimeError:
+            torch.cuda.set_stream(stream)  # a failed capture does not restore it
+            raise
+        return graph.replay, result

@@ -1,0 +1,97 @@
+"""Products with the weights of a layer on a GPU, by a kernel in which a row has the same bits beside any other rows.
+
+The weight lies on that side of the tensor cores whose size is fixed, the rows on the other, and terms are added in one
+order: shapes of tiles along the weight depend on the weight alone, never on the number of rows. A weight with few
+outputs is divided along its inputs too, so that enough programs read it; whoever uses the product adds up these parts,
+in their order.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from engine.passes.gpu.launching import UNFUSED, is_wide, power_of_two, tl, triton
+
+Kind = Literal["cublas", "triton"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# Outputs of a tile: what an instruction of an sm_90's tensor cores multiplies.
+OUTPUTS = 64
+# Programs that read a weight should be as many as a large GPU has processors, and no part should be short.
+PROGRAMS, MOST_PARTS, LEAST_INPUTS = 128, 4, 256
+# Least and greatest number of rows of a tile, by whether numbers take four bytes.
+ROWS = {False: (16, 256), True: (16, 32)}
+
+
+class Product(nn.Module):
+    """Replaces an `nn.Linear`, whose bias is left to whoever adds up the parts.
+
+    `forward`: rows [n, inputs] to parts [parts, n, outputs], whose sum is the product; float32 if there are several.
+    """
+
+    def __init__(self, weight: torch.Tensor, divided: bool = True) -> None:
+        """`weight`: [outputs, inputs]. `divided`: there may be several parts."""
+        super().__init__()
+        self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+        self.out_features, self.in_features = weight.shape
+        self.parts = parts_of(self.out_features, self.in_features) if divided else 1
+        self.kind: Kind = "triton"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The parts of the product of the rows of `x` with the weight."""
+        if self.kind == "cublas":
+            return linear(x, self.weight)[None]
+        return multiply(x, self.weight, self.parts)
+
+    def part_bytes(self, rows: int) -> int:
+        """Bytes that the parts of a product of `rows` rows take, if there are several."""
+        return 0 if self.parts == 1 else self.parts * rows * self.out_features * torch.float32.itemsize
+
+
+def parts_of(outputs: int, inputs: int) -> int:
+    """Into how many parts a product is divided along its inputs."""
+    parts = 1
+    while parts < MOST_PARTS and -(-outputs // OUTPUTS) * parts < PROGRAMS and inputs % (2 * parts * LEAST_INPUTS) == 0:
+        parts *= 2
+    return parts
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """Parts [parts, n, outputs] of the product of rows [n, inputs] with a weight [outputs, inputs]."""
+    (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
+    least, most = ROWS[wide]
+    tile = min(most, max(least, power_of_two(rows)))
+    step = 32 if wide else 128 if tile < 64 else 64
+    product = torch.empty(parts, rows, outputs, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
+    _multiply[(-(-outputs // OUTPUTS), -(-rows // tile), parts)](
+        x.contiguous(), weight, product, rows,
+        OUT=outputs, IN=inputs, PART=-(-inputs // parts), BO=OUTPUTS, BR=tile, BK=step,
+        **UNFUSED, num_warps=4, num_stages=2 if wide else 4 if tile <= 128 else 3,
+    )  # fmt: skip
+    return product
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _multiply(
+        x, weight, product, rows,
+        OUT: tl.constexpr, IN: tl.constexpr, PART: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    ):  # fmt: skip
+        """One part of the outputs of one tile of the weight, for one tile of rows."""
+        output = tl.program_id(0).to(tl.int64) * BO + tl.arange(0, BO)
+        row = tl.program_id(1).to(tl.int64) * BR + tl.arange(0, BR)
+        part = tl.program_id(2)
+        summed = tl.zeros([BO, BR], tl.float32)
+        for at in range(part * PART, part * PART + PART, BK):
+            inputs = at + tl.arange(0, BK)
+            outputs_known, rows_known = (output < OUT)[:, None], (row < rows)[None, :]
+            if PART % BK != 0:
+                outputs_known, rows_known = outputs_known & (inputs < IN)[None, :], rows_known & (inputs < IN)[:, None]
+            a = tl.load(weight + output[:, None] * IN + inputs[None, :], mask=outputs_known, other=0.0)
+            b = tl.load(x + row[None, :] * IN + inputs[:, None], mask=rows_known, other=0.0)
+            summed = tl.dot(a, b, summed, input_precision="ieee")
+        place = product + (part * rows.to(tl.int64) + row)[None, :] * OUT + output[:, None]
+        tl.store(place, summed.to(product.dtype.element_ty), mask=(output < OUT)[:, None] & (row < rows)[None, :])

@@ -1,0 +1,44 @@
+"""Step times of a worker as its link learns them from the worker."""
+
+from typing import Any
+
+import pytest
+
+from coordinator.workers.target_link import TargetLink
+from specpool.testing import FakeTarget
+from specpool.v1 import common_pb2
+
+
+class CuttingTarget(FakeTarget):
+    """A target that tells how it cuts passes."""
+
+    def __init__(self, costs: common_pb2.StepCosts) -> None:
+        super().__init__()
+        self._costs = costs
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
+        """Describes the fake, with these costs."""
+        response = await super().GetWorkerInfo(request, context)
+        response.costs.CopyFrom(self._costs)
+        return response
+
+
+@pytest.mark.parametrize(
+    ("costs", "seconds"),
+    [
+        (common_pb2.StepCosts(rows=[1, 16], seconds=[0.02, 0.035], max_rows=16), 2 * 0.035 + 0.027),
+        (common_pb2.StepCosts(rows=[1, 16], seconds=[0.02, 0.035]), 0.059),  # an older worker
+        (common_pb2.StepCosts(max_rows=1), 40 * 0.02),  # not measured, with a layout that moves sequences
+        (common_pb2.StepCosts(rows=[0, 16], seconds=[0.02, 0.035], max_rows=1), 40 * 0.02),  # nonsense
+    ],
+)
+async def test_a_worker_tells_how_its_passes_are_cut(costs: common_pb2.StepCosts, seconds: float) -> None:
+    target = CuttingTarget(costs)
+    link = TargetLink(await target.start(), "coordinator", timeout_seconds=60)
+    try:
+        await link._probe()
+        assert link.is_ready
+        assert link.step_times(40) == pytest.approx(seconds)
+    finally:
+        await link.close()
+        await target.stop()

@@ -1,0 +1,243 @@
+"""Workers that are replaced, by the same or by another one, and what a link makes sure of before it uses them again."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import pytest
+from serving import PATIENCE_SECONDS, RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
+
+from coordinator.workers.draft_link import DraftLink
+from coordinator.workers.link import LinkState, MismatchError
+from coordinator.workers.target_link import TargetLink
+from specpool.testing import FakeDraft, FakeTarget
+from specpool.v1 import common_pb2
+
+NEVER = 3600.0
+
+
+class OtherTarget(RecordingTarget):
+    """Chooses other tokens."""
+
+    def choose(self, context: Any) -> int:
+        return (super().choose(context) + 1) % 250
+
+
+class ServiceTarget(RecordingTarget):
+    """A target at an address that another worker can take over at once, as behind the name of a service."""
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self._behind = await super().start()
+        self._replaced_by: FakeTarget | None = None
+        self._proxy = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._proxy.sockets[0].getsockname()[1]}"
+
+    async def replace(self, other: FakeTarget) -> None:
+        """Has `other` answer from now on, and ends this target."""
+        self._replaced_by, self._behind = other, await other.start()
+        await super().stop()
+
+    async def stop(self) -> None:
+        self._proxy.close()
+        await super().stop()
+        if self._replaced_by is not None:
+            await self._replaced_by.stop()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._behind.rpartition(":")
+        with suppress(OSError):
+            other_reader, other_writer = await asyncio.open_connection(host, int(port))
+            await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def tokens_until_the_end(served: Serving, request: Any, act_after: int, act: Any) -> list[int]:
+    """The tokens streamed until the call ends or fails; calls `act` once there are some."""
+    tokens: list[int] = []
+    acting: asyncio.Task[None] | None = None
+    with suppress(grpc.aio.AioRpcError):
+        async for message in served.stub.GenerateStream(request):
+            tokens.extend(message.chunk.token_ids)
+            if acting is None and len(tokens) >= act_after:
+                acting = asyncio.create_task(act())
+    assert acting is not None
+    await acting
+    return tokens
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": "on"}], ids=str)
+async def test_no_answer_mixes_tokens_of_two_models(settings: dict[str, Any]) -> None:
+    """The second model is there before the first one is gone, and no probe is due."""
+    target, other = ServiceTarget(pass_seconds=lambda _: 0.002), OtherTarget(fingerprint="other")
+    with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
+        async with serving(target, probe_seconds=NEVER, **settings) as served:
+            stopped = asyncio.create_task(served.process.wait_stopped())
+            requests = [make_request([i, 2], max_tokens=1000, ignore_eos=True) for i in range(4)]
+            others = [asyncio.ensure_future(served.stub.Generate(request)) for request in requests[1:]]
+            tokens = await tokens_until_the_end(served, requests[0], 50, lambda: target.replace(other))
+            assert 50 <= len(tokens) < 1000
+            assert tokens == expected_tokens(target, requests[0])[: len(tokens)]
+            ended = await asyncio.gather(*others, return_exceptions=True)
+            assert all(isinstance(end, grpc.aio.AioRpcError) for end in ended)
+            assert other.requests == []
+            await stopped
+
+
+async def test_a_target_that_was_replaced_while_nothing_was_asked_of_it_is_noticed_before_it_is() -> None:
+    target, other = ServiceTarget(), OtherTarget(fingerprint="other")
+    with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
+        async with serving(target, with_draft=False, probe_seconds=NEVER) as served:
+            stopped = asyncio.create_task(served.process.wait_stopped())
+            await target.replace(other)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await served.stub.Generate(make_request())
+            assert other.requests == []
+            await stopped
+
+
+@pytest.mark.parametrize("act_after", [0, 50])
+async def test_a_target_that_is_replaced_by_one_of_the_same_model_loses_nothing(act_after: int) -> None:
+    target, same = ServiceTarget(pass_seconds=lambda _: 0.002), RecordingTarget()
+    async with serving(target, probe_seconds=NEVER) as served:
+        request = make_request(max_tokens=300, ignore_eos=True)
+        if not act_after:
+            await target.replace(same)
+            tokens = list((await served.stub.Generate(request)).token_ids)
+        else:
+            tokens = await tokens_until_the_end(served, request, act_after, lambda: target.replace(same))
+        assert tokens == expected_tokens(target, request)
+        assert same.requests
+        assert served.process.coordinator.target.is_ready
+
+
+class DescribedTarget(FakeTarget):
+    """A target that describes its model as `changes` say."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.changes = changes
+
+    async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
+        response = await super().GetWorkerInfo(request, context)
+        response.model.MergeFrom(common_pb2.ModelInfo(**self.changes))
+        return response
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reason"),
+    [
+        ({"device": "cpu"}, {"device": "cuda:0 (NVIDIA H200)"}, r"device was cpu, is cuda \(NVIDIA H200\)"),
+        ({"device": "cuda:0 (NVIDIA A100)"}, {"device": "cuda:0 (NVIDIA H200)"}, "device was"),
+        ({"device": "cuda:0 (NVIDIA H200)"}, {"device": "cuda:1 (NVIDIA H200)"}, None),
+        ({}, {"equivalence": common_pb2.EQUIVALENCE_NUMERIC}, "was EQUIVALENCE_BITWISE, is EQUIVALENCE_NUMERIC"),
+        ({"max_model_len": 64}, {"max_model_len": 63}, "max_model_len was 64, is 63"),
+        ({"max_model_len": 64}, {"max_model_len": 65}, None),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype was float32, is bfloat16"),
+        ({"notes": ["fast"]}, {"notes": ["slow"]}, None),
+    ],
+)
+async def test_a_target_must_come_back_as_sequences_in_flight_have_found_it(
+    before: dict[str, Any], now: dict[str, Any], reason: str | None
+) -> None:
+    target = DescribedTarget(**before)
+    link = TargetLink(await target.start(), "c", PATIENCE_SECONDS)
+    try:
+        await link._probe()
+        target.changes = now
+        link._lost(grpc.StatusCode.UNAVAILABLE, "told to be lost")
+        if reason is None:
+            await link._probe()
+            assert link.is_ready
+        else:
+            with pytest.raises(MismatchError, match=reason):
+                await link._probe()
+            assert link.state is LinkState.REFUSED
+    finally:
+        await link.close()
+        await target.stop()
+
+
+async def test_a_draft_is_asked_only_once_the_target_is_known() -> None:
+    """Its answer would be old: another draft worker may be there when it is compared."""
+    target = FakeTarget()
+    draft = FakeDraft(target, fingerprint="fake")
+    target_link = TargetLink(await target.start(), "c", PATIENCE_SECONDS)
+    draft_link = DraftLink(await draft.start(), "c", PATIENCE_SECONDS, target_link)
+    try:
+        probing = asyncio.create_task(draft_link._probe())
+        await asyncio.sleep(0.2)
+        assert (draft_link.state, draft_link.reason) == (LinkState.CONNECTING, "waiting for the target")
+        draft.fingerprint = "other"
+        await target_link._probe()
+        await asyncio.wait_for(probing, PATIENCE_SECONDS)
+        assert draft_link.state is LinkState.REFUSED
+    finally:
+        for link in (draft_link, target_link):
+            await link.close()
+        for worker in (draft, target):
+            await worker.stop()
+
+
+class SlowToRelease(RecordingDraft):
+    """Frees sequences only while `may_release` is set."""
+
+    def __init__(self, *arguments: Any, **knobs: Any) -> None:
+        super().__init__(*arguments, **knobs)
+        self.may_release = asyncio.Event()
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        await self.may_release.wait()
+        return await super().Release(request, context)
+
+
+async def test_slots_of_the_target_do_not_wait_for_the_draft() -> None:
+    target = RecordingTarget()
+    draft = SlowToRelease(target)
+    async with serving(target, draft, window_size=1) as served:
+        for _ in range(5):
+            await served.expect(make_request())
+        await served.until(lambda info: info.target.load.slots_in_use == 0)
+        assert (draft.releases, len(draft.caches)) == (0, 5)
+        draft.may_release.set()
+        await served.until_idle()
+        assert draft.releases == 2, "the first sequence, and all that followed"
+
+
+async def test_a_draft_is_told_once_of_sequences_that_the_target_cannot_free_now() -> None:
+    async with serving() as served:
+        served.target.open.clear()
+        call = served.stub.Generate(make_request())
+        await served.until(lambda info: served.target.requests)
+        await served.target.stop()
+        await served.until(lambda info: info.target.state == "connecting")
+        before = served.draft.releases
+        call.cancel()
+        await asyncio.sleep(0.5)
+        assert served.draft.releases <= before + 1
+        served.target.open.set()
+        await served.target.start(served.target_address)
+        await served.until_idle()
+
+
+async def test_a_coordinator_that_stops_frees_the_slots_of_the_draft_too() -> None:
+    class Counting(RecordingDraft):
+        async def stop(self) -> None:
+            left.update(self.caches)
+            await super().stop()
+
+    left: dict[Any, Any] = {}
+    target = RecordingTarget()
+    async with serving(target, Counting(target, delay=0.05), drain_seconds=0) as served:
+        running = asyncio.ensure_future(served.stub.Generate(make_request(max_tokens=3000)))
+        await served.until(lambda info: info.counters.completion_tokens > 5)
+    assert left == {}
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
