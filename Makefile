@@ -1,7 +1,7 @@
 # Every target first sets up .venv: once, and again when the dependencies change.
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test test-cpus lint protos bench clean
+.PHONY: demo test test-cpus test-kernels lint protos bench clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -13,6 +13,10 @@ test: .venv/ready
 # Bitwise equality on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
 test-cpus: .venv/ready
 	$(BIN)/pytest -m all_cpus tests/engine/probes/test_cpus.py
+
+# All kernels of the GPU's passes, compiled for GPUs that need not be here.
+test-kernels: .venv/ready
+	$(BIN)/pytest -m all_kernels tests/benchmarks/test_compiled_kernels.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -30,6 +30,8 @@ from engine.passes.attention import PACKED_ATTENTION
 from engine.passes.gpu.model import GpuModel
 from engine.passes.lean import LeanModel
 from engine.passes.packing import pack
+from engine.sampling_kernel import sample_rows
+from protocol.sampling import SamplingParams
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Bytes of shared memory that a program may have, by architecture.
@@ -97,6 +99,8 @@ class Compiler:
     arch: int
     compiled: list[Compiled] = field(default_factory=list)
     launched: list[str] = field(default_factory=list)
+    fused: bool = False
+    """Whether a kernel may have multiplications and additions joined, as the compiler likes."""
 
     @property
     def utils(self) -> "Compiler":
@@ -106,7 +110,11 @@ class Compiler:
     @property
     def launcher_cls(self) -> Callable[..., Callable[..., None]]:
         """Makes what would launch a kernel."""
-        return lambda source, metadata: lambda *_: self.launched.append(metadata.name)
+        return self._launcher
+
+    def _launcher(self, source: object, metadata: Any) -> Callable[..., None]:
+        self.fused |= metadata.enable_fp_fusion
+        return lambda *_: self.launched.append(metadata.name)
 
     def get_current_target(self) -> GPUTarget:
         """The GPU that kernels are compiled for."""
@@ -176,6 +184,13 @@ def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
     model(pack(spans, locations, arena, model.padded_rows, model.rows_per_tile, repeats=False))
 
 
+def sample(vocab_size: int, dtype: torch.dtype) -> None:
+    """The choice of a token from logits of this size."""
+    params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+    with suppress(NotImplementedError):  # there is no memory that the choice could be read from
+        sample_rows(torch.empty(1, vocab_size, dtype=dtype, device="meta"), [(params, 1)])
+
+
 def measure(arch: int, dtype: str, shape: str) -> Row:
     """What the compiler makes of the passes of a shape."""
     with compiling(arch) as compiler:
@@ -187,6 +202,7 @@ def measure(arch: int, dtype: str, shape: str) -> Row:
             before = len(compiler.launched)
             run(model, PASSES[0], CONTEXTS[-1])
             launches[layers] = len(compiler.launched) - before
+        sample(ALL_SHAPES[shape]["vocab_size"], getattr(torch, dtype))
     kernels: dict[str, list[int]] = {}
     for its in compiler.compiled:
         kernels.setdefault(its.name.strip("_"), []).append(its.registers)
@@ -194,6 +210,7 @@ def measure(arch: int, dtype: str, shape: str) -> Row:
         "sm": arch, "dtype": dtype, "shape": shape, "kernels_a_layer": launches[2] - launches[1],
         **{f"{name}_registers": max(registers) for name, registers in sorted(kernels.items())},
         "spilled_bytes": max(its.stack for its in compiler.compiled),
+        "unfused": not compiler.fused,
         "spilling": sorted({its.name for its in compiler.compiled if its.stack}),
         "shared_kib": max(its.shared for its in compiler.compiled) // 1024, "shared_limit_kib": SHARED[arch] // 1024,
     }  # fmt: skip

@@ -48,7 +48,8 @@ class Engine:
             self.notes.append(f"runs slowly, by the modules of transformers, because {reason}")
         self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
         self.tiles = tiles
-        self.max_forward_tokens = min(options.max_forward_tokens, self.tiles.max_rows or options.max_forward_tokens)
+        most = options.forward_tokens(facts.device.type)
+        self.max_forward_tokens = min(most, self.tiles.max_rows or most)
         reserved = reserve_cache(facts, forward_pass.compute_dtype, self.tiles, options, self._footprint())
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint

@@ -38,8 +38,17 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         True, description="compile that pass for this processor, where there is a C compiler (CPU, float32 or bfloat16)"
     )
     cuda_graphs: bool = Field(True, description="record that pass on a GPU, for one launch instead of hundreds")
-    max_forward_tokens: int = Field(512, ge=1, le=2**20, description="tokens in one forward pass; more take several")
+    max_forward_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        description="tokens in one forward pass; more take several; default: 512 on a CPU, 2048 on a GPU",
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the model; default: torch's choice")
+
+    def forward_tokens(self, device_type: str) -> int:
+        """`max_forward_tokens`, or its default on this type of device."""
+        return self.max_forward_tokens or (512 if device_type == "cpu" else 2048)
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:

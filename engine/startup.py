@@ -12,6 +12,7 @@ from engine.numerics import Tiles
 from engine.options import EngineOptions
 from engine.passes.activations import activate_in_pieces
 from engine.passes.forward_pass import ForwardPass
+from engine.passes.gpu.cublas import restrict_cublas
 from engine.passes.gpu.model import GpuModel
 from engine.passes.gpu.recorded import RecordedModel
 from engine.probes.exactness import ONE_SHAPE, choose_tiles
@@ -44,6 +45,8 @@ def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> En
     """An engine for a loaded model, whose weights it takes over; its passes are not measured."""
     # Both read the library's model, which cannot run once a forward pass has taken its weights.
     facts = read_facts(loaded)
+    if exact and facts.device.type == "cuda":
+        restrict_cublas()
     expected = library_logits(loaded, facts)
     forward_pass = build_forward_pass(loaded, options)
     tiles = _tiles(forward_pass, facts, options, exact)
@@ -61,7 +64,7 @@ def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions,
     model = forward_pass.model if isinstance(forward_pass, RecordedModel) else forward_pass
     if isinstance(model, GpuModel):
         record = forward_pass.record if isinstance(forward_pass, RecordedModel) else None
-        if choose_products(model, options.max_forward_tokens, exact, record):
+        if choose_products(model, options.forward_tokens(facts.device.type), exact, record):
             return Tiles()
         forward_pass.notes.append(
             f"runs slowly, {ONE_SHAPE.max_rows} rows at a time: other products are not exact here"

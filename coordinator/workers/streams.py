@@ -71,7 +71,7 @@ async def _write(stream: Any, request: Any) -> None:
         await stream.write(request)
     except (asyncio.InvalidStateError, AioRpcError):
         code, details = await stream.code(), await stream.details()
-        if code is not grpc.StatusCode.UNIMPLEMENTED:
+        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
             code, details = grpc.StatusCode.UNAVAILABLE, f"the stream had ended: {code.name}: {details}"
         raise _failure(code, details) from None
 

@@ -1,0 +1,48 @@
+"""The GPU's kernels compile for GPUs that are not here: no spills, no more shared memory than there is, few launches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+# Kernels that a layer launches, where splits are joined by one of their own.
+MOST_KERNELS = 10
+
+
+def compiled(archs: list[str], dtypes: list[str], shapes: list[str]) -> list[dict[str, Any]]:
+    """What the benchmark says, in a process that does not interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.kernels", "--archs", *archs, "--dtypes", *dtypes, "--shapes", *shapes]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["passes"]
+    assert len(rows) == len(archs) * len(dtypes) * len(shapes)
+    return rows
+
+
+def assert_good(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["kernels_a_layer"] <= MOST_KERNELS
+        assert not row["spilling"], row
+        assert row["shared_kib"] <= row["shared_limit_kib"]
+        assert row["unfused"], row
+
+
+def test_the_kernels_of_a_pass_compile() -> None:
+    assert_good(compiled(["90"], ["bfloat16"], ["qwen3-8b"]))
+
+
+@pytest.mark.all_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("arch", ["80", "90", "100"])
+def test_all_kernels_compile_for_every_gpu(arch: str, dtype: str) -> None:
+    from benchmarks.kernels import ALL_SHAPES
+
+    assert_good(compiled([arch], [dtype], list(ALL_SHAPES)))
