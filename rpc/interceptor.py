@@ -33,7 +33,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
     ) -> Handler:
         handler = await continuation(details)
-        # Reflection and health are libraries with errors of their own.
+        # Health and reflection have errors of their own, and no drain waits for their calls.
         if handler is None or details.method.startswith("/grpc."):
             return handler
         serializer = handler.response_serializer

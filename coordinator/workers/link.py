@@ -114,7 +114,8 @@ class WorkerLink:
         await self._ready.wait()
 
     async def keep_connected(self) -> None:
-        """Probes the worker for ever: often enough to notice a restart, and with its model before it is used again."""
+        """Probes the worker for ever. After a restart, which a probe or the end of a stream of rounds reveals, its
+        model is checked before it is used again."""
         while True:
             if self.state is LinkState.RESTING:
                 await asyncio.sleep(self._rest_seconds)
