@@ -102,8 +102,10 @@ class Pool:
         (request_id,) = {sample.request.request_id for sample in new.values()}
         if request_id in self._by_request:
             raise DuplicateRequestError(request_id)
-        waiting = [*self._queue.values(), *new.values()]
-        if len(waiting) > self.queue_size + self._next_to_enter(waiting):  # those enter at once
+        waiting = len(self._queue) + len(new)
+        if waiting > self.queue_size:  # those enter at once for which there is room
+            waiting -= self._next_to_enter(chain(self._queue.values(), new.values()))
+        if waiting > self.queue_size:
             raise PoolFullError
         self._queue.update(new)
         self._by_request[request_id] = new
