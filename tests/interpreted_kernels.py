@@ -1,5 +1,7 @@
 """Engines on a CPU that run the GPU's pass: by the kernels themselves, or by torch's operations in their place."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
@@ -8,6 +10,7 @@ from engine import forward, startup
 from engine.cache.arena import KVArena
 from engine.passes.gpu import attention, model
 from engine.passes.gpu import products as gpu_products
+from engine.passes.gpu.graphs import Run
 from engine.passes.gpu.rows import Addend
 from engine.passes.rotary import rotate
 from engine.probes import kernels, self_test
@@ -34,6 +37,23 @@ def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(model, name, globals()[name])
     patch.setattr(kernels, "attend_extents", attend_extents)
     patch.setattr(gpu_products, "multiply", multiply)
+
+
+class Recorder:
+    """Repeats a pass as a graph would: reading and writing the memory of the pass that was recorded."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        self.recorded += 1
+        result = run()
+
+        def replay() -> None:
+            self.replayed += 1
+            result.copy_(run())
+
+        return replay, result
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:

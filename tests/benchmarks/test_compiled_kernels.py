@@ -1,4 +1,4 @@
-"""The GPU's kernels compile for GPUs that are not here: no spills, no more shared memory than there is, few launches."""
+"""The GPU's kernels compile for GPUs that are not here: no spills, shared memory within the limit, few launches."""
 
 import json
 import os

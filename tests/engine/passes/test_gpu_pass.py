@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted_kernels import imitate_kernels, run_by_kernels
+from interpreted_kernels import Recorder, imitate_kernels, run_by_kernels
 from test_lean import VARIANTS, save_random
 from tiny_models import load_engine, random_tokens, rows_that_differ, transformers_logits
 
@@ -51,23 +51,6 @@ def test_what_the_kernels_lack_is_noted(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # --- Recorded passes
-
-
-class Recorder:
-    """Repeats a pass as a graph would: reading and writing the memory of the pass that was recorded."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
-        self.recorded += 1
-        result = run()
-
-        def replay() -> None:
-            self.replayed += 1
-            result.copy_(run())
-
-        return replay, result
 
 
 @pytest.fixture

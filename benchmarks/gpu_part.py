@@ -1,0 +1,166 @@
+"""One part of `benchmarks.gpu`, in a process of its own: `python -m benchmarks.gpu_part NAME SETTINGS`, as JSON.
+
+A part that fails or hangs takes no other with it, even if it leaves the GPU's context unusable, and each chooses its own
+settings of the GPU's libraries, which they read once. Whatever is found is in a file at once.
+"""
+
+import importlib
+import json
+import logging
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import SHAPES
+from engine.models.loading import first_line
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    batches: tuple[int, ...] = (1, 8, 64)
+    lengths: tuple[int, ...] = (512, 2048)
+    """Cached positions of each sequence of a step."""
+    drafted: int = 4
+    repeats: int = 15
+    # What the device can do.
+    moved_bytes: int = 2**32
+    product: int = 8192
+    """Rows, inputs and outputs of the product whose rate is measured."""
+    # Kernels, each beside itself alone.
+    rows: int = 2048
+    positions: tuple[int, ...] = (0, 63, 64, 511, 512, 513, 1023, 1024, 1500, 2048, 8191, 8192, 9000)
+    beside: int = 256
+    """Rows beside which a row attends; with this many, a program handles all splits of a tile."""
+    sampled: int = 64
+    # Answers of whole services.
+    load: int = 4
+    """Prompts of a run, per request in flight."""
+    max_tokens: int = 64
+    runs: int = 3
+
+
+REHEARSED = Sizes(
+    batches=(1, 2), lengths=(24,), repeats=2, moved_bytes=2**20, product=64, rows=24, positions=(0, 20, 600), beside=3,
+    sampled=3, load=1, max_tokens=6, runs=1,
+)  # fmt: skip
+_TINY = {"vocab_size": 600, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TINY_SHAPES: dict[str, dict[str, Any]] = {
+    "tiny-target": {**SHAPES["qwen3-8b"], **_TINY, "hidden_size": 128, "intermediate_size": 192},
+    "tiny-draft": {**SHAPES["qwen3-0.6b"], **_TINY, "hidden_size": 64, "intermediate_size": 96},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every part is given."""
+
+    device: str
+    dtype: str
+    target: str
+    draft: str
+    rehearse: bool
+    output: str
+    """Folder of the results."""
+    scratch: str
+    """Folder of what one part leaves to another; removed in the end."""
+    deadline: float
+    """When the part should be done, by `time.monotonic`."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """How much is measured."""
+        return REHEARSED if self.rehearse else Sizes()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of weights and activations."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def as_argument(self) -> str:
+        """The argument of the process."""
+        return json.dumps(asdict(self))
+
+
+class Findings:
+    """The result of a part, in a file that is always whole."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.found: dict[str, Any] = {}
+
+    def add(self, **more: Any) -> None:
+        """Adds to what was found."""
+        self.found.update(more)
+        self._write()
+
+    def add_row(self, name: str, row: Row) -> None:
+        """Adds a row to a list of this name."""
+        self.found.setdefault(name, []).append(row)
+        self._write()
+
+    def fits(self, settings: Settings, what: str, seconds: float) -> bool:
+        """Whether there is time left for something that takes this long; it is named if there is not."""
+        if settings.seconds_left >= seconds:
+            return True
+        self.found.setdefault("left_out", []).append(what)
+        self._write()
+        return False
+
+    def _write(self) -> None:
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.found, indent=1) + "\n")
+        partial.replace(self._file)
+
+
+class LogLines(logging.Handler):
+    """Collects what a logger says."""
+
+    def __init__(self, logger: str) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger(logger).addHandler(self)
+        logging.getLogger(logger).setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the message."""
+        self.lines.append(record.getMessage())
+
+
+def run(name: str, settings: Settings) -> bool:
+    """Measures a part; False if it raised, which is then its result."""
+    findings = Findings(Path(settings.output) / f"{name}.json")
+    try:
+        importlib.import_module(f"benchmarks.gpu_{name}").measure(settings, findings)
+    except Exception as error:  # whatever it is, it is what was found
+        traceback.print_exc()
+        findings.add(error=f"{type(error).__name__}: {first_line(error)}")
+        return False
+    findings.add()  # a part may find nothing
+    return True
+
+
+def main() -> None:
+    """Runs the part that the command line names."""
+    settings = Settings(**json.loads(sys.argv[2]))
+    if settings.rehearse:
+        SHAPES.update(TINY_SHAPES)
+    raise SystemExit(not run(sys.argv[1], settings))
+
+
+if __name__ == "__main__":
+    main()
