@@ -150,9 +150,7 @@ class Kernels:
         wrong = sum(one != other for one, other in zip(together, expected, strict=True)) / rows
         return {**self._row("sampling", name, wrong, differs), "near": wrong == 0}
 
-    def _among_others(
-        self, name: str, parts: int, run: Callable[[slice], torch.Tensor], expected: torch.Tensor
-    ) -> Row:
+    def _among_others(self, name: str, parts: int, run: Callable[[slice], torch.Tensor], expected: torch.Tensor) -> Row:
         """The row of a kernel that runs on some of all rows."""
         together = run(slice(0, self._rows))
         differs = counts_that_differ(run, together, self._counts)

@@ -62,7 +62,9 @@ def measured(settings: Settings, product: Product, probe: Product, x: torch.Tens
     differs = gpu_kernels.counts_that_differ(run, run(slice(0, len(x))), gpu_kernels.row_counts(len(x)))
     rows, outputs = COMPARED
     own = _random(settings, rows, product.in_features)
-    its = gpu_kernels.error(product(own).double().sum(0)[:, -outputs:], own.double() @ product.weight[-outputs:].double().T)
+    its = gpu_kernels.error(
+        product(own).double().sum(0)[:, -outputs:], own.double() @ product.weight[-outputs:].double().T
+    )
     times = {f"{count}_rows_us": seconds_each(lambda its=_random(settings, count, product.in_features): product(its))
              for count in TIMED_ROWS}  # fmt: skip
     return {

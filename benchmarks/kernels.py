@@ -203,16 +203,19 @@ def measure(arch: int, dtype: str, shape: str) -> Row:
             run(model, PASSES[0], CONTEXTS[-1])
             launches[layers] = len(compiler.launched) - before
         sample(ALL_SHAPES[shape]["vocab_size"], getattr(torch, dtype))
-    kernels: dict[str, list[int]] = {}
-    for its in compiler.compiled:
-        kernels.setdefault(its.name.strip("_"), []).append(its.registers)
+    names = sorted({its.name for its in compiler.compiled})
     return {
         "sm": arch, "dtype": dtype, "shape": shape, "kernels_a_layer": launches[2] - launches[1],
-        **{f"{name}_registers": max(registers) for name, registers in sorted(kernels.items())},
-        "spilled_bytes": max(its.stack for its in compiler.compiled),
-        "unfused": not compiler.fused,
-        "spilling": sorted({its.name for its in compiler.compiled if its.stack}),
-        "shared_kib": max(its.shared for its in compiler.compiled) // 1024, "shared_limit_kib": SHARED[arch] // 1024,
+        "fused": compiler.fused, "shared_limit": SHARED[arch],
+        "kernels": [most(name, [its for its in compiler.compiled if its.name == name]) for name in names],
+    }  # fmt: skip
+
+
+def most(name: str, variants: Sequence[Compiled]) -> Row:
+    """The most that any variant of a kernel takes."""
+    return {
+        "kernel": name.strip("_"), "variants": len(variants), "registers": max(its.registers for its in variants),
+        "spilled_bytes": max(its.stack for its in variants), "shared_bytes": max(its.shared for its in variants),
     }  # fmt: skip
 
 
@@ -226,7 +229,10 @@ def main() -> None:
     options = parser.parse_args()
     cells = list(product(options.archs, options.dtypes, options.shapes))
     rows = [measure(*cell) for cell in progress(cells, "compiling")]
-    show("what the compiler makes of the kernels", rows)
+    for row in rows:
+        show(
+            f"{row['shape']}, {row['dtype']}, sm_{row['sm']}: {row['kernels_a_layer']} kernels a layer", row["kernels"]
+        )
     finish("kernels", {"triton": triton.__version__, "passes": rows}, options.output)
 
 

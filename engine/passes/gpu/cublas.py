@@ -4,7 +4,8 @@ import os
 
 import torch
 
-# Read by the libraries once. Without workspace no kernel can divide a sum among programs, which would depend on the number of rows.
+# Read by the libraries once. Without workspace no kernel can divide a sum among programs, which would depend on the
+# number of rows.
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
 
