@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ class Compiler:
     """A driver of Triton for a GPU that does not exist: it compiles what is launched, and counts it."""
 
     arch: int
+    number: int = field(default_factory=count().__next__)
     compiled: list[Compiled] = field(default_factory=list)
     launched: list[str] = field(default_factory=list)
     fused: bool = False
@@ -121,8 +122,8 @@ class Compiler:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        """The only one."""
-        return 0
+        """A number of its own, so that nothing compiled for another one counts."""
+        return self.number
 
     def get_current_stream(self, device: int | None = None) -> int:
         """The only one."""

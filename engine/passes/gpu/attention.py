@@ -61,7 +61,7 @@ def attend_extents(
     _attend[(rows, kv_heads, 1 if serial else splits)](
         query, keys, values, tile_rows, positions, columns, attended, parts, marks, scaling, total, splits,
         **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), SERIAL=serial,
-        **UNFUSED, num_warps=4, num_stages=_stages(query.dtype, width),
+        **UNFUSED, num_warps=_warps(query.dtype, width), num_stages=_stages(query.dtype, width),
     )  # fmt: skip
     if not serial:
         _join_splits[(rows, heads)](
@@ -76,6 +76,10 @@ def scratch_bytes(rows: int, longest: int, heads: int, kv_heads: int, dim: int) 
     if power_of_two(dim) <= LARGEST_SERIAL:
         rows = 0 if splits == 1 else min(rows, BUSY // kv_heads)
     return rows * splits * heads * (dim + 2) * torch.float32.itemsize
+
+
+def _warps(dtype: torch.dtype, width: int) -> int:
+    return 8 if is_wide(dtype) or width > 64 else 4  # with 4, larger heads do not fit into registers
 
 
 def _block(dtype: torch.dtype, width: int) -> int:

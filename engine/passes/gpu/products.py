@@ -68,7 +68,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
     _multiply[(-(-outputs // OUTPUTS), -(-rows // tile), parts)](
         x.contiguous(), weight, product, rows,
         OUT=outputs, IN=inputs, PART=-(-inputs // parts), BO=OUTPUTS, BR=tile, BK=step,
-        **UNFUSED, num_warps=4, num_stages=2 if wide else 4 if tile <= 128 else 3,
+        # With fewer warps, the largest tile does not fit into registers.
+        **UNFUSED, num_warps=4 if tile <= 128 else 8, num_stages=2 if wide else 4 if tile <= 128 else 3,
     )  # fmt: skip
     return product
 
