@@ -38,6 +38,11 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         True, description="compile that pass for this processor, where there is a C compiler (CPU, float32 or bfloat16)"
     )
     cuda_graphs: bool = Field(True, description="record that pass on a GPU, for one launch instead of hundreds")
+    products: Literal["auto", "triton", "cublas"] = Field(
+        "auto",
+        description="kind of product of that pass on a GPU, where it is exact; "
+        '"auto": the fastest, but "triton" where bits differ and a target needs the same ones after every start',
+    )
     max_forward_tokens: int | None = Field(
         None,
         ge=1,

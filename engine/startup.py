@@ -64,7 +64,11 @@ def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions,
     model = forward_pass.model if isinstance(forward_pass, RecordedModel) else forward_pass
     if isinstance(model, GpuModel):
         record = forward_pass.record if isinstance(forward_pass, RecordedModel) else None
-        if choose_products(model, options.forward_tokens(facts.device.type), exact, record):
+        wanted = None if options.products == "auto" else options.products
+        exists = choose_products(model, options.forward_tokens(facts.device.type), exact, wanted, record)
+        if facts.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was only tried must not count as used when the KV cache is sized
+        if exists:
             return Tiles()
         forward_pass.notes.append(
             f"runs slowly, {ONE_SHAPE.max_rows} rows at a time: other products are not exact here"

@@ -79,23 +79,20 @@ def rotate_and_cache(
     rotated = rotate(query_key, *(table[positions, None] for table in rotary))
     cached = columns >= 0
     arena.write(layer, columns[cached], rotated[cached, heads:], value[cached])
-    return rotated[:, :heads]
+    return rotated[:, :heads].contiguous()
 
 
 def attend_extents(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile_rows: torch.Tensor,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile_begins: torch.Tensor, tile_sizes: torch.Tensor,
     positions: torch.Tensor, columns: torch.Tensor, scaling: float, splits: int,
 ) -> torch.Tensor:  # fmt: skip
-    results, groups, left = torch.zeros_like(query), query.shape[1] // len(keys), 0
-    for row, (count, position, column) in enumerate(
-        zip(*(its.tolist() for its in (tile_rows, positions, columns)), strict=True)
-    ):
-        left = count if count else left - 1
-        if left > 0:
-            extent = slice(column - position, column + 1)
+    groups = query.shape[1] // len(keys)
+    for begin, size in zip(tile_begins.tolist(), tile_sizes.tolist(), strict=True):
+        for row in range(begin, begin + size):
+            extent = slice(int(columns[row] - positions[row]), int(columns[row]) + 1)
             k, v = (cache[:, extent].repeat_interleave(groups, 0) for cache in (keys, values))
-            results[row] = scaled_dot_product_attention(query[row, :, None], k, v, scale=scaling)[:, 0]
-    return results
+            query[row] = scaled_dot_product_attention(query[row, :, None], k, v, scale=scaling)[:, 0]
+    return query
 
 
 def activate(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

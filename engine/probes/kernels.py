@@ -1,9 +1,11 @@
 """Tests the kernels of a GPU's pass, and chooses those of its products that are exact and fastest on the device."""
 
+import hashlib
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 # Rows of the products that are timed: plain decoding of one and of eight sequences, and verification of many drafts.
 TIMED_ROWS = (1, 8, 40, 320)
 REPEATS = 3
+# Rows are also moved by so many, which is no multiple of any tile.
+SHIFT = 3
 # Random numbers cost time: the outputs of a probed weight repeat after this number.
 DISTINCT_OUTPUTS = 1024
 # Positions of probed rows beside the borders of splits.
@@ -26,23 +30,34 @@ POSITIONS = (0, 3, 70, 1100)
 
 
 @torch.inference_mode()
-def choose_products(model: GpuModel, most_rows: int, exact: bool, record: Record | None) -> bool:
-    """Sets the kind of every product of a pass to the fastest, if `exact` of those that are exact for every number of
-    rows up to `most_rows`. False if for some product there is none.
+def choose_products(
+    model: GpuModel, most_rows: int, exact: bool, wanted: Kind | None = None, record: Record | None = None
+) -> bool:
+    """Sets the kind of every product of a pass. False if for some product no kind is exact, though it shall be.
 
-    `record`: how to record products, so that their launches are not timed; None: they are.
+    `most_rows`: tokens of the longest pass. `exact`: only kinds are chosen that give a row the same bits for every
+    number of rows. `wanted`: the kind to choose where it can be. Without it, the fastest is chosen; but of exact kinds
+    that differ in their bits always the same one, since times differ from start to start. `record`: how to record
+    products, so that their launches are not timed; None: they are.
     """
     sizes = sorted({model.padded_rows(count) for count in range(1, most_rows + 1)})
     found = True
     for (outputs, inputs), products in _by_shape(model).items():
-        kinds = [kind for kind in KINDS if not exact or _is_exact(products[0], kind, sizes)]
-        times = {kind: _log_times(products, kind, record) for kind in kinds}
-        chosen = min(times, key=times.__getitem__, default=KINDS[0])
+        possible = dict.fromkeys(KINDS)
+        if exact:
+            results = {kind: _if_exact(products[0], kind, sizes) for kind in KINDS}
+            possible = {kind: bits for kind, bits in results.items() if bits is not None}
+            found &= bool(possible)
+        alike = not exact or len({bits for bits in possible.values()}) == 1
+        if wanted in possible:
+            chosen: Kind = wanted
+        elif alike and len(possible) > 1:
+            chosen = _fastest(products, list(possible), [model.padded_rows(rows) for rows in TIMED_ROWS], record)
+        else:
+            chosen = next(iter(possible), KINDS[0])
         for product in products:
             product.kind = chosen
-        found &= bool(kinds)
-        note = ", ".join(f"{kind} {math.exp(its / len(TIMED_ROWS)) * 1e6:.0f} us" for kind, its in times.items())
-        log.info("products of %d outputs, %d inputs: %s%s", outputs, inputs, note or "none is exact", f": {chosen}")
+        log.info("products of %d outputs, %d inputs: %s, of %s", outputs, inputs, chosen, ", ".join(possible) or "none")
     return found
 
 
@@ -53,8 +68,9 @@ def _by_shape(model: GpuModel) -> dict[tuple[int, int], list[Product]]:
     return shapes
 
 
-def _is_exact(product: Product, kind: Kind, sizes: Sequence[int]) -> bool:
-    """Whether a row of a product has the same bits in all these numbers of rows, and at another index.
+def _if_exact(product: Product, kind: Kind, sizes: Sequence[int]) -> bytes | None:
+    """A digest of the results of a kind of product, if a row has the same bits in all these numbers of rows, and at
+    another index; None if not, or if it cannot be computed.
 
     The sums cancel, so that their rounding errors show the order in which they were added.
     """
@@ -65,15 +81,34 @@ def _is_exact(product: Product, kind: Kind, sizes: Sequence[int]) -> bool:
     probe = Product(weight.repeat(-(-product.out_features // len(half)), 1)[: product.out_features])
     probe.kind, probe.parts = kind, product.parts
     x = numbers.cancelling(inputs, sizes[-1])[order].T.contiguous()
-    reference = probe(x)
-    return all(torch.equal(probe(x[-size:]), reference[:, -size:]) for size in sizes[:-1])
+    try:
+        reference = probe(x)
+        same = torch.equal(probe(x.roll(SHIFT, 0)), reference.roll(SHIFT, 1)) and all(
+            torch.equal(probe(x[-size:].clone()), reference[:, -size:]) for size in sizes[:-1]
+        )
+    except Exception as error:  # the compiler for this GPU may raise anything
+        log.warning("products of kind %s fail: %s", kind, error)
+        return None
+    if not same:
+        return None
+    # As the kernel after it adds up the parts.
+    summed = reference[0].float()
+    for part in reference[1:]:
+        summed = summed + part
+    return hashlib.sha256(summed.to(x.dtype).view(torch.uint8).cpu().numpy().tobytes()).digest()
 
 
-def _log_times(products: Sequence[Product], kind: Kind, record: Record | None) -> float:
+def _fastest(products: Sequence[Product], kinds: Sequence[Kind], sizes: Sequence[int], record: Record | None) -> Kind:
+    """The kind whose product of the geometric mean of these numbers of rows takes least time."""
+    times = {kind: _log_times(products, kind, sizes, record) for kind in kinds}
+    return min(times, key=times.__getitem__)
+
+
+def _log_times(products: Sequence[Product], kind: Kind, sizes: Sequence[int], record: Record | None) -> float:
     """Sum over numbers of rows of the logarithms of the seconds of a product, so that none outweighs the others."""
     for product in products:
         product.kind = kind
-    inputs = [torch.zeros(rows, products[0].in_features).to(products[0].weight) for rows in TIMED_ROWS]
+    inputs = [torch.zeros(rows, products[0].in_features).to(products[0].weight) for rows in sizes]
     return sum(math.log(_seconds_each(products, x, record)) for x in inputs)
 
 
@@ -86,7 +121,10 @@ def _seconds_each(products: Sequence[Product], x: torch.Tensor, record: Record |
         return results[-1]
 
     run()  # compiles
-    again: Callable[[], object] = run if record is None else record(run)[0]
+    again: Callable[[], object] = run
+    if record is not None:
+        with suppress(RuntimeError):  # then launches are timed too
+            again = record(run)[0]
     return min(_seconds(again, x.device) for _ in range(REPEATS)) / len(products)
 
 
@@ -115,17 +153,19 @@ def attention_agrees(cache: torch.Tensor, query_groups: int, longest: int) -> bo
     positions = sorted({min(at, longest - 1) for at in (*POSITIONS, *near)})
     keys, values = numbers.normal(2, kv_heads, positions[-1] + 1, dim)
     tile, splits = attention.rows_per_tile(cache.dtype, query_groups), splits_for(positions[-1] + 1)
-    busy = -(-attention.BUSY // kv_heads)  # rows with which a program handles all splits
+    busy = -(-attention.BUSY // kv_heads)  # tiles with which a program handles all splits
 
     def attend(row: torch.Tensor, at: int, tiles: Sequence[range], splits: int) -> torch.Tensor:
         """The result of `row` at a position of the cache, among the rows of tiles, each given by its positions."""
         own = [position for positions in tiles for position in positions]
-        rows = [count for positions in tiles for count in (len(positions), *[0] * (len(positions) - 1))]
+        sizes = [len(positions) for positions in tiles]
+        begins = [sum(sizes[:index]) for index in range(len(sizes))]
         query = numbers.normal(len(own), query_groups * kv_heads, dim)
         probed = len(own) - 1 - own[::-1].index(at)
         query[probed] = row
-        its_rows, its_positions = (torch.tensor(its, device=cache.device) for its in (rows, own))
-        attended = attend_extents(query, keys, values, its_rows, its_positions, its_positions, dim**-0.5, splits)
+        its_begins, its_sizes, its_positions = (torch.tensor(its, device=cache.device) for its in (begins, sizes, own))
+        tiled = (its_begins, its_sizes, its_positions, its_positions)
+        attended = attend_extents(query, keys, values, *tiled, dim**-0.5, splits)
         return attended[probed]
 
     def agrees(row: torch.Tensor, at: int) -> bool:

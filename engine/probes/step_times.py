@@ -18,6 +18,8 @@ LONG = 4 * STEP_CACHED
 # Passes of each kind, of which the fastest counts: the first pass of a shape also prepares it. There is no third one
 # after this number of seconds.
 REPEATS, ENOUGH_SECONDS = 3, 0.1
+LEAST_ON_GPU = 4
+"""There the second pass of a shape records it."""
 # Passes of more rows than this are measured only after one that took no longer than this number of seconds: beyond it
 # the time of a pass grows evenly, and measuring it would delay the start.
 ALWAYS_ROWS, LONG_SECONDS = 64, 0.25
@@ -86,6 +88,8 @@ def _spans(slots: Sequence[Slot], rows: int) -> list[Span]:
 
 def _fastest(engine: Engine, spans: Sequence[Span], least: int = 2) -> float:
     """Seconds of the fastest of a few passes, at least of this number of them."""
+    if engine.facts.device.type != "cpu":
+        least = max(least, LEAST_ON_GPU)
     times: list[float] = []
     while len(times) < least or (len(times) < REPEATS and sum(times) < ENOUGH_SECONDS):
         times.append(_seconds(engine, spans))

@@ -359,7 +359,7 @@ def test_a_packed_token_sees_its_own_sequence_up_to_itself(
     start_of = dict(zip([span.slot for span in spans], starts, strict=True))
     arena = KVArena(1, 1, origins[7] + 1024, 1, torch.float32, torch.device("cpu"))
     arena.keys[0][0, :, 0] = torch.arange(arena.columns)
-    batch = pack(spans, where, arena, tiles)
+    batch = pack(spans, where, arena, tiles.rows)
     plan = plan_attention(spans, where, arena, tiles, query_groups=3, gather=gather)
     places = [(span.slot, position) for span in spans for position in range(span.start, span.end)]
     assert batch.tokens == len(places)
@@ -430,3 +430,20 @@ def test_sequences_at_unequal_distances_are_attended_apart_or_copied_together(en
     torch.testing.assert_close(
         together.attended(arena.keys[0]), torch.cat([call.attended(arena.keys[0]) for call in apart])
     )
+
+
+@settings(max_examples=50, deadline=None)
+@given(spans=spans_of_any_kind, rows_per_tile=st.integers(1, 9))
+def test_tiles_of_attention_share_out_the_rows_of_each_sequence(spans: list[Span], rows_per_tile: int) -> None:
+    arena = KVArena(1, 1, 1, 1, torch.float32, torch.device("cpu"))
+    where = [Location(1000 * i) for i in range(len(spans))]
+    batch = pack(spans, where, arena, lambda count: count + 3, rows_per_tile, repeats=False)
+    assert (batch.columns[batch.tokens :] == -1).all()
+    tiles = [
+        range(begin, begin + size) for begin, size in zip(batch.tile_begins, batch.tile_sizes, strict=True) if size
+    ]
+    assert [row for tile in tiles for row in tile] == [*range(batch.tokens)]
+    ends = {batch.tokens} | {sum(len(span.token_ids) for span in spans[:i]) for i in range(len(spans))}
+    for tile in tiles:
+        assert len(tile) == rows_per_tile or tile.stop in ends
+        assert len({int(batch.columns[row]) // 1000 for row in tile}) == 1

@@ -10,9 +10,9 @@ import torch
 from engine.passes.gpu.launching import UNFUSED, is_wide, power_of_two, tl, triton
 
 # Positions of a split, and how many of them are loaded at a time. Splits are joined in their order.
-SPLIT, BLOCK = 512, 64
-# Programs that keep a GPU busy. With as many tiles, a program handles all splits of its own, which saves a kernel.
-BUSY = 1024
+SPLIT, BLOCK = 256, 64
+# Programs that keep a GPU busy. With as many, each handles all splits of its tile, which saves a kernel.
+BUSY = 512
 # With larger heads, the sums of a split and of all splits do not fit into a program's registers together.
 LARGEST_SERIAL = 128
 
@@ -34,47 +34,48 @@ def rows_per_tile(dtype: torch.dtype, groups: int) -> int:
 
 
 def attend_extents(
-    query: torch.Tensor,  # [rows, heads, dim]
+    query: torch.Tensor,  # [rows, heads, dim], of rows in a tile replaced by the result
     keys: torch.Tensor,  # [kv_heads, columns, dim]
     values: torch.Tensor,  # [kv_heads, columns, dim]
-    tile_rows: torch.Tensor,  # [rows] how many rows share the tile that begins with this row; 0 if none begins here
+    tile_begins: torch.Tensor,  # [tiles] first row
+    tile_sizes: torch.Tensor,  # [tiles] how many rows, at positions that follow each other; 0: none
     positions: torch.Tensor,  # [rows]
     columns: torch.Tensor,  # [rows] column of each row's own position; earlier positions lie directly before it
     scaling: float,
     splits: int,
 ) -> torch.Tensor:
-    """Attention of every row in a tile over all positions up to its own. Returns [rows, heads, dim].
-
-    Zeros for rows without a column (-1).
-    """
+    """Attention of every row in a tile over all positions up to its own, in place. Returns `query`."""
     rows, heads, dim = query.shape
     kv_heads, total, _ = keys.shape
     groups = heads // kv_heads
     width, height = power_of_two(dim), tile_height(query.dtype, groups)
     shape = {"HEADS": heads, "GROUPS": groups, "DIM": dim, "WIDTH": width, "SPLIT": SPLIT}
-    serial = width <= LARGEST_SERIAL and (splits == 1 or rows * kv_heads >= BUSY)
-    attended = torch.empty_like(query)
-    parts = marks = attended  # not used by programs that handle all splits
+    tiles = len(tile_begins)
+    serial = width <= LARGEST_SERIAL and (splits == 1 or tiles * kv_heads >= BUSY)
+    parts = marks = query  # not used by programs that handle all splits
     if not serial:
         parts = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=query.device)
         marks = torch.empty(2, rows, splits, heads, dtype=torch.float32, device=query.device)
-    _attend[(rows, kv_heads, 1 if serial else splits)](
-        query, keys, values, tile_rows, positions, columns, attended, parts, marks, scaling, total, splits,
+    _attend[(tiles, kv_heads, 1 if serial else splits)](
+        query, keys, values, tile_begins, tile_sizes, positions, columns, parts, marks, scaling, total, splits, rows,
         **shape, HEIGHT=height, BLOCK=_block(query.dtype, width), SERIAL=serial,
         **UNFUSED, num_warps=_warps(query.dtype, width), num_stages=_stages(query.dtype, width),
     )  # fmt: skip
     if not serial:
         _join_splits[(rows, heads)](
-            parts, marks, positions, columns, attended, splits, **shape, **UNFUSED, num_warps=1
+            parts, marks, positions, columns, query, splits, **shape, **UNFUSED, num_warps=1
         )  # fmt: skip
-    return attended
+    return query
 
 
-def scratch_bytes(rows: int, longest: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Bytes of the splits that are written and joined, in the largest pass of up to `rows` rows that does so."""
+def scratch_bytes(rows: int, longest: int, heads: int, kv_heads: int, dim: int, most_rows: int) -> int:
+    """Bytes of the splits that are written and joined, in the largest pass of up to `rows` rows that does so.
+
+    `most_rows`: of a tile.
+    """
     splits = splits_for(longest)
     if power_of_two(dim) <= LARGEST_SERIAL:
-        rows = 0 if splits == 1 else min(rows, BUSY // kv_heads)
+        rows = 0 if splits == 1 else min(rows, most_rows * BUSY // kv_heads)
     return rows * splits * heads * (dim + 2) * torch.float32.itemsize
 
 
@@ -120,26 +121,24 @@ if triton is not None:
             most = more
         return summed, most, weight
 
-    @triton.jit(do_not_specialize=["splits", "total"])
+    @triton.jit(do_not_specialize=["splits", "total", "rows"])
     def _attend(
-        query, keys, values, tile_rows, positions, columns, attended, parts, marks, scaling, total, splits,
+        query, keys, values, tile_begins, tile_sizes, positions, columns, parts, marks, scaling, total, splits, rows,
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
         HEIGHT: tl.constexpr, BLOCK: tl.constexpr, SERIAL: tl.constexpr,
     ):  # fmt: skip
         """The query heads of one KV head, of the rows of one tile, over one split or over all of them."""
-        row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        count, column = tl.load(tile_rows + row).to(tl.int32), tl.load(columns + row)
-        line, feature = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
-        own, head = line // GROUPS, kv_head * GROUPS + line % GROUPS
-        place = ((row + own) * HEADS + head)[:, None] * DIM + feature[None, :]
-        if column < 0:
-            nothing = tl.zeros([HEIGHT, WIDTH], attended.dtype.element_ty)
-            tl.store(attended + place, nothing, mask=(own == 0)[:, None] & (feature < DIM)[None, :])
-        elif count > 0:
+        tile, kv_head = tl.program_id(0), tl.program_id(1)
+        count = tl.load(tile_sizes + tile).to(tl.int32)
+        if count > 0:
+            row = tl.load(tile_begins + tile)
             position = tl.load(positions + row).to(tl.int32)
-            first = kv_head.to(tl.int64) * total + column - position
+            first = kv_head.to(tl.int64) * total + tl.load(columns + row) - position
+            line, feature = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
+            own, head = line // GROUPS, kv_head * GROUPS + line % GROUPS
             visible = position + own
             known = (own < count)[:, None] & (feature < DIM)[None, :]
+            place = ((row + own) * HEADS + head)[:, None] * DIM + feature[None, :]
             q = tl.load(query + place, mask=known, other=0.0)
             if SERIAL:
                 most = tl.full([HEIGHT], LOWEST, tl.float32)
@@ -155,7 +154,7 @@ if triton is not None:
                     weight = weight * kept + its_weight * taken
                     summed = summed * kept[:, None] + its_summed * taken[:, None]
                     most = more
-                tl.store(attended + place, (summed / weight[:, None]).to(attended.dtype.element_ty), mask=known)
+                tl.store(query + place, (summed / weight[:, None]).to(query.dtype.element_ty), mask=known)
             else:
                 split = tl.program_id(2)
                 begin = split * SPLIT
@@ -167,7 +166,7 @@ if triton is not None:
                     part = ((row + own) * splits + split) * HEADS + head
                     tl.store(parts + part[:, None] * DIM + feature[None, :], summed, mask=known)
                     tl.store(marks + part, most, mask=own < count)
-                    weights = marks + tl.num_programs(0).to(tl.int64) * splits * HEADS
+                    weights = marks + rows.to(tl.int64) * splits * HEADS
                     tl.store(weights + part, weight, mask=own < count)
 
     @triton.jit(do_not_specialize=["splits"])

@@ -9,17 +9,19 @@ from engine.cache.arena import KVArena
 from engine.passes.forward_pass import ForwardPass
 from engine.passes.gpu.attention import splits_for
 from engine.passes.gpu.graphs import Record, Recordings, Run
-from engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS, TILE_ROWS, PackedBatch
+from engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS, TILE_BEGINS, TILE_SIZES, PackedBatch
 
-# The numbers of a step are those of a packed batch, then how many tokens each sequence still wants.
-LOGIT_ROWS, REMAINING = TILE_ROWS + 1, TILE_ROWS + 2
+# The numbers of a step are those of a packed batch, in which each row is a tile and has logits, then how many tokens
+# each sequence still wants.
+BEGINS, SIZES = COLUMNS + 1 + TILE_BEGINS, COLUMNS + 1 + TILE_SIZES
+LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
 
 
 @dataclass(frozen=True)
 class Step:
     """A step of one token for each sequence; all that changes between two steps is changed on the device."""
 
-    numbers: torch.Tensor  # [6, rows]
+    numbers: torch.Tensor  # [7, rows]
     result: torch.Tensor  # [2, rows] the tokens that the step chose, and their probabilities, as float64
 
 
@@ -51,11 +53,11 @@ class GpuDraftLoop:
         count = len(positions)
         rows = self._model.padded_rows(count)
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
-        numbers[LOGIT_ROWS] = torch.arange(rows)
+        numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
         numbers[POSITIONS, :count] = torch.tensor(positions)
         numbers[REMAINING, :count] = torch.tensor(wanted)
         alive = numbers[REMAINING] > 0
-        numbers[TILE_ROWS] = alive
+        numbers[SIZES] = alive
         numbers[COLUMNS] = -1
         numbers[COLUMNS, :count] = torch.where(alive[:count], torch.tensor(columns), -1)
         if chosen.device.type == "cuda":
@@ -78,7 +80,7 @@ class GpuDraftLoop:
     def _prepared(self, numbers: torch.Tensor, longest: int) -> tuple[Step, Run]:
         """A step with memory of its own, and the work of a step on it."""
         rows, own = numbers.shape[1], numbers.clone()
-        batch = PackedBatch(self._arena, rows, rows, longest, rows, own[:REMAINING].view(-1))
+        batch = PackedBatch(self._arena, rows, rows, rows, longest, rows, own[:REMAINING].view(-1))
         step = Step(own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))
 
         def run() -> torch.Tensor:
@@ -88,7 +90,7 @@ class GpuDraftLoop:
             own[INPUT_IDS] = chosen[0].long()
             own[POSITIONS] += alive.long()
             own[COLUMNS] = torch.where(alive, own[COLUMNS] + 1, -1)
-            own[TILE_ROWS] = alive.long()
+            own[SIZES] = alive.long()
             return chosen
 
         return step, run

@@ -67,14 +67,19 @@ class CudaGraphs:
     """Records CUDA graphs. They share their memory, because no two run at the same time."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        # Of its own: the library's workspaces belong to a stream, and another engine's graphs may be dropped meanwhile.
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        # The pool lives as long as some graph uses it.
+        self._keeper = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._keeper, pool=self._pool, stream=self._stream):
+            self._kept = torch.zeros(1, device="cuda")
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
         """Records work. RuntimeError if it does something that a graph cannot hold."""
         stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = run()
         except RuntimeError:
             torch.cuda.set_stream(stream)  # a failed capture does not restore it

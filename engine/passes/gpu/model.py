@@ -86,7 +86,9 @@ class GpuModel(ForwardPass):
     def scratch_bytes(self, rows: int, longest: int) -> int:
         """Bytes of the parts of attention and of products, beyond their results."""
         parts = max(product.part_bytes(rows) for product in self.products())
-        return parts + attention.scratch_bytes(rows, longest, self.heads, self.kv_heads, self.head_dim)
+        return parts + attention.scratch_bytes(
+            rows, longest, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile
+        )
 
 
 class GpuLayer(nn.Module):
@@ -114,7 +116,9 @@ class GpuLayer(nn.Module):
             qkv, self.qkv_bias, self.head_norms, rotary, arena, self.index, positions, columns, self.heads, self.eps
         )
         keys, values, splits = arena.keys[self.index], arena.values[self.index], splits_for(batch.longest)
-        attended = attend_extents(query, keys, values, batch.tile_rows, positions, columns, self.scaling, splits)
+        attended = attend_extents(
+            query, keys, values, batch.tile_begins, batch.tile_sizes, positions, columns, self.scaling, splits
+        )
         added = Addend(self.out(attended.flatten(1)), self.out_bias, self.after_attention)
         gate_up = self.gate_up(add_and_norm(hidden, added, self.before_mlp, self.eps))
         activated = activate(gate_up, self.gate_up_bias, hidden.dtype)

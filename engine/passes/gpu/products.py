@@ -14,13 +14,13 @@ from torch.nn.functional import linear
 
 from engine.passes.gpu.launching import UNFUSED, is_wide, power_of_two, tl, triton
 
-Kind = Literal["cublas", "triton"]
+Kind = Literal["triton", "cublas"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # Outputs of a tile: what an instruction of an sm_90's tensor cores multiplies.
 OUTPUTS = 64
 # Programs that read a weight should be as many as a large GPU has processors, and no part should be short.
-PROGRAMS, MOST_PARTS, LEAST_INPUTS = 128, 4, 256
+PROGRAMS, MOST_PARTS, LEAST_INPUTS = 128, 8, 128
 # Least and greatest number of rows of a tile, by whether numbers take four bytes.
 ROWS = {False: (16, 256), True: (16, 32)}
 
@@ -61,17 +61,24 @@ def parts_of(outputs: int, inputs: int) -> int:
 def multiply(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
     """Parts [parts, n, outputs] of the product of rows [n, inputs] with a weight [outputs, inputs]."""
     (rows, inputs), outputs, wide = x.shape, len(weight), is_wide(x.dtype)
-    least, most = ROWS[wide]
-    tile = min(most, max(least, power_of_two(rows)))
+    tile = _tile(rows, wide)
     step = 32 if wide else 128 if tile < 64 else 64
     product = torch.empty(parts, rows, outputs, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
-    _multiply[(-(-outputs // OUTPUTS), -(-rows // tile), parts)](
+    # Tiles of rows first: those that share a part of the weight run at the same time, and it is read once.
+    _multiply[(-(-rows // tile), -(-outputs // OUTPUTS), parts)](
         x.contiguous(), weight, product, rows,
         OUT=outputs, IN=inputs, PART=-(-inputs // parts), BO=OUTPUTS, BR=tile, BK=step,
         # With fewer warps, the largest tile does not fit into registers.
         **UNFUSED, num_warps=4 if tile <= 128 else 8, num_stages=2 if wide else 4 if tile <= 128 else 3,
     )  # fmt: skip
     return product
+
+
+def _tile(rows: int, wide: bool) -> int:
+    """Rows of a tile: the largest that is not mostly padding at the end."""
+    least, most = ROWS[wide]
+    tile = min(most, max(least, power_of_two(rows)))
+    return tile // 2 if tile > least and 0 < rows % tile <= tile // 2 else tile
 
 
 if triton is not None:
@@ -82,8 +89,8 @@ if triton is not None:
         OUT: tl.constexpr, IN: tl.constexpr, PART: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     ):  # fmt: skip
         """One part of the outputs of one tile of the weight, for one tile of rows."""
-        output = tl.program_id(0).to(tl.int64) * BO + tl.arange(0, BO)
-        row = tl.program_id(1).to(tl.int64) * BR + tl.arange(0, BR)
+        row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+        output = tl.program_id(1).to(tl.int64) * BO + tl.arange(0, BO)
         part = tl.program_id(2)
         summed = tl.zeros([BO, BR], tl.float32)
         for at in range(part * PART, part * PART + PART, BK):

@@ -39,7 +39,7 @@ class RecordedModel(ForwardPass):
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
         recording = None
         if batch.rows <= MOST_ROWS:
-            shape = batch.rows, len(batch.logit_rows), splits_for(batch.longest)
+            shape = batch.rows, batch.tiles, len(batch.logit_rows), splits_for(batch.longest)
             recording = self._recordings.find(shape, lambda: self._prepared(batch))
         if recording is None:
             return self._launched(batch)

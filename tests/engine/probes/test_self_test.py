@@ -276,8 +276,9 @@ def test_splits_that_depend_on_the_batch_are_noticed(
     assert not kernels.attention_agrees(cache, query_groups=3, longest=100)
 
 
-def products_of(folder: Path) -> list[Product]:
-    model = load_engine(save_model(folder, small_config("llama")), native=False, cuda_graphs=False).forward_pass
+def products_of(folder: Path, exact: bool = True, **options: Any) -> list[Product]:
+    folder = save_model(folder, small_config("llama"))
+    model = load_engine(folder, exact, native=False, cuda_graphs=False, **options).forward_pass
     assert isinstance(model, GpuModel)
     return model.products()
 
@@ -299,9 +300,34 @@ def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatc
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(startup, "choose_products", choose_products)
     monkeypatch.setattr(gpu_products, "linear", lambda x, weight: gpu_products.multiply(x, weight, 1)[0])
-    times = {"cublas": iter([3.0] * 1000), "triton": iter([2.0] * 1000)}
-    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, record: next(times[kind]))
+    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
+    assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
+
+
+def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(startup, "choose_products", choose_products)
+    monkeypatch.setattr(
+        gpu_products, "linear", lambda x, weight: gpu_products.multiply(x.flip(-1), weight.flip(-1), 1)[0]
+    )
+    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
     assert {product.kind for product in products_of(tmp_path)} == {"triton"}
+    assert {product.kind for product in products_of(tmp_path, products="cublas")} == {"cublas"}
+    assert {product.kind for product in products_of(tmp_path, exact=False)} == {"cublas"}
+
+
+def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of resource")
+
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(startup, "choose_products", choose_products)
+    exact = gpu_products.multiply
+    monkeypatch.setattr(gpu_products, "multiply", refuse)
+    monkeypatch.setattr(gpu_products, "linear", lambda x, weight: exact(x, weight, 1)[0])
+    assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
 
 
 def test_without_an_exact_product_all_passes_have_one_shape(
