@@ -14,7 +14,7 @@ test: .venv/ready
 test-cpus: .venv/ready
 	$(BIN)/pytest -m all_cpus tests/engine/probes/test_cpus.py
 
-# All kernels of the GPU's passes, compiled for GPUs that need not be here.
+# Compiles every kernel of a GPU's pass, for three architectures; needs no GPU.
 test-kernels: .venv/ready
 	$(BIN)/pytest -m all_kernels tests/benchmarks/test_compiled_kernels.py
 

@@ -21,7 +21,7 @@ from torch.profiler import profile
 from transformers import DynamicCache
 
 from benchmarks.figures import engine_figure
-from benchmarks.report import finish, progress, seconds_of, show
+from benchmarks.report import finish, output_folder, progress, seconds_of, show
 from benchmarks.shapes import SHAPES, random_loaded, random_model
 from engine.cache.memory import zeros
 from engine.cache.spans import Span
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps per repeat, of which the fastest counts")
-    parser.add_argument("--output", type=Path, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
     try:
         options.device = str(use_device(options.device))

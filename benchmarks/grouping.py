@@ -10,12 +10,11 @@ import argparse
 import random
 import time
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, output_folder, progress, show
 from coordinator.counters import GroupingCounters
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.pool import Pool
@@ -35,7 +34,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4, help="draft tokens per round")
     parser.add_argument("--most", type=int, default=WINDOWS[-1], help="largest window")
     parser.add_argument("--rounds", type=int, default=2_000, help="rounds counted; more where the window is larger")
-    parser.add_argument("--output", type=Path, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
     windows = [window for window in WINDOWS if options.batch <= window <= options.most]
     plan = [(*case, window) for case in CASES for window in windows]

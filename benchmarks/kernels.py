@@ -1,9 +1,9 @@
-"""What the compiler makes of the GPU's kernels: registers, spills, shared memory, and kernels a layer. Needs no GPU.
+"""What the compiler makes of the GPU's kernels: registers, spills, shared memory, kernels per layer. Needs no GPU.
 
     python -m benchmarks.kernels [--archs 80 90 100] [--dtypes bfloat16 float16 float32] [--shapes qwen3-8b ...]
 
-The passes of a model of each shape run with memory that does not exist, on a driver that compiles what is launched and
-launches nothing. The last line printed is JSON.
+Passes of a model of each shape run on tensors without memory (torch's "meta" device), with a driver of Triton that
+compiles what is launched and launches nothing. The last line printed is JSON.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import triton
 from transformers import AutoConfig, AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, output_folder, progress, show
 from benchmarks.shapes import SHAPES
 from engine.cache.arena import KVArena
 from engine.cache.spans import Location, Span
@@ -122,15 +122,15 @@ class Compiler:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        """A number of its own, so that nothing compiled for another one counts."""
+        """A number of its own, so that nothing compiled for another device is reused."""
         return self.number
 
     def get_current_stream(self, device: int | None = None) -> int:
-        """The only one."""
+        """The only stream."""
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """What is asked of it: how much shared memory a program may have."""
+        """The properties that Triton asks for, such as how much shared memory a program may have."""
         return {"max_shared_mem": SHARED[self.arch], "multiprocessor_count": 132}
 
     def load_binary(self, name: str, binary: bytes, shared: int, *_: Any) -> tuple[object, None, int, int, int]:
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--archs", type=int, nargs="+", choices=SHARED, default=list(SHARED), help="80 is sm_80")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--shapes", nargs="+", choices=ALL_SHAPES, default=list(ALL_SHAPES))
-    parser.add_argument("--output", type=Path, help="folder for the result")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     cells = list(product(options.archs, options.dtypes, options.shapes))
     rows = [measure(*cell) for cell in progress(cells, "compiling")]

@@ -10,10 +10,9 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, output_folder, progress, show
 from coordinator.scheduling.sequence import DraftMethod
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings, Overlap
@@ -38,7 +37,7 @@ def main() -> None:
     parser.add_argument("--draft-ms", type=float, nargs=2, default=(2.0, 0.02), metavar=("FIRST", "MORE"))
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
-    parser.add_argument("--output", type=Path, help="folder for the result")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     rows = [asyncio.run(row(concurrency, options)) for concurrency in progress(CONCURRENCIES, "concurrencies")]
     show("tokens/s", rows)

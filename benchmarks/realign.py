@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.figures import realign_figure
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts, number_of_prompts
-from benchmarks.report import console, finish, median, progress, show
+from benchmarks.report import console, finish, median, output_folder, progress, show
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from engine.models.embedded_pair import embedded_pair
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", choices=every, default=every, help="ways to decode; plain is always included"
     )
-    parser.add_argument("--output", type=Path, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     parser.add_argument("--name", default="realign", help="name of the files there")
     options = parser.parse_args()
     rows = asyncio.run(measure(options))

@@ -1,5 +1,6 @@
 """How benchmarks report: tables on standard error, one JSON object as the last line, results kept in files."""
 
+import argparse
 import json
 import statistics
 import sys
@@ -15,6 +16,16 @@ from rich.table import Table
 
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 T = TypeVar("T")
+
+
+def output_folder(name: str) -> Path:
+    """The folder of this name, made if there is none; a type of arguments, so that no result is lost after the work."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name} cannot be a folder: {error.strerror}") from None
+    return folder
 
 
 def progress(things: Sequence[T], what: str) -> Iterable[T]:

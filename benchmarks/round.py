@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prompts import load_prompts, number_of_prompts
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, output_folder, progress, show
 from specpool.cli.generate import sure_answers
 from specpool.cli.prompts import PromptLine
 from specpool.cli.up import UpSettings, running
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="folder for the result")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     rows = asyncio.run(measure(options))
     show("share of the time in %", rows)

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
-from benchmarks.report import finish, progress, seconds_of, show
+from benchmarks.report import finish, output_folder, progress, seconds_of, show
 from engine.models.embedded_pair import embedded_pair
+from engine.models.loading import UnsupportedModelError, use_device
 from engine.sampling import choose_together, choose_token
 from protocol.sampling import SamplingParams
 
@@ -51,10 +52,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20, help="draws at each position")
     parser.add_argument("--skip-layer", type=int, default=25)
     parser.add_argument("--device", default="cpu", help="a GPU measures batches of random logits")
-    parser.add_argument("--vocab-size", type=int, default=151_936, help="of these logits")
-    parser.add_argument("--output", type=Path, help="folder for the result")
+    parser.add_argument("--vocab-size", type=int, default=151_936, help="number of tokens that these logits are of")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
-    if options.device != "cpu":
+    try:
+        device = use_device(options.device)
+    except UnsupportedModelError as error:
+        parser.error(f"--device: {error}")
+    if device.type != "cpu":
         finish("sampling-batches", {"batches": batches(options.device, options.vocab_size)}, options.output)
         return
     target, rows_of = rows_to_choose_from(options)

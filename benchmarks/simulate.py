@@ -13,10 +13,9 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, output_folder, progress, show
 from coordinator.drafting.costs import RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
 
@@ -57,7 +56,7 @@ def main() -> None:
     parser.add_argument(
         "--answers", type=int, default=12, help="answers for each place in the batch, at least 24 in all"
     )
-    parser.add_argument("--output", type=Path, help="folder for the result")
+    parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     cells = list(itertools.product(COSTS, BATCHES, RATES, ("steady", "changing")))
     rows = [row(*cell, answers=options.answers) for cell in progress(cells, "cells")]

@@ -27,7 +27,7 @@ from google.protobuf.json_format import MessageToDict
 from benchmarks.answers import Answer, answer, measures
 from benchmarks.figures import throughput_figure
 from benchmarks.prompts import in_turn, load_by_category
-from benchmarks.report import console, finish, median, progress, show
+from benchmarks.report import console, finish, median, output_folder, progress, show
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.prompts import PromptLine
 from specpool.cli.up import UpSettings, running
@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--category-concurrency", type=_natural, default=1, help="concurrency of the runs by category; 0: no such runs"
     )
-    parser.add_argument("--output", type=Path, help="folder for the result and the plot")
+    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args(arguments)
     try:
         options.categories = load_by_category(options.prompts)
@@ -110,11 +110,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"{options.prompts} holds none")
     except (OSError, ValueError, LookupError, TypeError) as error:
         parser.error(f"--prompts: {error}")
-    try:
-        if options.output is not None:
-            options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--output: {error}")
     return options
 
 

@@ -57,8 +57,8 @@ class CoordinatorServer:
 async def serve(settings: CoordinatorSettings) -> None:
     """Serves until SIGTERM."""
     process = CoordinatorServer(settings)
+    process.server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other
     await process.start()
-    process.server.stop_on_signals()
     await process.wait_stopped()
 
 

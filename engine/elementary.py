@@ -1,7 +1,7 @@
-"""Logarithms and exponentials whose bits are the same on every device, in any number of threads and in any piece.
+"""Logarithms and exponentials whose bits are the same on every device, with any number of threads and in any piece.
 
 They are made of float32 multiplications and additions, which IEEE 754 rounds in one way only, in a fixed order, and of
-operations on integers. The libraries' functions differ in the last bit from one device to another, and on a CPU from
+operations on integers. Torch's functions may differ in the last bit from one device to another, and on a CPU from
 vectors to the elements left over. `engine/sampling_kernel.py` has the same formulas in Triton.
 
 The reductions and the split of log(2) are those of the Cephes library; the polynomials are minimax fits.
@@ -9,10 +9,10 @@ The reductions and the split of log(2) are those of the Cephes library; the poly
 
 import torch
 
-# Bits of the float32 next to sqrt(1/2): mantissas are taken from there to sqrt(2).
+# Bits of the float32 next to sqrt(1/2): mantissas range from there to sqrt(2).
 SQRT_HALF_BITS = 0x3F3504F3
 MANTISSA_BITS, MANTISSA_MASK = 23, (1 << 23) - 1
-# log(2) is their sum; the first has so few bits that its product with an exponent is exact.
+# Their sum is log(2); the first has so few bits that its product with an exponent is exact.
 LOG2_HIGH, LOG2_LOW = 0.693359375, -2.1219444170128554e-4
 # log(1 + f) = f - f**2 / 2 + f**3 * polynomial(f), the highest power first.
 LOG_TERMS = (
@@ -25,7 +25,7 @@ LOG2_E = 1.4426950216293335
 # Adding it rounds to an integer, which is then in the low bits of the sum.
 ROUNDS = 12582912.0
 ROUNDS_BITS = 0x4B400000
-# Every mass is a whole number of these units, so that a sum is the same in any order.
+# Masses of probability are whole numbers in units of 2**-MASS_BITS, so that a sum is the same in any order.
 MASS_BITS = 40
 LEAST_EXPONENT = -60.0
 

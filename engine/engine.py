@@ -42,7 +42,7 @@ class Engine:
         """Reserves the cache. `tiles`: the shapes of exact results, as far as the pass needs any."""
         self.loaded, self.facts, self.forward_pass = loaded, facts, forward_pass
         self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
-        """What an operator should know, one sentence each; whoever finds out more about the engine appends it."""
+        """What an operator should know, one sentence each; what is found out about the engine later is appended."""
         if isinstance(forward_pass, LibraryModel):
             reason = why_not_lean(loaded.config) or "the lean pass is switched off"
             self.notes.append(f"runs slowly, by the modules of transformers, because {reason}")
@@ -54,7 +54,7 @@ class Engine:
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
         self._draft_loop: DraftLoop | None = None
-        if not self.layout.spare_columns:  # there sequences stay in place
+        if not self.layout.spare_columns:  # in such a layout sequences stay in place
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
         self.realign_ns = 0
         """Nanoseconds spent so far on bringing caches to the length and the columns that a pass needs."""
@@ -78,16 +78,16 @@ class Engine:
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether `draft` works."""
+        """Whether `draft` can be called."""
         return self._draft_loop is not None
 
     @torch.inference_mode()
     def draft(self, spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
-        """Caches the new tokens of all spans, and drafts this many tokens after each, at least one after some span.
+        """Caches the new tokens of all spans, and drafts as many tokens after each as `lengths` says.
 
-        Each token is the most probable one after those before it. Returns the tokens of each span, and their
-        probabilities; the device is waited for once. Tokens are cached up to the last but one. `spans` ask for one row
-        of logits where a token is wanted.
+        At least one length is above 0. Each token is the most probable one after those before it. Returns the tokens of
+        each span, and their probabilities; the host waits for the device once. All tokens but the last one of each span
+        are cached. A span asks for one row of logits if tokens are wanted after it, else for none.
         """
         assert self._draft_loop is not None
         drafted = [(span, length) for span, length in zip(spans, lengths, strict=True) if length]

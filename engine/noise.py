@@ -14,7 +14,7 @@ from engine.elementary import negative_log, negative_log_of_rest
 _MASK64 = (1 << 64) - 1
 # Torch runs operations of this few elements on one thread: waking other threads would take longer than the operation.
 _PIECE = 1 << 14
-# More than rounding takes from the upper bound of the noise, and more than the bound is ever too large.
+# More than rounding takes from the upper bound of the noise, and more than the bound ever exceeds the noise.
 _MARGIN, _BOUND_ERROR = 1e-4, 3.0
 
 
@@ -30,13 +30,13 @@ def gumbel(seed: int, position: int, token_ids: torch.Tensor) -> torch.Tensor:
 def largest_with_noise(values: torch.Tensor, seed: int, position: int, token_ids: torch.Tensor) -> int:
     """The token with the largest sum of value and noise, the first of those with equal sums.
 
-    The noise is computed only where a bound that costs less leaves a choice.
+    The noise is computed only for tokens that an upper bound of it, which costs less, does not rule out.
     """
     keys = noise_keys(seed, position)
     bits = torch.cat([_hash(piece, *keys) for piece in _pieces(token_ids)])
     most = torch.cat([_gumbel_bound(b).add_(v) for b, v in zip(_pieces(bits), _pieces(values), strict=True)])
     largest = most.max()
-    # What is not a number stays, and what rounding of a large sum may have moved.
+    # NaN is not ruled out, nor is what the rounding of a large sum may have moved.
     left = (most < largest - (_BOUND_ERROR + largest.abs() * 2.0**-20)).logical_not_().nonzero().squeeze(1)
     sums = values[left] + _gumbel(bits[left])
     return int(token_ids[left[sums.argmax()]])
@@ -52,8 +52,8 @@ def _gumbel(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _gumbel_bound(bits: torch.Tensor) -> torch.Tensor:
-    """No less than the noise, since -log(1 - u) is above u, and log2(1 + m) above m for a mantissa of 1 + m."""
-    half = ((bits >> 1) & 0x7FFFFFFF).float().add_(0.25)  # of 2**32 * u
+    """An upper bound of the noise: -log(1 - u) is above u, and log2(1 + m) is above m for a mantissa of 1 + m."""
+    half = ((bits >> 1) & 0x7FFFFFFF).float().add_(0.25)  # half of 2**32 * u
     return half.view(torch.int32).float().mul_(-math.log(2) / (1 << 23)).add_((127 + 31) * math.log(2) + _MARGIN)
 
 

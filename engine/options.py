@@ -40,7 +40,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     cuda_graphs: bool = Field(True, description="record that pass on a GPU, for one launch instead of hundreds")
     products: Literal["auto", "triton", "cublas"] = Field(
         "auto",
-        description="kind of product of that pass on a GPU, where it is exact; "
+        description="kernels of that pass for products with weights on a GPU, where they are exact; "
         '"auto": the fastest, but "triton" where bits differ and a target needs the same ones after every start',
     )
     max_forward_tokens: int | None = Field(

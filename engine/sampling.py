@@ -2,7 +2,7 @@
 
 A CPU chooses one row at a time, a GPU all rows of a batch together; from equal logits both choose the same token.
 Penalties and limits are applied in the order of vLLM, each as `transformers` defines it, except that tokens as probable
-as the last one that a limit leaves stay too.
+as the last one that a limit keeps are kept too.
 """
 
 import logging
@@ -109,9 +109,9 @@ def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int])
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and ids of the tokens that min_p, top_k and top_p leave: at least the most probable one.
+    """Logits and ids of the tokens that min_p, top_k and top_p keep: at least the most probable one.
 
-    Each is a least logit, so tokens as probable as the last one that is left stay too.
+    Each limit is a smallest logit, so tokens as probable as the last one that is kept are kept too.
     """
     best = float(logits.max())
     least = -math.inf
@@ -141,7 +141,7 @@ def _nucleus(logits: torch.Tensor, best: float, top_p: float) -> float:
 
 
 def float32(x: float) -> float:
-    """The number closest to x that a GPU's parameters can hold."""
+    """x rounded to float32, in which a GPU's kernels get their parameters."""
     rounded: float = struct.unpack("f", struct.pack("f", x))[0]
     return rounded
 

@@ -93,7 +93,7 @@ def _numbers(params: SamplingParams | None, length: int, vocab: int) -> tuple[in
 
 
 def _bits(x: float) -> int:
-    """Of a float32."""
+    """The bits of x as a float32."""
     bits: int = struct.unpack("i", struct.pack("f", x))[0]
     return bits
 
@@ -137,7 +137,7 @@ if triton is not None:
         the logits from `begin` on: if there is room for all of them, the search reads no others."""
         rank = tl.where(top_k > 0, top_k, FEW // 2)
         begin = limit
-        if rank <= FEW:  # at least as many logits as lanes are that large
+        if rank <= FEW:  # the lanes with a logit that large are `rank` or more, so as many logits are kept
             begin = _of_rank(few, FEW, temperature, rank, limit, best, FEW)
             tl.debug_barrier()
         count = _keep(logits, few, vocab, temperature, begin, FEW)

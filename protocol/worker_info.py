@@ -44,4 +44,4 @@ class WorkerInfo:
     seconds_per_cached: float
     max_rows: int
     notes: tuple[str, ...] = ()
-    """What an operator should know, such as a fallback that makes the model slow."""
+    """What an operator should know, one sentence each, such as a fallback that makes the model slow."""

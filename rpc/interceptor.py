@@ -25,7 +25,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self.idle = asyncio.Event()
-        """Set while no call is under way, but for those of health and reflection."""
+        """Set while no call is under way, apart from those of health and reflection."""
         self.idle.set()
         self._running = 0
 

@@ -123,7 +123,7 @@ class Server:
         log.info("stopped")
 
     async def _calls_ended(self) -> None:
-        """Returns once all calls have ended but those of health and reflection, which clients may keep open."""
+        """Returns once all calls have ended, except those of health and reflection, which clients may keep open."""
         while True:
             await self._calls.idle.wait()
             await asyncio.sleep(LAST_CALLS_SECONDS)

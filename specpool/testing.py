@@ -49,7 +49,7 @@ class FakeWorker:
     ) -> None:
         """`pass_seconds`: duration of a pass by its number of new tokens; None: no added delay.
 
-        `notes`: those of its model.
+        `notes`: the notes of its model.
         """
         self.notes = notes
         self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device

@@ -45,8 +45,8 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
     server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
     add_service(server)
     server.on_drain = host.drain
+    server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other
     await server.start()
-    server.stop_on_signals()
 
     async def load_and_serve() -> None:
         await host.load()

@@ -37,7 +37,7 @@ class StepTimes:
         self._seconds = [_bounded(points[rows]) for rows in self._rows]
         self._observed = 0
         self._seen = [1.0] * len(points)
-        """Observations of each point. The measurement is one; a point that was only extrapolated has none."""
+        """Observations of each point. Its measurement counts as one; a point that was only extrapolated has none."""
         self._keep_plausible()
 
     def __call__(self, rows: float) -> float:
@@ -59,9 +59,8 @@ class StepTimes:
         """Takes in the time that steps with these numbers of rows took together.
 
         All points move together first: a worker that has become slower is slower for every number of rows, and points
-        that moved alone would distort the cost of one more row. Extrapolated points are an exception: what they were
-        believed to be says nothing about the worker. Then the points that the time consists of move, those more that
-        account for more of it.
+        that moved alone would distort the cost of one more row. An error of extrapolated points does not count here: it
+        says nothing about the worker. Then the points that make up the time move, in proportion to their part of it.
         """
         steps = [rows for rows in steps if rows > 0]
         if not steps or not 0 < seconds < math.inf:

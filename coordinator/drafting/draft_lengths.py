@@ -129,7 +129,7 @@ class DraftLengths:
         batch = _Batch(self.costs, len(options), counts, sum(by_lookup.values()), gained)
         depth = min(len(self.plan.steps), self.longest)
         best = batch.plan(depth)
-        for direction in (-1, 1):  # the speed has one summit for each number of passes
+        for direction in (-1, 1):  # the speed has one peak for each number of passes
             while 0 <= depth + direction <= self.longest and able:
                 other = batch.plan(depth + direction)
                 if not self._replaces(other, best):
@@ -182,7 +182,7 @@ class _Batch:
         costs, lengths = self.costs, dict.fromkeys(self.counts, depth)
         for _ in range(3):  # the speed decides what a second is worth, and that decides which sequences take part
             speed, drafting = self._speed(lengths), self._drafting(lengths, depth)
-            # On average: one row more is a whole pass where it no longer fits in those that the others fill.
+            # An average: one row more would cost a whole pass where the others fill theirs.
             undrafted, drafted = self.sequences + self.by_lookup, max(1, sum(drafting))
             row = speed * (costs.verify(undrafted + drafted) - costs.verify(undrafted)) / drafted
             # Where others draft too, one sequence more costs little; alone it would cost the whole step.
@@ -193,7 +193,7 @@ class _Batch:
         return RoundPlan(self.sequences, self._speed(lengths), row, tuple(steps[:depth]), tuple(shares))
 
     def filling(self) -> set[int]:
-        """Numbers of draft steps that fill the passes that plain decoding takes too, and one pass more."""
+        """Numbers of draft steps that fill the passes that plain decoding needs anyway, or one pass more."""
         most, able = self.costs.verify.max_rows, sum(self.counts.values())
         if not most or not able:
             return set()

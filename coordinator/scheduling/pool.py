@@ -103,7 +103,7 @@ class Pool:
         if request_id in self._by_request:
             raise DuplicateRequestError(request_id)
         waiting = len(self._queue) + len(new)
-        if waiting > self.queue_size:  # those enter at once for which there is room
+        if waiting > self.queue_size:  # sequences for which there is room enter at once
             waiting -= self._next_to_enter(chain(self._queue.values(), new.values()))
         if waiting > self.queue_size:
             raise PoolFullError

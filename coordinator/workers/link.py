@@ -235,7 +235,8 @@ class WorkerLink:
     def _set_state(self, state: LinkState, reason: str) -> None:
         if (state, reason) != (self.state, self.reason):
             level = logging.INFO if state is LinkState.READY else logging.WARNING
-            log.log(level, "%s at %s is %s %s", type(self).__name__, self.address, state, reason)
+            because = f": {reason}" if reason else ""
+            log.log(level, "%s at %s is %s%s", type(self).__name__, self.address, state, because)
         changed = state is not self.state
         self.state, self.reason = state, reason
         if state is LinkState.READY:

@@ -66,7 +66,7 @@ class RoundCalls:
 
 
 async def _write(stream: Any, request: Any) -> None:
-    """AioRpcError UNAVAILABLE if the stream has ended, whatever the worker ended it with: that is no answer to this."""
+    """Sends a request. AioRpcError UNAVAILABLE if the stream has ended: the status it ended with is no answer to it."""
     try:
         await stream.write(request)
     except (asyncio.InvalidStateError, AioRpcError):

@@ -30,7 +30,7 @@ class TargetLink(WorkerLink):
     async def _check(self, info: common_pb2.ModelInfo) -> None:
         if self.info is not None:
             before, now = _lasting(self.info), _lasting(info)
-            # More positions than before are no harm: sequences in flight have reserved fewer.
+            # More positions than before do no harm: sequences in flight have reserved fewer.
             now["max_model_len"] = min(info.max_model_len, self.info.max_model_len)
             for field in before:
                 if before[field] != now[field]:
@@ -54,7 +54,7 @@ class TargetLink(WorkerLink):
 
 def _lasting(info: common_pb2.ModelInfo) -> dict[str, object]:
     """Properties of a worker that decide the tokens of a sequence, and whether it fits. Logits are bit-identical on
-    devices of one kind only; the number of a device is of no importance."""
+    devices of one kind only; the index of a device does not matter."""
     fields = ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype", "max_model_len")
     return {
         **{field: getattr(info, field) for field in fields},

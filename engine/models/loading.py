@@ -1,6 +1,7 @@
 """Loads a model through transformers, and refuses, with a reason, models that the engine cannot run exactly."""
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class LoadedModel:
     output_ids: torch.Tensor | None = None
     """The token of each row of the output head, if it has rows for some tokens only, as a trained draft may."""
     notes: tuple[str, ...] = ()
-    """What an operator should know of how the weights were read."""
+    """What an operator should know about how the weights were read."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -113,13 +114,13 @@ def load_model(options: EngineOptions) -> LoadedModel:
 def read_weights(
     model: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, **others: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The library's model on a device, and what transformers reports of its weights. Any error of transformers.
+    """The model as transformers reads it onto a device, and what transformers reports of its weights.
 
-    `others`: further arguments for transformers.
+    `others`: further arguments for transformers. Any error of transformers passes through.
     """
     source = _source(model)
     quantized = unpacking(config, source)
-    # For a GPU tensor by tensor, so that the memory of the host never holds the whole model.
+    # A GPU's weights are read tensor by tensor, so that the memory of the host never holds the whole model.
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         **{**source, **quantized, **placed, **others},
@@ -135,7 +136,7 @@ def read_weights(
 
 
 def use_device(wanted: str) -> torch.device:
-    """The device that `wanted` names, as the current one of this thread. UnsupportedModelError as of `pick_device`."""
+    """Picks a device as `pick_device` does, with its errors, and makes it the current one of this thread."""
     device = pick_device(wanted)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels and graphs go to the current device
@@ -146,6 +147,8 @@ def pick_device(wanted: str) -> torch.device:
     """The device that `wanted` names, a GPU with its index; "auto" takes a GPU if there is one. UnsupportedModelError
     if there is no such device."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise UnsupportedModelError(f'device {wanted} cannot be used: it must be "auto", "cpu", "cuda" or "cuda:N"')
     try:
         device = torch.device(name)
         if device.type == "cuda" and torch.cuda.is_available():
@@ -168,7 +171,10 @@ def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
     """Replaces the output head by that of a file, if the file exists; returns the tokens of its rows."""
     if not file.is_file():
         return None
-    stored = load_file(file, device=str(model.device))  # where every pass needs them
+    try:
+        stored = load_file(file, device=str(model.device))  # where every pass needs them
+    except Exception as error:  # the file may contain anything
+        raise UnsupportedModelError(f"{file} cannot be read: {first_line(error)}") from error
     weight, output_ids = stored["weight"].to(model.dtype), stored["output_ids"].long()
     known, hidden = model.get_input_embeddings().weight.shape  # type: ignore[misc]
     if weight.shape != (len(output_ids), hidden) or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < known:
@@ -219,8 +225,8 @@ def _check_types(config: PreTrainedConfig) -> None:
 def refuse_made_up_weights(report: dict[str, Any]) -> None:
     """Refuses a checkpoint that transformers had to complete with random weights.
 
-    `report`: what transformers reports of the weights. Unused ones, such as those of further heads, do no harm, unless
-    used ones have to be multiplied by them; transformers warns of them.
+    `report`: what transformers reports of the weights. Unused ones, such as those of further heads, do no harm, and
+    transformers warns of them; scales that used weights have to be multiplied by are refused.
     """
     made_up = {name: name for name in report["missing_keys"]}
     for name, stored, wanted in report["mismatched_keys"]:

@@ -5,12 +5,12 @@ from typing import Any
 from transformers import FineGrainedFP8Config, GgufConfig, PreTrainedConfig
 
 INSTEAD = "serve the model without quantization instead, or as a GGUF file"
-# Names of tensors beside a weight that hold the steps in which it was rounded.
+# Ends of the names of tensors that hold the scales of a quantized weight.
 SCALES = ("scale", "scale_inv", "scales", "qscale_weight", "SCB")
 
 
 def why_not_unpacked(config: PreTrainedConfig) -> str | None:
-    """The reason why a model's quantized weights cannot be served; None if they can be, or if it has none."""
+    """The reason why a model's quantized weights cannot be served; None if they can be, or if there are none."""
     found = _quantization(config)
     if found is None:
         return None
@@ -29,7 +29,7 @@ def why_not_unpacked(config: PreTrainedConfig) -> str | None:
 
 
 def unpacking(config: PreTrainedConfig, source: dict[str, str]) -> dict[str, Any]:
-    """Arguments with which transformers reads quantized weights as ordinary ones, whatever the device could do."""
+    """Arguments that make transformers unpack quantized weights, even for a device that could compute with them."""
     if "gguf_file" in source:
         return {"quantization_config": GgufConfig(dequantize=True)}
     if method_of(config) == "fp8":

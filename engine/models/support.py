@@ -1,4 +1,4 @@
-"""Which models can be served, as far as their configuration tells."""
+"""Which models can be served, as far as their configurations tell."""
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 

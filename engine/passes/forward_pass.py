@@ -41,8 +41,8 @@ class DraftLoop(Protocol):
     ) -> torch.Tensor:
         """Goes on from the choices [2, n] of n sequences. Returns all choices, theirs included, [1 + steps, 2, n].
 
-        `positions`, `columns`: of the chosen tokens. `wanted`: how many more tokens each sequence wants; one that has
-        them is not cached any more. `longest`: positions of the longest sequence in the end.
+        `positions`, `columns`: of the chosen tokens. `wanted`: how many more tokens each sequence wants; once it has
+        them, nothing more is cached for it. `longest`: positions of the longest sequence in the end.
         """
 
 
@@ -56,12 +56,12 @@ class ForwardPass(nn.Module, ABC):
     exact_by_construction: bool = False
     """Whether a row has the same bits in every batch without any padding, so that no tiles have to be found."""
     rows_per_tile: int = 1
-    """How many rows of a sequence share a tile of attention at most, in a pass without a plan."""
+    """Most rows of a sequence that share a tile of attention, in a pass without an attention plan."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[str] = []
-        """What an operator should know of this pass, such as what it had to do without."""
+        """What an operator should know about this pass, such as what it had to do without."""
 
     @abstractmethod
     def forward(self, batch: PackedBatch) -> torch.Tensor:

@@ -23,7 +23,7 @@ class PackedBatch:
     arena: KVArena
     tokens: int  # T
     rows: int
-    tiles: int  # of attention, in a pass without a plan
+    tiles: int  # of attention, in a pass without an attention plan
     longest: int  # positions of the longest sequence
     num_logits: int  # R
     numbers: torch.Tensor  # everything that differs between passes of one shape, moved to the device at once
@@ -74,9 +74,9 @@ def pack(
 ) -> PackedBatch:
     """Concatenates the spans in their order. `locations`: those of their sequences.
 
-    `padded`: how many rows or tiles there are for so many tokens, tiles or logits. `rows_per_tile`: of attention, at
-    most. `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is neither cached nor
-    attended.
+    `padded`: to how many a number of tokens, tiles or rows of logits is padded. `rows_per_tile`: most rows that share a
+    tile of attention. `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is
+    neither cached nor attended.
     """
     lengths = np.array([len(span.token_ids) for span in spans])
     tokens = int(lengths.sum())

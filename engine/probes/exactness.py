@@ -27,7 +27,7 @@ ATTENTION_GRIDS = (
     *((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512)),
 )
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
-# Of grids with such multiples, every row count is probed.
+# Of grids with multiples from this one on, every row count is probed.
 COARSE = 32
 # Wide layers cost more, so fewer row counts are probed.
 MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 80, 96, 128, 160, 200, 256)
@@ -40,8 +40,8 @@ DISTINCT_FEATURES = 1024
 def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Tiles | None:
     """The cheapest tiles on which every shape of linear layer, and attention, give the same bits whatever the batch.
 
-    `attention`: KV heads, query heads per KV head, and head size; None if attention is exact in every shape. None if
-    there are no such tiles; a warning then names the layer.
+    `attention`: KV heads, query heads per KV head, and head size; None if attention is exact in every shape. Returns
+    None if there are no such tiles; a warning then names the layer.
     """
     numbers = ProbeInputs(next(model.parameters()))
     rows = _row_tiles(model, numbers)

@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 # Rows of the products that are timed: plain decoding of one and of eight sequences, and verification of many drafts.
 TIMED_ROWS = (1, 8, 40, 320)
 REPEATS = 3
-# Rows are also moved by so many, which is no multiple of any tile.
+# Rows are also moved by this number, which is no multiple of any tile's height.
 SHIFT = 3
 # Random numbers cost time: the outputs of a probed weight repeat after this number.
 DISTINCT_OUTPUTS = 1024
-# Positions of probed rows beside the borders of splits.
+# Positions of probed rows, in addition to those at the borders of splits.
 POSITIONS = (0, 3, 70, 1100)
 
 
@@ -33,12 +33,12 @@ POSITIONS = (0, 3, 70, 1100)
 def choose_products(
     model: GpuModel, most_rows: int, exact: bool, wanted: Kind | None = None, record: Record | None = None
 ) -> bool:
-    """Sets the kind of every product of a pass. False if for some product no kind is exact, though it shall be.
+    """Sets the kind of every product of a pass. False if `exact` is asked for and some product has no exact kind.
 
     `most_rows`: tokens of the longest pass. `exact`: only kinds are chosen that give a row the same bits for every
-    number of rows. `wanted`: the kind to choose where it can be. Without it, the fastest is chosen; but of exact kinds
-    that differ in their bits always the same one, since times differ from start to start. `record`: how to record
-    products, so that their launches are not timed; None: they are.
+    number of rows. `wanted`: the kind to choose where it is possible; without it, the fastest is chosen. But of exact
+    kinds with different bits it is always the same one, since times differ from start to start. `record`: how to record
+    products, so that their launches are not timed; None: launches are timed too.
     """
     sizes = sorted({model.padded_rows(count) for count in range(1, most_rows + 1)})
     found = True
@@ -48,7 +48,7 @@ def choose_products(
             results = {kind: _if_exact(products[0], kind, sizes) for kind in KINDS}
             possible = {kind: bits for kind, bits in results.items() if bits is not None}
             found &= bool(possible)
-        alike = not exact or len({bits for bits in possible.values()}) == 1
+        alike = not exact or len(set(possible.values())) == 1
         if wanted in possible:
             chosen: Kind = wanted
         elif alike and len(possible) > 1:
@@ -99,13 +99,13 @@ def _if_exact(product: Product, kind: Kind, sizes: Sequence[int]) -> bytes | Non
 
 
 def _fastest(products: Sequence[Product], kinds: Sequence[Kind], sizes: Sequence[int], record: Record | None) -> Kind:
-    """The kind whose product of the geometric mean of these numbers of rows takes least time."""
+    """The kind with the smallest geometric mean of the times of these numbers of rows."""
     times = {kind: _log_times(products, kind, sizes, record) for kind in kinds}
     return min(times, key=times.__getitem__)
 
 
 def _log_times(products: Sequence[Product], kind: Kind, sizes: Sequence[int], record: Record | None) -> float:
-    """Sum over numbers of rows of the logarithms of the seconds of a product, so that none outweighs the others."""
+    """The logarithms of a product's seconds, added up over numbers of rows: none outweighs the others."""
     for product in products:
         product.kind = kind
     inputs = [torch.zeros(rows, products[0].in_features).to(products[0].weight) for rows in sizes]
@@ -113,7 +113,7 @@ def _log_times(products: Sequence[Product], kind: Kind, sizes: Sequence[int], re
 
 
 def _seconds_each(products: Sequence[Product], x: torch.Tensor, record: Record | None) -> float:
-    """Seconds of one of these products of the rows `x`."""
+    """Mean seconds of one of these products with the rows `x`."""
 
     def run() -> torch.Tensor:
         # One layer after the other, as in a pass: their weights do not all fit into a cache.
@@ -153,7 +153,7 @@ def attention_agrees(cache: torch.Tensor, query_groups: int, longest: int) -> bo
     positions = sorted({min(at, longest - 1) for at in (*POSITIONS, *near)})
     keys, values = numbers.normal(2, kv_heads, positions[-1] + 1, dim)
     tile, splits = attention.rows_per_tile(cache.dtype, query_groups), splits_for(positions[-1] + 1)
-    busy = -(-attention.BUSY // kv_heads)  # tiles with which a program handles all splits
+    busy = -(-attention.BUSY // kv_heads)  # so many tiles that a program handles all splits of one
 
     def attend(row: torch.Tensor, at: int, tiles: Sequence[range], splits: int) -> torch.Tensor:
         """The result of `row` at a position of the cache, among the rows of tiles, each given by its positions."""

@@ -15,12 +15,12 @@ from protocol.rounds import MAX_DRAFT_TOKENS
 SEQUENCES, LONGER_SEQUENCES = 64, 16
 # Cached positions of each sequence in the pass that shows the cost of longer sequences.
 LONG = 4 * STEP_CACHED
-# Passes of each kind, of which the fastest counts: the first pass of a shape also prepares it. There is no third one
-# after this number of seconds.
+# Passes of each kind, of which the fastest counts: the first pass of a shape also prepares it. The third one is left
+# out if the first two took this number of seconds.
 REPEATS, ENOUGH_SECONDS = 3, 0.1
 LEAST_ON_GPU = 4
-"""There the second pass of a shape records it."""
-# Passes of more rows than this are measured only after one that took no longer than this number of seconds: beyond it
+"""Passes of each kind on a GPU: the second one of a shape records it."""
+# Passes of more rows than this are measured only as long as none has taken more than this number of seconds: beyond it
 # the time of a pass grows evenly, and measuring it would delay the start.
 ALWAYS_ROWS, LONG_SECONDS = 64, 0.25
 
@@ -29,7 +29,7 @@ ALWAYS_ROWS, LONG_SECONDS = 64, 0.25
 def measure_step_times(engine: Engine, numbers: Sequence[int] | None = None) -> dict[int, float]:
     """Seconds of a pass for each of these numbers of new tokens. Uses the slots of the engine, which must be free.
 
-    By default the numbers go up to the most new tokens of a round, or of a pass, as far as passes are short.
+    By default the numbers go up to the most new tokens of a round, or of a pass, as long as passes are short.
     """
     chosen = _row_numbers(engine) if numbers is None else numbers
     times: dict[int, float] = {}
@@ -55,7 +55,7 @@ def measure_seconds_per_cached(engine: Engine) -> float:
 
 
 def _row_numbers(engine: Engine) -> list[int]:
-    """Powers of two that are well below the most rows of a round, or of a pass if that is less, and this number."""
+    """Powers of two that are well below the most rows of a round, or of a pass if that is less, and that number."""
     most = max(2, min(engine.slots.total * (1 + MAX_DRAFT_TOKENS), engine.max_forward_tokens))
     return [1 << power for power in range(most.bit_length()) if 3 << power <= 2 * most] + [most]
 
@@ -87,7 +87,7 @@ def _spans(slots: Sequence[Slot], rows: int) -> list[Span]:
 
 
 def _fastest(engine: Engine, spans: Sequence[Span], least: int = 2) -> float:
-    """Seconds of the fastest of a few passes, at least of this number of them."""
+    """Seconds of the fastest of a few passes, `least` or more."""
     if engine.facts.device.type != "cpu":
         least = max(least, LEAST_ON_GPU)
     times: list[float] = []

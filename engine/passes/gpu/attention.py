@@ -11,7 +11,7 @@ from engine.passes.gpu.launching import UNFUSED, is_wide, power_of_two, tl, trit
 
 # Positions of a split, and how many of them are loaded at a time. Splits are joined in their order.
 SPLIT, BLOCK = 256, 64
-# Programs that keep a GPU busy. With as many, each handles all splits of its tile, which saves a kernel.
+# Programs that should keep a GPU busy. From there on each handles all splits of its tile, which saves a kernel.
 BUSY = 512
 # With larger heads, the sums of a split and of all splits do not fit into a program's registers together.
 LARGEST_SERIAL = 128
@@ -29,12 +29,12 @@ def tile_height(dtype: torch.dtype, groups: int) -> int:
 
 
 def rows_per_tile(dtype: torch.dtype, groups: int) -> int:
-    """How many rows of a sequence share a tile at most."""
+    """Most rows of a sequence that share a tile."""
     return tile_height(dtype, groups) // groups
 
 
 def attend_extents(
-    query: torch.Tensor,  # [rows, heads, dim], of rows in a tile replaced by the result
+    query: torch.Tensor,  # [rows, heads, dim]; rows of a tile are replaced by the result
     keys: torch.Tensor,  # [kv_heads, columns, dim]
     values: torch.Tensor,  # [kv_heads, columns, dim]
     tile_begins: torch.Tensor,  # [tiles] first row
@@ -71,7 +71,7 @@ def attend_extents(
 def scratch_bytes(rows: int, longest: int, heads: int, kv_heads: int, dim: int, most_rows: int) -> int:
     """Bytes of the splits that are written and joined, in the largest pass of up to `rows` rows that does so.
 
-    `most_rows`: of a tile.
+    `most_rows`: most rows of a tile.
     """
     splits = splits_for(longest)
     if power_of_two(dim) <= LARGEST_SERIAL:

@@ -1,16 +1,16 @@
-"""Settings under which the library's products are most likely to give a row the same bits beside any other rows."""
+"""Settings under which products of cuBLAS are most likely to give a row the same bits beside any other rows."""
 
 import os
 
 import torch
 
-# Read by the libraries once. Without workspace no kernel can divide a sum among programs, which would depend on the
-# number of rows.
+# cuBLAS and cuBLASLt read these once. Without workspace no kernel can divide a sum among programs, which would depend
+# on the number of rows.
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
 
 def restrict_cublas() -> None:
-    """Applies them to this process; to be called before its first product on a GPU."""
+    """Applies these settings to this process; to be called before its first product on a GPU."""
     for name, value in WORKSPACES.items():
         os.environ.setdefault(name, value)
     torch.backends.cuda.preferred_blas_library("cublaslt")

@@ -11,8 +11,8 @@ from engine.passes.gpu.attention import splits_for
 from engine.passes.gpu.graphs import Record, Recordings, Run
 from engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS, TILE_BEGINS, TILE_SIZES, PackedBatch
 
-# The numbers of a step are those of a packed batch, in which each row is a tile and has logits, then how many tokens
-# each sequence still wants.
+# The numbers of a step are those of a packed batch, in which each row is a tile and has logits; the last one is how
+# many tokens each sequence still wants.
 BEGINS, SIZES = COLUMNS + 1 + TILE_BEGINS, COLUMNS + 1 + TILE_SIZES
 LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
 
@@ -26,7 +26,7 @@ class Step:
 
 
 class GpuDraftLoop:
-    """The draft loop of passes that attend without a plan."""
+    """The draft loop of passes without an attention plan."""
 
     def __init__(
         self,

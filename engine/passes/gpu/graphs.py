@@ -16,7 +16,7 @@ Record = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
 """Records work. Returns a function that repeats it on the same memory, and the tensor where its result then is."""
 
 MOST_RECORDINGS = 64
-"""With more, those that were not used for longest are dropped: they take memory."""
+"""With more, the least recently used ones are dropped: they take memory."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class CudaGraphs:
     """Records CUDA graphs. They share their memory, because no two run at the same time."""
 
     def __init__(self) -> None:
-        # Of its own: the library's workspaces belong to a stream, and another engine's graphs may be dropped meanwhile.
+        # Not shared: cuBLAS's workspaces belong to a stream, and another engine may drop its graphs at any time.
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        # The pool lives as long as some graph uses it.
+        # The pool lives only as long as some graph uses it.
         self._keeper = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._keeper, pool=self._pool, stream=self._stream):
             self._kept = torch.zeros(1, device="cuda")

@@ -1,4 +1,4 @@
-"""What all kernels have in common: whether Triton is there, and how they are compiled."""
+"""What all kernels have in common: whether Triton is installed, and how they are compiled."""
 
 from typing import Any
 

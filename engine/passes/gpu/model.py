@@ -1,7 +1,7 @@
-"""The lean pass as about ten kernels a layer, for GPUs.
+"""The lean pass as about ten kernels per layer, for GPUs.
 
-Products write their parts, and the kernel after each adds them up on its way. All kernels but the products and
-attention handle one row, or one head of it, by itself.
+Products write their parts, which the kernel after each adds up. All kernels but those of products and attention handle
+one row, or one head of a row, by itself.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class GpuModel(ForwardPass):
     plans_attention = False
 
     def __init__(self, lean: LeanModel, longest: int) -> None:
-        """`longest`: positions that a sequence can have; the tables of rotary embeddings are computed for so many."""
+        """`longest`: positions that a sequence can have; the tables of the rotary embedding have this length."""
         super().__init__()
         first: Any = lean.layers[0]
         self.compute_dtype, self.eps = lean.compute_dtype, lean.eps
@@ -108,8 +108,8 @@ class GpuLayer(nn.Module):
         self.before_mlp, self.after_mlp, self.head_norms = lean.before_mlp, lean.after_mlp, lean.head_norms
 
     def forward(self, hidden: torch.Tensor, added: Addend | None, batch: PackedBatch, rotary: Rotary) -> Addend:
-        """What this layer adds to the hidden states [rows, hidden] in the end. What comes before that, `added` of the
-        layer before it included, is added here in place."""
+        """What the end of this layer adds to the hidden states [rows, hidden]: the next kernel does it. Everything
+        before, `added` of the layer before included, is added here in place."""
         arena, positions, columns = batch.arena, batch.positions, batch.columns
         qkv = self.qkv(add_and_norm(hidden, added, self.before_attention, self.eps))
         query = rotate_and_cache(

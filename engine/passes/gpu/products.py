@@ -1,8 +1,8 @@
 """Products with the weights of a layer on a GPU, by a kernel in which a row has the same bits beside any other rows.
 
-The weight lies on that side of the tensor cores whose size is fixed, the rows on the other, and terms are added in one
-order: shapes of tiles along the weight depend on the weight alone, never on the number of rows. A weight with few
-outputs is divided along its inputs too, so that enough programs read it; whoever uses the product adds up these parts,
+The weight is the operand for which tensor cores have one tile size, the rows are the other one, and terms are added in
+one order: the shape of tiles along the weight depends on the weight alone, never on the number of rows. A weight with
+few outputs is divided along its inputs too (split-K), so that enough programs read it; the caller adds up these parts,
 in their order.
 """
 
@@ -19,14 +19,14 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # Outputs of a tile: what an instruction of an sm_90's tensor cores multiplies.
 OUTPUTS = 64
-# Programs that read a weight should be as many as a large GPU has processors, and no part should be short.
+# About as many programs should read a weight as a large GPU has processors, and no part should be short.
 PROGRAMS, MOST_PARTS, LEAST_INPUTS = 128, 8, 128
 # Least and greatest number of rows of a tile, by whether numbers take four bytes.
 ROWS = {False: (16, 256), True: (16, 32)}
 
 
 class Product(nn.Module):
-    """Replaces an `nn.Linear`, whose bias is left to whoever adds up the parts.
+    """Replaces an `nn.Linear`, whose bias is left to the caller, who adds up the parts.
 
     `forward`: rows [n, inputs] to parts [parts, n, outputs], whose sum is the product; float32 if there are several.
     """

@@ -48,7 +48,7 @@ class RecordedModel(ForwardPass):
         return recording.result.clone()  # the next pass overwrites them
 
     def padded_rows(self, count: int) -> int:
-        """That of the recorded model."""
+        """Padded rows of the recorded model."""
         return self.model.padded_rows(count)
 
     def scratch_bytes(self, rows: int, longest: int) -> int:
@@ -56,7 +56,7 @@ class RecordedModel(ForwardPass):
         return self.model.scratch_bytes(rows, longest)
 
     def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> GpuDraftLoop:
-        """Steps that are recorded."""
+        """Draft steps that are recorded."""
         return GpuDraftLoop(self.model, arena, token_ids, self.record)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Everything between the products of a layer, on a GPU: one program for each row, or for each head of each row.
+"""Kernels between products and attention of a layer on a GPU: one program for each row, or each head of each row.
 
 A program adds up the parts of the product before it, and writes what the next product or attention reads. Sums and
 functions are computed in float32 and rounded once.
@@ -25,7 +25,7 @@ class Addend:
 
 
 def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds a product to the hidden states [rows, hidden] in place, and returns their norm with this weight."""
+    """Adds a product to the hidden states [rows, hidden] in place. Returns them normalized with this weight."""
     rows, size = hidden.shape
     normed = torch.empty_like(hidden)
     parts, bias, norm = (None, None, None) if added is None else (added.parts, added.bias, added.norm)
@@ -49,7 +49,7 @@ def rotate_and_cache(
     heads: int,
     eps: float,
 ) -> torch.Tensor:
-    """Norms and rotates queries and keys, writes keys and values to the cache. Returns the queries [rows, heads, dim].
+    """Normalizes and rotates queries and keys, and caches keys and values. Returns the queries [rows, heads, dim].
 
     Numbers that are not finite are cached as 0: a row of the same tile of attention gives them a weight of zero, and
     zero times an overflow is not zero.
