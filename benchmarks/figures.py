@@ -1,5 +1,6 @@
 """Plots of benchmark results."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -76,4 +77,27 @@ def engine_figure(rows: list[dict[str, Any]]) -> Figure:
         axes.set_yticks(MILLISECONDS, labels=map(str, MILLISECONDS))
         axes.minorticks_off()
         axes.legend(fontsize="x-small")
+    return figure
+
+
+def gpu_figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Steps of the target as shares of their limit, by kind of products; tokens/s of plain decoding, by concurrency."""
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    steps, speed = figure.subplots(1, 2)
+    rows = results.get("target", {}).get("steps", ())
+    for kind in dict.fromkeys(row["products"] for row in rows):
+        mine = [row for row in rows if row["products"] == kind]
+        names = [f"{row['sequences']} x {row['drafted'] + 1}\n{row['cached']}" for row in mine]
+        steps.plot(names, [row["of_limit"] for row in mine], "o", label=kind)
+    steps.set(xlabel="sequences x rows, cached", ylabel="limit / time of a step", ylim=(0, None))
+    steps.tick_params(axis="x", labelsize="xx-small")
+    runs = [row for row in results.get("pair", {}).get("runs", ()) if row["kind"] != "plain"]
+    for kind in dict.fromkeys(row["kind"] for row in runs):
+        mine = [row for row in runs if row["kind"] == kind]
+        speed.plot([str(row["concurrency"]) for row in mine], [row["ratio"] for row in mine], "o-", label=kind)
+    speed.axhline(1, color="gray", linewidth=1)
+    speed.set(xlabel="requests at a time", ylabel="tokens/s, of plain decoding", ylim=(0, None))
+    for axes, lines in ((steps, rows), (speed, runs)):
+        if lines:
+            axes.legend(fontsize="x-small")
     return figure

@@ -13,9 +13,6 @@ from benchmarks.gpu_part import Findings, Settings
 from benchmarks.report import seconds_of
 from engine.passes.gpu.launching import triton
 
-# Runs that are timed together, so that their launches do not count, and how often that is done.
-IN_A_ROW, TIMES = 10, 7
-
 
 def measure(settings: Settings, findings: Findings) -> None:
     """The part of `benchmarks.gpu`. The libraries are not restricted here: rates are what the device can do."""
@@ -45,9 +42,9 @@ def bandwidths(settings: Settings) -> Iterator[tuple[str, float]]:
     """Bytes per second by which memory is read, and by which it is copied: those read and those written."""
     size = settings.sizes.moved_bytes
     source = torch.ones(size // 4, device=settings.device)
-    yield "read_gb_s", size / seconds_each(source.sum)
+    yield "read_gb_s", size / seconds_each(settings, source.sum)
     target = torch.empty_like(source)
-    yield "copy_gb_s", 2 * size / seconds_each(lambda: target.copy_(source))
+    yield "copy_gb_s", 2 * size / seconds_each(settings, lambda: target.copy_(source))
 
 
 def bandwidth(settings: Settings) -> float:
@@ -59,16 +56,16 @@ def product_rate(settings: Settings) -> float:
     """Floating-point operations per second of a large product of random matrices by the library."""
     size = settings.sizes.product
     one, other = torch.randn(2, size, size, device=settings.device).to(settings.torch_dtype)
-    return 2 * size**3 / seconds_each(lambda: one @ other)
+    return 2 * size**3 / seconds_each(settings, lambda: one @ other)
 
 
-def seconds_each(work: Callable[[], object]) -> float:
+def seconds_each(settings: Settings, work: Callable[[], object]) -> float:
     """Median seconds of work that the device does several times in a row."""
 
     def row() -> None:
-        for _ in range(IN_A_ROW - 1):
+        for _ in range(settings.sizes.in_a_row - 1):
             work()
         finished(work)
 
     row()
-    return statistics.median(seconds_of(row) for _ in range(TIMES)) / IN_A_ROW
+    return statistics.median(seconds_of(row) for _ in range(settings.sizes.repeats)) / settings.sizes.in_a_row

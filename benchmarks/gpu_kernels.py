@@ -1,6 +1,7 @@
-"""Every kernel of a GPU's pass at the target's sizes: its error against float64, and its rows alone and among others."""
+"""Every kernel of a GPU's pass at the target's sizes: error against float64, and rows alone and among others."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from protocol.sampling import SamplingParams
 # Norm of the error, of the norm of the result: about twice what rounding the inputs and the result takes.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 EPS = 1e-6
+# Seconds without which a check is not begun.
+LONGEST_CHECK = 5
 # The cache of the attended sequence begins behind this many columns.
 ORIGIN = 7
 
@@ -34,17 +37,21 @@ def measure(settings: Settings, findings: Findings) -> None:
         restrict_cublas()
     torch.manual_seed(0)
     kernels = Kernels(settings)
+
+    def attempt(what: str, check: Callable[[], Row]) -> None:
+        findings.attempt(settings, what, LONGEST_CHECK, lambda: findings.add_row("kernels", check()))
+
     for position in settings.sizes.positions:
-        if findings.fits(settings, f"attention at position {position}", 5):
-            findings.add_row("kernels", kernels.attention(position))
-    findings.add_row("kernels", kernels.attention_by_the_probe())
-    for check in (kernels.adding, kernels.rotating, kernels.activating):
+        attempt(f"attention at position {position}", partial(kernels.attention, position))
+    if not settings.rehearse:  # interpreted, it takes minutes
+        attempt("the probe of attention", kernels.attention_by_the_probe)
+    checks = {"add_and_norm": kernels.adding, "rotate_and_cache": kernels.rotating, "activate": kernels.activating}
+    for name, check in checks.items():
         for parts in (1, 2):
-            if findings.fits(settings, f"{check.__name__}, {parts} parts", 5):
-                findings.add_row("kernels", check(parts))
-    for rules in RULES:
-        if findings.fits(settings, f"sampling, {rules}", 5):
-            findings.add_row("kernels", kernels.sampling(rules))
+            attempt(f"{name}, parts: {parts}", partial(check, parts))
+    for name, rules in RULES.items():
+        if SamplingParams(**rules).leaves_logits:  # penalties come before the kernels
+            attempt(f"sampling, {name}", partial(kernels.sampling, name))
     gpu_products.measure(settings, findings)
 
 
@@ -64,16 +71,20 @@ class Kernels:
         longest = position + tile
         keys, values = self._random(2, self._kv_heads, ORIGIN + longest, self._dim)
         query = self._random(longest, self._heads, self._dim)
-        alone, last, first = range(position, position + 1), range(max(0, position + 1 - tile), position + 1), range(
-            position, position + tile
-        )  # fmt: skip
+        alone, first = range(position, position + 1), range(position, position + tile)
+        last = range(max(0, position + 1 - tile), position + 1)
 
         def attend(*tiles: range) -> torch.Tensor:
             own = [at for positions in tiles for at in positions]
-            counts = [count for positions in tiles for count in (len(positions), *[0] * (len(positions) - 1))]
-            its_rows, its = (torch.tensor(numbers, device=self._device) for numbers in (counts, own))
+            sizes = [len(positions) for positions in tiles]
+            begins = [sum(sizes[:index]) for index in range(len(sizes))]
+            its, its_begins, its_sizes = (
+                torch.tensor(numbers, device=self._device) for numbers in (own, begins, sizes)
+            )
             splits, scaling = splits_for(max(own) + 1), self._dim**-0.5
-            attended = attend_extents(query[its], keys, values, its_rows, its, its + ORIGIN, scaling, splits)
+            attended = attend_extents(
+                query[its], keys, values, its_begins, its_sizes, its, its + ORIGIN, scaling, splits
+            )
             return attended[len(own) - 1 - own[::-1].index(position)]
 
         beside = [range(1)] * self._settings.sizes.beside
@@ -140,8 +151,7 @@ class Kernels:
         """Rows of logits all with the same rules, whose choices are a CPU's or not."""
         rows = self._settings.sizes.sampled
         logits = (torch.randn(rows, self._sizes["vocab_size"]) * 3).to(self._dtype)
-        limits = {field: its for field, its in RULES[name].items() if not field.endswith("penalty")}
-        rules = [(SamplingParams(**limits, seed=row), 1) for row in range(rows)]
+        rules = [(SamplingParams(**RULES[name], seed=row), 1) for row in range(rows)]
         expected = [choose_token(row, params, [0]) for row, (params, _) in zip(logits, rules, strict=True)]
         there = logits.to(self._device)
         together = sample_rows(there, rules)

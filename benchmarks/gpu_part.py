@@ -1,7 +1,7 @@
 """One part of `benchmarks.gpu`, in a process of its own: `python -m benchmarks.gpu_part NAME SETTINGS`, as JSON.
 
-A part that fails or hangs takes no other with it, even if it leaves the GPU's context unusable, and each chooses its own
-settings of the GPU's libraries, which they read once. Whatever is found is in a file at once.
+A part that fails or hangs takes no other with it, even if it leaves the GPU's context unusable, and each has settings
+of its own for the GPU's libraries, which read them once. Whatever is found is in a file at once.
 """
 
 import importlib
@@ -10,6 +10,8 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 
 from benchmarks.shapes import SHAPES
 from engine.models.loading import first_line
+from engine.probes.kernels import TIMED_ROWS
 
 Row = dict[str, Any]
 
@@ -31,15 +34,20 @@ class Sizes:
     """Cached positions of each sequence of a step."""
     drafted: int = 4
     repeats: int = 15
+    in_a_row: int = 10
+    """Runs that are timed together, so that their launches do not count."""
+    weights: int = 8
+    """Different weights of a shape that are multiplied in turn, at most."""
+    timed_rows: tuple[int, ...] = TIMED_ROWS
     # What the device can do.
-    moved_bytes: int = 2**32
+    moved_bytes: int = 2**31
     product: int = 8192
     """Rows, inputs and outputs of the product whose rate is measured."""
     # Kernels, each beside itself alone.
     rows: int = 2048
-    positions: tuple[int, ...] = (0, 63, 64, 511, 512, 513, 1023, 1024, 1500, 2048, 8191, 8192, 9000)
+    positions: tuple[int, ...] = (0, 63, 64, 255, 256, 257, 511, 512, 513, 1023, 1024, 1500, 2048, 8191, 8192, 9000)
     beside: int = 256
-    """Rows beside which a row attends; with this many, a program handles all splits of a tile."""
+    """Tiles beside which a row attends; with this many, a program handles all splits of a tile."""
     sampled: int = 64
     # Answers of whole services.
     load: int = 4
@@ -49,13 +57,13 @@ class Sizes:
 
 
 REHEARSED = Sizes(
-    batches=(1, 2), lengths=(24,), repeats=2, moved_bytes=2**20, product=64, rows=24, positions=(0, 20, 600), beside=3,
-    sampled=3, load=1, max_tokens=6, runs=1,
+    batches=(1, 2), lengths=(24,), repeats=2, in_a_row=1, weights=1, timed_rows=(3,), moved_bytes=2**20, product=64,
+    rows=3, positions=(0, 20, 300), beside=3, sampled=1, load=1, max_tokens=6, runs=1,
 )  # fmt: skip
-_TINY = {"vocab_size": 600, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_TINY = {"vocab_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TINY_SHAPES: dict[str, dict[str, Any]] = {
-    "tiny-target": {**SHAPES["qwen3-8b"], **_TINY, "hidden_size": 128, "intermediate_size": 192},
-    "tiny-draft": {**SHAPES["qwen3-0.6b"], **_TINY, "hidden_size": 64, "intermediate_size": 96},
+    "tiny-target": {**SHAPES["qwen3-8b"], **_TINY, "hidden_size": 64, "intermediate_size": 96},
+    "tiny-draft": {**SHAPES["qwen3-0.6b"], **_TINY, "hidden_size": 32, "intermediate_size": 64},
 }
 
 
@@ -115,11 +123,21 @@ class Findings:
 
     def fits(self, settings: Settings, what: str, seconds: float) -> bool:
         """Whether there is time left for something that takes this long; it is named if there is not."""
-        if settings.seconds_left >= seconds:
-            return True
-        self.found.setdefault("left_out", []).append(what)
-        self._write()
-        return False
+        if settings.seconds_left < seconds:
+            self.add_row("left_out", {"left out": what})
+            return False
+        return True
+
+    def attempt(self, settings: Settings, what: str, seconds: float, measure: Callable[[], object]) -> bool:
+        """Measures something that takes this long; whether that worked. If not, it is named, and the part goes on."""
+        if not self.fits(settings, what, seconds):
+            return False
+        try:
+            measure()
+        except Exception as error:  # whatever it is, it is what was found
+            self.add_row("failed", {"failed": what, "error": described(error)})
+            return False
+        return True
 
     def _write(self) -> None:
         partial = self._file.with_suffix(".partial")
@@ -127,31 +145,46 @@ class Findings:
         partial.replace(self._file)
 
 
-class LogLines(logging.Handler):
-    """Collects what a logger says."""
-
-    def __init__(self, logger: str) -> None:
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        logging.getLogger(logger).addHandler(self)
-        logging.getLogger(logger).setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps the message."""
         self.lines.append(record.getMessage())
 
 
+@contextmanager
+def log_lines(name: str) -> Iterator[list[str]]:
+    """A context that collects what a logger says."""
+    logger, handler = logging.getLogger(name), _Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def described(error: Exception) -> str:
+    """The type of an error and its first line. All of it goes to standard error."""
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def run(name: str, settings: Settings) -> bool:
-    """Measures a part; False if it raised, which is then its result."""
+    """Measures a part. False if it failed, in whole or in part, which its result then says."""
     findings = Findings(Path(settings.output) / f"{name}.json")
     try:
         importlib.import_module(f"benchmarks.gpu_{name}").measure(settings, findings)
     except Exception as error:  # whatever it is, it is what was found
-        traceback.print_exc()
-        findings.add(error=f"{type(error).__name__}: {first_line(error)}")
-        return False
-    findings.add()  # a part may find nothing
-    return True
+        findings.add(error=described(error))
+    else:
+        failed = findings.found.get("failed", [])
+        findings.add(**({"error": f"{len(failed)} measurements failed"} if failed else {}))
+    return "error" not in findings.found
 
 
 def main() -> None:

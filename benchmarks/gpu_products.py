@@ -1,4 +1,7 @@
-"""The products of both models: their error against float64, and the numbers of rows that change a row's bits."""
+"""The products of both models: error against float64, numbers of rows that change a row's bits, and microseconds."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -6,26 +9,40 @@ from benchmarks import gpu_kernels
 from benchmarks.gpu_device import seconds_each
 from benchmarks.gpu_part import Findings, Row, Settings
 from benchmarks.shapes import SHAPES
-from engine.passes.gpu.products import KINDS, Kind, Product
+from engine.passes.gpu.graphs import CudaGraphs
+from engine.passes.gpu.products import KINDS, Product
 from engine.probes.inputs import ProbeInputs
-from engine.probes.kernels import DISTINCT_OUTPUTS, TIMED_ROWS
+from engine.probes.kernels import DISTINCT_OUTPUTS
 
+# Seconds without which a shape is not begun.
+LONGEST_CHECK = 15
 # Rows and outputs that are compared with float64.
 COMPARED = 64, 8192
+# Bytes of different weights that are multiplied in turn to be timed, so that no cache holds them.
+TIMED_BYTES = 2**28
 
 
 def measure(settings: Settings, findings: Findings) -> None:
     """Adds a row for each shape and kind of product, those of the target first."""
     for name in dict.fromkeys((settings.target, settings.draft)):
         for what, (outputs, inputs) in product_shapes(name).items():
-            case = f"{name}, {what}"
-            if findings.fits(settings, f"products: {case}", 15):
-                product = Product(_random(settings, outputs, inputs) * inputs**-0.5, divided=what != "head")
-                probe = probe_of(product)
-                x = probe_rows(product, settings.sizes.rows)
-                for kind in KINDS:
-                    its = {"product": case, "outputs": outputs, "inputs": inputs, "kind": kind}
-                    findings.add_row("products", {**its, **measured(settings, product, probe, x, kind)})
+            checks = partial(add_rows, settings, findings, f"{name}, {what}", outputs, inputs, what != "head")
+            findings.attempt(settings, f"products: {name}, {what}", LONGEST_CHECK, checks)
+
+
+def add_rows(settings: Settings, findings: Findings, case: str, outputs: int, inputs: int, divided: bool) -> None:
+    """Adds the rows of a shape: what each kind makes of a product, and whether its bits are those of the first kind."""
+    product = Product(_random(settings, outputs, inputs) * inputs**-0.5, divided)
+    probe = probe_of(product)
+    x = probe_rows(product, settings.sizes.rows)
+    first: torch.Tensor | None = None
+    for kind in KINDS:
+        product.kind = probe.kind = kind
+        bits = probe(x[: COMPARED[0]].clone()).float().sum(0).to(x.dtype)
+        first = bits if first is None else first
+        its = {"product": case, "outputs": outputs, "inputs": inputs, "kind": kind, "parts": product.parts}
+        alike = {f"as_{KINDS[0]}": torch.equal(bits, first)}
+        findings.add_row("products", {**its, **measured(settings, product, probe, x), **alike})
 
 
 def product_shapes(name: str) -> dict[str, tuple[int, int]]:
@@ -52,25 +69,42 @@ def probe_rows(product: Product, count: int) -> torch.Tensor:
     return ProbeInputs(product.weight).cancelling(product.in_features, count)[_order(product)].T.contiguous()
 
 
-def measured(settings: Settings, product: Product, probe: Product, x: torch.Tensor, kind: Kind) -> Row:
-    """What one kind makes of a product."""
-    product.kind = probe.kind = kind
+def measured(settings: Settings, product: Product, probe: Product, x: torch.Tensor) -> Row:
+    """What the kind that a product has makes of it. `x`: rows for the probe of its shape."""
 
     def run(rows: slice) -> torch.Tensor:
-        return probe(x[rows]).transpose(0, 1)  # [rows, parts, outputs]
+        parts: torch.Tensor = probe(x[rows].clone())  # aligned as in a pass
+        return parts.transpose(0, 1)  # [rows, parts, outputs]
 
     differs = gpu_kernels.counts_that_differ(run, run(slice(0, len(x))), gpu_kernels.row_counts(len(x)))
     rows, outputs = COMPARED
     own = _random(settings, rows, product.in_features)
-    its = gpu_kernels.error(
-        product(own).double().sum(0)[:, -outputs:], own.double() @ product.weight[-outputs:].double().T
-    )
-    times = {f"{count}_rows_us": seconds_each(lambda its=_random(settings, count, product.in_features): product(its))
-             for count in TIMED_ROWS}  # fmt: skip
+    expected = own.double() @ product.weight[-outputs:].double().T
+    its = gpu_kernels.error(product(own).double().sum(0)[:, -outputs:], expected)
     return {
         "error": its, "near": its <= gpu_kernels.TOLERANCES[settings.torch_dtype], "exact": not differs,
-        "differs": differs, **{name: round(seconds * 1e6, 1) for name, seconds in times.items()},
+        "differs": differs, **microseconds(settings, product),
     }  # fmt: skip
+
+
+def microseconds(settings: Settings, product: Product) -> dict[str, float]:
+    """The time of a product by its rows, recorded as in a pass."""
+    copies = min(settings.sizes.weights, -(-TIMED_BYTES // product.weight.nbytes))
+    products = [Product(product.weight.clone(), divided=product.parts > 1) for _ in range(copies)]
+    found = {}
+    for each in products:
+        each.kind = product.kind
+    for rows in settings.sizes.timed_rows:
+        x = _random(settings, rows, product.in_features)
+
+        def run(x: torch.Tensor = x) -> torch.Tensor:
+            results: list[torch.Tensor] = [each(x) for each in products]
+            return results[-1]
+
+        run()  # compiles
+        again: Callable[[], object] = run if x.device.type == "cpu" else CudaGraphs()(run)[0]
+        found[f"us_of_{rows}"] = round(seconds_each(settings, again) / copies * 1e6, 1)
+    return found
 
 
 def _order(product: Product) -> torch.Tensor:
