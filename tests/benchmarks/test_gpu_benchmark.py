@@ -11,11 +11,15 @@ import pytest
 import torch
 from interpreted_kernels import imitate_kernels
 
-from benchmarks import gpu, gpu_device, gpu_draft, gpu_part, shapes
-from benchmarks.gpu_kernels import counts_that_differ, row_counts
-from benchmarks.gpu_part import Findings, Settings
-from benchmarks.gpu_profile import times_of
-from benchmarks.gpu_report import goals
+from benchmarks import shapes
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import device as device_part
+from benchmarks.gpu import draft as draft_part
+from benchmarks.gpu import part
+from benchmarks.gpu.kernels import counts_that_differ, row_counts
+from benchmarks.gpu.part import Findings, Settings
+from benchmarks.gpu.profile import times_of
+from benchmarks.gpu.report import goals
 from engine import forward
 from engine.passes.gpu.graphs import Run
 
@@ -31,7 +35,7 @@ ROWS = {
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, shape in gpu_part.TINY_SHAPES.items():
+    for name, shape in part.TINY_SHAPES.items():
         monkeypatch.setitem(shapes.SHAPES, name, shape)
     handler = signal.getsignal(signal.SIGTERM)
     yield
@@ -44,7 +48,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(command: list[str], environment: Mapping[str, str], seconds: float) -> str | None:
         assert environment == {"TRITON_INTERPRET": "1"}
-        return None if gpu_part.run(command[3], Settings(**json.loads(command[4]))) else "status 1"
+        return None if part.run(command[3], Settings(**json.loads(command[4]))) else "status 1"
 
     monkeypatch.setattr(gpu, "run_process", run)
 
@@ -109,7 +113,7 @@ def test_the_pass_of_a_gpu_is_measured_by_kind_and_by_way(tmp_path: Path, monkey
     monkeypatch.setattr(forward, "CudaGraphs", lambda: recorder)
     settings = settings_for(tmp_path)
     for name in ("target", "draft", "profile"):
-        assert gpu_part.run(name, settings)
+        assert part.run(name, settings)
     target, draft, profile = (
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("target", "draft", "profile")
     )
@@ -137,8 +141,8 @@ def test_a_part_that_raises_does_not_stop_the_others(
         findings.attempt(settings, "another", 1, lambda: 1 // 0)
         findings.attempt(settings, "a long one", 1e6, lambda: 1 // 0)
 
-    monkeypatch.setattr(gpu_device, "measure", broken)
-    monkeypatch.setattr(gpu_draft, "measure", broken_in_part)
+    monkeypatch.setattr(device_part, "measure", broken)
+    monkeypatch.setattr(draft_part, "measure", broken_in_part)
     with pytest.raises(SystemExit, match="failed: device, draft"):
         run_main(monkeypatch, tmp_path, "--parts", "draft,device")
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

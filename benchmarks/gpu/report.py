@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_part import Row
+from benchmarks.gpu.part import Row
 from benchmarks.report import show
 from engine.passes.gpu.products import KINDS
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.engine import finished
-from benchmarks.gpu_device import bandwidth
-from benchmarks.gpu_part import Findings, Settings
-from benchmarks.gpu_target import LONGEST, WARM_UPS, Limit, started
+from benchmarks.gpu.device import bandwidth
+from benchmarks.gpu.part import Findings, Settings
+from benchmarks.gpu.target import LONGEST, WARM_UPS, Limit, started
 from benchmarks.report import seconds_of
 from engine.cache.spans import Span
 from engine.engine import Engine

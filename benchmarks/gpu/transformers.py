@@ -7,8 +7,8 @@ from itertools import cycle, islice
 import torch
 
 from benchmarks.engine import finished
-from benchmarks.gpu_pair import made_pair
-from benchmarks.gpu_part import Findings, Settings
+from benchmarks.gpu.pair import made_pair
+from benchmarks.gpu.part import Findings, Settings
 from benchmarks.peers import Peers
 from benchmarks.report import seconds_of
 from engine.models.loading import pick_device

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
-from benchmarks import gpu_kernels
-from benchmarks.gpu_device import seconds_each
-from benchmarks.gpu_part import Findings, Row, Settings
+from benchmarks.gpu import kernels
+from benchmarks.gpu.device import seconds_each
+from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.shapes import SHAPES
 from engine.passes.gpu.graphs import CudaGraphs
 from engine.passes.gpu.products import KINDS, Product
@@ -76,13 +76,13 @@ def measured(settings: Settings, product: Product, probe: Product, x: torch.Tens
         parts: torch.Tensor = probe(x[rows].clone())  # aligned as in a pass
         return parts.transpose(0, 1)  # [rows, parts, outputs]
 
-    differs = gpu_kernels.counts_that_differ(run, run(slice(0, len(x))), gpu_kernels.row_counts(len(x)))
+    differs = kernels.counts_that_differ(run, run(slice(0, len(x))), kernels.row_counts(len(x)))
     rows, outputs = COMPARED
     own = _random(settings, rows, product.in_features)
     expected = own.double() @ product.weight[-outputs:].double().T
-    its = gpu_kernels.error(product(own).double().sum(0)[:, -outputs:], expected)
+    its = kernels.error(product(own).double().sum(0)[:, -outputs:], expected)
     return {
-        "error": its, "near": its <= gpu_kernels.TOLERANCES[settings.torch_dtype], "exact": not differs,
+        "error": its, "near": its <= kernels.TOLERANCES[settings.torch_dtype], "exact": not differs,
         "differs": differs, **microseconds(settings, product),
     }  # fmt: skip
 

@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import gpu_figure
-from benchmarks.gpu_part import TINY_SHAPES, Settings
-from benchmarks.gpu_report import goals, show_part
+from benchmarks.gpu.part import TINY_SHAPES, Settings
+from benchmarks.gpu.report import goals, show_part
 from benchmarks.report import console, finish, show
 from benchmarks.shapes import SHAPES
 from engine.models.loading import UnsupportedModelError, pick_device
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float16", "float32")
 # A part begins nothing more after this share of its time. After all of it, it has these seconds to end its processes.
 WORKING, ENDING = 0.9, 15
@@ -83,7 +83,9 @@ def main() -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder for the results and the plot")
     parser.add_argument("--minutes", type=_minutes, default=8.0, help="time for all parts together")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="A,B,...", help="by default all")
@@ -141,7 +143,7 @@ def run(name: str, options: argparse.Namespace, scratch: str, end: float) -> dic
             scratch, deadline=began + WORKING * seconds,
         )  # fmt: skip
         environment = {"TRITON_INTERPRET": "1"} if options.device == "cpu" else {}
-        command = [sys.executable, "-m", "benchmarks.gpu_part", name, settings.as_argument()]
+        command = [sys.executable, "-m", "benchmarks.gpu.part", name, settings.as_argument()]
         failure = run_process(command, environment, seconds)
         if file.exists():
             result = json.loads(file.read_text())

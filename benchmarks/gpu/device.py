@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from benchmarks.engine import finished
-from benchmarks.gpu_part import Findings, Settings
+from benchmarks.gpu.part import Findings, Settings
 from benchmarks.report import seconds_of
 from engine.passes.gpu.launching import triton
 

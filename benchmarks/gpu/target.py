@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.engine import Step, engine_step, finished, weight_bytes_read
-from benchmarks.gpu_device import bandwidth
-from benchmarks.gpu_part import Findings, Settings, log_lines
+from benchmarks.gpu.device import bandwidth
+from benchmarks.gpu.part import Findings, Settings, log_lines
 from benchmarks.report import seconds_of
 from benchmarks.shapes import random_loaded
 from engine.engine import Engine

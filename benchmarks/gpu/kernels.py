@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from benchmarks import gpu_products
-from benchmarks.gpu_part import Findings, Row, Settings
+from benchmarks.gpu import products
+from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.sampling import RULES
 from benchmarks.shapes import SHAPES
 from engine.cache.arena import KVArena
@@ -52,7 +52,7 @@ def measure(settings: Settings, findings: Findings) -> None:
     for name, rules in RULES.items():
         if SamplingParams(**rules).leaves_logits:  # penalties come before the kernels
             attempt(f"sampling, {name}", partial(kernels.sampling, name))
-    gpu_products.measure(settings, findings)
+    products.measure(settings, findings)
 
 
 class Kernels:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks.gpu_part import Findings, Row, Settings
+from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.pair import partly_wrong, path_through, save_model
 from benchmarks.shapes import SHAPES
 from benchmarks.throughput import PLAIN, Load, run, summary

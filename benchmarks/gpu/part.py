@@ -1,4 +1,4 @@
-"""One part of `benchmarks.gpu`, in a process of its own: `python -m benchmarks.gpu_part NAME SETTINGS`, as JSON.
+"""One part of `benchmarks.gpu`, in a process of its own: `python -m benchmarks.gpu.part NAME SETTINGS`, as JSON.
 
 A part that fails or hangs takes no other with it, even if it leaves the GPU's context unusable, and each has settings
 of its own for the GPU's libraries, which read them once. Whatever is found is in a file at once.
@@ -178,7 +178,7 @@ def run(name: str, settings: Settings) -> bool:
     """Measures a part. False if it failed, in whole or in part, which its result then says."""
     findings = Findings(Path(settings.output) / f"{name}.json")
     try:
-        importlib.import_module(f"benchmarks.gpu_{name}").measure(settings, findings)
+        importlib.import_module(f"benchmarks.gpu.{name}").measure(settings, findings)
     except Exception as error:  # whatever it is, it is what was found
         findings.add(error=described(error))
     else:

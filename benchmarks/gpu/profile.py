@@ -8,8 +8,8 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine import Step, engine_step, finished
-from benchmarks.gpu_part import Findings, Row, Settings
-from benchmarks.gpu_target import LONGEST, WARM_UPS, is_recorded, started
+from benchmarks.gpu.part import Findings, Row, Settings
+from benchmarks.gpu.target import LONGEST, WARM_UPS, is_recorded, started
 from engine.engine import Engine
 
 NAMED = 25
