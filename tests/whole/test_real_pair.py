@@ -67,8 +67,8 @@ async def test_samples_in_mixed_batches_are_those_of_plain_decoding_alone() -> N
 async def all_answers(
     client: AsyncClient, concurrency: int, k: int | None, part: int | None = None, **options: Unpack[GenerateOptions]
 ) -> list[pb.GenerateResponse]:
-    """Answers to our own prompts, or to every fourth of them."""
-    lines = own_prompts() if part is None else own_prompts()[part::4]
+    """Answers to our own prompts, or to every third of them."""
+    lines = own_prompts() if part is None else own_prompts()[part::3]
     options = {"max_tokens": MAX_TOKENS, "num_speculative_tokens": k, **options}
     found = []
     async for response in answers(client, lines, concurrency, **options):
