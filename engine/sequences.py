@@ -33,7 +33,10 @@ class SequenceEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         # Kernels are compiled now, not in the first round that samples.
-        samples_by_kernel(engine.facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
+        facts = engine.facts
+        kernels = samples_by_kernel(facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
+        if facts.device.type == "cuda" and not kernels:
+            engine.notes.append("samples slowly, row by row, because its sampling kernels cannot run here")
 
     def info(self) -> WorkerInfo:
         """The model and its load now."""

@@ -35,6 +35,9 @@ def load_engine(options: EngineOptions, exact: bool) -> Engine:
     if not engine.layout.spare_columns:  # in a padded layout the time of a pass depends on what has to be moved for it
         engine.step_seconds = measure_step_times(engine)
         engine.seconds_per_cached = measure_seconds_per_cached(engine)
+    recorded = engine.forward_pass
+    if isinstance(recorded, RecordedModel) and recorded.record is None:
+        engine.notes.append("runs slowly: its kernels are launched one by one, because passes cannot be recorded here")
     for note in engine.notes:
         log.warning("%s: %s", engine.loaded.name, note)
     log.info("ready: %s", engine.info())
