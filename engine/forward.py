@@ -3,12 +3,12 @@
 import torch
 
 from engine.cache.memory import release_files
-from engine.models.loading import LoadedModel
+from engine.models.loading import LoadedModel, first_line
 from engine.options import EngineOptions
 from engine.passes.attention import LibraryModel
 from engine.passes.forward_pass import ForwardPass
 from engine.passes.gpu.graphs import CudaGraphs
-from engine.passes.gpu.model import GpuModel, why_no_kernels
+from engine.passes.gpu.model import GpuModel, try_kernels
 from engine.passes.gpu.recorded import RecordedModel
 from engine.passes.lean import LeanModel, is_lean
 from engine.passes.linear import can_prepack, prepack_linears
@@ -41,3 +41,12 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPa
 def runs_kernels(device: torch.device) -> bool:
     """Whether passes on this device should consist of kernels of our own."""
     return device.type == "cuda"
+
+
+def why_no_kernels(lean: LeanModel) -> str | None:
+    """Why the kernels cannot run this model on its device; None if they can."""
+    try:
+        try_kernels(lean)
+    except Exception as error:  # the compiler for this GPU may raise anything
+        return first_line(error)
+    return None

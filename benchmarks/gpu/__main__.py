@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.figures import gpu_figure
 from benchmarks.gpu.part import TINY_SHAPES, Settings
 from benchmarks.gpu.report import goals, show_part
-from benchmarks.report import console, finish, show
+from benchmarks.report import console, finish, output_folder, show
 from benchmarks.shapes import SHAPES
 from engine.models.loading import UnsupportedModelError, pick_device
 
@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results and the plot")
+    parser.add_argument("--output", type=output_folder, required=True, help="folder for the results and the plot")
     parser.add_argument("--minutes", type=_minutes, default=8.0, help="time for all parts together")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="A,B,...", help="by default all")
     parser.add_argument("--rehearse", action="store_true", help="tiny models; by default on a CPU, in float32")
@@ -106,10 +106,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.device = str(pick_device(options.device))
     except UnsupportedModelError as error:
         parser.error(f"--device: {error}")
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--output: {error}")
     options.output = options.output.resolve()
     return options
 

@@ -12,7 +12,6 @@ from benchmarks.shapes import SHAPES
 from engine.passes.gpu.graphs import CudaGraphs
 from engine.passes.gpu.products import KINDS, Product
 from engine.probes.inputs import ProbeInputs
-from engine.probes.kernels import DISTINCT_OUTPUTS
 
 # Seconds without which a shape is not begun.
 LONGEST_CHECK = 15
@@ -33,8 +32,8 @@ def measure(settings: Settings, findings: Findings) -> None:
 def add_rows(settings: Settings, findings: Findings, case: str, outputs: int, inputs: int, divided: bool) -> None:
     """Adds the rows of a shape: what each kind makes of a product, and whether its bits are those of the first kind."""
     product = Product(_random(settings, outputs, inputs) * inputs**-0.5, divided)
-    probe = probe_of(product)
-    x = probe_rows(product, settings.sizes.rows)
+    weight, x = ProbeInputs(product.weight).product(outputs, inputs, settings.sizes.rows)
+    probe = Product(weight, divided)
     first: torch.Tensor | None = None
     for kind in KINDS:
         product.kind = probe.kind = kind
@@ -54,19 +53,6 @@ def product_shapes(name: str) -> dict[str, tuple[int, int]]:
         "qkv": ((heads + 2 * kv_heads) * dim, hidden), "out": (hidden, heads * dim), "gate_up": (2 * middle, hidden),
         "down": (hidden, middle), "head": (sizes["vocab_size"], hidden),
     }  # fmt: skip
-
-
-def probe_of(product: Product) -> Product:
-    """A product of the same shape, of a weight that makes the sums of `probe_rows` cancel."""
-    numbers, inputs, outputs = ProbeInputs(product.weight), product.in_features, product.out_features
-    half = numbers.normal(min(outputs, DISTINCT_OUTPUTS), inputs // 2)
-    weight = torch.cat([half, half, torch.zeros(len(half), inputs % 2).to(half)], 1)[:, _order(product)]
-    return Product(weight.repeat(-(-outputs // len(half)), 1)[:outputs], divided=product.parts > 1)
-
-
-def probe_rows(product: Product, count: int) -> torch.Tensor:
-    """Rows [count, inputs] whose products with a probe's weight are rounding errors, which show the order of sums."""
-    return ProbeInputs(product.weight).cancelling(product.in_features, count)[_order(product)].T.contiguous()
 
 
 def measured(settings: Settings, product: Product, probe: Product, x: torch.Tensor) -> Row:
@@ -92,6 +78,7 @@ def microseconds(settings: Settings, product: Product) -> dict[str, float]:
     copies = min(settings.sizes.weights, -(-TIMED_BYTES // product.weight.nbytes))
     products = [Product(product.weight.clone(), divided=product.parts > 1) for _ in range(copies)]
     found = {}
+    record = None if product.weight.device.type == "cpu" else CudaGraphs()
     for each in products:
         each.kind = product.kind
     for rows in settings.sizes.timed_rows:
@@ -102,13 +89,9 @@ def microseconds(settings: Settings, product: Product) -> dict[str, float]:
             return results[-1]
 
         run()  # compiles
-        again: Callable[[], object] = run if x.device.type == "cpu" else CudaGraphs()(run)[0]
+        again: Callable[[], object] = run if record is None else record(run)[0]
         found[f"us_of_{rows}"] = round(seconds_each(settings, again) / copies * 1e6, 1)
     return found
-
-
-def _order(product: Product) -> torch.Tensor:
-    return ProbeInputs(product.weight).order(product.in_features)
 
 
 def _random(settings: Settings, *shape: int) -> torch.Tensor:

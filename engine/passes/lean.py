@@ -62,7 +62,6 @@ class LeanModel(ForwardPass):
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
         layer: Any = self.layers[0]
-        self.heads: int = layer.heads
         self.kv_heads: int = layer.kv_heads
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:

@@ -32,8 +32,6 @@ COARSE = 32
 # Wide layers cost more, so fewer row counts are probed.
 MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 80, 96, 128, 160, 200, 256)
 NOT_EXACT = "rows depend on the rows beside them in every shape of %s: equivalence is numeric"
-# Random numbers cost time too: the features of probed layers repeat after this number.
-DISTINCT_FEATURES = 1024
 
 
 @torch.inference_mode()
@@ -91,16 +89,11 @@ def _linear_probe(
     kind: type[nn.Module], inputs: int, outputs: int, biased: bool, numbers: ProbeInputs
 ) -> tuple[nn.Linear | PrepackedLinear, torch.Tensor]:
     """A layer of this kind and shape, and input rows, as many as are ever probed, whose products with it cancel."""
-    order = numbers.order(inputs)
-    half = numbers.normal(min(outputs, DISTINCT_FEATURES), inputs // 2)
-    weight = torch.cat([half, half, torch.zeros(len(half), inputs % 2).to(half)], dim=1)[:, order]
-    weight = weight.repeat(-(-outputs // len(half)), 1)[:outputs]
+    weight, x = numbers.product(outputs, inputs, _row_counts(outputs)[-1])
     linear = nn.Linear(inputs, outputs, biased, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if biased:
-        linear.bias = nn.Parameter(torch.zeros(outputs).to(half), requires_grad=False)
-    rows = _row_counts(outputs)[-1]
-    x = numbers.cancelling(inputs, rows)[order].T.contiguous()
+        linear.bias = nn.Parameter(torch.zeros(outputs).to(weight), requires_grad=False)
     return linear if kind is nn.Linear else PrepackedLinear(linear), x
 
 

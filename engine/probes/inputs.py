@@ -2,6 +2,9 @@
 
 import torch
 
+# Random numbers cost time: the outputs of a probed weight repeat after this number.
+DISTINCT_OUTPUTS = 1024
+
 
 class ProbeInputs:
     """Random tensors with the device and dtype of a sample, the same in every process.
@@ -23,6 +26,14 @@ class ProbeInputs:
         size = torch.exp2(torch.randint(-7, 8, (count // 2, *shape), generator=self._generator)).to(self._sample)
         half = self.normal(count // 2, *shape) * size
         return torch.cat([half, -half, torch.zeros(count % 2, *shape).to(half)])
+
+    def product(self, outputs: int, inputs: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A weight [outputs, inputs], and rows [rows, inputs] whose products with it cancel."""
+        order = self.order(inputs)
+        half = self.normal(min(outputs, DISTINCT_OUTPUTS), inputs // 2)
+        weight = torch.cat([half, half, torch.zeros(len(half), inputs % 2).to(half)], 1)[:, order]
+        weight = weight.repeat(-(-outputs // len(half)), 1)[:outputs]
+        return weight, self.cancelling(inputs, rows)[order].T.contiguous()
 
     def order(self, count: int) -> torch.Tensor:
         """A random permutation of `count` indexes."""

@@ -23,8 +23,6 @@ TIMED_ROWS = (1, 8, 40, 320)
 REPEATS = 3
 # Rows are also moved by this number, which is no multiple of any tile's height.
 SHIFT = 3
-# Random numbers cost time: the outputs of a probed weight repeat after this number.
-DISTINCT_OUTPUTS = 1024
 # Positions of probed rows, in addition to those at the borders of splits.
 POSITIONS = (0, 3, 70, 1100)
 
@@ -74,13 +72,9 @@ def _if_exact(product: Product, kind: Kind, sizes: Sequence[int]) -> bytes | Non
 
     The sums cancel, so that their rounding errors show the order in which they were added.
     """
-    numbers, inputs = ProbeInputs(product.weight), product.in_features
-    order = numbers.order(inputs)
-    half = numbers.normal(min(product.out_features, DISTINCT_OUTPUTS), inputs // 2)
-    weight = torch.cat([half, half, torch.zeros(len(half), inputs % 2).to(half)], 1)[:, order]
-    probe = Product(weight.repeat(-(-product.out_features // len(half)), 1)[: product.out_features])
+    weight, x = ProbeInputs(product.weight).product(product.out_features, product.in_features, sizes[-1])
+    probe = Product(weight)
     probe.kind, probe.parts = kind, product.parts
-    x = numbers.cancelling(inputs, sizes[-1])[order].T.contiguous()
     try:
         reference = probe(x)
         same = torch.equal(probe(x.roll(SHIFT, 0)), reference.roll(SHIFT, 1)) and all(

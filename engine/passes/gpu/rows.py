@@ -101,10 +101,14 @@ if triton is not None:
         return total
 
     @triton.jit
+    def _scale(x, eps, SIZE: tl.constexpr):
+        """The factor of the root-mean-square norm of a row, whose masked features are 0."""
+        return tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
+
+    @triton.jit
     def _normed(x, weight, feature, known, eps, SIZE: tl.constexpr):
         """The root-mean-square norm of a row, whose masked features are 0."""
-        scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-        return x * scale * tl.load(weight + feature, mask=known, other=0.0).to(tl.float32)
+        return x * _scale(x, eps, SIZE) * tl.load(weight + feature, mask=known, other=0.0).to(tl.float32)
 
     @triton.jit(do_not_specialize=["rows"])
     def _add_and_norm(
@@ -140,7 +144,7 @@ if triton is not None:
             partner = (feature + DIM // 2) % DIM
             y = _summed(parts, bias, row, head * DIM + partner, known, rows, size, PARTS, BIASED)
             if NORMED:
-                scale = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+                scale = _scale(x, eps, DIM)
                 x = x * scale * tl.load(norms + head * DIM + feature, mask=known, other=0.0).to(tl.float32)
                 y = y * scale * tl.load(norms + head * DIM + partner, mask=known, other=0.0).to(tl.float32)
             place = tl.load(positions + row) * DIM + feature
