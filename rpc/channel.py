@@ -1,5 +1,7 @@
 """Channels between Specpool's processes: their options, and the size of messages, in one place."""
 
+from dataclasses import dataclass
+
 import grpc
 
 # A tokenizer (tens of MB for large vocabularies) is the largest message between processes.
@@ -27,6 +29,17 @@ CHANNEL_OPTIONS = [
 def join_address(host: str, port: int) -> str:
     """`host:port`, with brackets around a host that has colons of its own."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True)
+class Connector:
+    """How to reach a server, again and again."""
+
+    address: str
+
+    def open(self) -> grpc.aio.Channel:
+        """A new channel. Opening never fails; calls fail while nobody listens there."""
+        return open_channel(self.address)
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

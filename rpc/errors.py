@@ -29,7 +29,11 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
 # three characters for each byte, and twice in base64.
 MOST_TEXT_BYTES = 1000
 
-TrailingMetadata: TypeAlias = tuple[tuple[str, bytes], ...]
+TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+
+ANSWERED = ("specpool-answered", "1")
+"""In the trailing metadata of every error that a handler of ours ended in: all other errors are those of the transport,
+and say nothing about the request."""
 
 
 def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from protocol.errors import InvalidArgumentError, ServiceError
-from rpc.errors import status_of
+from rpc.errors import ANSWERED, status_of
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,10 @@ async def _abort(error: Exception, context: Any) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):  # a handler that already answered
         raise error
     if isinstance(error, ServiceError):
-        await context.abort(*status_of(error))
+        code, text, metadata = status_of(error)
+        await context.abort(code, text, (*metadata, ANSWERED))
     incident = uuid.uuid4().hex[:8]
     log.error("internal error %s", incident, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error {incident}; the server's log has the details")
+    text = f"internal error {incident}; the server's log has the details"
+    await context.abort(grpc.StatusCode.INTERNAL, text, (ANSWERED,))
     raise AssertionError("abort always raises")

@@ -50,7 +50,7 @@ MAY_NAME_STATUS_CODES = {
     "coordinator/workers/draft_link.py",
     "coordinator/workers/link.py",
     "coordinator/workers/target_link.py",
-    "specpool/testing.py",
+    "specpool/testing/fakes.py",
     "specpool/client/retries.py",
     "specpool/cli/health.py",
 }

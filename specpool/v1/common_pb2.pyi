@@ -75,7 +75,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "device", "vocab_size", "max_model_len", "tokenizer_fingerprint", "equivalence", "parameters", "notes")
+    __slots__ = ("model", "architecture", "dtype", "device", "vocab_size", "max_model_len", "tokenizer_fingerprint", "equivalence", "parameters", "notes", "weights_fingerprint", "numerics_fingerprint")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,8 @@ class ModelInfo(_message.Message):
     EQUIVALENCE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -96,7 +98,9 @@ class ModelInfo(_message.Message):
     equivalence: Equivalence
     parameters: int
     notes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., equivalence: _Optional[_Union[Equivalence, str]] = ..., parameters: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+    weights_fingerprint: str
+    numerics_fingerprint: str
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., equivalence: _Optional[_Union[Equivalence, str]] = ..., parameters: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple")
@@ -141,14 +145,16 @@ class GetWorkerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetWorkerInfoResponse(_message.Message):
-    __slots__ = ("model", "load", "costs")
+    __slots__ = ("model", "load", "costs", "instance_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     load: WorkerLoad
     costs: StepCosts
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("coordinator_id", "sequence_ids")

@@ -1,4 +1,4 @@
-"""Fakes of both workers, for tests and benchmarks of everything but the models: real gRPC servers, no torch.
+"""Fakes of both workers: real gRPC servers over caches of token ids.
 
 The fake target "generates" by a hash of the context, so every token depends on all before it: a coordinator that loses,
 repeats or reorders a token is found out. Both fakes keep what they cached as token ids and hold the coordinator to the

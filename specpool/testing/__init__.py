@@ -1,0 +1,23 @@
+"""Fakes of both workers, for tests and benchmarks of everything but the models: real gRPC servers, no torch."""
+
+from specpool.testing.fakes import (
+    CHAT_TEMPLATE,
+    EOS_TOKEN_ID,
+    MEASURED_ROWS,
+    VOCAB_SIZE,
+    FakeDraft,
+    FakeTarget,
+    FakeWorker,
+    byte_tokenizer,
+)
+
+__all__ = [
+    "CHAT_TEMPLATE",
+    "EOS_TOKEN_ID",
+    "MEASURED_ROWS",
+    "VOCAB_SIZE",
+    "FakeDraft",
+    "FakeTarget",
+    "FakeWorker",
+    "byte_tokenizer",
+]
