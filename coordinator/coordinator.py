@@ -20,10 +20,11 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
 from coordinator.tokenizer import TargetTokenizer
 from coordinator.workers.draft_link import DraftLink
+from coordinator.workers.errors import MismatchError
 from coordinator.workers.interface import Workers
-from coordinator.workers.link import MismatchError
 from coordinator.workers.target_link import TargetLink
 from protocol.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError
+from rpc.channel import Connector
 
 # Delay that a refused client is told: sooner, the queue would still be full.
 RETRY_AFTER_SECONDS = 1.0
@@ -37,10 +38,12 @@ class Coordinator:
         self.settings = settings
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
-        self.target = TargetLink(settings.target_address, coordinator_id, settings.target_timeout_seconds)
+        target = Connector(settings.target_address)
+        self.target = TargetLink(target, coordinator_id, settings.target_timeout_seconds)
         self.draft: DraftLink | None = None
         if settings.draft_address is not None:
-            self.draft = DraftLink(settings.draft_address, coordinator_id, settings.draft_timeout_seconds, self.target)
+            draft = Connector(settings.draft_address)
+            self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.target)
         self.pool = Pool(
             settings.usable_window,
             settings.queue_size,
@@ -50,7 +53,6 @@ class Coordinator:
         self.in_flight = RequestsInFlight()
         self.started = time.monotonic()
         self._sequence_ids = count(1)
-        self._tokenizer: TargetTokenizer | None = None
         limits = GroupingLimits(
             settings.max_batch_size, settings.least_group_size, settings.max_wait_rounds, settings.prefer_group
         )
@@ -69,11 +71,9 @@ class Coordinator:
     @property
     def tokenizer(self) -> TargetTokenizer:
         """The target's tokenizer. UnavailableError until the target worker was reached for the first time."""
-        if self._tokenizer is None:
-            if self.target.tokenizer is None:
-                raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
-            self._tokenizer = TargetTokenizer(self.target.tokenizer)
-        return self._tokenizer
+        if self.target.tokenizer is None:
+            raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
+        return self.target.tokenizer
 
     @property
     def max_model_len(self) -> int:

@@ -1,4 +1,5 @@
-"""The one place where messages between coordinator and workers become dataclasses and back.
+"""The one place where messages between coordinator and workers become dataclasses and back, but for the answers of
+workers, which `protocol.answers` reads.
 
 Reading also checks: the items that it returns can be served whatever is cached. InvalidArgumentError names a field that
 cannot.
@@ -12,19 +13,14 @@ from protocol.errors import InvalidArgumentError
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, RoundLimits, Verdict, VerifyItem
 from protocol.sampling import RANGES, SamplingParams, TokenLogprobs, in_range
 from protocol.tokenizer import TokenizerFiles
-from protocol.worker_info import StepCosts, WorkerInfo
+from protocol.worker_info import WorkerInfo
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
 _TO_WIRE: dict[ItemStatus, Any] = {
     status: common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}") for status in ItemStatus
 }
-_FROM_WIRE = {number: status for status, number in _TO_WIRE.items()}
 # Unset floats are 0 on the wire, which would be nonsense for these fields: 0 means that there is no such rule.
 _UNSET_MEANS_ONE = ("top_p", "repetition_penalty")
-
-
-class MisfitError(Exception):
-    """A worker's answer does not fit the request."""
 
 
 # --- The draft worker's rounds
@@ -82,28 +78,6 @@ def propose_response(
     return draft_worker_pb2.ProposeResponse(round_id=round_id, results=results, **spent)
 
 
-def read_proposals(response: draft_worker_pb2.ProposeResponse, items: Sequence[ProposeItem]) -> list[Proposal]:
-    """The draft worker's answer: one proposal for each item, none longer than requested. MisfitError."""
-    fits = len(response.results) == len(items) and all(
-        result.sequence_id == item.sequence_id
-        and result.status in _FROM_WIRE
-        and len(result.draft_token_ids) <= item.num_draft_tokens
-        for result, item in zip(response.results, items, strict=True)
-    )
-    if not fits:
-        raise MisfitError("it answered what it was not asked")
-    return [
-        Proposal(
-            sequence_id=result.sequence_id,
-            status=_FROM_WIRE[result.status],
-            draft_token_ids=tuple(result.draft_token_ids),
-            cached_length=result.cached_length,
-            confidences=tuple(result.confidences),
-        )
-        for result in response.results
-    ]
-
-
 # --- The target worker's rounds
 
 
@@ -155,23 +129,6 @@ def verify_response(
     return target_worker_pb2.VerifyResponse(round_id=round_id, results=results, **spent)
 
 
-def read_verdicts(response: target_worker_pb2.VerifyResponse) -> list[Verdict]:
-    """The target worker's answer."""
-    return [
-        Verdict(
-            sequence_id=result.sequence_id,
-            status=_FROM_WIRE[result.status],
-            token_ids=tuple(result.token_ids),
-            cached_length=result.cached_length,
-            logprobs=tuple(
-                TokenLogprobs(found.logprob, tuple(zip(found.top_token_ids, found.top_logprobs, strict=True)))
-                for found in result.logprobs
-            ),
-        )
-        for result in response.results
-    ]
-
-
 # --- Messages of both workers
 
 
@@ -217,17 +174,6 @@ def _named_as(message: Any, info: WorkerInfo) -> dict[str, Any]:
     return {name: value for name, value in vars(info).items() if name in names}
 
 
-def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
-    """The durations of a worker's passes, as far as it has measured them."""
-    costs = response.costs
-    return StepCosts(
-        step_seconds={rows: seconds for rows, seconds in zip(costs.rows, costs.seconds, strict=False) if rows},
-        step_cached=costs.cached,
-        seconds_per_cached=costs.seconds_per_cached,
-        max_rows=costs.max_rows,
-    )
-
-
 def tokenizer_response(files: TokenizerFiles) -> target_worker_pb2.GetTokenizerResponse:
     """A tokenizer as a message."""
     return target_worker_pb2.GetTokenizerResponse(
@@ -235,16 +181,6 @@ def tokenizer_response(files: TokenizerFiles) -> target_worker_pb2.GetTokenizerR
         chat_template=files.chat_template,
         special_tokens=files.special_tokens,
         eos_token_ids=files.eos_token_ids,
-    )
-
-
-def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> TokenizerFiles:
-    """The tokenizer of the target worker."""
-    return TokenizerFiles(
-        tokenizer_json=response.tokenizer_json,
-        chat_template=response.chat_template,
-        special_tokens=dict(response.special_tokens),
-        eos_token_ids=tuple(response.eos_token_ids),
     )
 
 

@@ -55,6 +55,7 @@ MAY_NAME_STATUS_CODES = {
     "specpool/cli/health.py",
 }
 MAY_USE_PROTOBUF = {
+    "protocol/answers.py",
     "protocol/codec.py",
     "coordinator/server.py",
     "coordinator/service.py",

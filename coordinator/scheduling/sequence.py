@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from coordinator.scheduling.speculation import SpeculationStats
+from coordinator.scheduling.suspicion import Progress, Suspicion
 from coordinator.text import ShownText, TextStream
 from protocol.sampling import SamplingParams
 
@@ -135,6 +136,7 @@ class Sequence:
         self.finish: Finish | None = None
         self.text = text
         self.speculation = SpeculationStats()
+        self.suspicion = Suspicion()
 
     @property
     def prompt_length(self) -> int:
@@ -150,6 +152,11 @@ class Sequence:
     def generated_ids(self) -> list[int]:
         """The generated tokens."""
         return self.token_ids[self.prompt_length :]
+
+    @property
+    def progress(self) -> Progress:
+        """How far the sequence has come."""
+        return len(self.token_ids), self.target_length
 
     @property
     def is_decoding(self) -> bool:
