@@ -44,12 +44,10 @@ Send = Callable[[grpc.aio.Channel], Awaitable[Any]]
 
 def request(**fields: Any) -> pb.GenerateRequest:
     """A request for a few tokens, or what the fields make of it."""
-    prompt = (
-        {"tokenized": pb.TokenizedInput(input_ids=[1, 2, 3])}
-        if not {"text", "chat", "tokenized"} & fields.keys()
-        else {}
-    )
-    return pb.GenerateRequest(sampling_params=pb.SamplingParams(max_tokens=8), **prompt, **fields)
+    message = pb.GenerateRequest(sampling_params=pb.SamplingParams(max_tokens=8), **fields)
+    if message.WhichOneof("input") is None:
+        message.tokenized.input_ids.extend([1, 2, 3])
+    return message
 
 
 def chat(messages: int, characters: int) -> pb.GenerateRequest:
@@ -149,12 +147,7 @@ async def watch(coordinator: psutil.Process, seen: list[int]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def measure(
-    address: str,
-    coordinator: psutil.Process,
-    seconds: float,
-    attacking: Callable[[], asyncio.Future[dict[str, int]]] | None,
-) -> dict[str, Any]:
+async def measure(coordinator: psutil.Process, seconds: float, attacking: Attacking | None) -> dict[str, Any]:
     """Figures of the well-behaved client and of the coordinator's memory, for some seconds and to the attack's end."""
     async with AsyncClient(f"[::1]:{PORT}") as client:
         one, memory = WellBehaved(client), [coordinator.memory_info().rss]
