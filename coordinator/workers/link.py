@@ -72,6 +72,7 @@ class WorkerLink:
         self._to_release: set[int] = set()
         self._releasing: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[common_pb2.WorkerLoad | None] | None = None
         self._connect()
 
     def _connect(self) -> None:
@@ -143,15 +144,17 @@ class WorkerLink:
                 continue
 
     async def load(self) -> common_pb2.WorkerLoad | None:
-        """The load of the worker now; None if it does not answer."""
+        """The load of the worker now; None if it does not answer. However many ask, the worker is asked once at a time."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_load())
+        return await asyncio.shield(self._asking)
+
+    async def _ask_load(self) -> common_pb2.WorkerLoad | None:
         try:
             response = await self._stub.GetWorkerInfo(common_pb2.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        except grpc.aio.AioRpcError:
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
             return None
-        if response is None:
-            return None
-        load: common_pb2.WorkerLoad = response.load
-        return load
+        return None if response is None else response.load
 
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         """Frees sequences, with those of earlier calls that failed. False if the worker cannot do it now; try again, or
