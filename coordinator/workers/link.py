@@ -14,6 +14,7 @@ from coordinator.counters import Timed
 from coordinator.drafting.costs import StepTimes
 from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.releases import Releases
 from coordinator.workers.streams import RoundCalls, was_cancelled
 from protocol.answers import MisfitError, check_worker_info, read_step_costs
 from protocol.codec import release_request
@@ -69,8 +70,7 @@ class WorkerLink:
         self._probe_now = asyncio.Event()
         self._breaker = self._make_breaker()
         self._rest_seconds = 0.0
-        self._to_release: set[int] = set()
-        self._releasing: asyncio.Task[None] | None = None
+        self._releases = Releases(self._send_release)
         self._closing: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[common_pb2.WorkerLoad | None] | None = None
         self._connect()
@@ -144,7 +144,7 @@ class WorkerLink:
                 continue
 
     async def load(self) -> common_pb2.WorkerLoad | None:
-        """The load of the worker now; None if it does not answer. However many ask, the worker is asked once at a time."""
+        """The load of the worker now; None if it does not answer. However many ask, it is asked once at a time."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask_load())
         return await asyncio.shield(self._asking)
@@ -159,44 +159,36 @@ class WorkerLink:
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         """Frees sequences, with those of earlier calls that failed. False if the worker cannot do it now; try again, or
         leave it to the link, which tries again as soon as the worker is ready."""
-        self._must_release(sequence_ids)
-        return await self._release()
+        self._note_leavers(sequence_ids)
+        return await self._releases.send()
 
     def release_soon(self, sequence_ids: Iterable[int]) -> None:
         """Frees sequences in the background, as soon as the worker can do it."""
-        self._must_release(sequence_ids)
-        if not self.is_releasing:
-            self._releasing = asyncio.create_task(self._release_all())
+        self._note_leavers(sequence_ids)
+        self._releases.send_soon()
 
     @property
     def is_releasing(self) -> bool:
         """Whether the worker has yet to answer `release_soon`; False also if it must be ready first."""
-        return self._releasing is not None and not self._releasing.done()
+        return self._releases.are_being_sent
 
-    def _must_release(self, sequence_ids: Iterable[int]) -> None:
+    def _note_leavers(self, sequence_ids: Iterable[int]) -> None:
         if self.info is not None and self.state is not LinkState.REFUSED:  # else it was never sent any
-            self._to_release.update(sequence_ids)
+            self._releases.add(sequence_ids)
 
-    async def _release_all(self) -> None:
-        while self._to_release and await self._release():
-            pass
-
-    async def _release(self) -> bool:
+    async def _send_release(self, sequence_ids: list[int]) -> bool:
         if not self.is_ready:  # a worker that hangs would make every caller wait
             return False
-        released = sorted(self._to_release)
-        request = release_request(self._coordinator_id, released)
+        request = release_request(self._coordinator_id, sequence_ids)
         try:
             await self._answer(self._stub.Release(request, timeout=self._timeout))
         except (WorkerUnreachableError, WorkerRefusedError):
             return False
-        self._to_release.difference_update(released)
         return True
 
     async def close(self) -> None:
         """Closes the connection."""
-        if self._releasing is not None:
-            self._releasing.cancel()
+        self._releases.cancel()
         self._rounds.close()
         await asyncio.gather(self._channel.close(None), *self._closing)
 
@@ -277,8 +269,8 @@ class WorkerLink:
             self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
         elif not self.is_ready:
             await self._describe()
-        if self._to_release and self.is_ready and not self.is_releasing:
-            await self._release()
+        if self.is_ready and self._releases.are_due:
+            await self._releases.send()
 
     async def _describe(self) -> None:
         """Takes in what the worker says of itself, and makes the link ready."""
