@@ -18,6 +18,7 @@ from contextlib import ExitStack
 import grpc
 
 from benchmarks.report import finish, progress, seconds_of, show
+from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits, Policy
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
@@ -118,7 +119,7 @@ async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
 
 def measure_choice(name: str) -> float:
     """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
-    pool = Pool(window_size=POOL_SIZE, queue_size=POOL_SIZE, prefix_reuse=False)
+    pool = Pool(window_size=POOL_SIZE, queue=QueueLimits(POOL_SIZE), prefix_reuse=False)
     rng = random.Random(0)
     for i in range(POOL_SIZE):
         prompt = (1,) * rng.randint(*PROMPT_LENGTHS)

@@ -12,9 +12,9 @@ from coordinator.generation import Generation
 from coordinator.in_flight import RequestsInFlight
 from coordinator.round_loop import RoundLoop
 from coordinator.round_runner import RoundSettings
-from coordinator.scheduling.capacity import KVCapacity
+from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
-from coordinator.scheduling.pool import DuplicateRequestError, Pool, PoolFullError
+from coordinator.scheduling.pool import DuplicateRequestError, Pool
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
@@ -23,11 +23,15 @@ from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.interface import Workers
 from coordinator.workers.target_link import TargetLink
-from protocol.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError
+from protocol.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    NotFoundError,
+    QueueFullError,
+    UnavailableError,
+)
 from rpc.channel import Connector
 
-# Delay that a refused client is told: sooner, the queue would still be full.
-RETRY_AFTER_SECONDS = 1.0
 POLL_SECONDS = 0.01
 
 
@@ -46,7 +50,7 @@ class Coordinator:
             self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.target)
         self.pool = Pool(
             settings.usable_window,
-            settings.queue_size,
+            QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client),
             by_length=settings.admission == "length",
             prefix_reuse=settings.prefix_reuse,
         )
@@ -111,17 +115,21 @@ class Coordinator:
     async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
         """A generation under way; leaving the context early ends it and frees its slots.
 
-        AlreadyExistsError for a request id in flight, QueueFullError.
+        AlreadyExistsError for a request id of the client that is in flight, QueueFullError, InvalidArgumentError for
+        more samples than a client may have in flight.
         """
+        most = self.settings.max_requests_per_client
+        if most is not None and request.n > most:
+            refusal = f"{request.n} is beyond {most}, the samples that one client may have in flight"
+            raise InvalidArgumentError("sampling_params.n", refusal)
         sequences = self._sequences(request)
         try:
             self.pool.submit(sequences)
         except DuplicateRequestError:
             raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
-        except PoolFullError:
-            waiting = f"the queue is full ({self.pool.queued} samples wait)"
-            raise QueueFullError(waiting, RETRY_AFTER_SECONDS) from None
-        generation = Generation(sequences, arrived)
+        except PoolFullError as error:
+            raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
+        generation = Generation(sequences, arrived, self, self.settings.stream_stall_seconds)
         self.in_flight.add(generation)
         self._loop.wake()
         try:
@@ -131,9 +139,19 @@ class Coordinator:
                 self._abort(sequence)
             self.in_flight.discard(generation)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request in flight: its caller gets the tokens so far. NotFoundError."""
-        sequences = self.pool.find(request_id)
+    def pause(self, sequence: Sequence) -> None:
+        """Keeps a sequence out of rounds while its reader lags behind."""
+        self.pool.pause(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Lets a paused sequence go on."""
+        self.pool.resume(sequence)
+        self._loop.wake()
+
+    def abort(self, client: str, request_id: str) -> None:
+        """Ends a client's own request in flight: its caller gets the tokens so far. NotFoundError, also for requests of
+        others."""
+        sequences = self.pool.find(client, request_id)
         if not sequences:
             raise NotFoundError(f"request_id: no request {request_id!r} is in flight")
         for sequence in sequences:
@@ -161,6 +179,8 @@ class Coordinator:
             for sample in request.samples()
         ]
         first, *others = sequences
+        for other in others:
+            other.first_sample_id = first.sequence_id
         for other in others if first.prompt_length > 1 else ():
             # The last token of the prompt is left for each to run: its logits are what they choose from.
             other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +15,9 @@ from coordinator.validation import Limits, check_request_id, parse_request
 from coordinator.workers.link import WorkerLink
 from protocol.codec import logprobs_message
 from protocol.errors import InvalidArgumentError, UnavailableError
+from rpc.callers import client_of
 from rpc.server import Server
+from rpc.unread import UnreadStream
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
@@ -27,7 +30,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
-        async with await self._begin(request) as generation:
+        async with await self._begin(request, context) as generation:
             first, *others = map(_response, await generation.finished())
             first.other_samples.extend(others)
             return first
@@ -35,10 +38,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Generates and sends every piece as it is committed."""
-        async with await self._begin(request) as generation:
+        """Generates and sends every piece as it is committed, at the pace of the client."""
+        async with await self._begin(request, context) as generation:
             request_id = generation.request_id
-            async for sample, piece in generation.pieces():
+            async for sample, piece in generation.pieces(UnreadStream(context).end):
                 if piece is not None and not (piece.token_ids or piece.text):
                     continue  # an end that leaves nothing to show
                 if piece is not None:
@@ -47,11 +50,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     yield pb.GenerateStreamResponse(request_id=request_id, complete=_response(sample))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        """Ends a request in flight."""
+        """Ends a request in flight of the same client."""
         if not request.request_id:
             raise InvalidArgumentError("request_id", "must not be empty")
         check_request_id(request.request_id)
-        self._coordinator.abort(request.request_id)
+        self._coordinator.abort(client_of(context), request.request_id)
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
@@ -101,7 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             speculation=pb.SpeculationState(**vars(coordinator.drafting.state())),
         )
 
-    async def _begin(self, request: pb.GenerateRequest) -> AbstractAsyncContextManager[Generation]:
+    async def _begin(self, request: pb.GenerateRequest, context: Any) -> AbstractAsyncContextManager[Generation]:
         if self._server.stopping:
             raise UnavailableError("the server is shutting down")
         arrived = time.monotonic()
@@ -114,7 +117,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         # Tokenizing a long prompt takes a while, during which other requests go on.
         parsed: GenerationRequest = await asyncio.to_thread(parse_request, request, coordinator.tokenizer, limits)
-        return coordinator.generate(parsed, arrived)
+        return coordinator.generate(replace(parsed, client=client_of(context)), arrived)
 
 
 def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:

@@ -51,6 +51,18 @@ class CoordinatorSettings(ServerSettings):
     queue_size: int = Field(
         256, ge=0, le=UINT32_MAX, description="samples that may wait; requests beyond them are refused"
     )
+    queue_tokens: int = Field(
+        4_194_304, ge=1, le=UINT32_MAX, description="prompt tokens that may wait in all, unless one request has more"
+    )
+    max_requests_per_client: int | None = Field(
+        None,
+        ge=1,
+        le=UINT32_MAX,
+        description="samples of one client that may wait or be generated; default: as many as queue and window hold",
+    )
+    stream_stall_seconds: Seconds = Field(
+        60.0, gt=0, description="time after which a stream is ended whose client does not read"
+    )
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,

@@ -5,6 +5,7 @@ ServiceError
 ├── NotFoundError           no such request
 ├── AlreadyExistsError      a request of that id is in flight
 ├── QueueFullError          too many requests are waiting; says when to try again
+├── StalledStreamError      the client does not read what it asked for
 ├── UnavailableError        a worker or the server cannot serve now
 └── WorkerFailedError       a worker still fails after retries
 """
@@ -36,6 +37,10 @@ class QueueFullError(ServiceError):
     def __init__(self, reason: str, retry_seconds: float) -> None:
         super().__init__(reason)
         self.retry_seconds = retry_seconds
+
+
+class StalledStreamError(ServiceError):
+    """The client has not read its stream for so long that what is kept for it is given to others."""
 
 
 class UnavailableError(ServiceError):

@@ -12,6 +12,7 @@ from protocol.errors import (
     NotFoundError,
     QueueFullError,
     ServiceError,
+    StalledStreamError,
     UnavailableError,
     WorkerFailedError,
 )
@@ -21,6 +22,7 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     NotFoundError: StatusCode.NOT_FOUND,
     AlreadyExistsError: StatusCode.ALREADY_EXISTS,
     QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
+    StalledStreamError: StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: StatusCode.UNAVAILABLE,
     WorkerFailedError: StatusCode.INTERNAL,
 }
