@@ -24,6 +24,7 @@ from coordinator.workers.interface import Workers
 from coordinator.workers.link import MismatchError
 from coordinator.workers.target_link import TargetLink
 from protocol.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError
+from rpc.channel import Connector
 
 # Delay that a refused client is told: sooner, the queue would still be full.
 RETRY_AFTER_SECONDS = 1.0
@@ -37,10 +38,12 @@ class Coordinator:
         self.settings = settings
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
-        self.target = TargetLink(settings.target_address, coordinator_id, settings.target_timeout_seconds)
+        target = Connector(settings.target_address, **settings.worker_security)
+        self.target = TargetLink(target, coordinator_id, settings.target_timeout_seconds)
         self.draft: DraftLink | None = None
         if settings.draft_address is not None:
-            self.draft = DraftLink(settings.draft_address, coordinator_id, settings.draft_timeout_seconds, self.target)
+            draft = Connector(settings.draft_address, **settings.worker_security)
+            self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.target)
         self.pool = Pool(
             settings.usable_window,
             settings.queue_size,

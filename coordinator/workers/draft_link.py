@@ -20,6 +20,7 @@ from coordinator.workers.streams import RoundCalls
 from coordinator.workers.target_link import TargetLink
 from protocol.codec import MisfitError, propose_request, read_proposals
 from protocol.rounds import Proposal, ProposeItem
+from rpc.channel import Connector
 from specpool.v1 import common_pb2, draft_worker_pb2_grpc
 
 
@@ -28,8 +29,8 @@ class DraftLink(WorkerLink):
 
     _unknown_times = UNKNOWN_DRAFT
 
-    def __init__(self, address: str, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
-        super().__init__(address, coordinator_id, timeout_seconds)
+    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
+        super().__init__(connector, coordinator_id, timeout_seconds)
         self._target = target
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:

@@ -15,7 +15,7 @@ from coordinator.drafting.costs import StepTimes
 from coordinator.workers.streams import RoundCalls
 from protocol.codec import read_step_costs, release_request
 from protocol.worker_info import StepCosts
-from rpc.channel import open_channel
+from rpc.channel import Connector
 from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class WorkerLink:
     _unknown_times: Mapping[int, float]
     """Seconds by rows, believed of a worker that has not measured itself."""
 
-    def __init__(self, address: str, coordinator_id: str, timeout_seconds: float) -> None:
-        self.address = address
+    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float) -> None:
+        self.address = connector.address
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
         self.info: common_pb2.ModelInfo | None = None
@@ -66,7 +66,7 @@ class WorkerLink:
         self.on_change: Callable[[], None] | None = None
         self._coordinator_id = coordinator_id
         self._timeout = timeout_seconds
-        self._channel = open_channel(address)
+        self._channel = connector.open()
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._stub: Any = self._make_stub(self._channel)
         self._rounds = self._make_rounds()

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from coordinator.workers.target_link import TargetLink
+from rpc.channel import Connector
 from specpool.testing import FakeTarget
 from specpool.v1 import common_pb2
 
@@ -34,7 +35,7 @@ class CuttingTarget(FakeTarget):
 )
 async def test_a_worker_tells_how_its_passes_are_cut(costs: common_pb2.StepCosts, seconds: float) -> None:
     target = CuttingTarget(costs)
-    link = TargetLink(await target.start(), "coordinator", timeout_seconds=60)
+    link = TargetLink(Connector(await target.start()), "coordinator", timeout_seconds=60)
     try:
         await link._probe()
         assert link.is_ready
