@@ -42,11 +42,11 @@ class Coordinator:
         self.settings = settings
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
-        target = Connector(settings.target_address)
+        target = Connector(settings.target_address, **settings.worker_security)
         self.target = TargetLink(target, coordinator_id, settings.target_timeout_seconds)
         self.draft: DraftLink | None = None
         if settings.draft_address is not None:
-            draft = Connector(settings.draft_address)
+            draft = Connector(settings.draft_address, **settings.worker_security)
             self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.target)
         self.pool = Pool(
             settings.usable_window,

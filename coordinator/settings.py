@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import ByteSize, Field, model_validator
 
 from coordinator.scheduling.sequence import DraftMethod
+from coordinator.worker_security import WorkerSecurity
 from protocol.rounds import MAX_DRAFT_TOKENS
 from rpc.settings import UINT32_MAX, Seconds, ServerSettings
 
@@ -18,7 +19,7 @@ Overlap = Literal["auto", "on", "off"]
 """Whether both workers may be busy at a time: "auto" where they have devices of their own."""
 
 
-class CoordinatorSettings(ServerSettings):
+class CoordinatorSettings(ServerSettings, WorkerSecurity):
     """Serves generation: keeps the pool, and runs its rounds with a draft and a target worker."""
 
     port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0 lets the system choose")

@@ -2,6 +2,8 @@
 
 ServiceError
 ├── InvalidArgumentError    a field is wrong; names it
+├── UnauthenticatedError    the caller has no token that is known
+├── PermissionDeniedError   the caller is known, and not allowed
 ├── NotFoundError           no such request
 ├── AlreadyExistsError      a request of that id is in flight
 ├── QueueFullError          too many requests are waiting; says when to try again
@@ -21,6 +23,14 @@ class InvalidArgumentError(ServiceError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
         self.field, self.reason = field, reason
+
+
+class UnauthenticatedError(ServiceError):
+    """The caller does not say who it is, or cannot prove it."""
+
+
+class PermissionDeniedError(ServiceError):
+    """The caller may not do this."""
 
 
 class NotFoundError(ServiceError):

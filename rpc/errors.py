@@ -10,15 +10,19 @@ from protocol.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     QueueFullError,
     ServiceError,
     StalledStreamError,
+    UnauthenticatedError,
     UnavailableError,
     WorkerFailedError,
 )
 
 STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     InvalidArgumentError: StatusCode.INVALID_ARGUMENT,
+    UnauthenticatedError: StatusCode.UNAUTHENTICATED,
+    PermissionDeniedError: StatusCode.PERMISSION_DENIED,
     NotFoundError: StatusCode.NOT_FOUND,
     AlreadyExistsError: StatusCode.ALREADY_EXISTS,
     QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
