@@ -562,7 +562,12 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         equivalence=common_pb2.EQUIVALENCE_BITWISE if worker.role is TARGET else common_pb2.EQUIVALENCE_NUMERIC,
         parameters=info.parameters,
+        weights_fingerprint=info.weights_fingerprint,
+        numerics_fingerprint=info.numerics_fingerprint,
     )
+    assert bool(info.numerics_fingerprint) == (worker.role is TARGET)
+    assert re.fullmatch("[0-9a-f]{32}", response.instance_id)
+    assert (await worker.info()).instance_id == response.instance_id
     assert response.load == common_pb2.WorkerLoad(
         slots_total=SLOTS,
         slots_in_use=1,
@@ -662,7 +667,7 @@ async def test_a_drain_ends_streams_that_wait_and_those_in_a_round_after_it(work
             assert answers[0] is grpc.aio.EOF
             assert answers[1] is grpc.aio.EOF or await playing.read() is grpc.aio.EOF
     finally:
-        worker.host._draining = False
+        worker.host.streams._draining = False
 
 
 async def test_a_released_sequence_may_begin_with_itself(worker: Worker) -> None:
