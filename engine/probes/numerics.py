@@ -18,7 +18,7 @@ def numerics_fingerprint(engine: Engine) -> str:
     """SHA-256 over the logits of a fixed sequence, after some tokens of its beginning and of its end; "" unless logits
     are the same bits in every batch. The cache must hold nothing yet.
 
-    Weights, dtype, kernels, processor or GPU and versions of libraries all show in it. So does the number of threads where
+    Weights, dtype, kernels, processor or GPU and versions of libraries show in it. So does the number of threads where
     the pass consists of torch's operations, but not where it is compiled.
     """
     if not engine.bitwise:
