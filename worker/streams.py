@@ -31,6 +31,8 @@ class RoundStreams:
         The next request is read once a round is answered, so that a caller who sends more is held back by HTTP/2.
         QueueFullError, InvalidArgumentError.
         """
+        if self._draining or self._open >= MOST_STREAMS:
+            await _touch(requests)
         with self._counted():
             if (request := await self._next(requests)) is None:
                 return
@@ -82,3 +84,10 @@ class RoundStreams:
             if not self._owned[coordinator_id]:
                 del self._owned[coordinator_id]
                 self._on_orphaned(coordinator_id)
+
+
+async def _touch(requests: AsyncIterator[Any]) -> None:
+    """Begins to read and stops at once, as grpc warns of requests that nobody has ever begun to read."""
+    reading = asyncio.ensure_future(anext(requests, None))
+    await asyncio.wait([reading], timeout=0)
+    reading.cancel()
