@@ -22,6 +22,14 @@ _TO_WIRE: dict[ItemStatus, Any] = {
 # Unset floats are 0 on the wire, which would be nonsense for these fields: 0 means that there is no such rule.
 _UNSET_MEANS_ONE = ("top_p", "repetition_penalty")
 
+# Limits of requests to workers, far above what coordinators send: they bound what a hostile one can make a worker do.
+MAX_COORDINATOR_ID_LENGTH = 128
+MAX_ITEM_DRAFT_TOKENS = 1024
+MAX_ITEM_LOGPROBS = 256
+MAX_SAMPLING_TOKENS = 2048
+MAX_CHANCES = 1024
+MAX_RELEASED = 2**20
+
 
 # --- The draft worker's rounds
 
@@ -41,11 +49,13 @@ def propose_request(
 
 def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLimits) -> list[ProposeItem]:
     """The items of a round for the draft worker. InvalidArgumentError."""
+    _check_number("items", len(request.items), limits.max_items)
     seen: set[int] = set()
     items = []
     for index, item in enumerate(request.items):
         field = f"items[{index}]"
         _check(field, item, limits, max(0, item.num_draft_tokens - 1), seen)
+        _check_number(f"{field}.num_draft_tokens", item.num_draft_tokens, MAX_ITEM_DRAFT_TOKENS)
         items.append(
             ProposeItem(
                 **_common_fields(field, item),
@@ -64,6 +74,7 @@ def read_step_cost(request: draft_worker_pb2.ProposeRequest) -> float:
 
 def read_chances(request: draft_worker_pb2.ProposeRequest) -> list[float]:
     """The acceptance probabilities by the draft's own. InvalidArgumentError."""
+    _check_number("chances", len(request.chances), MAX_CHANCES)
     return [_between(f"chances[{index}]", chance) for index, chance in enumerate(request.chances)]
 
 
@@ -92,11 +103,18 @@ def verify_request(coordinator_id: str, round_id: int, items: Iterable[VerifyIte
 
 def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLimits) -> list[VerifyItem]:
     """The items of a round for the target worker. InvalidArgumentError."""
+    _check_number("items", len(request.items), limits.max_items)
+    logits = sum(len(item.draft_token_ids) + 1 for item in request.items)
+    if logits > limits.max_logits:
+        raise InvalidArgumentError("items", f"ask for the choices at {logits} positions of at most {limits.max_logits}")
     seen: set[int] = set()
     items = []
     for index, item in enumerate(request.items):
-        field, drafts = f"items[{index}]", tuple(item.draft_token_ids)
-        _check(field, item, limits, len(drafts), seen)
+        field = f"items[{index}]"
+        _check(field, item, limits, len(item.draft_token_ids), seen)
+        _check_number(f"{field}.draft_token_ids", len(item.draft_token_ids), MAX_ITEM_DRAFT_TOKENS)
+        _check_number(f"{field}.logprobs", item.logprobs, MAX_ITEM_LOGPROBS)
+        drafts = tuple(item.draft_token_ids)
         if drafts and item.prefill_only:
             raise InvalidArgumentError(f"{field}.draft_token_ids", "must be empty with prefill_only")
         if drafts:
@@ -133,9 +151,13 @@ def verify_response(
 
 
 def require_coordinator(coordinator_id: str) -> None:
-    """Raises InvalidArgumentError for an empty id: sequences without an owner could never expire."""
+    """Raises InvalidArgumentError for an empty id, as sequences without an owner could never expire, and a long one."""
     if not coordinator_id:
         raise InvalidArgumentError("coordinator_id", "must not be empty")
+    if len(coordinator_id) > MAX_COORDINATOR_ID_LENGTH:
+        raise InvalidArgumentError(
+            "coordinator_id", f"has {len(coordinator_id)} characters of at most {MAX_COORDINATOR_ID_LENGTH}"
+        )
 
 
 def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -152,6 +174,12 @@ def release_request(coordinator_id: str, sequence_ids: Iterable[int]) -> common_
     return common_pb2.ReleaseRequest(coordinator_id=coordinator_id, sequence_ids=sequence_ids)
 
 
+def read_release(request: common_pb2.ReleaseRequest) -> list[int]:
+    """The sequences to free. InvalidArgumentError."""
+    _check_number("sequence_ids", len(request.sequence_ids), MAX_RELEASED)
+    return list(request.sequence_ids)
+
+
 def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
     """The description of a worker as a message."""
     equivalence = common_pb2.EQUIVALENCE_BITWISE if info.bitwise else common_pb2.EQUIVALENCE_NUMERIC
@@ -165,7 +193,9 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
         max_rows=info.max_rows,
     )
     known = info.step_seconds or info.max_rows
-    return common_pb2.GetWorkerInfoResponse(model=model, load=load, costs=costs if known else None)
+    return common_pb2.GetWorkerInfoResponse(
+        model=model, load=load, costs=costs if known else None, instance_id=info.instance_id
+    )
 
 
 def _named_as(message: Any, info: WorkerInfo) -> dict[str, Any]:
@@ -197,7 +227,6 @@ def _check(field: str, item: Any, limits: RoundLimits, drafts: int, seen: set[in
         raise InvalidArgumentError(f"{field}.base_length", "must be above 0 with prefix_sequence_id")
     if not item.token_ids:
         raise InvalidArgumentError(f"{field}.token_ids", "must not be empty")
-    _check_token_ids(f"{field}.token_ids", item.token_ids, limits)
     asked = item.max_length if item.HasField("max_length") else limits.max_model_len
     if asked > limits.max_model_len:
         raise InvalidArgumentError(f"{field}.max_length", f"{asked} is above {limits.max_model_len}")
@@ -206,12 +235,18 @@ def _check(field: str, item: Any, limits: RoundLimits, drafts: int, seen: set[in
     end = item.base_length + len(item.token_ids) + drafts
     if end > most:
         raise InvalidArgumentError(field, f"would reach {end} positions of at most {most}")
+    _check_token_ids(f"{field}.token_ids", item.token_ids, limits)
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], limits: RoundLimits) -> None:
     largest = max(token_ids)
     if largest >= limits.vocab_size:
         raise InvalidArgumentError(field, f"{largest} is not below {limits.vocab_size}")
+
+
+def _check_number(field: str, number: int, most: int) -> None:
+    if number > most:
+        raise InvalidArgumentError(field, f"{number} is above {most}")
 
 
 def _between(field: str, value: float, most: float = 1.0) -> float:
@@ -239,6 +274,8 @@ def _sampling(item: ProposeItem | VerifyItem) -> common_pb2.Sampling | None:
 
 
 def _read_sampling(field: str, sampling: common_pb2.Sampling) -> SamplingParams:
+    for name in ("stop_token_ids", "logit_bias"):
+        _check_number(f"{field}.{name}", len(getattr(sampling, name)), MAX_SAMPLING_TOKENS)
     numbers: dict[str, Any] = {name: getattr(sampling, name) for name in RANGES if name != "logit_bias"}
     numbers |= {name: numbers[name] or 1.0 for name in _UNSET_MEANS_ONE}
     checked: dict[str, Any] = {name: in_range(f"{field}.{name}", numbers[name], RANGES[name]) for name in numbers}

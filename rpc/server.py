@@ -23,7 +23,7 @@ from rpc.tls import server_credentials
 log = logging.getLogger(__name__)
 
 LIVE = "live"
-"""The health-check name that is SERVING as long as the process answers at all, whatever it waits for."""
+"""The health-check name that is SERVING as long as a restart of the process would not help, whatever it waits for."""
 
 PARENT_CHECK_SECONDS = 0.5
 # Time that calls of health and reflection get to end by themselves after the last call of a service.
@@ -101,6 +101,10 @@ class Server:
         """Sets what health checks answer, for the process ("" and its own name) and for each of its services."""
         for name in ("", process_name(os.getpid()), *self._services):
             self._health.set(name, serving and not self.stopping)
+
+    def set_live(self, live: bool) -> None:
+        """Sets what health checks named `LIVE` answer: False asks for a restart of the process."""
+        self._health.set(LIVE, live)
 
     def stop_on_signals(self) -> None:
         """Drains on SIGTERM and SIGINT. Stops at once on a second signal, and when the parent process that the settings
