@@ -10,6 +10,7 @@ from itertools import count
 from coordinator.drafting.drafting import Drafting
 from coordinator.generation import Generation
 from coordinator.in_flight import RequestsInFlight
+from coordinator.prompts.tokenizer import TargetTokenizer
 from coordinator.round_loop import RoundLoop
 from coordinator.round_runner import RoundSettings
 from coordinator.scheduling.capacity import KVCapacity
@@ -18,7 +19,6 @@ from coordinator.scheduling.pool import DuplicateRequestError, Pool, PoolFullErr
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
-from coordinator.tokenizer import TargetTokenizer
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.interface import Workers
 from coordinator.workers.link import MismatchError
@@ -72,7 +72,7 @@ class Coordinator:
         if self._tokenizer is None:
             if self.target.tokenizer is None:
                 raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
-            self._tokenizer = TargetTokenizer(self.target.tokenizer)
+            self._tokenizer = TargetTokenizer(self.target.tokenizer, self.target.vocab_size)
         return self._tokenizer
 
     @property
@@ -107,6 +107,16 @@ class Coordinator:
         while not self.pool.is_empty or (self.draft is not None and self.draft.is_releasing):  # noqa: ASYNC110 - once, at the end; not worth an event
             await asyncio.sleep(POLL_SECONDS)
 
+    def check_queue(self, request: GenerationRequest) -> None:
+        """Raises what `generate` would raise if nothing changed until then, to be called before a prompt is tokenized.
+
+        AlreadyExistsError, QueueFullError.
+        """
+        if self.pool.find(request.request_id):
+            raise _in_flight(request)
+        if self.pool.is_full:
+            raise self._queue_full()
+
     @asynccontextmanager
     async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
         """A generation under way; leaving the context early ends it and frees its slots.
@@ -117,10 +127,9 @@ class Coordinator:
         try:
             self.pool.submit(sequences)
         except DuplicateRequestError:
-            raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
+            raise _in_flight(request) from None
         except PoolFullError:
-            waiting = f"the queue is full ({self.pool.queued} samples wait)"
-            raise QueueFullError(waiting, RETRY_AFTER_SECONDS) from None
+            raise self._queue_full() from None
         generation = Generation(sequences, arrived)
         self.in_flight.add(generation)
         self._loop.wake()
@@ -147,6 +156,9 @@ class Coordinator:
     def _links(self) -> list[TargetLink | DraftLink]:
         return [self.target, *([self.draft] if self.draft is not None else [])]
 
+    def _queue_full(self) -> QueueFullError:
+        return QueueFullError(f"the queue is full ({self.pool.queued} samples wait)", RETRY_AFTER_SECONDS)
+
     def _abort(self, sequence: Sequence) -> None:
         if sequence.finish is not None:
             return
@@ -165,3 +177,7 @@ class Coordinator:
             # The last token of the prompt is left for each to run: its logits are what they choose from.
             other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)
         return sequences
+
+
+def _in_flight(request: GenerationRequest) -> AlreadyExistsError:
+    return AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already")

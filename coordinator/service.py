@@ -9,8 +9,9 @@ from typing import Any
 
 from coordinator.coordinator import Coordinator
 from coordinator.generation import Generation, Piece, Sample
-from coordinator.scheduling.sequence import GenerationRequest
-from coordinator.validation import Limits, check_request_id, parse_request
+from coordinator.prompts.reading import PromptReader
+from coordinator.prompts.slots import TokenizingSlots
+from coordinator.validation import Limits, check_request_id, parse_request, with_prompt
 from coordinator.workers.link import WorkerLink
 from protocol.codec import logprobs_message
 from protocol.errors import InvalidArgumentError, UnavailableError
@@ -24,6 +25,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(self, coordinator: Coordinator, server: Server) -> None:
         self._coordinator, self._server = coordinator, server
+        settings = coordinator.settings
+        self._slots = TokenizingSlots(most_waiting=settings.usable_window + settings.queue_size)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
@@ -112,9 +115,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             coordinator.target.vocab_size,
             coordinator.pool.window_size,
         )
-        # Tokenizing a long prompt takes a while, during which other requests go on.
-        parsed: GenerationRequest = await asyncio.to_thread(parse_request, request, coordinator.tokenizer, limits)
-        return coordinator.generate(parsed, arrived)
+        prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
+        parsed = parse_request(request, coordinator.tokenizer.eos_token_ids, limits)
+        prompt.check(request)
+        coordinator.check_queue(parsed)
+        prompt_ids = await prompt.read(request, self._slots, before=lambda: coordinator.check_queue(parsed))
+        return coordinator.generate(with_prompt(parsed, prompt_ids, request.sampling_params, limits), arrived)
 
 
 def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:

@@ -60,6 +60,11 @@ class Pool:
         return len(self._queue)
 
     @property
+    def is_full(self) -> bool:
+        """Whether not even a request of one sample could be queued."""
+        return self.queued >= self.queue_size + self.capacity
+
+    @property
     def running(self) -> int:
         """Sequences being generated."""
         in_round = sum(sequence.finish is None for sequence in self._in_round.values())

@@ -64,6 +64,10 @@ class GenerationRequest:
     adaptive: bool = False
     """Whether each round has as many draft tokens as save time, possibly zero."""
     method: DraftMethod = DraftMethod.MODEL
+    priority: int = 0
+    """Order among the waiting requests of one client: a lower number is served earlier."""
+    cache_salt: str = ""
+    """Caches are reused only by requests with the same salt."""
 
     @property
     def worker_sampling(self) -> SamplingParams:
