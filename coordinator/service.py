@@ -19,6 +19,9 @@ from rpc.server import Server
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
+# Pieces whose log-probabilities are put into a response between two turns of the event loop.
+PIECES_AT_ONCE = 64
+
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """`specpool.v1.GenerationService`."""
@@ -31,7 +34,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
         async with await self._begin(request) as generation:
-            first, *others = map(_response, await generation.finished())
+            first, *others = [await _response(sample) for sample in await generation.finished()]
             first.other_samples.extend(others)
             return first
 
@@ -47,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 if piece is not None:
                     yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
                 else:
-                    yield pb.GenerateStreamResponse(request_id=request_id, complete=_response(sample))
+                    yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends a request in flight."""
@@ -132,7 +135,17 @@ def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
     )
 
 
-def _response(sample: Sample) -> pb.GenerateResponse:
+async def _response(sample: Sample) -> pb.GenerateResponse:
+    response = _without_logprobs(sample)
+    if sample.sequence.request.logprobs is not None:
+        for start in range(0, len(sample.pieces), PIECES_AT_ONCE):
+            for piece in sample.pieces[start : start + PIECES_AT_ONCE]:
+                response.logprobs.extend(map(logprobs_message, piece.logprobs))
+            await asyncio.sleep(0)
+    return response
+
+
+def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
     sequence, finish, timings = sample.sequence, sample.sequence.finish, sample.timings
     assert finish is not None
     speculation = sequence.speculation
@@ -145,7 +158,6 @@ def _response(sample: Sample) -> pb.GenerateResponse:
         matched_token_id=finish.matched_token_id,
         matched_stop_str=finish.matched_stop,
         seed=sequence.request.sampling.seed,
-        logprobs=[logprobs_message(logprobs) for piece in sample.pieces for logprobs in piece.logprobs],
         usage=pb.Usage(
             prompt_tokens=sequence.prompt_length,
             completion_tokens=sequence.num_generated,

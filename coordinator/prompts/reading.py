@@ -58,22 +58,24 @@ class PromptReader:
             return await self._token_ids(request.tokenized)
         encode = self._text if kind == "text" else self._chat
         try:
-            ids = await slots.run(request.ByteSize(), lambda check: encode(request, check), before)
+            return await slots.run(request.ByteSize(), lambda check: encode(request, check), before)
         except (ChatTemplateError, EncodingError) as error:
             raise InvalidArgumentError(FIELDS[kind], str(error)) from None
-        self._check_length(FIELDS[kind], len(ids))
-        self._check_ids(FIELDS[kind], ids)
-        return tuple(ids)
 
-    def _text(self, request: pb.GenerateRequest, check: Check) -> list[int]:
-        return self.tokenizer.encode_text(request.text, self._work_limits(check))
+    def _text(self, request: pb.GenerateRequest, check: Check) -> tuple[int, ...]:
+        return self._checked("text", self.tokenizer.encode_text(request.text, self._work_limits(check)))
 
-    def _chat(self, request: pb.GenerateRequest, check: Check) -> list[int]:
+    def _chat(self, request: pb.GenerateRequest, check: Check) -> tuple[int, ...]:
         messages = [(message.role, message.content) for message in request.chat.messages]
-        return self.tokenizer.encode_chat(messages, self._work_limits(check))
+        return self._checked("chat.messages", self.tokenizer.encode_chat(messages, self._work_limits(check)))
 
     def _work_limits(self, check: Check) -> WorkLimits:
         return WorkLimits(self.most_tokens, self.most_bytes, check)
+
+    def _checked(self, field: str, ids: list[int]) -> tuple[int, ...]:
+        self._check_length(field, len(ids))
+        self._check_ids(field, ids)
+        return tuple(ids)
 
     async def _token_ids(self, tokenized: pb.TokenizedInput) -> tuple[int, ...]:
         ids: list[int] = []
