@@ -3,13 +3,14 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 
 from coordinator.drafting.drafting import Drafting
 from coordinator.generation import Generation
 from coordinator.in_flight import RequestsInFlight
+from coordinator.prompts.tokenizer import TargetTokenizer
 from coordinator.round_loop import RoundLoop
 from coordinator.round_runner import RoundSettings
 from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
@@ -18,7 +19,6 @@ from coordinator.scheduling.pool import DuplicateRequestError, Pool
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
-from coordinator.tokenizer import TargetTokenizer
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.interface import Workers
@@ -111,24 +111,27 @@ class Coordinator:
         while not self.pool.is_empty or (self.draft is not None and self.draft.is_releasing):  # noqa: ASYNC110 - once, at the end; not worth an event
             await asyncio.sleep(POLL_SECONDS)
 
-    @asynccontextmanager
-    async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
-        """A generation under way; leaving the context early ends it and frees its slots.
+    def check_queue(self, request: GenerationRequest) -> None:
+        """Raises what `generate` would raise if nothing changed until then, to be called before a prompt is tokenized.
 
-        AlreadyExistsError for a request id of the client that is in flight, QueueFullError, InvalidArgumentError for
-        more samples than a client may have in flight.
+        AlreadyExistsError, QueueFullError, InvalidArgumentError.
         """
         most = self.settings.max_requests_per_client
         if most is not None and request.n > most:
             refusal = f"{request.n} is beyond {most}, the samples that one client may have in flight"
             raise InvalidArgumentError("sampling_params.n", refusal)
+        with self._refusals(request):
+            self.pool.check(request)
+
+    @asynccontextmanager
+    async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
+        """A generation under way; leaving the context early ends it and frees its slots.
+
+        AlreadyExistsError for a request id of the client that is in flight, QueueFullError.
+        """
         sequences = self._sequences(request)
-        try:
+        with self._refusals(request):
             self.pool.submit(sequences)
-        except DuplicateRequestError:
-            raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
-        except PoolFullError as error:
-            raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
         generation = Generation(sequences, arrived, self, self.settings.stream_stall_seconds)
         self.in_flight.add(generation)
         self._loop.wake()
@@ -164,6 +167,16 @@ class Coordinator:
 
     def _links(self) -> list[TargetLink | DraftLink]:
         return [self.target, *([self.draft] if self.draft is not None else [])]
+
+    @contextmanager
+    def _refusals(self, request: GenerationRequest) -> Iterator[None]:
+        """Says to the client why the pool does not take its request."""
+        try:
+            yield
+        except DuplicateRequestError:
+            raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
+        except PoolFullError as error:
+            raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
 
     def _abort(self, sequence: Sequence) -> None:
         if sequence.finish is not None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from coordinator.coordinator import Coordinator
 from coordinator.generation import Generation, Piece, Sample
-from coordinator.scheduling.sequence import GenerationRequest
-from coordinator.validation import Limits, check_request_id, parse_request
+from coordinator.prompts.reading import PromptReader
+from coordinator.prompts.slots import TokenizingSlots
+from coordinator.validation import Limits, check_request_id, parse_request, with_prompt
 from coordinator.workers.link import WorkerLink
 from protocol.codec import logprobs_message
 from protocol.errors import InvalidArgumentError, UnavailableError
@@ -21,17 +22,22 @@ from rpc.unread import UnreadStream
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
+# Pieces whose log-probabilities are put into a response between two turns of the event loop.
+PIECES_AT_ONCE = 64
+
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """`specpool.v1.GenerationService`."""
 
     def __init__(self, coordinator: Coordinator, server: Server) -> None:
         self._coordinator, self._server = coordinator, server
+        settings = coordinator.settings
+        self._slots = TokenizingSlots(most_waiting=settings.usable_window + settings.queue_size)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
         async with await self._begin(request, context) as generation:
-            first, *others = map(_response, await generation.finished())
+            first, *others = [await _response(sample) for sample in await generation.finished()]
             first.other_samples.extend(others)
             return first
 
@@ -47,7 +53,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 if piece is not None:
                     yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
                 else:
-                    yield pb.GenerateStreamResponse(request_id=request_id, complete=_response(sample))
+                    yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends a request in flight of the same client."""
@@ -115,9 +121,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             coordinator.target.vocab_size,
             coordinator.pool.window_size,
         )
-        # Tokenizing a long prompt takes a while, during which other requests go on.
-        parsed: GenerationRequest = await asyncio.to_thread(parse_request, request, coordinator.tokenizer, limits)
-        return coordinator.generate(replace(parsed, client=client_of(context)), arrived)
+        prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
+        parsed = replace(parse_request(request, coordinator.tokenizer.eos_token_ids, limits), client=client_of(context))
+        prompt.check(request)
+        coordinator.check_queue(parsed)
+        prompt_ids = await prompt.read(request, self._slots, before=lambda: coordinator.check_queue(parsed))
+        return coordinator.generate(with_prompt(parsed, prompt_ids, request.sampling_params, limits), arrived)
 
 
 def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
@@ -129,7 +138,17 @@ def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
     )
 
 
-def _response(sample: Sample) -> pb.GenerateResponse:
+async def _response(sample: Sample) -> pb.GenerateResponse:
+    response = _without_logprobs(sample)
+    if sample.sequence.request.logprobs is not None:
+        for start in range(0, len(sample.pieces), PIECES_AT_ONCE):
+            for piece in sample.pieces[start : start + PIECES_AT_ONCE]:
+                response.logprobs.extend(map(logprobs_message, piece.logprobs))
+            await asyncio.sleep(0)
+    return response
+
+
+def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
     sequence, finish, timings = sample.sequence, sample.sequence.finish, sample.timings
     assert finish is not None
     speculation = sequence.speculation
@@ -142,7 +161,6 @@ def _response(sample: Sample) -> pb.GenerateResponse:
         matched_token_id=finish.matched_token_id,
         matched_stop_str=finish.matched_stop,
         seed=sequence.request.sampling.seed,
-        logprobs=[logprobs_message(logprobs) for piece in sample.pieces for logprobs in piece.logprobs],
         usage=pb.Usage(
             prompt_tokens=sequence.prompt_length,
             completion_tokens=sequence.num_generated,

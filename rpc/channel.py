@@ -105,11 +105,6 @@ class Connector:
             self._opened = self._tls.current()
         return self._opened
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the next channel would have other certificates or tokens than the last one."""
-        return False
-
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to `address` ("host:port"), without TLS. Opening never fails; calls fail while nobody listens there."""

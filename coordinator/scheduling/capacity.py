@@ -1,6 +1,5 @@
 """What the pool takes sequences in by: the capacity of the target worker's KV cache, the limits of the queue. Pure."""
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from coordinator.scheduling.fair_queue import FairQueue
@@ -42,20 +41,20 @@ class QueueLimits:
     per_client: int | None = None
     """Most samples of one client, waiting and in the window; None: any number."""
 
-    def check(self, queue: FairQueue, new: Items[Sequence], entering: int, reserve: int) -> None:
+    def check(self, queue: FairQueue, client: str, samples: int, tokens: int, *, entering: int, reserve: int) -> None:
         """Raises PoolFullError if a request must not wait.
 
-        `entering`: the sequences that the window takes in at once, of those that wait and the new ones. `reserve`:
-        samples beyond the limit that may wait if nothing of their clients waited before, so that no client can keep
-        others out; at most as many as `samples`, and likewise tokens up to twice the limit.
+        `samples` and `tokens`: its samples, and the prompt tokens of all of them together. `entering`: the sequences
+        that the window takes in at once, of those that wait and the new ones. `reserve`: samples beyond the limit that
+        may wait if nothing of their clients waited before, so that no client can keep others out; at most as many as
+        `samples`, and likewise tokens up to twice the limit.
         """
-        client, tokens = new[0].request.client, new[0].prompt_length * len(new)
         in_flight = queue.waiting_of(client) + queue.running_of(client)
-        if self.per_client is not None and in_flight + len(new) > self.per_client:
+        if self.per_client is not None and in_flight + samples > self.per_client:
             reason = f"{in_flight} samples of this client are in flight, of at most {self.per_client}"
-            raise PoolFullError(reason, in_flight + len(new) - self.per_client)
-        waiting = len(queue) + len(new) - entering
-        is_newcomer = not queue.waiting_of(client) and len(new) - entering <= self.samples
+            raise PoolFullError(reason, in_flight + samples - self.per_client)
+        waiting = len(queue) + samples - entering
+        is_newcomer = not queue.waiting_of(client) and samples - entering <= self.samples
         most = self.samples + (min(reserve, self.samples) if is_newcomer else 0)
         if waiting > most:
             raise PoolFullError(f"the queue is full ({len(queue)} samples wait)", waiting - most)

@@ -12,7 +12,7 @@ from coordinator.scheduling.capacity import KVCapacity, QueueLimits
 from coordinator.scheduling.fair_queue import FairQueue
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.ready import ReadySet
-from coordinator.scheduling.sequence import Finish, FinishReason, Sequence
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 
 
 class DuplicateRequestError(Exception):
@@ -97,10 +97,21 @@ class Pool:
         (key,) = {sample.request.key for sample in new}
         if key in self._by_request:
             raise DuplicateRequestError(key)
+        tokens = sum(sample.prompt_length for sample in new)
         entering = self._next_to_enter(chain(self._queue, new))
-        self.limits.check(self._queue, new, entering, reserve=self.window_size)
+        self.limits.check(self._queue, key[0], len(new), tokens, entering=entering, reserve=self.window_size)
         self._queue.add(new)
         self._by_request[key] = {sample.sequence_id: sample for sample in new}
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises what `submit` would raise now, as far as that is known before the prompt is.
+
+        PoolFullError, DuplicateRequestError.
+        """
+        if request.key in self._by_request:
+            raise DuplicateRequestError(request.key)
+        entering = min(self.capacity, len(self._queue) + request.n)
+        self.limits.check(self._queue, request.client, request.n, 0, entering=entering, reserve=self.window_size)
 
     def admit(self, most: int | None = None) -> list[Sequence]:
         """Moves queued sequences, at most `most`, into the window while it has capacity, and returns them."""

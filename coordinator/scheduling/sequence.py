@@ -66,7 +66,9 @@ class GenerationRequest:
     """Whether each round has as many draft tokens as save time, possibly zero."""
     method: DraftMethod = DraftMethod.MODEL
     priority: int = 0
+    """Order among the waiting requests of one client: a lower number is served earlier."""
     cache_salt: str = ""
+    """Caches are reused only by requests with the same salt."""
     client: str = ""
     """The caller: requests share the server, caches and request ids with those of the same client only."""
 

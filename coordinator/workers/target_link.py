@@ -9,7 +9,7 @@ import grpc
 
 from coordinator.counters import Timed
 from coordinator.drafting.costs import UNKNOWN_VERIFY
-from coordinator.tokenizer import TargetTokenizer
+from coordinator.prompts.tokenizer import TargetTokenizer
 from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
@@ -56,7 +56,7 @@ class TargetLink(WorkerLink):
         if files is None:
             raise MisfitError("its tokenizer is no message of the expected type")
         try:  # in a thread, because a large vocabulary takes a while
-            self.tokenizer = await asyncio.to_thread(TargetTokenizer, read_tokenizer(files))
+            self.tokenizer = await asyncio.to_thread(TargetTokenizer, read_tokenizer(files), info.vocab_size)
         except ValueError as error:
             raise MisfitError(f"its tokenizer cannot be used: {error}") from None
 
