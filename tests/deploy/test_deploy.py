@@ -28,6 +28,7 @@ from rpc.server import LIVE
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 GPU = "nvidia.com/gpu"
+COMMIT = re.compile(r"[0-9a-f]{40}")
 COMPONENT = "app.kubernetes.io/component"
 WORKERS = ("draft-worker", "target-worker")
 ROLES = ("coordinator", *WORKERS)
@@ -278,6 +279,12 @@ def test_coordinator_is_not_restarted_because_its_target_is_away(kustomization: 
 
 @pytest.mark.parametrize("role", WORKERS)
 @KUSTOMIZATIONS
+def test_model_is_pinned_to_a_commit(kustomization: str, role: str) -> None:
+    assert COMMIT.fullmatch(pod_settings(kustomization, role).revision)
+
+
+@pytest.mark.parametrize("role", WORKERS)
+@KUSTOMIZATIONS
 def test_worker_has_time_to_load_before_it_is_restarted(kustomization: str, role: str) -> None:
     startup = container(kustomization, role)["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
@@ -454,6 +461,11 @@ def test_container_of_the_coordinator_is_told_its_workers_and_published() -> Non
     assert settings.draft_address == f"draft-worker:{service_settings('draft-worker').port}"
     assert service("coordinator")["ports"] == [f"127.0.0.1:{settings.port}:{settings.port}"]
     assert "ports" not in service("draft-worker") | service("target-worker")
+
+
+@pytest.mark.parametrize("role", WORKERS)
+def test_container_has_a_model_that_is_pinned_to_a_commit(role: str) -> None:
+    assert COMMIT.fullmatch(service_settings(role).revision)
 
 
 def test_containers_of_the_workers_have_a_gpu_each() -> None:
