@@ -27,7 +27,8 @@ class RefusedError(Exception):
     """The call ends in an error instead of an answer."""
 
     def __init__(self, code: str, details: str, by_worker: bool = True) -> None:
-        """`code`: name of the status code. `by_worker`: whether it is marked as the worker's own, and not as one of the transport."""
+        """`code`: name of the status code. `by_worker`: whether it is marked as the worker's own, and not one of the
+        transport."""
         super().__init__(details)
         self.code, self.details, self.by_worker = code, details, by_worker
 

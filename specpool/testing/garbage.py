@@ -2,7 +2,7 @@
 
 `TARGET_FAULTS` and `DRAFT_FAULTS` say which faults there are; each one's docstring says what it does.
 
-    target = GarbageTarget("tokens_after_the_vocabulary", share=0.2, rounds=50)
+    target = GarbageTarget(fault="tokens_after_the_vocabulary", share=0.2, rounds=50)
 """
 
 import inspect
