@@ -13,7 +13,6 @@ workers so often. The exit status is 1 if the audit finds anything. The last lin
 import argparse
 import asyncio
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,6 +33,8 @@ SAMPLE_SECONDS, CUT_SECONDS, PAUSE_SECONDS = 0.25, 0.01, 0.25
 WARM_UP = 0.25
 """Share of the run after which memory must no longer grow."""
 URGENT = -1
+URGENT_SHARE = 0.25
+"""Share of the run that an urgent request may take at most."""
 IDLE_SECONDS = 20.0
 
 
@@ -45,8 +46,7 @@ def main() -> None:
             result = asyncio.run(soak(options, *make_tiny_pair(Path(folder))))
     except ProcessFailedError as error:
         raise SystemExit(str(error)) from None
-    memory = result["resident_mib"]
-    show("resident memory, MiB", [{"process": name, **row} for name, row in memory.items()])
+    show("resident memory, MiB", [{"process": name, **row} for name, row in result["resident_mib"].items()])
     show("soak", [{"measure": name, "value": value} for name, value in result.items() if name != "resident_mib"])
     finish("soak", result, options.output)
     if result["faults"]:
@@ -103,15 +103,13 @@ class Run:
         self._options, self._trio, self._client = options, trio, client
         self._tally = Tally()
         self._resident: list[dict[str, float]] = []
-        self._most_queued = 0
         self._urgent_seconds: list[float] = []
-        self._seconds = 0.0
+        self._most_queued, self._seconds = 0, 0.0
         self._counters = pb.ServerCounters()
 
     @property
-    def _share(self) -> float:
-        share: float = self._tally.done / self._options.requests
-        return share
+    def _most_urgent(self) -> float:
+        return max(self._urgent_seconds, default=self._seconds)
 
     async def play(self) -> None:
         """Sends all requests, while memory is watched and connections are cut."""
@@ -138,7 +136,8 @@ class Run:
         self._seconds = time.perf_counter() - began
         for task in beside:
             task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        ended = await asyncio.gather(*beside, return_exceptions=True)
+        self._tally.faults += [f"a watcher failed: {error}" for error in ended if isinstance(error, Exception)]
 
     async def _watch(self) -> None:
         while True:
@@ -149,7 +148,7 @@ class Run:
         chance = random.Random(self._options.seed)
         made = 0
         while self._options.cuts:
-            if made < self._options.cuts * self._share:
+            if made < self._options.cuts * self._tally.done / self._options.requests:
                 chance.choice(self._trio.proxies).cut()
                 made += 1
             await asyncio.sleep(CUT_SECONDS)
@@ -199,7 +198,7 @@ class Run:
             f"the {name} grew by {row['growth']} MiB" for name, row in self._memory.items()
             if row["growth"] > self._allowed_mib(name)
         ]  # fmt: skip
-        if self._options.queued and statistics.median(self._urgent_seconds) > self._seconds / 10:
+        if self._options.queued and self._most_urgent > URGENT_SHARE * self._seconds:
             faults.append("urgent requests waited behind the queue")
 
     async def _idle(self) -> pb.GetServerInfoResponse:
@@ -226,7 +225,6 @@ class Run:
     def result(self) -> dict[str, Any]:
         """All figures."""
         tally = self._tally
-        urgent = {"urgent_median_s": round(statistics.median(self._urgent_seconds), 3)} if self._options.queued else {}
         return {
             "requests": self._options.requests,
             "concurrency": self._options.concurrency,
@@ -237,7 +235,7 @@ class Run:
             "cuts": sum(proxy.cuts for proxy in self._trio.proxies),
             "connections_cut": sum(proxy.connections_cut for proxy in self._trio.proxies),
             "most_queued": self._most_queued,
-            **urgent,
+            "urgent_most_s": round(self._most_urgent, 3) if self._options.queued else None,
             "rounds": self._counters.rounds,
             "cache_misses": self._counters.cache_misses,
             "finished": dict(self._counters.finished),

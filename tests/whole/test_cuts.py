@@ -98,7 +98,8 @@ async def test_cuts_lose_and_double_nothing(links: str) -> None:
     proxies = {"target": [target.proxy], "draft": [draft.proxy], "both": [target.proxy, draft.proxy]}[links]
     async with serving(target, draft) as served, load(served):
         await cut_often(proxies, CUTS)
-    assert sum(proxy.connections_cut for proxy in proxies) > CUTS / 4
+    # A draft that is cut off rests, for longer and longer, and meanwhile has no connection.
+    assert sum(proxy.connections_cut for proxy in proxies) > (CUTS / 4 if links != "draft" else 1)
 
 
 @pytest.mark.parametrize("link", ["target", "draft"])
