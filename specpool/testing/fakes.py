@@ -40,6 +40,8 @@ def byte_tokenizer() -> Tokenizer:
 class FakeWorker:
     """Slots and caches of a worker, with knobs for what can go wrong."""
 
+    _interceptors: Sequence[Any] = ()
+
     def __init__(
         self,
         slots: int = 16,
@@ -74,7 +76,7 @@ class FakeWorker:
     async def start(self, address: str = "127.0.0.1:0") -> str:
         """Starts serving; returns the address."""
         self.instance_id = uuid.uuid4().hex
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(interceptors=self._interceptors, options=[("grpc.so_reuseport", 0)])
         self._register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
