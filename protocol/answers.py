@@ -15,6 +15,7 @@ from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
 STATUSES = {common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}"): status for status in ItemStatus}
 MOST_VOCABULARY, MOST_POSITIONS, MOST_SLOTS = 2**24, 2**31, 2**16
+MOST_DESCRIPTION_BYTES = 2**16
 # What rounding may add to a probability of 1 or to a log-probability of 0.
 ROUNDING = 1e-3
 
@@ -102,6 +103,8 @@ def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
 def check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:
     """Raises MisfitError for a description that no worker could have."""
     model, load = response.model, response.load
+    _require(response.ByteSize() <= MOST_DESCRIPTION_BYTES, f"it takes more than {MOST_DESCRIPTION_BYTES} bytes")
+    _require(model.equivalence in common_pb2.Equivalence.values(), f"its equivalence is {model.equivalence}")
     _require(0 < model.vocab_size <= MOST_VOCABULARY, f"its vocabulary has {model.vocab_size} tokens")
     _require(0 < model.max_model_len <= MOST_POSITIONS, f"its sequences have {model.max_model_len} positions")
     _require(load.slots_total <= MOST_SLOTS, f"it has {load.slots_total} slots")

@@ -141,12 +141,14 @@ def test_step_costs_that_make_no_sense_are_left_out() -> None:
         ({"vocab_size": 0}, {}),
         ({"vocab_size": 2**31}, {}),
         ({"max_model_len": 0}, {}),
+        ({"equivalence": 99}, {}),
+        ({"notes": ["n" * 2**15] * 3}, {}),
         ({"max_model_len": 2**32 - 1}, {}),
         ({}, {"slots_total": 2**32 - 1}),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(model: dict[str, int], load: dict[str, int]) -> None:
-    good = {"vocab_size": 10, "max_model_len": 10}
+def test_a_description_that_cannot_be_is_refused(model: dict[str, Any], load: dict[str, int]) -> None:
+    good: dict[str, Any] = {"vocab_size": 10, "max_model_len": 10}
     check_worker_info(common_pb2.GetWorkerInfoResponse(model=common_pb2.ModelInfo(**good)))
     response = common_pb2.GetWorkerInfoResponse(
         model=common_pb2.ModelInfo(**(good | model)), load=common_pb2.WorkerLoad(**load)
