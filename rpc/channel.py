@@ -33,6 +33,13 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
+TLS_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
+    # Also the time that an attempt to connect may take, with its handshake, which is slow on a busy machine.
+    *(option for option in CHANNEL_OPTIONS if option[0] != "grpc.min_reconnect_backoff_ms"),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+]
+
+
 def join_address(host: str, port: int) -> str:
     """`host:port`, with brackets around a host that has colons of its own."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -66,7 +73,7 @@ class Connector:
         ca, cert, key = _path(security.get("tls_ca")), _path(security.get("tls_cert")), _path(security.get("tls_key"))
         self.address = address
         self._token = token_of(security.get("token"), _path(security.get("token_file")))
-        self._options = [*CHANNEL_OPTIONS]
+        self._options = [*(CHANNEL_OPTIONS if ca is None else TLS_CHANNEL_OPTIONS)]
         if (name := security.get("tls_name")) is not None:
             self._options.append(("grpc.ssl_target_name_override", name))
         self._tls: Reloaded[Pem] | None = None

@@ -159,6 +159,29 @@ async def test_what_is_wrong_with_a_servers_certificate_ends_the_handshake(
         assert await code(address, tls_ca=ca.path) is unavailable, "the server has no TLS"
 
 
+@asynccontextmanager
+async def slow(address: str, seconds: float) -> AsyncIterator[str]:
+    """A way to the address on which every message takes a while; yields its own address."""
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            await asyncio.sleep(seconds)
+            writer.write(data)
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(*address.split(":"))
+        await asyncio.gather(forward(reader, back), forward(there, writer), return_exceptions=True)
+
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as proxy:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+
+
+async def test_a_handshake_may_take_longer_than_the_pause_between_attempts(ca: Authority, server: Certificate) -> None:
+    async with running(**server.options) as address, slow(address, 0.3) as slow_address:
+        assert await code(slow_address, tls_ca=ca.path) is None
+
+
 async def test_mutual_tls_wants_a_certificate_of_its_ca(
     ca: Authority, other_ca: Authority, server: Certificate, alice: Certificate
 ) -> None:

@@ -184,7 +184,7 @@ class Load:
 
     async def goes_on(self, tasks: list[asyncio.Task[None]]) -> None:
         """Returns after some more answers, or once a task has failed."""
-        enough = self.answered + 12
+        enough = self.answered + 6
         await until(lambda: self.answered >= enough or any(task.done() for task in tasks))
 
 
