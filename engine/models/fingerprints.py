@@ -57,6 +57,7 @@ def _sums(weight: torch.Tensor) -> bytes:
 def _words(weight: torch.Tensor) -> torch.Tensor:
     """The bits of a weight as int32, filled up with zeros."""
     flat = weight.detach().contiguous().view(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
     size = flat.dtype.itemsize
     if flat.numel() * size % WORD_BYTES or flat.storage_offset() * size % WORD_BYTES:
         octets = flat.view(torch.uint8)
