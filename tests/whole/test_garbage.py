@@ -107,10 +107,10 @@ async def test_garbage_of_the_target_is_never_served(fault: str, caplog: pytest.
 
 
 async def test_errors_of_the_transport_cost_no_request() -> None:
-    target = GarbageTarget(fault="internal_error_of_the_transport", share=0.3, rounds=12)
+    target = GarbageTarget(fault="internal_error_of_the_transport", share=0.3)
     async with serving(target, **SETTINGS) as served:
         assert await outcomes(served, PATIENCE_SECONDS) == {StatusCode.OK}
-        assert target.spoiled
+        assert target.spoiled > 2
 
 
 @pytest.mark.parametrize("fault", names(TARGET_FAULTS, "GetWorkerInfo", "GetTokenizer"))
