@@ -6,9 +6,10 @@ sequence still counts against the window, because the target worker still holds 
 """
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain, islice
 
-from coordinator.scheduling.capacity import KVCapacity, QueueLimits
+from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.fair_queue import FairQueue
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.ready import ReadySet
@@ -98,8 +99,11 @@ class Pool:
         if key in self._by_request:
             raise DuplicateRequestError(key)
         tokens = sum(sample.prompt_length for sample in new)
-        entering = self._next_to_enter(chain(self._queue, new))
-        self.limits.check(self._queue, key[0], len(new), tokens, entering=entering, reserve=self.window_size)
+        check = partial(self.limits.check, self._queue, key[0], len(new), tokens, reserve=self.window_size)
+        try:
+            check(entering=0)
+        except PoolFullError:  # only now: to count the sequences that enter at once takes longer
+            check(entering=self._next_to_enter(chain(self._queue, new)))
         self._queue.add(new)
         self._by_request[key] = {sample.sequence_id: sample for sample in new}
 
@@ -127,12 +131,11 @@ class Pool:
 
     def _next_to_enter(self, waiting: Iterable[Sequence]) -> int:
         """The number of these, in their order, that the window has capacity for now. Alone a sequence always fits."""
-        if not self.capacity:
-            return 0
-        number, kept = 0, sum(self._reserved.values())
+        positions = self.kv_capacity.positions if self.capacity else 0
+        number, kept = 0, sum(self._reserved.values()) if positions else 0
         for sequence in islice(waiting, self.capacity):
             kept += self.kv_capacity.taken_by(sequence)
-            if (self._reserved or number) and 0 < self.kv_capacity.positions < kept:
+            if (self._reserved or number) and 0 < positions < kept:
                 break
             number += 1
         return number

@@ -525,3 +525,12 @@ def test_admitting_and_aborting_look_at_few_of_ten_thousand() -> None:
         assert len(admit_all(pool, 1000)) == 1007
         assert ranks.call_count <= 2 * 6007
     pool.check_integrity()
+
+
+def test_submitting_to_a_large_window_looks_at_each_sequence_a_few_times() -> None:
+    pool, taken_by = Pool(2000, QueueLimits(2000)), KVCapacity.taken_by
+    with mock.patch.object(KVCapacity, "taken_by", autospec=True, side_effect=taken_by) as looked:
+        for i in range(2000):
+            pool.submit([make_sequence(i)])
+        assert len(pool.admit()) == 2000
+    assert looked.call_count <= 3 * 2000
