@@ -4,7 +4,10 @@ ServiceError
 ├── InvalidArgumentError    a field is wrong; names it
 ├── NotFoundError           no such request
 ├── AlreadyExistsError      a request of that id is in flight
-├── QueueFullError          too many requests are waiting; says when to try again
+├── ExhaustedError          a bound is reached; says when to try again
+│   ├── QueueFullError      too many requests are waiting
+│   └── TooManyCallsError   too many calls, or too large ones, are in progress
+├── SlowRequestError        a request takes too long to arrive
 ├── UnavailableError        a worker or the server cannot serve now
 └── WorkerFailedError       a worker still fails after retries
 """
@@ -30,12 +33,24 @@ class AlreadyExistsError(ServiceError):
     """The request would create something that already exists."""
 
 
-class QueueFullError(ServiceError):
-    """The queue has no capacity for another request; try again after `retry_seconds`."""
+class ExhaustedError(ServiceError):
+    """A bound is reached; try again after `retry_seconds`."""
 
     def __init__(self, reason: str, retry_seconds: float) -> None:
         super().__init__(reason)
         self.retry_seconds = retry_seconds
+
+
+class QueueFullError(ExhaustedError):
+    """The queue has no capacity for another request."""
+
+
+class TooManyCallsError(ExhaustedError):
+    """The server or the client has too many calls in progress, or requests of too many bytes."""
+
+
+class SlowRequestError(ServiceError):
+    """A request takes too long to arrive."""
 
 
 class UnavailableError(ServiceError):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rpc.channel import MAX_WORKER_MESSAGE_BYTES
+from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server, configure_logging
 from worker.host import Backend, WorkerHost
 from worker.servicer import WorkerServicer
@@ -42,7 +42,7 @@ def run_worker(
 
 async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None]) -> None:
     """Serves until a signal. Raises any error of loading."""
-    server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
+    server = Server(settings, MAX_ROUND_BYTES)
     add_service(server)
     server.on_drain = host.drain
     server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other

@@ -34,7 +34,7 @@ from engine import startup
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.options import EngineOptions
-from rpc.channel import MAX_WORKER_MESSAGE_BYTES
+from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server
 from rpc.settings import ServerSettings
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
@@ -169,7 +169,7 @@ async def serving(role: Role, engine: Engine) -> AsyncIterator[Worker]:
     """A loaded worker with empty slots."""
     forget_all(engine, SLOTS)
     host = WorkerHost(lambda: role.backend(engine))
-    server = Server(ServerSettings(drain_seconds=0), MAX_WORKER_MESSAGE_BYTES)
+    server = Server(ServerSettings(drain_seconds=0), MAX_ROUND_BYTES)
     server.add(f"specpool.v1.{role.name}", role.register, role.servicer(host))
     port = await server.start()
     await host.load()
