@@ -22,7 +22,8 @@ class AsyncClient:
     """
 
     def __init__(self, address: str, retry_seconds: float = 30.0) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable."""
+        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or
+        has too much to do; 0: never."""
         self._channel = open_channel(address)
         self._retry_seconds = retry_seconds
         self.stub: generation_pb2_grpc.GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(

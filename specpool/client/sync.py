@@ -22,8 +22,10 @@ class Client:
     """
 
     def __init__(self, address: str, retry_seconds: float = 30.0) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable."""
+        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or
+        has too much to do; 0: never."""
         self._channel = open_blocking_channel(address)
+        self._closed = False
         self._retry_seconds = retry_seconds
         self.stub: generation_pb2_grpc.GenerationServiceStub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
@@ -33,6 +35,7 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed = True
         self._channel.close()
 
     def generate(
@@ -44,7 +47,7 @@ class Client:
             try:
                 return self.stub.Generate(request, timeout=retries.remaining)
             except grpc.RpcError as error:
-                pause = retries.pause(error)
+                pause = self._pause(retries, error)
             time.sleep(pause)
 
     def stream(
@@ -69,10 +72,15 @@ class Client:
                         yield fresh
                 return
             except grpc.RpcError as error:
-                pause = retries.pause(error)
+                pause = self._pause(retries, error)
             finally:
                 call.cancel()
             time.sleep(pause)
+
+    def _pause(self, retries: Retries, error: grpc.RpcError) -> float:
+        if self._closed:  # by another thread, which cancels the call
+            raise error
+        return retries.pause(error)
 
     def abort(self, request_id: str) -> None:
         """Ends a request in flight; its caller gets what was generated so far."""
