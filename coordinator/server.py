@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import sys
 
 from coordinator.coordinator import Coordinator
@@ -13,6 +14,11 @@ from specpool.v1 import generation_pb2_grpc as pb_grpc
 
 # Time that the workers have at the end to confirm that all slots are free.
 RELEASE_SECONDS = 2.0
+# Time that a target worker which is away during the drain has to come back.
+TARGET_AWAY_SECONDS = 5.0
+AWAY_CHECK_SECONDS = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class CoordinatorServer:
@@ -20,6 +26,7 @@ class CoordinatorServer:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self.coordinator = Coordinator(settings)
+        self._target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
         servicer = GenerationServicer(self.coordinator, self.server)
         self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
@@ -36,9 +43,11 @@ class CoordinatorServer:
     async def wait_stopped(self) -> None:
         """Serves until the server is told to stop, and drains. Raises what made the coordinator fail."""
         assert self._running is not None
+        waiting = asyncio.create_task(self._give_up_without_target())
         await self.server.wait_stopped()
+        waiting.cancel()
         failed = self._running.done() and not self._running.cancelled()
-        if not failed:
+        if not failed and self.coordinator.target.is_ready:
             # Requests that were cut off hold slots that the next coordinator needs.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.coordinator.slots_released(), RELEASE_SECONDS)
@@ -47,6 +56,18 @@ class CoordinatorServer:
             await asyncio.gather(self._running, return_exceptions=not failed)
         finally:
             await self.coordinator.close()
+
+    async def _give_up_without_target(self) -> None:
+        """Waits for the drain, and cuts it short once the target worker has been away for some seconds of it."""
+        target = self.coordinator.target
+        await self.server.wait_stopping()
+        while True:
+            try:
+                await asyncio.wait_for(target.wait_ready(), self._target_away_seconds)
+            except TimeoutError:
+                log.warning("the target worker is away: the requests in progress are given up")
+                return self.server.stop(drain=False)
+            await asyncio.sleep(AWAY_CHECK_SECONDS)
 
     def _target_changed(self) -> None:
         if self.coordinator.target.is_ready:

@@ -6,8 +6,11 @@ ServiceError
 ├── PermissionDeniedError   the caller is known, and not allowed
 ├── NotFoundError           no such request
 ├── AlreadyExistsError      a request of that id is in flight
-├── QueueFullError          too many requests are waiting; says when to try again
 ├── StalledStreamError      the client does not read what it asked for
+├── ExhaustedError          a bound is reached; says when to try again
+│   ├── QueueFullError      too many requests are waiting
+│   └── TooManyCallsError   too many calls, or too large ones, are in progress
+├── SlowRequestError        a request takes too long to arrive
 ├── UnavailableError        a worker or the server cannot serve now
 └── WorkerFailedError       a worker still fails after retries
 """
@@ -41,8 +44,8 @@ class AlreadyExistsError(ServiceError):
     """The request would create something that already exists."""
 
 
-class QueueFullError(ServiceError):
-    """The queue has no capacity for another request; try again after `retry_seconds`."""
+class ExhaustedError(ServiceError):
+    """A bound is reached; try again after `retry_seconds`."""
 
     def __init__(self, reason: str, retry_seconds: float) -> None:
         super().__init__(reason)
@@ -51,6 +54,18 @@ class QueueFullError(ServiceError):
 
 class StalledStreamError(ServiceError):
     """The client has not read its stream for so long that what is kept for it is given to others."""
+
+
+class QueueFullError(ExhaustedError):
+    """The queue has no capacity for another request."""
+
+
+class TooManyCallsError(ExhaustedError):
+    """The server or the client has too many calls in progress, or requests of too many bytes."""
+
+
+class SlowRequestError(ServiceError):
+    """A request takes too long to arrive."""
 
 
 class UnavailableError(ServiceError):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 
-from protocol.errors import InvalidArgumentError, PermissionDeniedError, ServiceError, UnauthenticatedError
+from protocol.errors import PermissionDeniedError, ServiceError, UnauthenticatedError
 from rpc.errors import status_of
 from rpc.tokens import ApiTokens
 
@@ -77,34 +77,19 @@ class Authenticator(grpc.aio.ServerInterceptor):
 
 
 def _once(admit: Callable[[Any], Awaitable[None]], handler: Handler) -> Handler:
-    """The handler, of a stream of requests whatever it was: such a one reads nothing before it asks for it."""
-    codec = {name: getattr(handler, name) for name in ("request_deserializer", "response_serializer")}
+    """The handler behind the admission. Handlers of streams of requests, as all here are, read nothing before it."""
 
-    async def answer_all(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def answer_all(requests: AsyncIterator[bytes], context: Any) -> None:
         await admit(context)
-        if handler.request_streaming:
-            responses = handler.stream_stream(requests, context)
-        else:
-            responses = handler.unary_stream(await _only(requests, context), context)
-        async for response in responses:
-            yield response
+        await handler.stream_stream(requests, context)
 
-    async def answer_one(requests: AsyncIterator[Any], context: Any) -> Any:
+    async def answer_one(requests: AsyncIterator[bytes], context: Any) -> Any:
         await admit(context)
-        if handler.request_streaming:
-            return await handler.stream_unary(requests, context)
-        return await handler.unary_unary(await _only(requests, context), context)
+        return await handler.stream_unary(requests, context)
 
     if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(answer_all, **codec)
-    return grpc.stream_unary_rpc_method_handler(answer_one, **codec)
-
-
-async def _only(requests: AsyncIterator[Any], context: Any) -> Any:
-    """The one request of a call that has no more."""
-    async for request in requests:
-        return request
-    return await _refuse(InvalidArgumentError("request", "is missing"), context)
+        return grpc.stream_stream_rpc_method_handler(answer_all, response_serializer=handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(answer_one, response_serializer=handler.response_serializer)
 
 
 def _refusal(error: ServiceError) -> Handler:

@@ -1,19 +1,23 @@
 """The one table that turns the errors of `protocol.errors` into gRPC status codes, and their details for programs."""
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from google.protobuf import any_pb2, duration_pb2, message
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 
 from protocol.errors import (
     AlreadyExistsError,
+    ExhaustedError,
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
     QueueFullError,
     ServiceError,
+    SlowRequestError,
     StalledStreamError,
+    TooManyCallsError,
     UnauthenticatedError,
     UnavailableError,
     WorkerFailedError,
@@ -27,6 +31,8 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     AlreadyExistsError: StatusCode.ALREADY_EXISTS,
     QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
     StalledStreamError: StatusCode.RESOURCE_EXHAUSTED,
+    TooManyCallsError: StatusCode.RESOURCE_EXHAUSTED,
+    SlowRequestError: StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: StatusCode.UNAVAILABLE,
     WorkerFailedError: StatusCode.INTERNAL,
 }
@@ -34,6 +40,9 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
 # Bytes of a text in a status. Clients refuse more than 8 KiB of metadata, which has the message three times: with up to
 # three characters for each byte, and twice in base64.
 MOST_TEXT_BYTES = 1000
+
+STATUS_DETAILS = "grpc-status-details-bin"
+"""Key of the `google.rpc.Status` in trailing metadata."""
 
 TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
@@ -51,7 +60,24 @@ def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:
     packed = any_pb2.Any()
     packed.Pack(detail)
     status = status_pb2.Status(code=code.value[0], message=text, details=[packed])
-    return code, text, (("grpc-status-details-bin", status.SerializeToString()),)
+    return code, text, ((STATUS_DETAILS, status.SerializeToString()),)
+
+
+def retry_delay(error: Any) -> float | None:
+    """Seconds after which a call that ended in this `grpc.RpcError` is to be tried again, as its `google.rpc.RetryInfo`
+    says; None without one."""
+    for key, value in error.trailing_metadata() or ():
+        if key != STATUS_DETAILS:
+            continue
+        try:
+            status = status_pb2.Status.FromString(value)
+        except DecodeError:
+            return None
+        for packed in status.details:
+            retry = error_details_pb2.RetryInfo()
+            if packed.Unpack(retry):
+                return float(max(0.0, retry.retry_delay.ToMilliseconds() / 1000))
+    return None
 
 
 def _cut(text: str) -> str:
@@ -67,7 +93,7 @@ def _detail(error: ServiceError) -> message.Message | None:
     if isinstance(error, InvalidArgumentError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=_cut(error.field), description=_cut(error.reason))
         detail = error_details_pb2.BadRequest(field_violations=[violation])
-    elif isinstance(error, QueueFullError):
+    elif isinstance(error, ExhaustedError):
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_seconds * 1000))
         detail = error_details_pb2.RetryInfo(retry_delay=delay)

@@ -1,19 +1,22 @@
 """Turns exceptions of handlers into status codes, so that no handler knows one and no stack trace reaches a client.
 
-Calls under way are counted here too, since every handler of our services is wrapped.
+Every handler is wrapped, so the bounds of calls in progress are kept here too.
 """
 
 import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from protocol.errors import InvalidArgumentError, ServiceError
+from protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
 from rpc.errors import ANSWERED, status_of
+from rpc.limits import CallLimits, Calls
+from rpc.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -21,67 +24,63 @@ Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps handlers. Requests are parsed inside: a malformed one is an error too."""
+    """Wraps handlers, all as ones of streams of requests: so each request is read here, when the limits allow it.
+    Requests are parsed here too: a malformed one is an error like any other."""
 
-    def __init__(self) -> None:
-        self.idle = asyncio.Event()
-        """Set while no call is under way, apart from those of health and reflection."""
-        self.idle.set()
-        self._running = 0
+    def __init__(self, settings: ServerSettings) -> None:
+        self.calls = Calls(CallLimits.of_services(settings))
+        """The calls in progress, apart from those of health and reflection, which no drain waits for."""
+        self._health_calls = Calls(CallLimits.of_health(settings))
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
     ) -> Handler:
         handler = await continuation(details)
-        # Health and reflection have errors of their own, and no drain waits for their calls.
-        if handler is None or details.method.startswith("/grpc."):
-            return handler
-        serializer = handler.response_serializer
-        if handler.request_streaming:
-
-            def answer_all(payloads: AsyncIterator[bytes], context: Any) -> Any:
-                self._count(context)
-                return handler.stream_stream((_parse(handler, payload) async for payload in payloads), context)
-
-            return grpc.stream_stream_rpc_method_handler(_streaming(answer_all), response_serializer=serializer)
+        if handler is None:
+            return None
+        calls = self._health_calls if details.method.startswith("/grpc.") else self.calls
         if handler.response_streaming:
+            answer_all = handler.stream_stream or handler.unary_stream
 
-            def answer(payload: bytes, context: Any) -> Any:
-                self._count(context)
-                return handler.unary_stream(_parse(handler, payload), context)
+            async def stream(messages: AsyncIterator[bytes], context: Any) -> None:
+                try:
+                    answers = answer_all(await _received(handler, calls, messages, context), context)
+                    async with aclosing(answers) as responses:
+                        async for response in responses:
+                            await context.write(response)
+                    return
+                except BaseException as error:
+                    failure = _failure(error, calls)
+                await _abort(failure, context)
 
-            return grpc.unary_stream_rpc_method_handler(_streaming(answer), response_serializer=serializer)
+            return grpc.stream_stream_rpc_method_handler(stream, response_serializer=handler.response_serializer)
+        answer_one = handler.stream_unary or handler.unary_unary
 
-        async def answer_one(payload: bytes, context: Any) -> Any:
-            self._count(context)
+        async def respond(messages: AsyncIterator[bytes], context: Any) -> Any:
             try:
-                return await handler.unary_unary(_parse(handler, payload), context)
-            except Exception as error:
-                await _abort(error, context)
+                return await answer_one(await _received(handler, calls, messages, context), context)
+            except BaseException as error:
+                failure = _failure(error, calls)
+            return await _abort(failure, context)
 
-        return grpc.unary_unary_rpc_method_handler(answer_one, response_serializer=serializer)
-
-    def _count(self, context: Any) -> None:
-        """Counts a call as under way until its client has got all of the answer."""
-        self._running += 1
-        self.idle.clear()
-        context.add_done_callback(self._ended)
-
-    def _ended(self, _: Any) -> None:
-        self._running -= 1
-        if not self._running:
-            self.idle.set()
+        return grpc.stream_unary_rpc_method_handler(respond, response_serializer=handler.response_serializer)
 
 
-def _streaming(answer: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def behaviour(received: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            async for response in answer(received, context):
-                yield response
-        except Exception as error:
-            await _abort(error, context)
+async def _received(handler: Handler, calls: Calls, messages: AsyncIterator[bytes], context: Any) -> Any:
+    """The request of a call, or the stream of its requests."""
+    call = calls.begin(context)
+    if handler.request_streaming:
+        return (_parse(handler, payload) async for payload in messages)
+    return await calls.read(call, messages, lambda payload: _parse(handler, payload))
 
-    return behaviour
+
+def _failure(error: BaseException, calls: Calls) -> Exception:
+    """The error that a call ends in; raises one that ends the call without an answer."""
+    if isinstance(error, asyncio.CancelledError) and calls.cut_off:
+        return UnavailableError("the server is shutting down")
+    if not isinstance(error, Exception):
+        raise error
+    return error
 
 
 def _parse(handler: Handler, payload: bytes) -> Any:
@@ -96,9 +95,12 @@ async def _abort(error: Exception, context: Any) -> NoReturn:
         raise error
     if isinstance(error, ServiceError):
         code, text, metadata = status_of(error)
-        await context.abort(code, text, (*metadata, ANSWERED))
-    incident = uuid.uuid4().hex[:8]
-    log.error("internal error %s", incident, exc_info=error)
-    text = f"internal error {incident}; the server's log has the details"
-    await context.abort(grpc.StatusCode.INTERNAL, text, (ANSWERED,))
+    else:
+        incident = uuid.uuid4().hex[:8]
+        log.error("internal error %s", incident, exc_info=error)
+        code, metadata = grpc.StatusCode.INTERNAL, ()
+        text = f"internal error {incident}; the server's log has the details"
+    # gRPC keeps what is raised here until some garbage collection, and the frames of the error have the whole request.
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    await context.abort(code, text, (*metadata, ANSWERED))
     raise AssertionError("abort always raises")

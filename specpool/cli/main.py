@@ -10,7 +10,7 @@ from engine.options import EngineOptions
 from rpc.settings import Settings
 from specpool.cli.demo import DemoSettings, demo
 from specpool.cli.generate import GenerateSettings, generate
-from specpool.cli.processes import ProcessFailedError, require_torch
+from specpool.cli.processes import ProcessFailedError, require_torch, run_module
 from specpool.cli.up import SecureUpSettings, up
 from worker.settings import WorkerSettings
 
@@ -58,7 +58,7 @@ def run(name: str, arguments: list[str]) -> int:
         except ProcessFailedError as error:
             print(f"specpool {name}: {error}", file=sys.stderr)
             return 1
-        os.execv(sys.executable, [sys.executable, "-m", ELSEWHERE[name][0], *arguments])
+        os.execv(sys.executable, [*run_module(ELSEWHERE[name][0]), *arguments])
     if name not in COMMANDS:
         asked = name in ("-h", "--help")
         print(usage(), file=sys.stdout if asked else sys.stderr)

@@ -77,9 +77,14 @@ def require_torch() -> None:
         raise ProcessFailedError("needs torch: pip install 'specpool[worker]'")
 
 
+def run_module(module: str) -> list[str]:
+    """The command that runs an installed module, whatever modules of its name the current directory has."""
+    return [sys.executable, "-P", "-m", module]
+
+
 async def start_module(module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
-    """Starts `python -m module` in a session of its own: a terminal's signals reach only us, and we end it in order."""
-    command = [sys.executable, "-m", module, *arguments]
+    """Starts a module in a session of its own: a terminal's signals reach only us, and we end it in order."""
+    command = [*run_module(module), *arguments]
     return await asyncio.create_subprocess_exec(*command, env=worker_environment(), start_new_session=True, **options)
 
 

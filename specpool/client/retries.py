@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from rpc.errors import retry_delay
 from specpool.v1 import generation_pb2 as pb
 
-_RETRYABLE = {grpc.StatusCode.UNAVAILABLE}
+# CANCELLED is what the server or the transport did: clients do not come here with calls that they cancelled.
+_RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 # A request that was cut off stays in flight under its id until the server notices; by then its place may be taken.
 _RETRYABLE_ONCE_CUT_OFF = {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 # Timers cannot count longer ones, and nobody waits that long.
@@ -21,8 +23,8 @@ class DivergedError(Exception):
 
 
 class Retries:
-    """One call and the attempts to make it. A call is tried again while the server is UNAVAILABLE, with growing pauses,
-    for `patience` seconds since it last answered anything and at most until the deadline."""
+    """One call and the attempts to make it. A call is tried again while the server is UNAVAILABLE, or says how long to
+    wait, with growing pauses, for `patience` seconds since it last answered anything and at most until the deadline."""
 
     def __init__(self, patience: float, timeout: float | None) -> None:
         """`patience` and `timeout` in seconds. ValueError for a timeout that is not above 0."""
@@ -47,11 +49,14 @@ class Retries:
     def pause(self, error: grpc.RpcError) -> float:
         """Seconds to wait before the next attempt. Raises the error if there should be none."""
         now = time.monotonic()
+        delay = retry_delay(error) if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED else None
         retryable = _RETRYABLE if self._failing_since is None else _RETRYABLE | _RETRYABLE_ONCE_CUT_OFF
-        if error.code() not in retryable:
+        if error.code() not in retryable and delay is None:
             raise error
-        self._failing_since = self._failing_since or now
-        pause = self._pause * random.uniform(0.5, 1.0)
+        if self._failing_since is None:
+            self._failing_since = now
+        # Clients that were refused together do not come back together.
+        pause = self._pause * random.uniform(0.5, 1.0) + (delay or 0.0) * random.uniform(1.0, 1.5)
         ends = min(self._failing_since + self._patience, self._deadline or float("inf"))
         if now + pause > ends:
             raise error

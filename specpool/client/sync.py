@@ -24,10 +24,12 @@ class Client:
     """
 
     def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable.
+        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or
+        has too much to do; 0: never.
         `security`: TLS and token; ValueError, which names the option, for a file that cannot be used."""
         connector = Connector(address, **security)
         self._connections: Connections[grpc.Channel] = Connections(connector, connector.open_blocking)
+        self._closed = False
         self._retry_seconds = retry_seconds
 
     @property
@@ -53,6 +55,7 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed = True
         for channel in self._connections.channels():
             channel.close()
 
@@ -66,7 +69,7 @@ class Client:
                 with self._stub() as stub:
                     return stub.Generate(request, timeout=retries.remaining)
             except grpc.RpcError as error:
-                pause = retries.pause(error)
+                pause = self._pause(retries, error)
             time.sleep(pause)
 
     def stream(
@@ -92,10 +95,15 @@ class Client:
                             yield fresh
                     return
                 except grpc.RpcError as error:
-                    pause = retries.pause(error)
+                    pause = self._pause(retries, error)
                 finally:
                     call.cancel()
             time.sleep(pause)
+
+    def _pause(self, retries: Retries, error: grpc.RpcError) -> float:
+        if self._closed:  # by another thread, which cancels the call
+            raise error
+        return retries.pause(error)
 
     def abort(self, request_id: str) -> None:
         """Ends a request in flight; its caller gets what was generated so far."""

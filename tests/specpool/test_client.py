@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from serving import RecordingTarget, Serving, expected_tokens, make_request, serving
 
 from coordinator.server import CoordinatorServer
+from protocol.errors import QueueFullError
+from rpc.errors import retry_delay, status_of
 from specpool import client as library
 from specpool.client import AsyncClient, Client, DivergedError, GenerateOptions
 from specpool.client.retries import Replay, Retries
@@ -351,6 +354,79 @@ def test_pauses_grow_until_there_is_progress_and_end_with_patience_or_deadline(
 class Unavailable(grpc.RpcError):
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE
+
+
+def exhausted(seconds: float | None) -> grpc.aio.AioRpcError:
+    """A refusal, with the delay that the server asks for."""
+    error = QueueFullError("full", seconds or 0.0)
+    code, text, metadata = status_of(error)
+    trailing = grpc.aio.Metadata(*(metadata if seconds is not None else ()))
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, text)
+
+
+def test_one_that_is_told_to_wait_waits_at_least_as_long_and_not_with_all_others() -> None:
+    pauses = [Retries(patience=60.0, timeout=None).pause(exhausted(2.5)) for _ in range(20)]
+    assert all(2.5 <= pause < 5 for pause in pauses)
+    assert len(set(pauses)) > 10
+
+
+@pytest.mark.parametrize(("patience", "delay"), [(60.0, None), (2.0, 2.5), (0.0, 0.0)])
+def test_a_refusal_is_final_without_a_delay_or_beyond_patience(patience: float, delay: float | None) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        Retries(patience, timeout=None).pause(exhausted(delay))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_details_that_are_none_are_no_delay() -> None:
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff"))
+    assert retry_delay(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing)) is None
+
+
+@CLIENTS
+@pytest.mark.parametrize("call", ["generate", "stream"])
+async def test_a_full_queue_is_waited_for(make_client: Any, call: str) -> None:
+    target = RecordingTarget()
+    with mock.patch("coordinator.coordinator.RETRY_AFTER_SECONDS", 0.1):
+        async with serving(target, queue_size=0, window_size=1) as served, make_client(served.address) as client:
+            target.open.clear()
+            first = served.stub.Generate(make_request(max_tokens=3))
+            await served.until(lambda info: info.running == 1)
+            async with make_client(served.address, retry_seconds=0) as impatient:
+                with pytest.raises(grpc.RpcError) as caught:
+                    await all_of(impatient, call)
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            answer = asyncio.create_task(all_of(client, call, max_tokens=5))
+            await asyncio.sleep(0.3)
+            target.open.set()
+            await first
+            assert await answer == expected_tokens(target, make_request(PROMPT, 5))
+
+
+@CLIENTS
+async def test_a_call_that_the_server_cancels_is_tried_again(make_client: Any) -> None:
+    samples = {0: list(range(65, 90))}
+    servicer = Breaking(samples, breaks=[])
+    servicer.refusals = {1: grpc.StatusCode.CANCELLED, 2: grpc.StatusCode.CANCELLED}
+    async with breaking(servicer) as address, make_client(address) as client:
+        check_whole(samples, [message async for message in client.stream("a")])
+    assert servicer.calls == 3
+
+
+def test_a_client_that_is_closed_tries_nothing_again() -> None:
+    async def serve() -> grpc.StatusCode:
+        target = RecordingTarget()
+        async with serving(target) as served:
+            target.open.clear()
+            client = Client(served.address)
+            answer = asyncio.create_task(asyncio.to_thread(client.generate, PROMPT))
+            await served.until(lambda info: info.running == 1)
+            await asyncio.to_thread(client.__exit__, None, None, None)
+            with pytest.raises(grpc.RpcError) as caught:
+                await answer
+            target.open.set()
+            return caught.value.code()
+
+    assert asyncio.run(serve()) is grpc.StatusCode.CANCELLED
 
 
 def test_one_that_was_aborted_before_it_came_as_far_again_has_ended() -> None:

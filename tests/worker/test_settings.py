@@ -52,7 +52,7 @@ def test_defaults_hold_without_anything() -> None:
     settings = load()
     assert (settings.host, settings.port, settings.policy) == ("127.0.0.1", 50050, "ragged")
     assert settings.draft_address is None
-    assert settings.max_request_bytes == 4 * 2**20
+    assert settings.max_request_bytes == 2**20
 
 
 @pytest.mark.parametrize(

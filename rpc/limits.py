@@ -1,0 +1,181 @@
+"""Bounds of a server's calls: how many are in progress, and how much of their requests is in memory.
+
+A request is read when the bounds allow it, not when it arrives: until then gRPC holds a flow-control window of it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from google.protobuf.message import Message
+
+from protocol.errors import InvalidArgumentError, SlowRequestError, TooManyCallsError
+from rpc.callers import client_of
+from rpc.settings import ServerSettings
+
+REQUESTS_READ_AT_ONCE = 16
+# Slow clients of one host leave room for those of others.
+REQUESTS_READ_AT_ONCE_PER_CLIENT = 8
+# Calls of health and reflection have bounds of their own, so that no flood of requests holds up a health check.
+HEALTH_CALLS_PER_CLIENT = 256
+# Delay that a refused client is told.
+RETRY_AFTER_SECONDS = 1.0
+# A call that its client cancelled, or whose request is too large, is ended by gRPC within this time.
+ENDING_SECONDS = 1.0
+# What protobuf takes for an element of a repeated field, at most: an empty one has two bytes on the wire.
+MESSAGE_BYTES, SCALAR_BYTES = 64, 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """Limits of the calls in progress. A client is what `rpc.callers.client_of` says."""
+
+    calls: int
+    calls_per_client: int
+    memory: int
+    """Bytes that the requests of all calls in progress may take."""
+    receive_seconds: float
+    """Time for a request to arrive."""
+
+    @classmethod
+    def of_services(cls, settings: ServerSettings) -> Self:
+        """The limits that a server's settings name."""
+        per_client = settings.max_calls_per_client or settings.max_calls
+        return cls(settings.max_calls, per_client, settings.request_memory, settings.receive_seconds)
+
+    @classmethod
+    def of_health(cls, settings: ServerSettings) -> Self:
+        """The limits of the calls of health and reflection."""
+        return cls(settings.max_calls, HEALTH_CALLS_PER_CLIENT, settings.request_memory, settings.receive_seconds)
+
+
+@dataclass
+class _Client:
+    calls: int = 0
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REQUESTS_READ_AT_ONCE_PER_CLIENT))
+
+
+@dataclass(eq=False)
+class Call:
+    """A call in progress."""
+
+    client: _Client
+    task: asyncio.Task[Any]
+    memory: int = 0
+
+
+class Calls:
+    """The calls in progress, each until its client has got all of the answer."""
+
+    def __init__(self, limits: CallLimits) -> None:
+        self.idle = asyncio.Event()
+        """Set while no call is in progress."""
+        self.idle.set()
+        self.cut_off = False
+        """Whether the calls were told to end."""
+        self._limits = limits
+        self._clients: dict[str, _Client] = {}
+        self._calls: set[Call] = set()
+        self._memory = 0
+        self._reading = asyncio.Semaphore(REQUESTS_READ_AT_ONCE)
+
+    def begin(self, context: Any) -> Call:
+        """Counts the call of the running task as in progress. TooManyCallsError."""
+        if len(self._calls) >= self._limits.calls:
+            raise _too_many(f"the server has {len(self._calls)} calls in progress (max_calls)")
+        name = client_of(context)
+        client = self._clients.setdefault(name, _Client())
+        if client.calls >= self._limits.calls_per_client:
+            raise _too_many(f"the client has {client.calls} calls in progress (max_calls_per_client)")
+        task = asyncio.current_task()
+        assert task is not None
+        call = Call(client, task)
+        client.calls += 1
+        self._calls.add(call)
+        self.idle.clear()
+        context.add_done_callback(lambda _: self._end(name, call))
+        return call
+
+    def _end(self, name: str, call: Call) -> None:
+        self._calls.discard(call)
+        self._memory -= call.memory
+        call.client.calls -= 1
+        if not call.client.calls:
+            del self._clients[name]
+        if not self._calls:
+            self.idle.set()
+
+    def cancel(self) -> None:
+        """Tells all calls to end."""
+        self.cut_off = True
+        for call in self._calls:
+            call.task.cancel()
+
+    async def read(self, call: Call, messages: AsyncIterator[bytes], parse: Callable[[bytes], T]) -> T:
+        """The one request of a call. TooManyCallsError, SlowRequestError, InvalidArgumentError; what `parse` raises."""
+        seconds = self._limits.receive_seconds
+        async with self._reading_slot(call.client):
+            self._require_memory(0)
+            try:
+                async with asyncio.timeout(seconds):
+                    payload = await anext(messages, None)
+            except TimeoutError:
+                raise SlowRequestError(f"the request did not arrive in {seconds:g} s (receive_seconds)") from None
+        if payload is None:
+            await asyncio.sleep(ENDING_SECONDS)
+            raise InvalidArgumentError("request", "the call has none")
+        request = parse(payload)
+        needed = memory_of(request, len(payload))
+        self._require_memory(needed)
+        call.memory = needed
+        self._memory += needed
+        return request
+
+    def _require_memory(self, needed: int) -> None:
+        most = self._limits.memory
+        if self._memory and self._memory + needed >= most:  # one alone is always served
+            raise _too_many(f"the requests in progress take {self._memory} of {most} bytes (request_memory)")
+
+    @asynccontextmanager
+    async def _reading_slot(self, client: _Client) -> AsyncIterator[None]:
+        """One of the few requests that are read at a time. TooManyCallsError if none ends soon enough."""
+        seconds = self._limits.receive_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await client.reading.acquire()
+                try:
+                    await self._reading.acquire()
+                except BaseException:
+                    client.reading.release()
+                    raise
+        except TimeoutError:
+            reason = f"requests are arriving too slowly for another to be read within {seconds:g} s (receive_seconds)"
+            raise _too_many(reason) from None
+        try:
+            yield
+        finally:
+            self._reading.release()
+            client.reading.release()
+
+
+def memory_of(request: object, size: int) -> int:
+    """Bytes that a request of `size` bytes takes, at most: many small elements take more than on the wire."""
+    return size + (_elements_memory(request) if isinstance(request, Message) else 0)
+
+
+def _elements_memory(message: Message) -> int:
+    total = 0
+    for descriptor, value in message.ListFields():
+        if descriptor.is_repeated:
+            total += len(value) * (MESSAGE_BYTES if descriptor.message_type else SCALAR_BYTES)
+        elif descriptor.message_type:
+            total += _elements_memory(value)
+    return total
+
+
+def _too_many(reason: str) -> TooManyCallsError:
+    return TooManyCallsError(reason, RETRY_AFTER_SECONDS)
