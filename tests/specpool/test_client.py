@@ -386,7 +386,7 @@ def test_details_that_are_none_are_no_delay() -> None:
 @pytest.mark.parametrize("call", ["generate", "stream"])
 async def test_a_full_queue_is_waited_for(make_client: Any, call: str) -> None:
     target = RecordingTarget()
-    with mock.patch("coordinator.coordinator.RETRY_AFTER_SECONDS", 0.1):
+    with mock.patch("coordinator.in_flight.FIRST_RETRY", 0.1):
         async with serving(target, queue_size=0, window_size=1) as served, make_client(served.address) as client:
             target.open.clear()
             first = served.stub.Generate(make_request(max_tokens=3))
