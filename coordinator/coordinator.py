@@ -53,6 +53,7 @@ class Coordinator:
             QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client),
             by_length=settings.admission == "length",
             prefix_reuse=settings.prefix_reuse,
+            sets_aside=settings.policy != "eqspec",  # a fixed batch takes nobody in
         )
         self.in_flight = RequestsInFlight()
         self.started = time.monotonic()

@@ -8,7 +8,7 @@ behind them; requests of one sample each enter in the order of their arrival.
 Where neighbours are to be about equally long (`by_length`), the rule chooses the client and the priority only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,10 +25,11 @@ class _Request:
     """A request of which a sample waits or is in the window."""
 
     number: int
+    first_sample_id: int
     priority: int
     since: int
     """Time of its last turn, or of its arrival."""
-    waiting: dict[int, Sequence]
+    waiting: dict[int, Sequence] = field(default_factory=dict)
     running: int = 0
     """Samples in the window."""
 
@@ -75,6 +76,8 @@ class FairQueue:
         self._places: dict[int, tuple[_Client, _Request]] = {}
         """By sequence, waiting or in the window."""
         self._clients: dict[str, _Client] = {}
+        self._requests: dict[int, _Request] = {}
+        """By the id of the first sample."""
         self._turns: Ranking[str] = Ranking()
         """The clients of which a sequence waits."""
         self._clock = count(1)
@@ -103,6 +106,24 @@ class FairQueue:
             request = min(urgent, key=lambda other: abs(other.first.prompt_length - self._last_length))
         return request.first
 
+    def first_to_yield(self, members: Iterable[Sequence]) -> Sequence | None:
+        """The member of the window that is to give its place to the next sequence; None if that must wait.
+
+        If the next one's client has no place, a client with several yields one; if its request has none, a request of
+        the same client with several. It is the sequence of which the target worker has cached least.
+        """
+        client, request = self._places[self.next.sequence_id]
+        found = [(*self._places[member.sequence_id], member) for member in members]
+        if not client.running:
+            places = [(theirs.running, member) for theirs, _, member in found]
+        elif not request.running:
+            places = [(its.running, member) for theirs, its, member in found if theirs is client]
+        else:
+            return None
+        most = max((number for number, _ in places), default=0)
+        candidates = [member for number, member in places if number == most]
+        return min(candidates, key=lambda member: member.target_length) if most > 1 else None
+
     def waiting_of(self, client: str) -> int:
         """The waiting sequences of a client."""
         return self._clients[client].waiting if client in self._clients else 0
@@ -112,11 +133,13 @@ class FairQueue:
         return self._clients[client].running if client in self._clients else 0
 
     def add(self, samples: Items[Sequence]) -> None:
-        """Queues the samples of one request."""
-        request = samples[0].request
+        """Queues the samples of one request, new ones or some that were set aside."""
+        request, first_id = samples[0].request, samples[0].first_sample_id
         now, waiting = next(self._clock), {sample.sequence_id: sample for sample in samples}
         client = self._clients.setdefault(request.client, _Client(request.client))
-        queued = client.requests[now] = _Request(now, request.priority, since=now, waiting=dict(waiting))
+        queued = self._requests.setdefault(first_id, _Request(now, first_id, request.priority, since=now))
+        client.requests[queued.number] = queued
+        queued.waiting.update(waiting)
         client.since = client.since if client.waiting else now
         client.waiting += len(samples)
         self._waiting.update(waiting)
@@ -166,7 +189,7 @@ class FairQueue:
         else:
             self._turns.discard(client.name)
         if not (request.waiting or request.running):
-            del client.requests[request.number]
+            del client.requests[request.number], self._requests[request.first_sample_id]
         if not client.requests:
             del self._clients[client.name]
 

@@ -2,8 +2,9 @@
 
 A sequence is queued -> ready <-> in a round -> leaving -> gone. A sequence whose prompt begins like one that is being
 prefilled is parked before it is ready, and one whose reader lags behind is paused until it has caught up. While others
-wait, paused sequences are set aside: they leave the window, and queue again when they are read. A leaving sequence
-still counts against the window, because the target worker still holds its slot.
+wait, sequences are set aside: those that are paused, and those of clients and requests that have many places, for ones
+that have none. They leave the window and queue again. A leaving sequence still counts against the window, because the
+target worker still holds its slot.
 """
 
 from collections.abc import Iterable
@@ -32,20 +33,22 @@ class Pool:
         by_length: bool = False,
         prefix_reuse: bool = True,
         slots: int = 0,
+        sets_aside: bool = True,
     ) -> None:
         """`by_length`: a client's sequences enter in an order that keeps neighbours about equally long. `prefix_reuse`:
         sequences begin with what is cached of others of their namespace. `slots`: sequences that the target worker can
-        hold; those beyond the window serve as prefixes of others."""
+        hold; those beyond the window serve as prefixes of others. `sets_aside`: whether sequences in the window give
+        their places to others."""
         self.window_size, self.limits = window_size, queue
         self.slots = slots or window_size
         self.kv_capacity = KVCapacity()
         self.rounds = 0
-        self._prefix_reuse = prefix_reuse
+        self._prefix_reuse, self._sets_aside = prefix_reuse, sets_aside
         self._queue = FairQueue(by_length)
         self._parked: dict[int, Sequence] = {}
         self._paused: dict[int, Sequence] = {}
         self._aside: dict[int, Sequence] = {}
-        """Paused sequences that gave their places to others."""
+        """Sequences that gave their places to others."""
         self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
@@ -123,7 +126,8 @@ class Pool:
     def admit(self, most: int | None = None) -> list[Sequence]:
         """Moves queued sequences, at most `most`, into the window while it has capacity, and returns them."""
         self._unpark()
-        self._set_aside()
+        if self._sets_aside:
+            self._make_room()
         admitted = []
         for _ in range(min(self.queued, self.capacity if most is None else min(most, self.capacity))):
             sequence = self._queue.next
@@ -145,6 +149,7 @@ class Pool:
         return number
 
     def _enter(self, sequence: Sequence) -> None:
+        sequence.is_aside = False
         self._find_prefix(sequence)
         if self._prefix_reuse:
             self._prefixes.add(sequence)
@@ -172,15 +177,27 @@ class Pool:
                 del self._parked[sequence.sequence_id]
                 self._park_or_make_ready(sequence)
 
-    def _set_aside(self) -> None:
-        """Lets the sequences that paused first give their places to those for which there is none."""
+    def _make_room(self) -> None:
+        """Sets sequences aside for those that wait and have no place: those that paused first; if there are none, one
+        that has more than its share."""
         wanting = len(self._queue) - self.capacity - len(self._leaving)
         for sequence in list(islice(self._paused.values(), max(0, wanting))):
-            del self._paused[sequence.sequence_id]
-            self._aside[sequence.sequence_id] = sequence
-            self._leaving.add(sequence.sequence_id)
-            self._prefixes.discard(sequence)
-            sequence.lose_caches()
+            self._set_aside(sequence)
+        if self._queue and not self.capacity and not self._leaving:
+            yielding = self._queue.first_to_yield(chain(self._parked.values(), self._ready))
+            if yielding is not None:
+                self._set_aside(yielding)
+
+    def _set_aside(self, sequence: Sequence) -> None:
+        sequence_id = sequence.sequence_id
+        if sequence_id in self._ready:
+            self._ready.pop(sequence_id)
+        elif self._parked.pop(sequence_id, None) is None:
+            del self._paused[sequence_id]
+        self._aside[sequence_id] = sequence
+        self._leaving.add(sequence_id)
+        self._prefixes.discard(sequence)
+        sequence.set_aside()
 
     def _queue_again(self, sequence_id: int) -> None:
         """Queues a sequence that was set aside, once it is to go on and its place is free."""

@@ -106,7 +106,7 @@ class Prefix:
         """Whether the source has yet to prefill part of it: then it is worth waiting for, unless the source waits for
         its reader."""
         source = self.source
-        return source.finish is None and not source.paused and source.target_length < self.length
+        return not (source.finish or source.paused or source.is_aside) and source.target_length < self.length
 
     @property
     def in_target(self) -> int:
@@ -153,6 +153,8 @@ class Sequence:
         """First round in which the draft worker is asked again, after it had no free slot."""
         self.ready_since = 0
         """Rounds of the pool when the sequence became ready."""
+        self.is_aside = False
+        """Whether it has given its place in the window to another."""
         self.paused = False
         """Whether the sequence is kept out of rounds because its reader lags behind."""
         self.finish: Finish | None = None
@@ -213,8 +215,9 @@ class Sequence:
         remaining = self.request.max_tokens - self.num_generated
         return min(self.request.num_speculative_tokens, remaining - 1)
 
-    def lose_caches(self) -> None:
-        """Notes that the workers cache nothing of the sequence any more."""
+    def set_aside(self) -> None:
+        """Notes that the sequence has left the window for a while, and that the workers cache nothing of it now."""
+        self.is_aside = True
         self.target_length = self.draft_length = 0
         self.target_prefix = self.draft_prefix = self.drafted_ahead = None
 
