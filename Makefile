@@ -1,7 +1,8 @@
 # Every target first sets up .venv: once, and again when the dependencies change.
 PYTHON ?= python3
 BIN := .venv/bin
-.PHONY: demo test test-cpus test-kernels lint protos bench clean
+TOOLS := .venv/tools
+.PHONY: demo test test-cpus test-kernels lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -30,11 +31,36 @@ protos: .venv/ready
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.coordinator_cost
 
-# torch is installed first and pinned: a range would bring gigabytes of CUDA libraries to machines without a GPU.
+# Writes constraints.txt. PINS are options of `uv pip compile`: PINS=--upgrade, PINS='--upgrade-package grpcio'.
+pins: $(TOOLS)/ready
+	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(TOOLS)/bin/python .ci/pin.py $(PINS)
+
+# What is installed in .venv, as CycloneDX: build/sbom.json.
+sbom: .venv/ready $(TOOLS)/ready
+	mkdir -p build
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json $(BIN)/python
+
+# An environment with the pinned pip: an older one takes no hashes from constraints.
+define environment
+$(PYTHON) -m venv $(1)
+sed -n '/^pip==/,/[^\\]$$/p' constraints.txt > $(1)/pip.txt
+$(1)/bin/pip install --quiet --require-hashes --requirement $(1)/pip.txt
+endef
+install = $(1)/bin/pip install --quiet --constraint constraints.txt
+
+# torch is first, as the CPU build where pip finds it: PyPI's build would bring gigabytes of CUDA libraries along.
+# The project itself is a folder, which has no hash, so it is installed without constraints, and its dependencies after it.
 .venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[worker,dev,bench]'
+	$(call environment,.venv)
+	$(call install,.venv) setuptools
+	$(call install,.venv) "$$(sed -n 's/^\(torch==[^ ]*\).*/\1+cpu/p' constraints.txt)" 2> /dev/null || $(call install,.venv) torch
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(call install,.venv) 'specpool[worker,dev,bench]'
+	touch $@
+
+$(TOOLS)/ready: constraints.txt
+	$(call environment,$(TOOLS))
+	$(call install,$(TOOLS)) uv cyclonedx-bom
 	touch $@
 
 clean:

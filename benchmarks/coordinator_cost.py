@@ -18,6 +18,7 @@ from contextlib import ExitStack
 import grpc
 
 from benchmarks.report import finish, progress, seconds_of, show
+from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits, Policy
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
@@ -67,18 +68,18 @@ async def serve_fakes() -> None:
 def measure_rounds(options: argparse.Namespace) -> list[dict[str, float]]:
     """One row per repeat. Each run generates `sequences` answers of `tokens` tokens at once."""
     with ExitStack() as stack:
-        fakes = _start(stack, "-m", "benchmarks.coordinator_cost", "--serve-fakes")
+        fakes = start_process(stack, "-m", "benchmarks.coordinator_cost", "--serve-fakes")
         assert fakes.stdout is not None
         target, draft = json.loads(fakes.stdout.readline())
         address = "127.0.0.1:50058"
         flags = ["--target-address", target, "--draft-address", draft, "--port", address.split(":")[1]]
-        _start(stack, "-m", "coordinator.server", *flags, "--log-level", "error")
+        start_process(stack, "-m", "coordinator.server", *flags, "--log-level", "error")
         return asyncio.run(_run_all(address, options))
 
 
 async def _run_all(address: str, options: argparse.Namespace) -> list[dict[str, float]]:
     async with AsyncClient(address) as client:
-        await _wait_ready(client)
+        await wait_ready(client)
         await _run(client, options)  # warms up
         bar = progress(range(options.repeats), "rounds with fake workers")
         return [await _run(client, options) for _ in bar]
@@ -105,11 +106,12 @@ async def _run(client: AsyncClient, options: argparse.Namespace) -> dict[str, fl
     return {"rounds": rounds, "round_ms": sum(own.values()), **own}
 
 
-async def _wait_ready(client: AsyncClient) -> None:
+async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
+    """Waits until the coordinator has its target, and its `draft` if it has one."""
     for _ in range(100):
         with contextlib.suppress(grpc.aio.AioRpcError):  # it is still starting
             info = await client.server_info()
-            if info.target.state == info.draft.state == "ready":
+            if info.target.state == "ready" and (info.draft.state == "ready" or not draft):
                 return
         await asyncio.sleep(0.1)
     raise SystemExit("the coordinator did not get ready")
@@ -117,7 +119,7 @@ async def _wait_ready(client: AsyncClient) -> None:
 
 def measure_choice(name: str) -> float:
     """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
-    pool = Pool(window_size=POOL_SIZE, queue_size=POOL_SIZE, prefix_reuse=False)
+    pool = Pool(window_size=POOL_SIZE, queue=QueueLimits(POOL_SIZE), prefix_reuse=False)
     rng = random.Random(0)
     for i in range(POOL_SIZE):
         prompt = (1,) * rng.randint(*PROMPT_LENGTHS)
@@ -133,7 +135,8 @@ def _choose(pool: Pool, policy: Policy) -> None:
     pool.end_round(group)
 
 
-def _start(stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
+def start_process(stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
+    """A Python process that ends with the stack."""
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
     stack.callback(process.wait)
     stack.callback(process.kill)

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report import finish, output_folder, progress, show
 from coordinator.counters import GroupingCounters
+from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
@@ -50,7 +51,7 @@ def simulate(
     """Runs rounds with a full window, counted once the first sequences have been replaced."""
     rng, ids = random.Random(0), count()
     queue = QUEUE_PER_WINDOW * window if admission == "length" else window
-    pool = Pool(window, queue, by_length=admission == "length", prefix_reuse=False)
+    pool = Pool(window, QueueLimits(queue), by_length=admission == "length", prefix_reuse=False)
     policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
     # Until about every sequence was replaced once; then the rounds that count.
     warm_up = max(options.rounds, 4 * window)

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from coordinator.tokenizer import TargetTokenizer
+from coordinator.prompts.tokenizer import TargetTokenizer
 from engine.models.loading import load_config, read_weights, tokenizer_files
 from engine.options import EngineOptions
 from protocol.tokenizer import TokenizerFiles

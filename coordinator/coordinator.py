@@ -3,30 +3,35 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 
 from coordinator.drafting.drafting import Drafting
 from coordinator.generation import Generation
 from coordinator.in_flight import RequestsInFlight
+from coordinator.prompts.tokenizer import TargetTokenizer
 from coordinator.round_loop import RoundLoop
 from coordinator.round_runner import RoundSettings
-from coordinator.scheduling.capacity import KVCapacity
+from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
-from coordinator.scheduling.pool import DuplicateRequestError, Pool, PoolFullError
+from coordinator.scheduling.pool import DuplicateRequestError, Pool
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.text import TextStream
-from coordinator.tokenizer import TargetTokenizer
 from coordinator.workers.draft_link import DraftLink
+from coordinator.workers.errors import MismatchError
 from coordinator.workers.interface import Workers
-from coordinator.workers.link import MismatchError
 from coordinator.workers.target_link import TargetLink
-from protocol.errors import AlreadyExistsError, NotFoundError, QueueFullError, UnavailableError
+from protocol.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    NotFoundError,
+    QueueFullError,
+    UnavailableError,
+)
+from rpc.channel import Connector
 
-# Delay that a refused client is told: sooner, the queue would still be full.
-RETRY_AFTER_SECONDS = 1.0
 POLL_SECONDS = 0.01
 
 
@@ -37,20 +42,21 @@ class Coordinator:
         self.settings = settings
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
-        self.target = TargetLink(settings.target_address, coordinator_id, settings.target_timeout_seconds)
+        target = Connector(settings.target_address, **settings.worker_security)
+        self.target = TargetLink(target, coordinator_id, settings.target_timeout_seconds)
         self.draft: DraftLink | None = None
         if settings.draft_address is not None:
-            self.draft = DraftLink(settings.draft_address, coordinator_id, settings.draft_timeout_seconds, self.target)
+            draft = Connector(settings.draft_address, **settings.worker_security)
+            self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.target)
         self.pool = Pool(
             settings.usable_window,
-            settings.queue_size,
+            QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client),
             by_length=settings.admission == "length",
             prefix_reuse=settings.prefix_reuse,
         )
         self.in_flight = RequestsInFlight()
         self.started = time.monotonic()
         self._sequence_ids = count(1)
-        self._tokenizer: TargetTokenizer | None = None
         limits = GroupingLimits(
             settings.max_batch_size, settings.least_group_size, settings.max_wait_rounds, settings.prefer_group
         )
@@ -69,11 +75,9 @@ class Coordinator:
     @property
     def tokenizer(self) -> TargetTokenizer:
         """The target's tokenizer. UnavailableError until the target worker was reached for the first time."""
-        if self._tokenizer is None:
-            if self.target.tokenizer is None:
-                raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
-            self._tokenizer = TargetTokenizer(self.target.tokenizer)
-        return self._tokenizer
+        if self.target.tokenizer is None:
+            raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
+        return self.target.tokenizer
 
     @property
     def max_model_len(self) -> int:
@@ -107,21 +111,28 @@ class Coordinator:
         while not self.pool.is_empty or (self.draft is not None and self.draft.is_releasing):  # noqa: ASYNC110 - once, at the end; not worth an event
             await asyncio.sleep(POLL_SECONDS)
 
+    def check_queue(self, request: GenerationRequest) -> None:
+        """Raises what `generate` would raise if nothing changed until then, to be called before a prompt is tokenized.
+
+        AlreadyExistsError, QueueFullError, InvalidArgumentError.
+        """
+        most = self.settings.max_requests_per_client
+        if most is not None and request.n > most:
+            refusal = f"{request.n} is beyond {most}, the samples that one client may have in flight"
+            raise InvalidArgumentError("sampling_params.n", refusal)
+        with self._refusals(request):
+            self.pool.check(request)
+
     @asynccontextmanager
     async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
         """A generation under way; leaving the context early ends it and frees its slots.
 
-        AlreadyExistsError for a request id in flight, QueueFullError.
+        AlreadyExistsError for a request id of the client that is in flight, QueueFullError.
         """
         sequences = self._sequences(request)
-        try:
+        with self._refusals(request):
             self.pool.submit(sequences)
-        except DuplicateRequestError:
-            raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
-        except PoolFullError:
-            waiting = f"the queue is full ({self.pool.queued} samples wait)"
-            raise QueueFullError(waiting, RETRY_AFTER_SECONDS) from None
-        generation = Generation(sequences, arrived)
+        generation = Generation(sequences, arrived, self, self.settings.stream_stall_seconds)
         self.in_flight.add(generation)
         self._loop.wake()
         try:
@@ -131,9 +142,19 @@ class Coordinator:
                 self._abort(sequence)
             self.in_flight.discard(generation)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request in flight: its caller gets the tokens so far. NotFoundError."""
-        sequences = self.pool.find(request_id)
+    def pause(self, sequence: Sequence) -> None:
+        """Keeps a sequence out of rounds while its reader lags behind."""
+        self.pool.pause(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Lets a paused sequence go on."""
+        self.pool.resume(sequence)
+        self._loop.wake()
+
+    def abort(self, client: str, request_id: str) -> None:
+        """Ends a client's own request in flight: its caller gets the tokens so far. NotFoundError, also for requests of
+        others."""
+        sequences = self.pool.find(client, request_id)
         if not sequences:
             raise NotFoundError(f"request_id: no request {request_id!r} is in flight")
         for sequence in sequences:
@@ -146,6 +167,16 @@ class Coordinator:
 
     def _links(self) -> list[TargetLink | DraftLink]:
         return [self.target, *([self.draft] if self.draft is not None else [])]
+
+    @contextmanager
+    def _refusals(self, request: GenerationRequest) -> Iterator[None]:
+        """Says to the client why the pool does not take its request."""
+        try:
+            yield
+        except DuplicateRequestError:
+            raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
+        except PoolFullError as error:
+            raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
 
     def _abort(self, sequence: Sequence) -> None:
         if sequence.finish is not None:
@@ -161,6 +192,8 @@ class Coordinator:
             for sample in request.samples()
         ]
         first, *others = sequences
+        for other in others:
+            other.first_sample_id = first.sequence_id
         for other in others if first.prompt_length > 1 else ():
             # The last token of the prompt is left for each to run: its logits are what they choose from.
             other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)

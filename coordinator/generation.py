@@ -1,15 +1,23 @@
-"""A request in flight as its caller sees it: its samples, each with its pieces, its end and its timings."""
+"""A request in flight as its caller sees it: its samples, each with its pieces, its end and its timings.
+
+A caller that streams sets the pace: a sample of which too much is unread pauses, and a stream that nobody reads is
+ended.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from coordinator.scheduling.sequence import Sequence
 from coordinator.text import ShownText
-from protocol.errors import WorkerFailedError
+from protocol.errors import ServiceError, StalledStreamError
 from protocol.sampling import TokenLogprobs
+
+# Unread tokens of a sample beyond which it pauses; it goes on when half of them are read.
+MOST_UNREAD = 256
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,16 @@ class Piece:
         return self.shown()
 
 
+class Pace(Protocol):
+    """Takes in how fast a stream is read; `coordinator.coordinator.Coordinator` does."""
+
+    def pause(self, sequence: Sequence) -> None:
+        """The reader lags behind."""
+
+    def resume(self, sequence: Sequence) -> None:
+        """The reader has caught up."""
+
+
 class Sample:
     """One sequence of a request."""
 
@@ -44,10 +62,18 @@ class Sample:
         self.sequence, self.index = sequence, index
         self.pieces: list[Piece] = []
         """The pieces published so far."""
+        self.unread = 0
+        """Tokens published and not read yet."""
+        self.paused = False
         self._arrived = arrived
         self._admitted: float | None = None
         self._first_token: float | None = None
         self._ended: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._ended is not None
 
     @property
     def timings(self) -> Timings:
@@ -72,6 +98,7 @@ class Sample:
         if piece.token_ids and self._first_token is None:
             self._first_token = time.monotonic()
         self.pieces.append(piece)
+        self.unread += len(piece.token_ids)
 
     def end(self) -> None:
         """Notes that nothing more will come."""
@@ -81,42 +108,98 @@ class Sample:
 class Generation:
     """One request: iterate over the pieces of its samples, as they come, to the end of the last one."""
 
-    def __init__(self, sequences: Iterable[Sequence], arrived: float) -> None:
+    def __init__(self, sequences: Iterable[Sequence], arrived: float, pace: Pace, stall_seconds: float) -> None:
+        """`stall_seconds`: time after which a stream that is not read is given up."""
         self.samples = [Sample(sequence, index, arrived) for index, sequence in enumerate(sequences)]
-        self._events: asyncio.Queue[tuple[Sample, Piece | None] | WorkerFailedError] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[Sample, Piece | None] | ServiceError] = asyncio.Queue()
+        self._pace, self._stall_seconds = pace, stall_seconds
+        self._give_up: Callable[[ServiceError], None] | None = None
+        """Set while the pieces are streamed."""
+        self._stall: asyncio.TimerHandle | None = None
+        """Runs while others wait for the reader: a sample that is paused, or the memory of samples that have ended."""
+        self._last_read = 0.0
 
     @property
     def request_id(self) -> str:
         """The id of the request."""
         return self.samples[0].sequence.request.request_id
 
-    async def pieces(self) -> AsyncIterator[tuple[Sample, Piece | None]]:
-        """Each piece with its sample, as it is committed; None instead of a piece when the sample has ended.
+    @property
+    def _has_ended(self) -> bool:
+        return all(sample.has_ended for sample in self.samples)
 
-        WorkerFailedError if the request had to be given up.
+    async def pieces(self, give_up: Callable[[ServiceError], None]) -> AsyncIterator[tuple[Sample, Piece | None]]:
+        """Each piece with its sample, at the pace of the caller; None instead of a piece when the sample has ended.
+
+        `give_up` is called if the caller does not go on, and must end it. Raises the error of a request that had to be
+        given up.
         """
+        self._give_up = give_up
+        try:
+            async for sample, piece in self._all_pieces():
+                self._note_read(sample, piece)
+                yield sample, piece
+        finally:
+            self._give_up = None
+            self._watch()
+
+    async def finished(self) -> list[Sample]:
+        """Waits for the end; returns all samples. Raises the error of a request that had to be given up."""
+        async for _, piece in self._all_pieces():
+            if piece is not None:
+                _ = piece.text  # made piece by piece: all at once would hold up other requests
+        return self.samples
+
+    async def _all_pieces(self) -> AsyncIterator[tuple[Sample, Piece | None]]:
         for _ in self.samples:
             while True:
                 event = await self._events.get()
-                if isinstance(event, WorkerFailedError):
+                if isinstance(event, ServiceError):
                     raise event
                 yield event
                 if event[1] is None:
                     break
 
-    async def finished(self) -> list[Sample]:
-        """Waits for the end; returns all samples. WorkerFailedError."""
-        async for _, piece in self.pieces():
-            if piece is not None:
-                _ = piece.text  # made piece by piece: all at once would hold up other requests
-        return self.samples
-
     def publish(self, sample: Sample, piece: Piece) -> None:
         """Hands over committed tokens."""
         sample.add(piece)
         self._events.put_nowait((sample, piece))
+        if self._give_up is not None and sample.unread > MOST_UNREAD and not sample.paused:
+            sample.paused = True
+            self._pace.pause(sample.sequence)
+            self._watch()
 
-    def end(self, sample: Sample, error: WorkerFailedError | None = None) -> None:
+    def end(self, sample: Sample, error: ServiceError | None = None) -> None:
         """Ends a sample: no more pieces of it will come."""
         sample.end()
         self._events.put_nowait(error or (sample, None))
+        self._watch()
+
+    def _note_read(self, sample: Sample, piece: Piece | None) -> None:
+        sample.unread -= len(piece.token_ids) if piece is not None else 0
+        self._last_read = time.monotonic()
+        if sample.paused and sample.unread <= MOST_UNREAD // 2:
+            sample.paused = False
+            self._pace.resume(sample.sequence)
+            self._watch()
+
+    def _watch(self) -> None:
+        """Starts or stops the clock of a reader that others wait for."""
+        waited_for = any(sample.paused and not sample.has_ended for sample in self.samples) or self._has_ended
+        if self._give_up is None or not waited_for:
+            if self._stall is not None:
+                self._stall.cancel()
+                self._stall = None
+        elif self._stall is None:
+            self._start_clock(self._stall_seconds)
+
+    def _start_clock(self, seconds: float) -> None:
+        self._stall = asyncio.get_running_loop().call_later(seconds, self._clock_ran_out)
+
+    def _clock_ran_out(self) -> None:
+        """Gives the stream up, unless it has ended and what is left of it is being read."""
+        unread_for = time.monotonic() - self._last_read
+        if self._has_ended and unread_for < self._stall_seconds:
+            self._start_clock(self._stall_seconds - unread_for)
+        elif self._give_up is not None:
+            self._give_up(StalledStreamError(f"the stream was not read for {self._stall_seconds:g} s"))

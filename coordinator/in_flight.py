@@ -1,11 +1,41 @@
 """The requests in flight: which generation each sequence belongs to, and what is counted when it ends."""
 
-from collections import Counter
+import time
+from collections import Counter, deque
 
 from coordinator.generation import Generation, Piece, Sample
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import FinishReason, Sequence
 from protocol.errors import WorkerFailedError
+
+# Ends that the rate of the next ones is estimated by.
+LAST_ENDS = 32
+# Seconds after which a refused client is told to try again: at first, at least and at most.
+FIRST_RETRY, LEAST_RETRY, MOST_RETRY = 1.0, 0.05, 10.0
+
+
+class EndRate:
+    """The rate at which sequences ended lately. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=LAST_ENDS + 1)
+        """The last ends, after the beginning or the end before them."""
+
+    def begin(self, now: float) -> None:
+        """Notes that there is work again: the idle time before it says nothing."""
+        self._times.clear()
+        self._times.append(now)
+
+    def add(self, now: float) -> None:
+        """Notes that a sequence ended."""
+        self._times.append(now)
+
+    def seconds_until(self, ends: int, now: float) -> float:
+        """The time that this number of ends will take."""
+        known = len(self._times) - 1
+        if known < 1:
+            return FIRST_RETRY
+        return min(MOST_RETRY, max(LEAST_RETRY, ends * (now - self._times[0]) / known))
 
 
 class RequestsInFlight:
@@ -19,10 +49,17 @@ class RequestsInFlight:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._samples: dict[int, tuple[Generation, Sample]] = {}
+        self._ends = EndRate()
+
+    def seconds_until_free(self, places: int) -> float:
+        """An estimate of the time until this number of sequences has ended, for a client that was refused."""
+        return self._ends.seconds_until(places, time.monotonic())
 
     def add(self, generation: Generation) -> None:
         """Begins to hand over what happens to the samples of a generation."""
         self.requests += 1
+        if not self._samples:
+            self._ends.begin(time.monotonic())
         self._samples.update({sample.sequence.sequence_id: (generation, sample) for sample in generation.samples})
 
     def discard(self, generation: Generation) -> None:
@@ -57,6 +94,7 @@ class RequestsInFlight:
 
     def _end(self, sequence: Sequence, how: str, error: WorkerFailedError | None = None) -> None:
         self.finished[how] += 1
+        self._ends.add(time.monotonic())
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.cached_tokens
         if sequence.sequence_id in self._samples:

@@ -1,6 +1,7 @@
 """The round loop: choose a group, run its round with the workers, publish what was committed; again, for ever.
 
-A target worker that is gone makes the loop wait. A fault of the coordinator ends the requests it happened to.
+A target worker that is gone makes the loop wait. A fault of the coordinator ends the requests it happened to. A request
+that the target worker fails with again and again is run alone, and then given up.
 """
 
 import asyncio
@@ -12,8 +13,8 @@ from coordinator.round_runner import MOST_LANES, RoundEvents, RoundRunner, Round
 from coordinator.scheduling.grouping import Group, Policy
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import Sequence
+from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Workers
-from coordinator.workers.link import WorkerRefusedError, WorkerUnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class RoundLoop:
         self._runner = RoundRunner(pool=pool, workers=workers, drafting=drafting, settings=settings, events=events)
         self._work = asyncio.Event()
         self._leavers = asyncio.Event()
+        self._lost_rounds: list[tuple[str, Group, str]] = []
+        """Rounds during which the target worker was lost: its process, the group, and the reason."""
 
     @property
     def counters(self) -> Counters:
@@ -62,6 +65,7 @@ class RoundLoop:
     async def _run_rounds(self, lane: int) -> None:
         while True:
             await self._workers.target.wait_ready()
+            self._blame_for_restart()
             self._work.clear()
             group = self._next_group() if lane < self._runner.lanes else Group([])
             if group.sequences:
@@ -101,7 +105,7 @@ class RoundLoop:
             return Group([])
         group = self._policy.choose(pool.ready, pool.rounds)
         most = -(-pool.schedulable // self._runner.lanes)
-        group = Group(group.sequences[:most], group.fallback)
+        group = Group(_without_suspects(group.sequences[:most]), group.fallback)
         pool.begin_round(group.sequences)
         return group
 
@@ -133,10 +137,16 @@ class RoundLoop:
 
     async def _run_round(self, group: Group) -> None:
         """Runs the round of a group, whatever happens in it."""
+        instance_id = self._workers.target.instance_id
         try:
             gained = await self._run_or_split(group)
-        except WorkerUnreachableError:
+            self._clear(group)
+        except WorkerUnreachableError as error:
             gained = True  # nothing is lost; the loop waits until the target is back
+            if error.cause is Cause.FAILED:
+                self._blame(group, str(error))
+            elif error.cause is Cause.LOST:
+                self._lost_rounds.append((instance_id, group, str(error)))
         except Exception:  # a fault of ours must end these requests, not the service
             log.exception("a round failed")
             gained = True
@@ -148,6 +158,30 @@ class RoundLoop:
             self._leavers.set()
         if not gained:
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _blame_for_restart(self) -> None:
+        """Blames the rounds that killed the target worker; a connection that was cut is nobody's fault."""
+        while self._lost_rounds:
+            instance_id, group, reason = self._lost_rounds.pop()
+            if instance_id != self._workers.target.instance_id:
+                self._blame(group, reason)
+
+    def _blame(self, group: Group, reason: str) -> None:
+        for sequence in group.sequences:
+            sequence.suspicion.failed(sequence.progress)
+            self._judge(sequence, reason)
+
+    def _clear(self, group: Group) -> None:
+        for sequence in group.sequences:
+            sequence.suspicion.clear(sequence.progress)
+            self._judge(sequence)
+
+    def _judge(self, sequence: Sequence, reason: str = "") -> None:
+        """Ends the sequence if it is to be given up."""
+        if (verdict := sequence.suspicion.verdict) is not None:
+            log.error("%s: %s %s", sequence.request.request_id, verdict, reason)
+            self._fail(sequence, f"{verdict}{reason and f': {reason}'}")
+            self.wake()
 
     async def _run_or_split(self, group: Group) -> bool:
         """Runs a round of the group. If the target refuses it, runs one of each sequence alone, to find the sequences
@@ -167,3 +201,10 @@ class RoundLoop:
         if sequence.finish is None:
             self._pool.abort(sequence)
             self._events.failed(sequence, reason)
+
+
+def _without_suspects(sequences: list[Sequence]) -> list[Sequence]:
+    """A group in which a suspect is alone. Beside others suspects wait, until they have waited longest."""
+    if not sequences or sequences[0].suspicion.is_suspect:
+        return sequences[:1]
+    return [sequence for sequence in sequences if not sequence.suspicion.is_suspect]

@@ -4,6 +4,7 @@ A draft worker that fails costs its drafts only: the round goes on without them.
 """
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -17,9 +18,11 @@ from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Sequence
 from coordinator.settings import Overlap
+from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Workers
-from coordinator.workers.link import WorkerRefusedError, WorkerUnreachableError
 from protocol.rounds import ItemStatus, Verdict, VerifyItem
+
+log = logging.getLogger(__name__)
 
 # Most groups in flight at a time: one that is drafted for and one that is verified.
 MOST_LANES = 2
@@ -123,11 +126,14 @@ class RoundRunner:
         try:
             async with self._draft_free:
                 proposals, timed = await draft.propose(round_.round_id, items, *self._drafting.hints)
+            round_.take_proposals(proposals, target.vocab_size)
+            self._drafting.observe_proposals(items, proposals, timed)
         except (WorkerUnreachableError, WorkerRefusedError):
             # The link has logged it; this round decodes plainly.
             return Timed(elapsed=time.perf_counter() - began)
-        round_.take_proposals(proposals, target.vocab_size)
-        self._drafting.observe_proposals(items, proposals, timed)
+        except Exception:  # nothing that a draft worker does may fail a request
+            log.exception("the proposals of a round could not be used")
+            return Timed(elapsed=time.perf_counter() - began)
         return timed
 
     async def _verify(self, round_: Round, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
@@ -156,8 +162,10 @@ class RoundRunner:
         try:
             async with self._draft_free:
                 proposals, timed = await draft.propose(next(self._round_ids), items, *self._drafting.hints)
+            round_.take_ahead(proposals, self._workers.target.vocab_size)
+            self._drafting.observe_proposals(items, proposals, timed)
+            self.counters.stage_seconds["draft"] += timed.forward
         except (WorkerUnreachableError, WorkerRefusedError):
             return  # the link has logged it
-        round_.take_ahead(proposals, self._workers.target.vocab_size)
-        self._drafting.observe_proposals(items, proposals, timed)
-        self.counters.stage_seconds["draft"] += timed.forward
+        except Exception:
+            log.exception("what was drafted ahead could not be used")

@@ -8,7 +8,7 @@ import sys
 from coordinator.coordinator import Coordinator
 from coordinator.service import GenerationServicer
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers.link import MismatchError
+from coordinator.workers.errors import MismatchError
 from rpc.server import Server, configure_logging
 from specpool.v1 import generation_pb2_grpc as pb_grpc
 

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import ByteSize, Field, model_validator
 
 from coordinator.scheduling.sequence import DraftMethod
+from coordinator.worker_security import WorkerSecurity
 from protocol.rounds import MAX_DRAFT_TOKENS
 from rpc.settings import UINT32_MAX, Seconds, ServerSettings
 
@@ -18,7 +19,7 @@ Overlap = Literal["auto", "on", "off"]
 """Whether both workers may be busy at a time: "auto" where they have devices of their own."""
 
 
-class CoordinatorSettings(ServerSettings):
+class CoordinatorSettings(ServerSettings, WorkerSecurity):
     """Serves generation: keeps the pool, and runs its rounds with a draft and a target worker."""
 
     port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
@@ -50,6 +51,18 @@ class CoordinatorSettings(ServerSettings):
     prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
     queue_size: int = Field(
         256, ge=0, le=UINT32_MAX, description="samples that may wait; requests beyond them are refused"
+    )
+    queue_tokens: int = Field(
+        4_194_304, ge=1, le=UINT32_MAX, description="prompt tokens that may wait in all, unless one request has more"
+    )
+    max_requests_per_client: int | None = Field(
+        None,
+        ge=1,
+        le=UINT32_MAX,
+        description="samples of one client that may wait or be generated; default: as many as queue and window hold",
+    )
+    stream_stall_seconds: Seconds = Field(
+        60.0, gt=0, description="time after which a stream is ended whose client does not read"
     )
     num_speculative_tokens: int | None = Field(
         None,

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from coordinator.stop_strings import StopString
+
 
 class Decoder(Protocol):
-    """Turns tokens into text; `coordinator.tokenizer.Detokenizer` is one."""
+    """Turns tokens into text; `coordinator.prompts.detokenizer.Detokenizer` is one."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete."""
@@ -23,8 +25,8 @@ class TextStream:
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
         self.matched: str | None = None
-        """The stop string that ended the text. Among several it is the one that begins first."""
-        self._decoder, self._stop = decoder, stop
+        """The stop string that ended the text. Among several it is the one that begins first, of these the longest."""
+        self._decoder, self._stop = decoder, [StopString(text) for text in stop]
         self._held = ""
 
     @property
@@ -37,29 +39,24 @@ class TextStream:
 
         Without `may_stop`, a stop string that this token completes is ordinary text.
         """
-        known = len(self._held)
-        self._held += self._decoder.feed([token_id])
-        found = [(at, -len(stop), stop) for stop in self._stop if (at := self._find(stop, known)) >= 0]
-        if found and may_stop:
-            at, _, self.matched = min(found)
+        known, piece = len(self._held), self._decoder.feed([token_id])
+        self._held += piece
+        ends = [
+            (known + end - len(stop.text), -len(stop.text), stop.text)
+            for stop in self._stop
+            if (end := stop.feed(piece))
+        ]
+        if ends and may_stop:
+            at, _, self.matched = min(ends)
             shown, self._held = self._held[:at], ""
             return shown
-        return self._show(len(self._held) - max((self._begun(stop) for stop in self._stop), default=0))
+        return self._show(len(self._held) - max((stop.begun for stop in self._stop), default=0))
 
     def flush(self) -> str:
         """The text held back, when no token will follow."""
         rest, self._held = self._held + self._decoder.flush(), ""
         return rest
 
-    def _find(self, stop: str, known: int) -> int:
-        """Where a stop string begins that was not complete in the first `known` characters held; -1: nowhere."""
-        return self._held.find(stop, max(0, known - len(stop) + 1))
-
     def _show(self, count: int) -> str:
         shown, self._held = self._held[:count], self._held[count:]
         return shown
-
-    def _begun(self, stop: str) -> int:
-        """The number of last characters that are the first ones of a stop string."""
-        most = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)

@@ -1,19 +1,21 @@
-"""Validation: from a request message to a request that can be generated, or an error that names field and limit."""
+"""Validation: from a request message to a request that can be generated, or an error that names field and limit.
+
+Prompts are read in `coordinator.prompts`.
+"""
 
 import secrets
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest
 from coordinator.settings import CoordinatorSettings
-from coordinator.tokenizer import ChatTemplateError, TargetTokenizer
 from protocol.errors import InvalidArgumentError
 from protocol.sampling import RANGES, SamplingParams, in_range
 from specpool.v1 import generation_pb2 as pb
 
 MAX_REQUEST_ID_LENGTH = 128
+MAX_SALT_LENGTH = 128
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 256
@@ -32,21 +34,18 @@ class Limits:
     window_size: int
 
 
-def parse_request(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limits: Limits) -> GenerationRequest:
-    """Tokenizes and checks. InvalidArgumentError. May take a while for a long prompt."""
+def parse_request(request: pb.GenerateRequest, eos_token_ids: tuple[int, ...], limits: Limits) -> GenerationRequest:
+    """Checks all but the prompt, which the result lacks until `with_prompt`. InvalidArgumentError."""
     params = request.sampling_params
     check_request_id(request.request_id)
     sampling = _sampling(params)
-    prompt_ids = _prompt(request, tokenizer, limits)
-    max_tokens = _max_tokens(params, limits, len(prompt_ids))
-    if params.min_tokens > max_tokens:
-        refusal = f"{params.min_tokens} is beyond max_tokens, {max_tokens}"
-        raise InvalidArgumentError("sampling_params.min_tokens", refusal)
+    max_tokens = _max_tokens(params, limits)
+    _check_min_tokens(params, max_tokens)
     return GenerationRequest(
         request_id=request.request_id or uuid.uuid4().hex,
-        prompt_ids=tuple(prompt_ids),
+        prompt_ids=(),
         max_tokens=max_tokens,
-        stop_token_ids=_stop_token_ids(params, tokenizer, limits),
+        stop_token_ids=_stop_token_ids(params, eos_token_ids, limits),
         num_speculative_tokens=_num_speculative_tokens(request, limits),
         adaptive=_is_adaptive(request, limits),
         method=_draft_method(request, limits),
@@ -54,7 +53,21 @@ def parse_request(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limit
         stop=_stop(params),
         logprobs=_logprobs(params),
         n=_number_of_samples(params, sampling, limits),
+        priority=request.priority,
+        cache_salt=_cache_salt(request),
     )
+
+
+def with_prompt(
+    parsed: GenerationRequest, prompt_ids: tuple[int, ...], params: pb.SamplingParams, limits: Limits
+) -> GenerationRequest:
+    """The request with its prompt. InvalidArgumentError if that leaves less than the request asks for."""
+    remaining = limits.max_model_len - len(prompt_ids)
+    if params.HasField("max_tokens") and params.max_tokens > remaining:
+        raise _too_many_tokens(params.max_tokens, remaining, limits)
+    max_tokens = min(parsed.max_tokens, remaining)
+    _check_min_tokens(params, max_tokens)
+    return replace(parsed, prompt_ids=prompt_ids, max_tokens=max_tokens)
 
 
 def check_request_id(request_id: str) -> None:
@@ -121,61 +134,41 @@ def _stop(params: pb.SamplingParams) -> tuple[str, ...]:
     return tuple(params.stop)
 
 
-def _prompt(request: pb.GenerateRequest, tokenizer: TargetTokenizer, limits: Limits) -> list[int]:
-    encoders: dict[str, Callable[[], list[int]]] = {
-        "text": lambda: tokenizer.encode_text(request.text),
-        "tokenized": lambda: list(request.tokenized.input_ids),
-        "chat": lambda: _chat(request.chat, tokenizer),
-    }
-    kind = request.WhichOneof("input")
-    if kind is None:
-        raise InvalidArgumentError("input", f"one of {', '.join(encoders)} must be set")
-    field = "tokenized.input_ids" if kind == "tokenized" else "chat.messages" if kind == "chat" else "text"
-    prompt_ids = encoders[kind]()
-    if not prompt_ids:
-        raise InvalidArgumentError(field, "the prompt is empty")
-    if len(prompt_ids) >= limits.max_model_len:
-        raise InvalidArgumentError(
-            field, f"the prompt has {len(prompt_ids)} tokens, more than {limits.max_model_len - 1}"
-        )
-    if (largest := max(prompt_ids)) >= limits.vocab_size:
-        raise InvalidArgumentError(field, f"token id {largest} is not below the vocabulary size {limits.vocab_size}")
-    return prompt_ids
-
-
-def _chat(chat: pb.ChatInput, tokenizer: TargetTokenizer) -> list[int]:
-    if not chat.messages:
-        raise InvalidArgumentError("chat.messages", "must not be empty")
-    for index, message in enumerate(chat.messages):
-        if not message.role:
-            raise InvalidArgumentError(f"chat.messages[{index}].role", "must not be empty")
-    try:
-        return tokenizer.encode_chat([(message.role, message.content) for message in chat.messages])
-    except ChatTemplateError as error:
-        raise InvalidArgumentError("chat.messages", str(error)) from None
-
-
-def _max_tokens(params: pb.SamplingParams, limits: Limits, prompt_tokens: int) -> int:
-    remaining = limits.max_model_len - prompt_tokens
+def _max_tokens(params: pb.SamplingParams, limits: Limits) -> int:
+    remaining = limits.max_model_len - 1  # every prompt takes a position
     if not params.HasField("max_tokens"):
         return min(limits.settings.default_max_tokens, remaining)
     if params.max_tokens < 1:
         raise InvalidArgumentError("sampling_params.max_tokens", "must be at least 1")
     if params.max_tokens > remaining:
-        raise InvalidArgumentError(
-            "sampling_params.max_tokens",
-            f"{params.max_tokens} is beyond {remaining}, what the prompt leaves of {limits.max_model_len} positions",
-        )
+        raise _too_many_tokens(params.max_tokens, remaining, limits)
     return params.max_tokens
 
 
-def _stop_token_ids(params: pb.SamplingParams, tokenizer: TargetTokenizer, limits: Limits) -> frozenset[int]:
+def _too_many_tokens(max_tokens: int, remaining: int, limits: Limits) -> InvalidArgumentError:
+    refusal = f"{max_tokens} is beyond {remaining}, what the prompt leaves of {limits.max_model_len} positions"
+    return InvalidArgumentError("sampling_params.max_tokens", refusal)
+
+
+def _check_min_tokens(params: pb.SamplingParams, max_tokens: int) -> None:
+    if params.min_tokens > max_tokens:
+        refusal = f"{params.min_tokens} is beyond max_tokens, {max_tokens}"
+        raise InvalidArgumentError("sampling_params.min_tokens", refusal)
+
+
+def _cache_salt(request: pb.GenerateRequest) -> str:
+    if len(request.cache_salt) > MAX_SALT_LENGTH:
+        raise InvalidArgumentError("cache_salt", f"has more than {MAX_SALT_LENGTH} characters")
+    return request.cache_salt
+
+
+def _stop_token_ids(params: pb.SamplingParams, eos_token_ids: tuple[int, ...], limits: Limits) -> frozenset[int]:
     field = "sampling_params.stop_token_ids"
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidArgumentError(field, f"has more than {MAX_STOP_TOKEN_IDS} entries")
     if params.stop_token_ids and (largest := max(params.stop_token_ids)) >= limits.vocab_size:
         raise InvalidArgumentError(field, f"token id {largest} is not below the vocabulary size {limits.vocab_size}")
-    eos = () if params.ignore_eos else tokenizer.eos_token_ids
+    eos = () if params.ignore_eos else eos_token_ids
     return frozenset([*params.stop_token_ids, *eos])
 
 

@@ -1,5 +1,6 @@
 """Drafting: a forward pass to catch up with the committed tokens, then one for each further token of the drafts."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from engine.engine import Engine
 from engine.sequences import Choices, SequenceEngine
 from protocol.rounds import ItemStatus, Proposal, ProposeItem
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class _Draft:
@@ -22,10 +25,12 @@ class _Draft:
     confidences: list[float] = field(default_factory=list)
     chance: float = 1.0
     """Estimated probability that all tokens of the draft are accepted."""
+    broken: bool = False
+    """Whether the model's logits turned out not to be numbers: the draft ends before them."""
 
     @property
     def wants_more(self) -> bool:
-        return len(self.token_ids) < self.item.num_draft_tokens and self.gain >= 0
+        return not self.broken and len(self.token_ids) < self.item.num_draft_tokens and self.gain >= 0
 
     @property
     def gain(self) -> float:
@@ -115,6 +120,10 @@ class Proposer(SequenceEngine):
         for draft in drafts:
             sequence_id, chosen = draft.item.sequence_id, choices[draft.item.sequence_id]
             self.keep(coordinator_id, sequence_id, spans[sequence_id].end)
+            if not (chosen.finite and all(map(math.isfinite, chosen.confidences))):
+                log.warning("sequence %d gets a shorter draft: the draft's logits are not finite", sequence_id)
+                draft.broken = True
+                continue
             draft.token_ids.extend(chosen.token_ids)
             if draft.item.min_chance:
                 draft.confidences.extend(chosen.confidences)

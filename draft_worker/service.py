@@ -18,17 +18,18 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
         """Realigns, extends and drafts one round."""
         require_coordinator(request.coordinator_id)
+        name = f"Propose (round {request.round_id}, {len(request.items)} sequences)"
 
         def propose(proposer: Proposer) -> tuple[list[Proposal], dict[str, int]]:
             items = read_propose_items(request, proposer.limits(request.coordinator_id))
             hints = read_chances(request), read_step_cost(request)
             return timed(proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items, *hints))
 
-        return propose_response(request.round_id, *await self._host.run(propose, request.coordinator_id))
+        return propose_response(request.round_id, *await self._host.run(propose, request.coordinator_id, name))
 
     async def ProposeStream(
         self, requests: AsyncIterator[pb.ProposeRequest], context: Any
     ) -> AsyncIterator[pb.ProposeResponse]:
         """Answers a stream of rounds."""
-        async for response in self._host.each(requests, lambda request: self.Propose(request, context)):
+        async for response in self._host.streams.each(requests, lambda request: self.Propose(request, context)):
             yield response

@@ -58,6 +58,10 @@ class Engine:
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
         self.realign_ns = 0
         """Nanoseconds spent so far on bringing caches to the length and the columns that a pass needs."""
+        self.passes = 0
+        """Forward passes so far."""
+        self.weights_fingerprint = self.numerics_fingerprint = ""
+        """What `engine.models.fingerprints` and `engine.probes.numerics` made of the model."""
         self.bitwise = False
         """Whether the logits of a token were proved to be the same bits in every batch."""
         self.step_seconds: Mapping[int, float] = {}
@@ -148,6 +152,8 @@ class Engine:
             seconds_per_cached=self.seconds_per_cached,
             max_rows=self.max_forward_tokens,
             notes=tuple(self.notes),
+            weights_fingerprint=self.weights_fingerprint,
+            numerics_fingerprint=self.numerics_fingerprint,
         )
 
     @contextmanager
@@ -176,6 +182,7 @@ class Engine:
             plan = plan_attention(spans, locations, arena, self.tiles, self.facts.query_groups, gather)
             batch = replace(batch, attention=plan)
         logits: torch.Tensor = self.forward_pass(batch)[: batch.num_logits]
+        self.passes += 1
         return logits
 
     def _padded_rows(self, count: int) -> int:

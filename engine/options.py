@@ -11,6 +11,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     """Settings of an engine; every worker takes them as flags."""
 
     model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
+    revision: str | None = Field(
+        None, min_length=1, description="branch, tag or commit of a model from the hub; a commit pins it"
+    )
     device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
     dtype: Dtype = Field(
         "auto",

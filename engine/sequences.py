@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, repeat
 
 import torch
 
@@ -10,9 +10,14 @@ from engine.cache.slots import SequenceKey, Slot
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.sampling import choose_together, choose_tokens, samples_by_kernel
-from protocol.rounds import ItemStatus, RoundLimits, SequenceItem
+from protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
 from protocol.sampling import SamplingParams
 from protocol.worker_info import WorkerInfo
+
+ITEMS_PER_SLOT = 4
+"""A round may name more sequences than there are slots: those that find none are told so."""
+LOGITS_PER_SLOT = 1 + 4 * MAX_DRAFT_TOKENS
+"""Drafts may be four times as long as usual in all sequences at once; their logits take memory together."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,9 @@ class Choices:
     token_ids: Iterable[int]
     logits: torch.Tensor
     confidences: list[float] = field(default_factory=list)
+    finite: bool = True
+    """False if the largest logit of a row is not a finite number, so that its token means nothing. Found out on a CPU
+    only: there it takes 10 us a pass, but a GPU would have to launch more kernels in every pass."""
 
 
 class SequenceEngine:
@@ -43,6 +51,11 @@ class SequenceEngine:
         return self.engine.info()
 
     @property
+    def passes(self) -> int:
+        """Forward passes so far: work that goes on for long shows by it that it does not hang."""
+        return self.engine.passes
+
+    @property
     def realign_ns(self) -> int:
         """Nanoseconds spent so far on bringing caches to the length and the place where a pass needs them."""
         return self.engine.realign_ns
@@ -54,6 +67,10 @@ class SequenceEngine:
     def renew_lease(self, coordinator_id: str, now: float) -> None:
         """Notes that a coordinator is alive at `now`, in seconds of a monotonic clock."""
         self.engine.slots.renew_lease(coordinator_id, now)
+
+    def orphan(self, coordinator_id: str) -> None:
+        """Notes that a coordinator may be gone: until its lease is renewed, its sequences yield their slots."""
+        self.engine.slots.orphan(coordinator_id)
 
     def expire(self, now: float, lease_seconds: float) -> int:
         """Frees the sequences of coordinators silent for longer than the lease; returns how many."""
@@ -77,27 +94,35 @@ class SequenceEngine:
         probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
         slots = [self.engine.slots[coordinator_id, sequence_id] for sequence_id in spans]
         # Here, or for the probabilities, a pass on a GPU is waited for.
-        token_ids = self._token_ids(logits, slots, counts)
+        token_ids, finite = self._token_ids(logits, slots, counts)
+        rows_finite = iter(finite)
         chosen = {}
         for sequence_id, slot, its, own in zip(spans, slots, token_ids, logits.split(counts), strict=True):
             confident = list(islice(probabilities, len(own)))
-            chosen[sequence_id] = Choices(its, own, confident if slot.sampling is None else [])
+            sound = all(list(islice(rows_finite, len(own))))
+            chosen[sequence_id] = Choices(its, own, confident if slot.sampling is None else [], sound)
         return chosen
 
-    def _token_ids(self, logits: torch.Tensor, slots: Sequence[Slot], counts: Sequence[int]) -> list[Iterable[int]]:
-        """The choices of each sequence, `counts` each, from logits [n, rows of the head]."""
+    def _token_ids(
+        self, logits: torch.Tensor, slots: Sequence[Slot], counts: Sequence[int]
+    ) -> tuple[list[Iterable[int]], Iterable[bool]]:
+        """The choices of each sequence, `counts` each, from logits [n, rows of the head]; and of each row of these
+        whether its largest logit is finite, as far as that is found out."""
         known = self.engine.over_vocabulary(logits) if any(slot.sampling is not None for slot in slots) else None
         if known is not None and samples_by_kernel(known.device, known.dtype, known.shape[1]):
             sequences = [(slot.sampling, slot.token_ids, count) for slot, count in zip(slots, counts, strict=True)]
-            return [*choose_together(known, sequences)]
-        best = iter(self.engine.token_ids(logits.argmax(-1)).tolist())
+            return [*choose_together(known, sequences)], repeat(True)
+        indexes = logits.argmax(-1)
+        finite = _are_finite(logits, indexes) if logits.device.type == "cpu" else repeat(True)
+        best = iter(self.engine.token_ids(indexes).tolist())
         largest: list[Iterable[int]] = [list(islice(best, count)) for count in counts]
         if known is None:
-            return largest
-        return [
+            return largest, finite
+        sampled = [
             its if slot.sampling is None else choose_tokens(rows, slot.sampling, slot.token_ids)
             for its, slot, rows in zip(largest, slots, known.split(counts), strict=True)
         ]
+        return sampled, finite
 
     def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:
         """Declares that the first `cached_length` positions of the sequence are valid."""
@@ -140,7 +165,15 @@ class SequenceEngine:
             key = (coordinator_id, sequence_id)
             return self.engine.slots[key].capacity if key in self.engine.slots else None
 
-        return RoundLimits(self.engine.vocab_size, self.engine.max_model_len, capacity)
+        slots = self.engine.slots.total
+        return RoundLimits(
+            self.engine.vocab_size,
+            self.engine.max_model_len,
+            capacity,
+            max_items=ITEMS_PER_SLOT * slots,
+            # Any one sequence may have as long a draft as there is.
+            max_logits=LOGITS_PER_SLOT * max(LOGITS_PER_SLOT, slots),
+        )
 
     def _known_part(self, sampling: SamplingParams | None) -> SamplingParams | None:
         """Without ids that the model does not know: a draft may have fewer rows in its output head than the target."""
@@ -152,6 +185,12 @@ class SequenceEngine:
             stop_token_ids=tuple(token for token in sampling.stop_token_ids if token in known),
             logit_bias=tuple((token, bias) for token, bias in sampling.logit_bias if token in known),
         )
+
+
+def _are_finite(logits: torch.Tensor, largest: torch.Tensor) -> list[bool]:
+    """Whether the largest logit of each row is a finite number; `largest` has their indexes. One NaN is the largest."""
+    found: list[bool] = logits.gather(-1, largest[:, None]).isfinite().squeeze(-1).tolist()
+    return found
 
 
 def _largest_probabilities(logits: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from engine.engine import Engine
 from engine.forward import build_forward_pass
 from engine.models.facts import ModelFacts, read_facts
+from engine.models.fingerprints import weights_fingerprint
 from engine.models.loading import LoadedModel, load_model
 from engine.numerics import Tiles
 from engine.options import EngineOptions
@@ -18,6 +19,7 @@ from engine.passes.gpu.recorded import RecordedModel
 from engine.probes.exactness import ONE_SHAPE, choose_tiles
 from engine.probes.kernels import choose_products
 from engine.probes.library_logits import library_logits, refuse_other_logits
+from engine.probes.numerics import numerics_fingerprint
 from engine.probes.self_test import self_test
 from engine.probes.step_times import measure_seconds_per_cached, measure_step_times
 
@@ -46,8 +48,8 @@ def load_engine(options: EngineOptions, exact: bool) -> Engine:
 
 def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> Engine:
     """An engine for a loaded model, whose weights it takes over; its passes are not measured."""
-    # Both read the library's model, which cannot run once a forward pass has taken its weights.
-    facts = read_facts(loaded)
+    # All of these read the library's model, which cannot run once a forward pass has taken its weights.
+    facts, fingerprint = read_facts(loaded), weights_fingerprint(loaded)
     if exact and facts.device.type == "cuda":
         restrict_cublas()
     expected = library_logits(loaded, facts)
@@ -56,6 +58,7 @@ def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> En
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
     refuse_other_logits(engine, expected)
     engine.bitwise = exact and tiles is not None and self_test(engine)
+    engine.weights_fingerprint, engine.numerics_fingerprint = fingerprint, numerics_fingerprint(engine)
     return engine
 
 

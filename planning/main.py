@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from coordinator.tokenizer import ChatTemplateError
+from coordinator.prompts.templates import ChatTemplateError
+from coordinator.prompts.tokenizer import EncodingError, TokenizerError
 from engine.models.embedded_pair import embedded_pair
 from engine.models.loading import UnsupportedModelError, load_config
 from engine.options import Dtype, EngineOptions
@@ -107,8 +108,8 @@ def planned(settings: PlanSettings, console: Console) -> Plan:
             load_config(draft)
     most = max(settings.batches)
     with (
-        naming(PROGRAM, "target", UnsupportedModelError, OSError),
-        naming(PROGRAM, "prompts", PromptError, ChatTemplateError),
+        naming(PROGRAM, "target", UnsupportedModelError, TokenizerError, OSError),
+        naming(PROGRAM, "prompts", PromptError, ChatTemplateError, EncodingError),
     ):
         rows = powers_of_two(most * (settings.longest + 1))
         model, answers = measure_target(target, lines[: settings.num_prompts], settings.max_tokens, rows, console)

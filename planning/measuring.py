@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from coordinator.tokenizer import TargetTokenizer
+from coordinator.prompts.tokenizer import TargetTokenizer
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.loading import UnsupportedModelError

@@ -1,4 +1,5 @@
-"""The one place where messages between coordinator and workers become dataclasses and back.
+"""The one place where messages between coordinator and workers become dataclasses and back, but for the answers of
+workers, which `protocol.answers` reads.
 
 Reading also checks: the items that it returns can be served whatever is cached. InvalidArgumentError names a field that
 cannot.
@@ -12,19 +13,22 @@ from protocol.errors import InvalidArgumentError
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, RoundLimits, Verdict, VerifyItem
 from protocol.sampling import RANGES, SamplingParams, TokenLogprobs, in_range
 from protocol.tokenizer import TokenizerFiles
-from protocol.worker_info import StepCosts, WorkerInfo
+from protocol.worker_info import WorkerInfo
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
 _TO_WIRE: dict[ItemStatus, Any] = {
     status: common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}") for status in ItemStatus
 }
-_FROM_WIRE = {number: status for status, number in _TO_WIRE.items()}
 # Unset floats are 0 on the wire, which would be nonsense for these fields: 0 means that there is no such rule.
 _UNSET_MEANS_ONE = ("top_p", "repetition_penalty")
 
-
-class MisfitError(Exception):
-    """A worker's answer does not fit the request."""
+# Limits of requests to workers, far above what coordinators send: they bound what a hostile one can make a worker do.
+MAX_COORDINATOR_ID_LENGTH = 128
+MAX_ITEM_DRAFT_TOKENS = 1024
+MAX_ITEM_LOGPROBS = 256
+MAX_SAMPLING_TOKENS = 2048
+MAX_CHANCES = 1024
+MAX_RELEASED = 2**20
 
 
 # --- The draft worker's rounds
@@ -45,11 +49,13 @@ def propose_request(
 
 def read_propose_items(request: draft_worker_pb2.ProposeRequest, limits: RoundLimits) -> list[ProposeItem]:
     """The items of a round for the draft worker. InvalidArgumentError."""
+    _check_number("items", len(request.items), limits.max_items)
     seen: set[int] = set()
     items = []
     for index, item in enumerate(request.items):
         field = f"items[{index}]"
         _check(field, item, limits, max(0, item.num_draft_tokens - 1), seen)
+        _check_number(f"{field}.num_draft_tokens", item.num_draft_tokens, MAX_ITEM_DRAFT_TOKENS)
         items.append(
             ProposeItem(
                 **_common_fields(field, item),
@@ -68,6 +74,7 @@ def read_step_cost(request: draft_worker_pb2.ProposeRequest) -> float:
 
 def read_chances(request: draft_worker_pb2.ProposeRequest) -> list[float]:
     """The acceptance probabilities by the draft's own. InvalidArgumentError."""
+    _check_number("chances", len(request.chances), MAX_CHANCES)
     return [_between(f"chances[{index}]", chance) for index, chance in enumerate(request.chances)]
 
 
@@ -80,28 +87,6 @@ def propose_response(
         for proposal in proposals
     ]
     return draft_worker_pb2.ProposeResponse(round_id=round_id, results=results, **spent)
-
-
-def read_proposals(response: draft_worker_pb2.ProposeResponse, items: Sequence[ProposeItem]) -> list[Proposal]:
-    """The draft worker's answer: one proposal for each item, none longer than requested. MisfitError."""
-    fits = len(response.results) == len(items) and all(
-        result.sequence_id == item.sequence_id
-        and result.status in _FROM_WIRE
-        and len(result.draft_token_ids) <= item.num_draft_tokens
-        for result, item in zip(response.results, items, strict=True)
-    )
-    if not fits:
-        raise MisfitError("it answered what it was not asked")
-    return [
-        Proposal(
-            sequence_id=result.sequence_id,
-            status=_FROM_WIRE[result.status],
-            draft_token_ids=tuple(result.draft_token_ids),
-            cached_length=result.cached_length,
-            confidences=tuple(result.confidences),
-        )
-        for result in response.results
-    ]
 
 
 # --- The target worker's rounds
@@ -118,11 +103,18 @@ def verify_request(coordinator_id: str, round_id: int, items: Iterable[VerifyIte
 
 def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLimits) -> list[VerifyItem]:
     """The items of a round for the target worker. InvalidArgumentError."""
+    _check_number("items", len(request.items), limits.max_items)
+    logits = sum(len(item.draft_token_ids) + 1 for item in request.items)
+    if logits > limits.max_logits:
+        raise InvalidArgumentError("items", f"ask for the choices at {logits} positions of at most {limits.max_logits}")
     seen: set[int] = set()
     items = []
     for index, item in enumerate(request.items):
-        field, drafts = f"items[{index}]", tuple(item.draft_token_ids)
-        _check(field, item, limits, len(drafts), seen)
+        field = f"items[{index}]"
+        _check(field, item, limits, len(item.draft_token_ids), seen)
+        _check_number(f"{field}.draft_token_ids", len(item.draft_token_ids), MAX_ITEM_DRAFT_TOKENS)
+        _check_number(f"{field}.logprobs", item.logprobs, MAX_ITEM_LOGPROBS)
+        drafts = tuple(item.draft_token_ids)
         if drafts and item.prefill_only:
             raise InvalidArgumentError(f"{field}.draft_token_ids", "must be empty with prefill_only")
         if drafts:
@@ -155,30 +147,17 @@ def verify_response(
     return target_worker_pb2.VerifyResponse(round_id=round_id, results=results, **spent)
 
 
-def read_verdicts(response: target_worker_pb2.VerifyResponse) -> list[Verdict]:
-    """The target worker's answer."""
-    return [
-        Verdict(
-            sequence_id=result.sequence_id,
-            status=_FROM_WIRE[result.status],
-            token_ids=tuple(result.token_ids),
-            cached_length=result.cached_length,
-            logprobs=tuple(
-                TokenLogprobs(found.logprob, tuple(zip(found.top_token_ids, found.top_logprobs, strict=True)))
-                for found in result.logprobs
-            ),
-        )
-        for result in response.results
-    ]
-
-
 # --- Messages of both workers
 
 
 def require_coordinator(coordinator_id: str) -> None:
-    """Raises InvalidArgumentError for an empty id: sequences without an owner could never expire."""
+    """Raises InvalidArgumentError for an empty id, as sequences without an owner could never expire, and a long one."""
     if not coordinator_id:
         raise InvalidArgumentError("coordinator_id", "must not be empty")
+    if len(coordinator_id) > MAX_COORDINATOR_ID_LENGTH:
+        raise InvalidArgumentError(
+            "coordinator_id", f"has {len(coordinator_id)} characters of at most {MAX_COORDINATOR_ID_LENGTH}"
+        )
 
 
 def logprobs_message(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -195,6 +174,12 @@ def release_request(coordinator_id: str, sequence_ids: Iterable[int]) -> common_
     return common_pb2.ReleaseRequest(coordinator_id=coordinator_id, sequence_ids=sequence_ids)
 
 
+def read_release(request: common_pb2.ReleaseRequest) -> list[int]:
+    """The sequences to free. InvalidArgumentError."""
+    _check_number("sequence_ids", len(request.sequence_ids), MAX_RELEASED)
+    return list(request.sequence_ids)
+
+
 def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
     """The description of a worker as a message."""
     equivalence = common_pb2.EQUIVALENCE_BITWISE if info.bitwise else common_pb2.EQUIVALENCE_NUMERIC
@@ -208,24 +193,15 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
         max_rows=info.max_rows,
     )
     known = info.step_seconds or info.max_rows
-    return common_pb2.GetWorkerInfoResponse(model=model, load=load, costs=costs if known else None)
+    return common_pb2.GetWorkerInfoResponse(
+        model=model, load=load, costs=costs if known else None, instance_id=info.instance_id
+    )
 
 
 def _named_as(message: Any, info: WorkerInfo) -> dict[str, Any]:
     """The fields that a message shares by name with the description."""
     names = {field.name for field in message.DESCRIPTOR.fields}
     return {name: value for name, value in vars(info).items() if name in names}
-
-
-def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
-    """The durations of a worker's passes, as far as it has measured them."""
-    costs = response.costs
-    return StepCosts(
-        step_seconds={rows: seconds for rows, seconds in zip(costs.rows, costs.seconds, strict=False) if rows},
-        step_cached=costs.cached,
-        seconds_per_cached=costs.seconds_per_cached,
-        max_rows=costs.max_rows,
-    )
 
 
 def tokenizer_response(files: TokenizerFiles) -> target_worker_pb2.GetTokenizerResponse:
@@ -235,16 +211,6 @@ def tokenizer_response(files: TokenizerFiles) -> target_worker_pb2.GetTokenizerR
         chat_template=files.chat_template,
         special_tokens=files.special_tokens,
         eos_token_ids=files.eos_token_ids,
-    )
-
-
-def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> TokenizerFiles:
-    """The tokenizer of the target worker."""
-    return TokenizerFiles(
-        tokenizer_json=response.tokenizer_json,
-        chat_template=response.chat_template,
-        special_tokens=dict(response.special_tokens),
-        eos_token_ids=tuple(response.eos_token_ids),
     )
 
 
@@ -261,7 +227,6 @@ def _check(field: str, item: Any, limits: RoundLimits, drafts: int, seen: set[in
         raise InvalidArgumentError(f"{field}.base_length", "must be above 0 with prefix_sequence_id")
     if not item.token_ids:
         raise InvalidArgumentError(f"{field}.token_ids", "must not be empty")
-    _check_token_ids(f"{field}.token_ids", item.token_ids, limits)
     asked = item.max_length if item.HasField("max_length") else limits.max_model_len
     if asked > limits.max_model_len:
         raise InvalidArgumentError(f"{field}.max_length", f"{asked} is above {limits.max_model_len}")
@@ -270,12 +235,18 @@ def _check(field: str, item: Any, limits: RoundLimits, drafts: int, seen: set[in
     end = item.base_length + len(item.token_ids) + drafts
     if end > most:
         raise InvalidArgumentError(field, f"would reach {end} positions of at most {most}")
+    _check_token_ids(f"{field}.token_ids", item.token_ids, limits)
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], limits: RoundLimits) -> None:
     largest = max(token_ids)
     if largest >= limits.vocab_size:
         raise InvalidArgumentError(field, f"{largest} is not below {limits.vocab_size}")
+
+
+def _check_number(field: str, number: int, most: int) -> None:
+    if number > most:
+        raise InvalidArgumentError(field, f"{number} is above {most}")
 
 
 def _between(field: str, value: float, most: float = 1.0) -> float:
@@ -303,6 +274,8 @@ def _sampling(item: ProposeItem | VerifyItem) -> common_pb2.Sampling | None:
 
 
 def _read_sampling(field: str, sampling: common_pb2.Sampling) -> SamplingParams:
+    for name in ("stop_token_ids", "logit_bias"):
+        _check_number(f"{field}.{name}", len(getattr(sampling, name)), MAX_SAMPLING_TOKENS)
     numbers: dict[str, Any] = {name: getattr(sampling, name) for name in RANGES if name != "logit_bias"}
     numbers |= {name: numbers[name] or 1.0 for name in _UNSET_MEANS_ONE}
     checked: dict[str, Any] = {name: in_range(f"{field}.{name}", numbers[name], RANGES[name]) for name in numbers}

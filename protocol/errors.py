@@ -2,12 +2,15 @@
 
 ServiceError
 ├── InvalidArgumentError    a field is wrong; names it
+├── UnauthenticatedError    the caller has no token that is known
+├── PermissionDeniedError   the caller is known, and not allowed
 ├── NotFoundError           no such request
 ├── AlreadyExistsError      a request of that id is in flight
 ├── ExhaustedError          a bound is reached; says when to try again
 │   ├── QueueFullError      too many requests are waiting
 │   └── TooManyCallsError   too many calls, or too large ones, are in progress
 ├── SlowRequestError        a request takes too long to arrive
+├── StalledStreamError      the client does not read what it asked for
 ├── UnavailableError        a worker or the server cannot serve now
 └── WorkerFailedError       a worker still fails after retries
 """
@@ -23,6 +26,14 @@ class InvalidArgumentError(ServiceError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
         self.field, self.reason = field, reason
+
+
+class UnauthenticatedError(ServiceError):
+    """The caller does not say who it is, or cannot prove it."""
+
+
+class PermissionDeniedError(ServiceError):
+    """The caller may not do this."""
 
 
 class NotFoundError(ServiceError):
@@ -51,6 +62,10 @@ class TooManyCallsError(ExhaustedError):
 
 class SlowRequestError(ServiceError):
     """A request takes too long to arrive."""
+
+
+class StalledStreamError(ServiceError):
+    """The client has not read its stream for so long that what is kept for it is given to others."""
 
 
 class UnavailableError(ServiceError):

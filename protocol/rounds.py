@@ -97,3 +97,7 @@ class RoundLimits:
     max_model_len: int
     capacity: Callable[[int], int | None]
     """Positions reserved for a sequence, by its id; None if it has no slot yet."""
+    max_items: int = 2**16
+    """Items of one round."""
+    max_logits: int = 2**16
+    """Positions of one round, all its sequences together, whose logits are asked for."""

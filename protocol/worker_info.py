@@ -45,3 +45,9 @@ class WorkerInfo:
     max_rows: int
     notes: tuple[str, ...] = ()
     """What an operator should know, one sentence each, such as a fallback that makes the model slow."""
+    weights_fingerprint: str = ""
+    """Hash of the weights as they were loaded."""
+    numerics_fingerprint: str = ""
+    """Hash of the logits of fixed tokens; empty unless `bitwise`."""
+    instance_id: str = ""
+    """Another one after each start of the process."""

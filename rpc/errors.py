@@ -12,21 +12,27 @@ from protocol.errors import (
     ExhaustedError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     QueueFullError,
     ServiceError,
     SlowRequestError,
+    StalledStreamError,
     TooManyCallsError,
+    UnauthenticatedError,
     UnavailableError,
     WorkerFailedError,
 )
 
 STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     InvalidArgumentError: StatusCode.INVALID_ARGUMENT,
+    UnauthenticatedError: StatusCode.UNAUTHENTICATED,
+    PermissionDeniedError: StatusCode.PERMISSION_DENIED,
     NotFoundError: StatusCode.NOT_FOUND,
     AlreadyExistsError: StatusCode.ALREADY_EXISTS,
     QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
     TooManyCallsError: StatusCode.RESOURCE_EXHAUSTED,
     SlowRequestError: StatusCode.DEADLINE_EXCEEDED,
+    StalledStreamError: StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: StatusCode.UNAVAILABLE,
     WorkerFailedError: StatusCode.INTERNAL,
 }

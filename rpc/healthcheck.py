@@ -1,6 +1,7 @@
 """A health check for containers, with nothing more to install: exit status 0 if a server says that it serves.
 
-`python -m rpc.healthcheck HOST:PORT [--service NAME] [--timeout SECONDS]`
+`python -m rpc.healthcheck HOST:PORT [--service NAME] [--timeout SECONDS] [--tls-ca FILE] [--tls-name NAME]
+[--tls-cert FILE --tls-key FILE]`
 """
 
 import argparse
@@ -9,13 +10,12 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-# A proxy that is set for downloads must not stand between a process and its own check.
-OPTIONS = [("grpc.enable_http_proxy", 0)]
+from rpc.channel import Connector
 
 
-def problem(address: str, service: str, timeout: float) -> str | None:
-    """Why the server at `address` does not serve; None if it does."""
-    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+def problem(connector: Connector, service: str, timeout: float) -> str | None:
+    """Why the server does not serve; None if it does."""
+    with connector.open_blocking() as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
             response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
@@ -32,8 +32,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--service", default="", help="full name of a service; default: the process as a whole")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait for the answer")
+    parser.add_argument("--tls-ca", metavar="FILE", help="use TLS; CA that has signed the server's certificate")
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate to show to the server (mutual TLS)")
+    parser.add_argument("--tls-key", metavar="FILE", help="key of that certificate")
+    parser.add_argument("--tls-name", metavar="NAME", help="name in the server's certificate; default: HOST")
     options = parser.parse_args(arguments)
-    reason = problem(options.address, options.service, options.timeout)
+    tls = {name: getattr(options, name) for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")}
+    try:
+        connector = Connector(options.address, **tls)
+    except ValueError as error:
+        parser.error(str(error))
+    reason = problem(connector, options.service, options.timeout)
     if reason is not None:
         print(f"{options.address}: {' '.join(reason.split())}", file=sys.stderr)
     return int(reason is not None)

@@ -13,17 +13,19 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
+from rpc.callers import Authenticator
 from rpc.channel import join_address
 from rpc.connections import connection_options
 from rpc.health import HealthServicer
 from rpc.interceptor import CallInterceptor
 from rpc.settings import ServerSettings
 from rpc.signals import StopSignals
+from rpc.tls import server_credentials
 
 log = logging.getLogger(__name__)
 
 LIVE = "live"
-"""The health-check name that is SERVING as long as the process answers at all, whatever it waits for."""
+"""The health-check name that is SERVING as long as a restart of the process would not help, whatever it waits for."""
 
 PARENT_CHECK_SECONDS = 0.5
 # Time that calls of health and reflection get to end by themselves after the last call of a service.
@@ -45,10 +47,13 @@ def process_name(pid: int) -> str:
 
 
 class Server:
-    """A server with health checks, reflection and a drain. Starts NOT_SERVING; its owner says when it serves."""
+    """A server with health checks, reflection, TLS and a drain. Starts NOT_SERVING; its owner says when it serves."""
 
     def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
-        """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read."""
+        """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read.
+
+        ValueError for a file of TLS or tokens that cannot be used.
+        """
         self._settings = settings
         self._health = HealthServicer()
         self._services: list[str] = []
@@ -64,7 +69,11 @@ class Server:
         ]
         interceptor = CallInterceptor(settings)
         self._calls = interceptor.calls
-        self._server = grpc.aio.server(interceptors=[interceptor], options=options)
+        authenticator = Authenticator(
+            settings.api_tokens, with_certificates=settings.tls_ca is not None, allowed_names=settings.allowed_names
+        )
+        self._credentials = server_credentials(settings.tls_files) if settings.tls_files is not None else None
+        self._server = grpc.aio.server(interceptors=[authenticator, interceptor], options=options)
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Adds the service of full `name` by the `add_..._to_server` function of its stubs."""
@@ -74,24 +83,36 @@ class Server:
     async def start(self) -> int:
         """Listens, and returns the port. OSError says why if it cannot."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        if self._settings.reflection:
+            names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
         self._health.set(LIVE, True)
         self.set_serving(False)
         host, port = self._settings.host, self._settings.port
         try:
-            port = self._server.add_insecure_port(join_address(host, port))
+            port = self._add_port(join_address(host, port))
         except RuntimeError as error:
             reason = _reason_not_to_listen(host, port) or error
             raise OSError(f"cannot listen on {join_address(host, port)}: {reason}") from None
         await self._server.start()
-        log.info("listening on %s", join_address(host, port))
+        log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
+        if self._settings.api_tokens is not None and self._credentials is None:
+            log.warning("api_tokens without tls_cert: whoever sees the traffic can read the tokens")
         return port
+
+    def _add_port(self, address: str) -> int:
+        if self._credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self._credentials)
 
     def set_serving(self, serving: bool) -> None:
         """Sets what health checks answer, for the process ("" and its own name) and for each of its services."""
         for name in ("", process_name(os.getpid()), *self._services):
             self._health.set(name, serving and not self.stopping)
+
+    def set_live(self, live: bool) -> None:
+        """Sets what health checks named `LIVE` answer: False asks for a restart of the process."""
+        self._health.set(LIVE, live)
 
     def stop_on_signals(self) -> StopSignals:
         """Drains on SIGTERM and SIGINT. Stops at once on a second signal, and when the parent process that the settings

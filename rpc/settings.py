@@ -25,6 +25,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from rpc.security import ServerSecurity
+
 ENV_PREFIX = "SPECPOOL_"
 
 # The text that means "no value" on a command line: one that cannot be typed, since any word may be a real value.
@@ -94,7 +96,10 @@ class Settings(BaseSettings):
         except ValidationError as error:
             for problem in error.errors():
                 key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")  # none if several disagree
-                print(": ".join(filter(None, (program, key, problem["msg"]))), file=sys.stderr)
+                print(
+                    ": ".join(filter(None, (program, key, problem["msg"].removeprefix("Value error, ")))),
+                    file=sys.stderr,
+                )
         except (SettingsError, OSError, ValueError) as error:
             print(f"{program}: {error}", file=sys.stderr)
         raise SystemExit(2)
@@ -117,7 +122,7 @@ class ListeningSettings(Settings):
     drain_seconds: Seconds = Field(30.0, ge=0, description="time that running calls get after SIGTERM")
 
 
-class ServerSettings(ListeningSettings):
+class ServerSettings(ListeningSettings, ServerSecurity):
     """Settings of every Specpool server."""
 
     max_connections: int = Field(
@@ -151,7 +156,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """A help text without defaults that say nothing: None, and names of functions."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        return re.sub(rf" \(default: {NO_VALUE}\)| \(default factory: .*\)", "", action.help or "")
+        return re.sub(rf" \(default: {NO_VALUE}\)| \(default factory: .*\)| \(default: \(\)\)", "", action.help or "")
 
 
 def _refuse_what_is_no_text(arguments: list[str]) -> None:

@@ -18,20 +18,21 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         """Realigns, extends and verifies one round."""
         require_coordinator(request.coordinator_id)
+        name = f"Verify (round {request.round_id}, {len(request.items)} sequences)"
 
         def verify(verifier: Verifier) -> tuple[list[Verdict], dict[str, int]]:
             items = read_verify_items(request, verifier.limits(request.coordinator_id))
             return timed(verifier, lambda: verifier.verify(request.coordinator_id, request.round_id, items))
 
-        return verify_response(request.round_id, *await self._host.run(verify, request.coordinator_id))
+        return verify_response(request.round_id, *await self._host.run(verify, request.coordinator_id, name))
 
     async def VerifyStream(
         self, requests: AsyncIterator[pb.VerifyRequest], context: Any
     ) -> AsyncIterator[pb.VerifyResponse]:
         """Answers a stream of rounds."""
-        async for response in self._host.each(requests, lambda request: self.Verify(request, context)):
+        async for response in self._host.streams.each(requests, lambda request: self.Verify(request, context)):
             yield response
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
         """Sends the target's tokenizer."""
-        return tokenizer_response(await self._host.run(lambda verifier: verifier.tokenizer()))
+        return tokenizer_response(self._host.backend.tokenizer())

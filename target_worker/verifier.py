@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from engine.sampling import token_logprobs
 from engine.sequences import Choices, SequenceEngine
+from protocol.errors import WorkerFailedError
 from protocol.rounds import ItemStatus, Verdict, VerifyItem
 from protocol.sampling import TokenLogprobs
 from protocol.tokenizer import TokenizerFiles
@@ -18,7 +19,7 @@ class Verifier(SequenceEngine):
         return self.engine.loaded.tokenizer
 
     def verify(self, coordinator_id: str, round_id: int, items: Sequence[VerifyItem]) -> list[Verdict]:
-        """One verdict for each item, in their order."""
+        """One verdict for each item, in their order. WorkerFailedError if logits of a sequence are not numbers."""
         realigned = self.realign(coordinator_id, round_id, items)
         ready = [item for item, state in zip(items, realigned, strict=True) if state is ItemStatus.OK]
         spans = {
@@ -38,6 +39,8 @@ class Verifier(SequenceEngine):
         ]
 
     def _judge(self, coordinator_id: str, item: VerifyItem, choices: Choices) -> Verdict:
+        if not choices.finite:
+            raise WorkerFailedError(f"sequence {item.sequence_id}: the model's logits are not finite")
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
         # The rejected positions stay in the slot until they are overwritten: only the length says which ones are valid.
         cached_length = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)

@@ -51,11 +51,14 @@ MAY_NAME_STATUS_CODES = {
     "coordinator/workers/link.py",
     "coordinator/workers/target_link.py",
     "specpool/testing/fakes.py",
+    "specpool/testing/garbage.py",
     "specpool/client/retries.py",
     "specpool/cli/health.py",
 }
 MAY_USE_PROTOBUF = {
+    "protocol/answers.py",
     "protocol/codec.py",
+    "coordinator/prompts/reading.py",
     "coordinator/server.py",
     "coordinator/service.py",
     "coordinator/validation.py",

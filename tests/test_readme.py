@@ -37,7 +37,7 @@ SETTINGS = {
     "python -m distill.evaluate": "distill.evaluate.EvaluateSettings",
 }
 # Commands of other projects, and those that tests in this file or elsewhere run completely.
-NOT_OURS = ("pip install ", "cd examples/typescript ", "npm start ", ".venv/bin/buf curl ")
+NOT_OURS = ("pip install ", "cd examples/typescript ", "npm start ", ".venv/bin/buf curl ", "openssl ")
 TYPED = re.compile(r"(\.venv/bin/)?(specpool(-[a-z]+)*|python -m [\w.]+|make [\w-]+)( |$)")
 
 
@@ -81,6 +81,19 @@ ALL_COMMANDS = sorted({command for page in PAGES.values() for command in command
 OUR_COMMANDS = [command for command in ALL_COMMANDS if not command.startswith(NOT_OURS)]
 
 
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the certificates that the commands on a page make, and with tokens."""
+    folder = tmp_path_factory.mktemp("secrets")
+    make_ca, *make_certificate = [c for c in commands_of(PAGES["docs/security.md"]) if " -out " in c]
+    others = [c.replace("coordinator", name) for name in ("target", "client") for c in make_certificate]
+    for command in (make_ca, *make_certificate, *others):
+        subprocess.run(shlex.split(command), cwd=folder, check=True, capture_output=True)
+    (folder / "token").write_text("0123456789abcdef")
+    (folder / "tokens").write_text("client 0123456789abcdef")
+    return folder
+
+
 def test_there_are_examples_of_the_main_calls() -> None:
     assert set(map(method_of, BUF_COMMANDS)) == set(ANSWERS)
     assert PYTHON_EXAMPLES
@@ -105,7 +118,8 @@ async def test_the_python_example(example: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # a module that another one imports
 @pytest.mark.parametrize("command", OUR_COMMANDS)
-def test_a_command_takes_these_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_takes_these_arguments(command: str, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(secrets)
     assert TYPED.match(command), f"no command that we know: {command}"
     command = command.removeprefix(".venv/bin/")
     if command.startswith("make "):
@@ -145,7 +159,7 @@ def test_what_a_page_links_to_and_names_exists(page: str) -> None:
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", PAGES[page])}
     assert {link for link in links if not (folder / link).exists()} == set()
     named = set(re.findall(r"`([\w.]+/(?:[\w./]*(?:/|\.py|\.c|\.md|run))?)`", PAGES[page]))
-    inside = {"cache/", "passes/", "models/", "probes/", "native/", "scheduling/", "drafting/", "workers/"}
+    inside = {"cache/", "passes/", "models/", "probes/", "native/", "prompts/", "scheduling/", "drafting/", "workers/"}
     inside |= {"client/", "cli/", "v1/"}  # folders named relative to the one that contains them
     assert {path for path in named - inside if not (ROOT / path).exists()} == set()
 

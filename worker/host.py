@@ -3,13 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from protocol.errors import UnavailableError
 from protocol.rounds import RoundLimits
 from protocol.worker_info import WorkerInfo
 from worker.model_thread import ModelThread
+from worker.streams import RoundStreams
+from worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +29,12 @@ class Backend(Protocol):
     def realign_ns(self) -> int:
         """Nanoseconds spent on realignment so far."""
 
+    @property
+    def passes(self) -> int:
+        """Number of forward passes so far. Read by any thread."""
+
     def info(self) -> WorkerInfo:
-        """Description of the model and its present load."""
+        """Description of the model and its present load. Called after each work item, so it takes microseconds."""
 
     def limits(self, coordinator_id: str) -> RoundLimits:
         """Limits that the items of a coordinator's round are checked against."""
@@ -37,6 +45,9 @@ class Backend(Protocol):
     def renew_lease(self, coordinator_id: str, now: float) -> None:
         """Records that a coordinator is alive."""
 
+    def orphan(self, coordinator_id: str) -> None:
+        """Records that a coordinator may be gone: until its lease is renewed, its sequences yield their slots."""
+
     def expire(self, now: float, lease_seconds: float) -> int:
         """Frees the sequences of silent coordinators; returns their number."""
 
@@ -45,69 +56,96 @@ class WorkerHost:
     """Owner of the model thread and the backend on it."""
 
     def __init__(self, load: Callable[[], Backend]) -> None:
+        self.instance_id = uuid.uuid4().hex
+        """Another one after each start of the process."""
+        self.streams = RoundStreams(self._orphan)
         self._load = load
         self._thread = ModelThread()
         self._backend: Backend | None = None
-        self._streams: set[asyncio.Queue[Any]] = set()
-        self._draining = False
+        self._info: WorkerInfo | None = None
+        self._orphans: dict[str, None] = {}
+        """Coordinators that the backend has yet to hear about; those of open streams before, so they are few."""
+        self._watchdog: Watchdog | None = None
 
     @property
     def is_loaded(self) -> bool:
         """Whether the backend has been built."""
         return self._backend is not None
 
-    async def load(self) -> None:
-        """Builds the backend on the model thread."""
-        self._backend = await self._thread.run(self._load)
-
-    async def run(self, work: Callable[[Any], T], coordinator_id: str | None = None) -> T:
-        """Runs `work(backend)` on the model thread. UnavailableError while the model is still loading."""
+    @property
+    def backend(self) -> Any:
+        """The backend, for what never changes; all else is the model thread's. UnavailableError while it loads."""
         if self._backend is None:
             raise UnavailableError("the model is still loading")
-        backend = self._backend
+        return self._backend
 
-        def serve() -> T:
-            if coordinator_id is None:
-                return work(backend)
-            backend.renew_lease(coordinator_id, time.monotonic())
-            try:
-                return work(backend)
-            finally:  # the work may have taken longer than the lease
-                backend.renew_lease(coordinator_id, time.monotonic())
+    @property
+    def info(self) -> WorkerInfo:
+        """Description of the worker after the last work item, also while another one runs. UnavailableError while the
+        model is still loading."""
+        if self._info is None:
+            raise UnavailableError("the model is still loading")
+        return self._info
 
-        return await self._thread.run(serve)
+    async def load(self) -> None:
+        """Builds the backend on the model thread."""
+        backend = await self._thread.run("loading the model", self._load)
+        self._info = await self._thread.run("describing the model", backend.info)
+        self._backend = backend
+
+    async def run(self, work: Callable[[Any], T], coordinator_id: str | None = None, name: str = "a call") -> T:
+        """Runs `work(backend)` on the model thread; `name` says what it is if it hangs.
+
+        UnavailableError while the model is still loading, hangs, or has too many calls waiting.
+        """
+        backend = self.backend
+        if self._watchdog is not None and self._watchdog.hanging is not None:
+            raise UnavailableError(self._watchdog.hanging)
+        return await self._thread.run(name, partial(self._serve, backend, work, coordinator_id))
+
+    async def watch(self, seconds: float, on_change: Callable[[bool], None]) -> None:
+        """Watches the model thread for ever. `on_change`: called with True when a work item has made no progress for
+        `seconds`, and with False once the thread gets on."""
+        backend: Backend = self.backend
+        self._watchdog = Watchdog(self._thread, lambda: backend.passes, seconds, on_change)
+        await self._watchdog.watch()
 
     async def expire_leases(self, lease_seconds: float) -> None:
         """Frees the sequences of silent coordinators at regular intervals, until cancelled."""
         while True:
             await asyncio.sleep(lease_seconds / LEASE_CHECKS_PER_LEASE)
-            freed = await self.run(lambda backend: backend.expire(time.monotonic(), lease_seconds))
+            try:
+                freed = await self.run(
+                    lambda backend: backend.expire(time.monotonic(), lease_seconds), name="the check of leases"
+                )
+            except UnavailableError:  # the model hangs or is too busy: the next check will do
+                continue
             if freed:
                 log.warning("freed %d sequences of coordinators silent for %g s", freed, lease_seconds)
 
-    async def each(self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[Any]:
-        """Answers a stream of rounds until the caller or a drain ends it, which never happens within a round."""
-        waiting: asyncio.Queue[Any] = asyncio.Queue()
-        reading = asyncio.create_task(_read(requests, waiting))
-        self._streams.add(waiting)
-        try:
-            while not self._draining and (request := await waiting.get()) is not None:
-                if isinstance(request, Exception):
-                    raise request
-                yield await answer(request)
-        finally:
-            self._streams.discard(waiting)
-            reading.cancel()
-
     def drain(self) -> None:
         """Ends all streams of rounds, each after its current round."""
-        self._draining = True
-        for waiting in self._streams:
-            waiting.put_nowait(None)
+        self.streams.drain()
 
-    def close(self) -> None:
-        """Ends the model thread."""
-        self._thread.close()
+    def close(self, timeout: float | None = None) -> bool:
+        """Ends the model thread once what it runs has ended; False if that takes longer than `timeout` seconds."""
+        return self._thread.close(timeout)
+
+    def _orphan(self, coordinator_id: str) -> None:
+        """Leaves word for the model thread, which must hear of it after what the coordinator has begun."""
+        self._orphans[coordinator_id] = None
+
+    def _serve(self, backend: Backend, work: Callable[[Any], T], coordinator_id: str | None) -> T:
+        while self._orphans:
+            backend.orphan(self._orphans.popitem()[0])
+        if coordinator_id is not None:
+            backend.renew_lease(coordinator_id, time.monotonic())
+        try:
+            return work(backend)
+        finally:
+            if coordinator_id is not None:  # the work may have taken longer than the lease
+                backend.renew_lease(coordinator_id, time.monotonic())
+            self._info = backend.info()
 
 
 def timed(backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:
@@ -116,14 +154,3 @@ def timed(backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:
     result = work()
     realign_ns = backend.realign_ns - realigned
     return result, {"forward_ns": time.perf_counter_ns() - began - realign_ns, "realign_ns": realign_ns}
-
-
-async def _read(requests: AsyncIterator[Any], waiting: asyncio.Queue[Any]) -> None:
-    """Puts the requests of a stream into a queue, and at the end None or the stream's error."""
-    try:
-        async for request in requests:
-            waiting.put_nowait(request)
-    except Exception as error:  # raised by the reader of the queue
-        waiting.put_nowait(error)
-    else:
-        waiting.put_nowait(None)

@@ -8,13 +8,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server, configure_logging
 from worker.host import Backend, WorkerHost
 from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 32 * 2**20
+"""Some ten million token ids; what a worker sends, such as a tokenizer, may be larger."""
+CLOSE_SECONDS = 5.0
+"""Time that a pass gets to end after the drain, when nobody waits for it any more."""
 
 
 def run_worker(
@@ -42,17 +46,24 @@ def run_worker(
 
 async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None]) -> None:
     """Serves until a signal. Raises any error of loading."""
-    server = Server(settings, MAX_ROUND_BYTES)
+    server = Server(settings, MAX_REQUEST_BYTES)
     add_service(server)
     server.on_drain = host.drain
     server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other
     await server.start()
 
+    def show(hangs: bool) -> None:
+        server.set_live(not hangs)
+        server.set_serving(not hangs)
+
     async def load_and_serve() -> None:
         await host.load()
         server.set_serving(True)
         log.info("serving")
-        await host.expire_leases(settings.lease_seconds)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(host.expire_leases(settings.lease_seconds))
+            if settings.watchdog_seconds:
+                tasks.create_task(host.watch(settings.watchdog_seconds, show))
 
     serving = asyncio.create_task(load_and_serve())
     serving.add_done_callback(lambda task: server.stop())
@@ -61,6 +72,8 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
         log.warning("stopped while the model was loading")
         os._exit(0)  # nothing can interrupt the thread that loads
     serving.cancel()
-    host.close()
+    if not host.close(CLOSE_SECONDS):
+        log.error("stopped while the model was still at work")
+        os._exit(1)  # nothing can interrupt the thread
     with contextlib.suppress(asyncio.CancelledError):
         await serving

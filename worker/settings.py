@@ -11,3 +11,9 @@ class WorkerSettings(ServerSettings):
     lease_seconds: Seconds = Field(
         60.0, gt=0, description="free a coordinator's sequences once it has been silent for this long"
     )
+    watchdog_seconds: Seconds = Field(
+        60.0,
+        ge=0,
+        description="work on the model hangs if no forward pass ends for this long: health checks fail, that of "
+        "liveness too, until it goes on; loading the model is exempt; 0: never",
+    )

@@ -22,6 +22,8 @@ LEAST_MIN_CHANCE = 0.02
 FIRST_EXCHANGE, EXCHANGE_PER_ROUND = 0.0015, 0.05
 # The gain that two groups in turns must promise over one.
 OVERLAP_GAIN = 0.05
+# Draft tokens that a request with a number of its own has at least, where others have as many as save time.
+LEAST_FIXED = 4
 # Drafting ahead is of use if all drafts of a round are accepted: the least chance of that.
 LEAST_CHANCE_AHEAD = 0.1
 
@@ -66,16 +68,21 @@ class Drafting:
         return self.lengths.costs
 
     def orders(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
-        """The draft order of each sequence id; without a draft worker only prompt lookup drafts."""
+        """The draft order of each sequence id; without a draft worker only prompt lookup drafts.
+
+        A request that fixes its number of draft tokens has no more than the plan or `LEAST_FIXED` in a round with
+        requests that fix none: they would wait for draft steps that save them no time.
+        """
         options = {s.sequence_id: self._options(s, worker) for s in group}
         lengths = [len(sequence.token_ids) for sequence in group]
         self.costs.verify.cached = self.costs.draft.cached = sum(lengths) / len(lengths)
         adaptive = {s.sequence_id: options[s.sequence_id] for s in group if s.request.adaptive}
         chosen = self.lengths.choose(adaptive) if adaptive else {}
+        most = max(LEAST_FIXED, len(self.lengths.plan.steps)) if adaptive else None
         orders = {
             s.sequence_id: self._adaptive(s, chosen[s.sequence_id])
             if s.request.adaptive
-            else self._fixed(s, options[s.sequence_id])
+            else self._fixed(s, options[s.sequence_id], most)
             for s in group
         }
         if not any(order.by_model for order in orders.values()):
@@ -190,12 +197,14 @@ class Drafting:
         """Hints for the draft worker: the chances by its probabilities, and the tokens that a draft step must gain."""
         return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
 
-    def _fixed(self, sequence: Sequence, options: DraftOptions) -> DraftOrder:
-        """The number of tokens that the request asks for, by the method that is expected to be right more often."""
-        k, rate = options.limit, self.lengths.acceptance.rate(sequence.sequence_id)
+    def _fixed(self, sequence: Sequence, options: DraftOptions, most: int | None) -> DraftOrder:
+        """The number of tokens that the request asks for, up to `most`, by the method that is expected to be right more
+        often."""
+        k = options.limit if most is None else min(options.limit, most)
+        rate = self.lengths.acceptance.rate(sequence.sequence_id)
         better = options.lookup_ids and expected_tokens(options.lookup_rate, k) > expected_tokens(rate, k)
         by_model = k if options.by_model and not better else 0
-        return DraftOrder(by_model, lookup_ids=options.lookup_ids)
+        return DraftOrder(by_model, lookup_ids=options.lookup_ids[:k])
 
 
 def _can_ask(sequence: Sequence, worker: DraftWorker | None) -> bool:

@@ -36,9 +36,12 @@ class PromptLookup:
     def look_up(self, sequence: Sequence, limit: int) -> Lookup:
         """At most `limit` draft tokens for the next round; none if the request rules them out."""
         lookup = Lookup()
-        if sequence.request.method is not DraftMethod.MODEL and sequence.draft_limit > 0 and sequence.is_decoding:
+        if sequence.request.method is not DraftMethod.MODEL and sequence.draft_limit > 0:
             index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
-            lookup = Lookup(*index.propose(sequence.token_ids, limit))
+            if sequence.is_decoding:
+                lookup = Lookup(*index.propose(sequence.token_ids, limit))
+            else:  # a long prompt takes many rounds to prefill, and as many to index
+                index.extend(sequence.token_ids)
         self._lookups[sequence.sequence_id] = lookup
         return lookup
 

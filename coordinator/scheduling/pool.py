@@ -1,58 +1,55 @@
 """The pool: a sliding window of sequences being generated, and the queue behind it. Pure and synchronous.
 
 A sequence is queued -> ready <-> in a round -> leaving -> gone. A sequence whose prompt begins like one that is being
-prefilled is parked before it is ready. A leaving sequence still counts against the window, because the target worker
-still holds its slot.
+prefilled is parked before it is ready, and one whose reader lags behind is paused until it has caught up. A leaving
+sequence still counts against the window, because the target worker still holds its slot.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain, islice
 
-from coordinator.scheduling.capacity import KVCapacity
+from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
+from coordinator.scheduling.fair_queue import FairQueue
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.ready import ReadySet
-from coordinator.scheduling.sequence import Finish, FinishReason, Sequence
-
-# Newcomers that may enter before the sequence that waits longest, where admission is by length.
-MOST_PASSED_OVER = 16
-
-
-class PoolFullError(Exception):
-    """The queue is full."""
+from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 
 
 class DuplicateRequestError(Exception):
-    """A request of that id is in flight."""
+    """A request of that client and id is in flight."""
 
 
 class Pool:
-    """At most `window_size` sequences are generated at a time, at most `queue_size` wait in the queue.
-
-    `slots`: sequences that the target worker can hold; those beyond the window serve as prefixes of others.
-    """
+    """At most `window_size` sequences are generated at a time, and the queue keeps its limits: see `QueueLimits`."""
 
     def __init__(
-        self, window_size: int, queue_size: int, by_length: bool = False, prefix_reuse: bool = True, slots: int = 0
+        self,
+        window_size: int,
+        queue: QueueLimits,
+        *,
+        by_length: bool = False,
+        prefix_reuse: bool = True,
+        slots: int = 0,
     ) -> None:
-        """`by_length`: sequences enter in an order that keeps neighbours about equally long, not in that of arrival.
-        `prefix_reuse`: sequences begin with what is cached of others."""
-        self.window_size, self.queue_size = window_size, queue_size
+        """`by_length`: a client's sequences enter in an order that keeps neighbours about equally long. `prefix_reuse`:
+        sequences begin with what is cached of others of their namespace. `slots`: sequences that the target worker can
+        hold; those beyond the window serve as prefixes of others."""
+        self.window_size, self.limits = window_size, queue
         self.slots = slots or window_size
         self.kv_capacity = KVCapacity()
         self.rounds = 0
-        self._by_length, self._prefix_reuse = by_length, prefix_reuse
-        self._last_length = 0
-        self._passed_over = 0
-        self._queue: OrderedDict[int, Sequence] = OrderedDict()
+        self._prefix_reuse = prefix_reuse
+        self._queue = FairQueue(by_length)
         self._parked: dict[int, Sequence] = {}
+        self._paused: dict[int, Sequence] = {}
         self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
         self._reserved: dict[int, int] = {}
         """Positions kept for each sequence in the window or leaving."""
         self._prefixes = PrefixIndex()
-        self._by_request: dict[str, dict[int, Sequence]] = {}
+        self._by_request: dict[tuple[str, str], dict[int, Sequence]] = {}
 
     @property
     def queued(self) -> int:
@@ -63,7 +60,7 @@ class Pool:
     def running(self) -> int:
         """Sequences being generated."""
         in_round = sum(sequence.finish is None for sequence in self._in_round.values())
-        return len(self._ready) + len(self._parked) + in_round
+        return len(self._ready) + len(self._parked) + len(self._paused) + in_round
 
     @property
     def schedulable(self) -> int:
@@ -73,13 +70,12 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Sequences that the window can still take in."""
-        taken = len(self._ready) + len(self._parked) + len(self._in_round) + len(self._leaving)
-        return max(0, self.window_size - taken)
+        return max(0, self.window_size - len(self._reserved))
 
     @property
     def is_empty(self) -> bool:
         """Whether no sequence is queued, is generated, or still holds a slot."""
-        return not (self._queue or self._parked or self._ready or self._in_round or self._leaving)
+        return not (self._queue or self._reserved)
 
     @property
     def ready(self) -> ReadySet:
@@ -89,70 +85,72 @@ class Pool:
     @property
     def members(self) -> Iterable[Sequence]:
         """Sequences in the window that are in no round."""
-        return chain(self._ready, self._parked.values())
+        return chain(self._ready, self._parked.values(), self._paused.values())
 
     @property
     def entering(self) -> list[Sequence]:
-        """Queued sequences that the window has capacity for."""
-        return list(islice(self._queue.values(), self._next_to_enter(self._queue.values())))
+        """The queued sequence that is next to enter, if the window has capacity for it."""
+        return [self._queue.next] if self._queue and self._next_to_enter([self._queue.next]) else []
 
     def submit(self, samples: Iterable[Sequence]) -> None:
         """Queues the samples of a request, all or none; `admit` lets them in. PoolFullError, DuplicateRequestError."""
-        new = {sample.sequence_id: sample for sample in samples}
-        (request_id,) = {sample.request.request_id for sample in new.values()}
-        if request_id in self._by_request:
-            raise DuplicateRequestError(request_id)
-        waiting = len(self._queue) + len(new)
-        if waiting > self.queue_size:  # sequences for which there is room enter at once
-            waiting -= self._next_to_enter(chain(self._queue.values(), new.values()))
-        if waiting > self.queue_size:
-            raise PoolFullError
-        self._queue.update(new)
-        self._by_request[request_id] = new
+        new = list(samples)
+        (key,) = {sample.request.key for sample in new}
+        if key in self._by_request:
+            raise DuplicateRequestError(key)
+        tokens = sum(sample.prompt_length for sample in new)
+        check = partial(self.limits.check, self._queue, key[0], len(new), tokens, reserve=self.window_size)
+        try:
+            check(entering=0)
+        except PoolFullError:  # only now: to count the sequences that enter at once takes longer
+            check(entering=self._next_to_enter(chain(self._queue, new)))
+        self._queue.add(new)
+        self._by_request[key] = {sample.sequence_id: sample for sample in new}
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises what `submit` would raise now, as far as that is known before the prompt is.
+
+        PoolFullError, DuplicateRequestError.
+        """
+        if request.key in self._by_request:
+            raise DuplicateRequestError(request.key)
+        entering = min(self.capacity, len(self._queue) + request.n)
+        self.limits.check(self._queue, request.client, request.n, 0, entering=entering, reserve=self.window_size)
 
     def admit(self, most: int | None = None) -> list[Sequence]:
         """Moves queued sequences, at most `most`, into the window while it has capacity, and returns them."""
         self._unpark()
         admitted = []
         for _ in range(min(self.queued, self.capacity if most is None else min(most, self.capacity))):
-            chosen = self._next()
-            if not self._next_to_enter([self._queue[chosen]]):
-                break  # else shorter sequences would pass over the one that waits longest for ever
-            self._passed_over = 0 if chosen == next(iter(self._queue)) else self._passed_over + 1
-            sequence = self._queue[chosen]
-            self._last_length = sequence.prompt_length
+            sequence = self._queue.next
+            if not self._next_to_enter([sequence]):
+                break  # else shorter sequences would pass over the one whose turn it is for ever
             self._enter(sequence)
-            del self._queue[chosen]  # only now: after a fault the sequence is still found where it was
             admitted.append(sequence)
         return admitted
 
-    def _next(self) -> int:
-        """The id of the next sequence to enter: with `by_length` the one whose prompt is nearest in length to the last
-        one's, unless the first in the queue was passed over too often."""
-        if self._by_length and self._passed_over < MOST_PASSED_OVER:
-            return min(self._queue, key=lambda waiting: abs(self._queue[waiting].prompt_length - self._last_length))
-        return next(iter(self._queue))
-
     def _next_to_enter(self, waiting: Iterable[Sequence]) -> int:
         """The number of these, in their order, that the window has capacity for now. Alone a sequence always fits."""
-        number, kept = 0, sum(self._reserved.values())
+        positions = self.kv_capacity.positions if self.capacity else 0
+        number, kept = 0, sum(self._reserved.values()) if positions else 0
         for sequence in islice(waiting, self.capacity):
             kept += self.kv_capacity.taken_by(sequence)
-            if (self._reserved or number) and 0 < self.kv_capacity.positions < kept:
+            if (self._reserved or number) and 0 < positions < kept:
                 break
             number += 1
         return number
 
     def _enter(self, sequence: Sequence) -> None:
-        self._reserved[sequence.sequence_id] = self.kv_capacity.taken_by(sequence)
         self._find_prefix(sequence)
         if self._prefix_reuse:
             self._prefixes.add(sequence)
+        self._queue.enter(sequence)  # only now: after a fault the sequence is still found where it was
+        self._reserved[sequence.sequence_id] = self.kv_capacity.taken_by(sequence)
         self._park_or_make_ready(sequence)
         self._prefixes.trim(self.slots - self.window_size + self.capacity)
 
     def _find_prefix(self, sequence: Sequence) -> None:
-        """Looks for a longer prefix. Samples of one request come with a source, which may have finished meanwhile."""
+        """Looks for a prefix. Samples of one request come with a source, which may have finished meanwhile."""
         given = sequence.target_prefix
         if self._prefix_reuse and (given is None or given.source.finish is not None):
             sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or given
@@ -171,8 +169,23 @@ class Pool:
                 self._park_or_make_ready(sequence)
 
     def _make_ready(self, sequence: Sequence) -> None:
+        if sequence.paused:
+            self._paused[sequence.sequence_id] = sequence
+            return
         sequence.ready_since = self.rounds
         self._ready.add(sequence)
+
+    def pause(self, sequence: Sequence) -> None:
+        """Keeps a sequence out of rounds until `resume`, from the end of the present one on. It holds its slot."""
+        sequence.paused = True
+        if sequence.sequence_id in self._ready:
+            self._paused[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Makes a paused sequence ready again, behind all others."""
+        sequence.paused = False
+        if self._paused.pop(sequence.sequence_id, None) is not None:
+            self._make_ready(sequence)
 
     def begin_round(self, group: Iterable[Sequence]) -> None:
         """Makes the group's sequences unready until `end_round`. ValueError if one is not ready or there twice."""
@@ -202,31 +215,30 @@ class Pool:
 
     def _forget(self, sequence: Sequence) -> None:
         """Takes the sample out of its request, whose id may be another request's by now if it was aborted."""
-        request_id = sequence.request.request_id
-        samples = self._by_request.get(request_id, {})
+        key = sequence.request.key
+        samples = self._by_request.get(key, {})
         samples.pop(sequence.sequence_id, None)
         if not samples:
-            self._by_request.pop(request_id, None)
+            self._by_request.pop(key, None)
 
-    def find(self, request_id: str) -> list[Sequence]:
-        """The samples in flight of a request."""
-        return list(self._by_request.get(request_id, {}).values())
+    def find(self, client: str, request_id: str) -> list[Sequence]:
+        """The samples in flight of a client's request."""
+        return list(self._by_request.get((client, request_id), {}).values())
 
     def abort(self, sequence: Sequence) -> None:
         """Ends a sequence in any state; one in a round leaves after it. A finished sequence stays as it is."""
-        in_flight = self._by_request.get(sequence.request.request_id, {})
-        if sequence.sequence_id not in in_flight or sequence.finish is not None:
+        sequence_id, in_flight = sequence.sequence_id, self._by_request.get(sequence.request.key, {})
+        if sequence_id not in in_flight or sequence.finish is not None:
             return
         sequence.finish = Finish(FinishReason.ABORT)
         self._forget(sequence)
-        self._queue.pop(sequence.sequence_id, None)
-        if sequence.sequence_id in self._ready:
-            self._ready.pop(sequence.sequence_id)
+        if sequence_id in self._queue:
+            self._queue.discard(sequence)
+        elif sequence_id in self._ready:
+            self._ready.pop(sequence_id)
             self._leave(sequence)
-        elif self._parked.pop(sequence.sequence_id, None) is not None:
+        elif (self._parked.pop(sequence_id, None) or self._paused.pop(sequence_id, None)) is not None:
             self._leave(sequence)
-        elif sequence.sequence_id not in self._in_round:
-            self._reserved.pop(sequence.sequence_id, None)  # of one that a fault kept from entering
 
     @property
     def leaving(self) -> set[int]:
@@ -235,14 +247,16 @@ class Pool:
 
     def released(self, sequence_ids: Iterable[int]) -> None:
         """Takes in that the workers have freed these sequences: the window has capacity again."""
-        for sequence_id in sequence_ids:
-            self._leaving.discard(sequence_id)
-            self._reserved.pop(sequence_id, None)
+        for sequence_id in self._leaving.intersection(sequence_ids):
+            self._leaving.remove(sequence_id)
+            del self._reserved[sequence_id]
+            self._queue.leave(sequence_id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in two states or the window is exceeded."""
-        ready = {sequence.sequence_id for sequence in self._ready}
-        states = [set(self._queue), set(self._parked), ready, set(self._in_round), self._leaving]
+        self._queue.check_integrity()
+        queued, ready = ({sequence.sequence_id for sequence in some} for some in (self._queue, self._ready))
+        states = [queued, set(self._parked), set(self._paused), ready, set(self._in_round), self._leaving]
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
         assert sum(map(len, states[1:])) <= self.window_size, "the window is exceeded"
         assert set(self._reserved) == set().union(*states[1:]), "positions are reserved outside the window"
@@ -251,4 +265,6 @@ class Pool:
             or not self.kv_capacity.positions
             or sum(self._reserved.values()) <= self.kv_capacity.positions
         )
-        assert len(self._queue) <= self.queue_size + self.capacity, "the queue is exceeded"
+        assert all(sequence.paused for sequence in self._paused.values()), "a sequence waits for no reader"
+        most = self.limits.samples + min(self.window_size, self.limits.samples)
+        assert len(self._queue) <= most + self.capacity, "the queue is exceeded"

@@ -2,46 +2,65 @@
 
 The cache of a released sequence stays in a worker until its slot is needed, so finished sequences count too: the last
 ones, as many as there are free slots.
+
+What is shared shows, in `usage.cached_tokens` and in time. So sequences share with those of their namespace only, and
+in whole blocks: with prefixes that are exact to the token, a guess could be confirmed token by token.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from hashlib import sha256
 from itertools import count, islice
 
 from coordinator.scheduling.sequence import Prefix, Sequence
 
 # Prompts that share fewer tokens are prefilled side by side, which is sooner than one after the other.
 BLOCK_TOKENS = 16
-# Sequences that are looked at, of all that share a block: this number of the first and of the last ones.
+# Sequences that are looked at, of all that share a mark: this number of the first and of the last ones.
 FEW = 8
+# From one mark to the next a prompt grows by this part, in whole blocks: long prompts have few marks too.
+STRIDE = 32
+
+Mark = bytes
+"""A digest of all tokens up to some length: no two prompts can be made that share one by accident or on purpose."""
+
+
+@dataclass
+class _Known:
+    """A sequence that others may begin like."""
+
+    sequence: Sequence
+    entered: int
+    marks: list[Mark]
 
 
 class PrefixIndex:
     """Finds the longest shared prefix in a time that grows with its length, however many sequences are known."""
 
     def __init__(self) -> None:
-        self._by_block: dict[int, dict[int, Sequence]] = {}
-        self._blocks: dict[int, list[int]] = {}
-        self._entered: dict[int, int] = {}
-        """The order in which sequences were added."""
+        self._by_mark: dict[tuple[str, str], dict[Mark, dict[int, Sequence]]] = {}
+        """By namespace."""
+        self._known: dict[int, _Known] = {}
         self._finished: OrderedDict[int, Sequence] = OrderedDict()
         """Finished sequences, the least recently used first, as in the workers."""
         self._count = count()
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def add(self, sequence: Sequence) -> None:
         """Makes the sequence a possible source of others that enter later."""
-        self._entered[sequence.sequence_id] = next(self._count)
         self._index(sequence, sequence.token_ids)
 
     def finish(self, sequence: Sequence) -> None:
         """Limits a sequence that has ended to what is cached of it: others can copy no more."""
         self._forget(sequence.sequence_id)
-        self._index(sequence, sequence.token_ids[: sequence.target_length])
-        if self._blocks[sequence.sequence_id]:
+        if sequence.target_length >= BLOCK_TOKENS:
+            self._index(sequence, sequence.token_ids[: sequence.target_length])
             self._finished[sequence.sequence_id] = sequence
-        else:
-            self._forget(sequence.sequence_id)
 
     def trim(self, most: int) -> None:
         """Forgets all finished sequences but the `most` last used."""
@@ -49,63 +68,79 @@ class PrefixIndex:
             self._forget(self._finished.popitem(last=False)[0])
 
     def _index(self, sequence: Sequence, token_ids: Items[int]) -> None:
-        blocks = self._blocks[sequence.sequence_id] = list(_blocks(token_ids))
-        for block in blocks:
-            self._by_block.setdefault(block, {})[sequence.sequence_id] = sequence
+        marks = [mark for _, mark in _marks(token_ids)]
+        self._known[sequence.sequence_id] = _Known(sequence, next(self._count), marks)
+        own = self._by_mark.setdefault(sequence.request.namespace, {})
+        for mark in marks:
+            own.setdefault(mark, {})[sequence.sequence_id] = sequence
 
     def _forget(self, sequence_id: int) -> None:
-        self._entered.pop(sequence_id, None)
-        for block in self._blocks.pop(sequence_id, ()):
-            alike = self._by_block.get(block, {})
-            alike.pop(sequence_id, None)
-            if not alike:
-                self._by_block.pop(block, None)
+        known = self._known.pop(sequence_id, None)
+        if known is None:
+            return
+        namespace = known.sequence.request.namespace
+        own = self._by_mark.get(namespace, {})
+        for mark in known.marks:
+            del own[mark][sequence_id]
+            if not own[mark]:
+                del own[mark]
+        if not own:
+            self._by_mark.pop(namespace, None)
 
     def find(self, sequence: Sequence) -> Prefix | None:
-        """The longest prefix, in blocks, that an earlier sequence has cached or will soon have; None if there is none.
+        """The longest prefix that an earlier sequence has cached or will soon have; None if there is none.
 
-        It leaves out at least the last token of the prompt, for the workers to run.
+        It has whole blocks, unless it is that of another sample of the same request. It leaves out at least the last
+        token of the prompt, for the workers to run.
         """
-        wanted = sequence.token_ids[:-1]
+        wanted, own = sequence.token_ids[:-1], self._by_mark.get(sequence.request.namespace, {})
         sources: list[Sequence] = []
-        for block in _blocks(wanted):
-            alike = self._by_block.get(block, {})
+        marked = 0
+        for length, mark in _marks(wanted) if own else ():
+            alike = own.get(mark, {})
             few = (*islice(alike.values(), FEW), *islice(reversed(alike.values()), FEW))
             earlier = [other for other in few if self._is_earlier(other, sequence)]
             if not earlier:
                 break
-            sources = earlier
+            sources, marked = earlier, length
         if not sources:
             return None
-        source = max(sources, key=lambda other: _promise(other, len(wanted)))
-        length = _shared_length(source.token_ids, wanted)
-        if length < BLOCK_TOKENS:  # blocks are known by a hash
-            return None
+        shared = {other.sequence_id: (_shared(other, sequence, marked), other) for other in sources}
+        length, source = max(shared.values(), key=lambda found: _promise(*found))
         if source.sequence_id in self._finished:
             self._finished.move_to_end(source.sequence_id)
         return Prefix(source, length)
 
     def _is_earlier(self, one: Sequence, other: Sequence) -> bool:
         """Whether `one` can be a source of `other`: else two could wait for each other, or one for itself."""
-        entered = self._entered.get(other.sequence_id)
-        return one.finish is not None or entered is None or self._entered[one.sequence_id] < entered
+        known = self._known.get(other.sequence_id)
+        return one.finish is not None or known is None or self._known[one.sequence_id].entered < known.entered
 
 
-def _blocks(token_ids: Items[int]) -> Iterator[int]:
-    """Hashes of the tokens up to the end of each whole block."""
-    block = 0
-    for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
-        block = hash((block, *token_ids[end - BLOCK_TOKENS : end]))
-        yield block
+def _marks(token_ids: Items[int]) -> Iterator[tuple[int, Mark]]:
+    """Lengths in whole blocks, and the mark of the tokens up to there."""
+    digest, begin = sha256(), 0
+    while (end := begin + max(1, begin // STRIDE // BLOCK_TOKENS) * BLOCK_TOKENS) <= len(token_ids):
+        digest.update(array("I", token_ids[begin:end]))
+        yield end, digest.digest()
+        begin = end
 
 
-def _promise(sequence: Sequence, wanted: int) -> tuple[int, bool, int]:
-    """Sort key of sources: first by the tokens cached already, then unfinished sequences, which are surely still in the
-    workers, before finished ones; of unfinished ones the earliest is best, of finished ones the latest."""
-    lives = sequence.finish is None
-    return min(sequence.target_length, wanted), lives, -sequence.sequence_id if lives else sequence.sequence_id
+def _shared(source: Sequence, sequence: Sequence, marked: int) -> int:
+    """The tokens that a sequence can begin with as the source does, where both have the same mark at `marked`."""
+    one, other = source.token_ids, sequence.token_ids
+    end = min(len(one) if source.finish is None else source.target_length, len(other) - 1)
+    if source.first_sample_id == sequence.first_sample_id:
+        return end
+    length = marked
+    while (after := length + BLOCK_TOKENS) <= end and one[length:after] == other[length:after]:
+        length = after
+    return length
 
 
-def _shared_length(one: Items[int], other: Items[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _promise(shared: int, source: Sequence) -> tuple[int, int, bool, int]:
+    """Sort key of sources: first by the shared tokens that are cached already, then by all of them, then unfinished
+    sequences, which are surely still in the workers, before finished ones; of unfinished ones the earliest is best, of
+    finished ones the latest."""
+    lives = source.finish is None
+    return min(source.target_length, shared), shared, lives, -source.sequence_id if lives else source.sequence_id

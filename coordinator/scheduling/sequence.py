@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from coordinator.scheduling.speculation import SpeculationStats
+from coordinator.scheduling.suspicion import Progress, Suspicion
 from coordinator.text import ShownText, TextStream
 from protocol.sampling import SamplingParams
 
@@ -64,6 +65,22 @@ class GenerationRequest:
     adaptive: bool = False
     """Whether each round has as many draft tokens as save time, possibly zero."""
     method: DraftMethod = DraftMethod.MODEL
+    priority: int = 0
+    """Order among the waiting requests of one client: a lower number is served earlier."""
+    cache_salt: str = ""
+    """Caches are reused only by requests with the same salt."""
+    client: str = ""
+    """The caller: requests share the server, caches and request ids with those of the same client only."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What names the request among those in flight: ids are the client's own."""
+        return self.client, self.request_id
+
+    @property
+    def namespace(self) -> tuple[str, str]:
+        """What requests must have in common to reuse each other's caches."""
+        return self.client, self.cache_salt
 
     @property
     def worker_sampling(self) -> SamplingParams:
@@ -86,8 +103,10 @@ class Prefix:
 
     @property
     def is_coming(self) -> bool:
-        """Whether the source has yet to prefill part of it: then it is worth waiting for."""
-        return self.source.finish is None and self.source.target_length < self.length
+        """Whether the source has yet to prefill part of it: then it is worth waiting for, unless the source waits for
+        its reader."""
+        source = self.source
+        return source.finish is None and not source.paused and source.target_length < self.length
 
     @property
     def in_target(self) -> int:
@@ -114,6 +133,8 @@ class Sequence:
     def __init__(self, sequence_id: int, request: GenerationRequest, text: TextStream | None = None) -> None:
         """`text` makes the text of the tokens, and finds stop strings in it."""
         self.sequence_id = sequence_id
+        self.first_sample_id = sequence_id
+        """The sequence of the first sample of the same request."""
         self.request = request
         self.token_ids = list(request.prompt_ids)
         self.target_length = 0
@@ -132,9 +153,12 @@ class Sequence:
         """First round in which the draft worker is asked again, after it had no free slot."""
         self.ready_since = 0
         """Rounds of the pool when the sequence became ready."""
+        self.paused = False
+        """Whether the sequence is kept out of rounds because its reader lags behind."""
         self.finish: Finish | None = None
         self.text = text
         self.speculation = SpeculationStats()
+        self.suspicion = Suspicion()
 
     @property
     def prompt_length(self) -> int:
@@ -150,6 +174,11 @@ class Sequence:
     def generated_ids(self) -> list[int]:
         """The generated tokens."""
         return self.token_ids[self.prompt_length :]
+
+    @property
+    def progress(self) -> Progress:
+        """How far the sequence has come."""
+        return len(self.token_ids), self.target_length
 
     @property
     def is_decoding(self) -> bool:

@@ -175,6 +175,8 @@ class Turn:
 
     def _target_lost(self, status: ItemStatus) -> None:
         sequence = self.sequence
+        if status is not ItemStatus.NO_SLOT:
+            sequence.suspicion.missed(sequence.progress)
         if status is ItemStatus.CACHE_MISS:
             # The worker may have needed the slot of a released sequence: then no cache of this one has to be rebuilt.
             self.cache_misses += sequence.target_prefix is None

@@ -8,19 +8,23 @@ import grpc
 from coordinator.counters import Timed
 from coordinator.drafting.costs import UNKNOWN_DRAFT
 from coordinator.workers import link
-from coordinator.workers.link import (
-    LONGEST_REST_SECONDS,
-    LinkState,
-    MismatchError,
-    WorkerLink,
-    WorkerRefusedError,
-    timed,
-)
+from coordinator.workers.breaker import Breaker
+from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
+from coordinator.workers.link import LinkState, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
 from coordinator.workers.target_link import TargetLink
-from protocol.codec import MisfitError, propose_request, read_proposals
+from protocol.answers import MisfitError, read_proposals
+from protocol.codec import propose_request
 from protocol.rounds import Proposal, ProposeItem
+from rpc.channel import Connector
 from specpool.v1 import common_pb2, draft_worker_pb2_grpc
+
+# The longest rest of a draft that flaps, and how long it must have worked to be trusted again, as a multiple of a rest.
+LONGEST_REST_SECONDS, FORGIVEN_AFTER = 30.0, 10
+# A round may take this many times as long as expected, and at least this many seconds, before the draft is given up.
+PATIENCE, LEAST_TIMEOUT_SECONDS = 20, 1.0
+# Rounds before what is expected of a draft is relied on: the first ones compile kernels and fill caches.
+FIRST_ROUNDS = 8
 
 
 class DraftLink(WorkerLink):
@@ -28,9 +32,11 @@ class DraftLink(WorkerLink):
 
     _unknown_times = UNKNOWN_DRAFT
 
-    def __init__(self, address: str, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
-        super().__init__(address, coordinator_id, timeout_seconds)
+    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
+        super().__init__(connector, coordinator_id, timeout_seconds)
         self._target = target
+        self._served = 0
+        """Rounds since the worker was away."""
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
@@ -50,16 +56,15 @@ class DraftLink(WorkerLink):
         if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
             raise MismatchError(f"the draft {info.model} has another tokenizer than the target {target.model}")
 
-    def _lost(self, code: grpc.StatusCode, reason: str) -> None:
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            self._rest(reason)
-        else:
-            super()._lost(code, reason)
+    def _make_breaker(self) -> Breaker:
+        return Breaker(LONGEST_REST_SECONDS, FORGIVEN_AFTER)
+
+    def _rests(self) -> tuple[float, float]:
+        return link.PROBE_SECONDS, 2 * link.PROBE_SECONDS
 
     def _rest(self, reason: str) -> None:
-        self._rest_seconds = min(LONGEST_REST_SECONDS, max(link.PROBE_SECONDS, 2 * self._rest_seconds))
-        self._set_state(LinkState.RESTING, reason)
-        self._probe_now.set()
+        self._served = 0
+        super()._rest(reason)
 
     async def propose(
         self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = (), step_cost: float = 0.0
@@ -71,14 +76,21 @@ class DraftLink(WorkerLink):
         """
         request = propose_request(self._coordinator_id, round_id, items, chances, step_cost)
         try:
-            response, elapsed = await self._round(request)
+            response, elapsed = await self._round(request, self._timeout_of(items))
+            proposals = read_proposals(response, round_id, items)
         except WorkerRefusedError as error:
             self._rest(str(error))
             raise
-        try:
-            proposals = read_proposals(response, items)
         except MisfitError as error:
-            self._rest(str(error))
-            raise WorkerRefusedError(self.reason) from None
-        self._rest_seconds = 0.0
+            raise self._lost(str(error), Cause.FAILED) from None
+        self._served += 1
         return proposals, timed(elapsed, response)
+
+    def _timeout_of(self, items: list[ProposeItem]) -> float:
+        """Seconds that a round may take: the longest allowed, or less where its cost is known."""
+        if self._served < FIRST_ROUNDS:
+            return self._timeout
+        longest = max(item.num_draft_tokens for item in items)
+        steps = [sum(item.num_draft_tokens > step for item in items) for step in range(1, longest)]
+        expected = sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))
+        return min(self._timeout, max(LEAST_TIMEOUT_SECONDS, PATIENCE * expected))

@@ -1,4 +1,4 @@
-"""A link to a worker: its connection state, and the errors that calls end in."""
+"""A link to a worker: its connection and state, and the errors that calls end in."""
 
 import asyncio
 import logging
@@ -12,32 +12,28 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.counters import Timed
 from coordinator.drafting.costs import StepTimes
-from coordinator.workers.streams import RoundCalls
-from protocol.codec import read_step_costs, release_request
+from coordinator.workers.breaker import Breaker
+from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
+from coordinator.workers.releases import Releases
+from coordinator.workers.streams import RoundCalls, was_cancelled
+from protocol.answers import MisfitError, check_worker_info, read_step_costs
+from protocol.codec import release_request
 from protocol.worker_info import StepCosts
-from rpc.channel import open_channel
+from rpc.channel import Connector
+from rpc.errors import ANSWERED
 from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 PROBE_TIMEOUT_SECONDS = 5.0
-LONGEST_REST_SECONDS = 30.0
+# Time that calls under way get on a connection that is left for one with newer certificates.
+LAST_CALLS_SECONDS = 60.0
+# Characters of a worker's own words that are passed on.
+MOST_CHARACTERS = 500
 
-# The worker or the way to it is gone or too slow; the same call may succeed later.
-_UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
-
-
-class WorkerUnreachableError(Exception):
-    """A worker does not answer, or not in time."""
-
-
-class WorkerRefusedError(Exception):
-    """A worker answered with an error: the same call would most likely fail again."""
-
-
-class MismatchError(Exception):
-    """A worker runs a model that does not fit the one that this coordinator already uses."""
+# The worker or the way to it is gone; the same call may succeed later.
+_LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 class LinkState(StrEnum):
@@ -55,31 +51,52 @@ class WorkerLink:
     _unknown_times: Mapping[int, float]
     """Seconds by rows, believed of a worker that has not measured itself."""
 
-    def __init__(self, address: str, coordinator_id: str, timeout_seconds: float) -> None:
-        self.address = address
+    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float) -> None:
+        """`timeout_seconds`: for a round."""
+        self.address = connector.address
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
         self.info: common_pb2.ModelInfo | None = None
+        self.instance_id = ""
+        """The worker's process as it described itself last; empty if it does not say."""
         self.load_at_start = common_pb2.WorkerLoad()
         self.step_times = StepTimes(self._unknown_times)
         """Step times of the worker, measured anew whenever it was away."""
         self.on_change: Callable[[], None] | None = None
+        self._connector = connector
         self._coordinator_id = coordinator_id
         self._timeout = timeout_seconds
-        self._channel = open_channel(address)
+        self._ready = asyncio.Event()
+        self._probe_now = asyncio.Event()
+        self._breaker = self._make_breaker()
+        self._rest_seconds = 0.0
+        self._releases = Releases(self._send_release)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[common_pb2.WorkerLoad | None] | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        """Opens a channel."""
+        self._channel = self._connector.open()
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._stub: Any = self._make_stub(self._channel)
         self._rounds = self._make_rounds()
-        self._ready = asyncio.Event()
-        self._probe_now = asyncio.Event()
-        self._rest_seconds = 0.0
-        self._to_release: set[int] = set()
-        self._releasing: asyncio.Task[None] | None = None
+
+    def _reconnect(self, grace_seconds: float | None) -> None:
+        """Leaves the channel for a new one. Calls under way on the old one get the grace."""
+        old = self._channel
+        self._connect()
+        closing = asyncio.create_task(old.close(grace_seconds))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         raise NotImplementedError
 
     def _make_rounds(self) -> RoundCalls:
+        raise NotImplementedError
+
+    def _make_breaker(self) -> Breaker:
         raise NotImplementedError
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
@@ -119,71 +136,67 @@ class WorkerLink:
         while True:
             if self.state is LinkState.RESTING:
                 await asyncio.sleep(self._rest_seconds)
-            await self._probe()
             self._probe_now.clear()
+            await self._probe()
             try:
                 await asyncio.wait_for(self._probe_now.wait(), PROBE_SECONDS)
             except TimeoutError:
                 continue
 
     async def load(self) -> common_pb2.WorkerLoad | None:
-        """The load of the worker now; None if it does not answer."""
+        """The load of the worker now; None if it does not answer. However many ask, it is asked once at a time."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_load())
+        return await asyncio.shield(self._asking)
+
+    async def _ask_load(self) -> common_pb2.WorkerLoad | None:
         try:
             response = await self._stub.GetWorkerInfo(common_pb2.GetWorkerInfoRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        except grpc.aio.AioRpcError:
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
             return None
-        load: common_pb2.WorkerLoad = response.load
-        return load
+        return None if response is None else response.load
 
     async def release(self, sequence_ids: Iterable[int]) -> bool:
         """Frees sequences, with those of earlier calls that failed. False if the worker cannot do it now; try again, or
         leave it to the link, which tries again as soon as the worker is ready."""
-        self._must_release(sequence_ids)
-        return await self._release()
+        self._note_leavers(sequence_ids)
+        return await self._releases.send()
 
     def release_soon(self, sequence_ids: Iterable[int]) -> None:
         """Frees sequences in the background, as soon as the worker can do it."""
-        self._must_release(sequence_ids)
-        if not self.is_releasing:
-            self._releasing = asyncio.create_task(self._release_all())
+        self._note_leavers(sequence_ids)
+        self._releases.send_soon()
 
     @property
     def is_releasing(self) -> bool:
         """Whether the worker has yet to answer `release_soon`; False also if it must be ready first."""
-        return self._releasing is not None and not self._releasing.done()
+        return self._releases.are_being_sent
 
-    def _must_release(self, sequence_ids: Iterable[int]) -> None:
+    def _note_leavers(self, sequence_ids: Iterable[int]) -> None:
         if self.info is not None and self.state is not LinkState.REFUSED:  # else it was never sent any
-            self._to_release.update(sequence_ids)
+            self._releases.add(sequence_ids)
 
-    async def _release_all(self) -> None:
-        while self._to_release and await self._release():
-            pass
-
-    async def _release(self) -> bool:
+    async def _send_release(self, sequence_ids: list[int]) -> bool:
         if not self.is_ready:  # a worker that hangs would make every caller wait
             return False
-        released = sorted(self._to_release)
-        request = release_request(self._coordinator_id, released)
+        request = release_request(self._coordinator_id, sequence_ids)
         try:
             await self._answer(self._stub.Release(request, timeout=self._timeout))
         except (WorkerUnreachableError, WorkerRefusedError):
             return False
-        self._to_release.difference_update(released)
         return True
 
     async def close(self) -> None:
         """Closes the connection."""
-        if self._releasing is not None:
-            self._releasing.cancel()
+        self._releases.cancel()
         self._rounds.close()
-        await self._channel.close(None)
+        await asyncio.gather(self._channel.close(None), *self._closing)
 
-    async def _round(self, request: Any) -> tuple[Any, float]:
+    async def _round(self, request: Any, timeout_seconds: float | None = None) -> tuple[Any, float]:
         """The response to a round and the seconds it took. WorkerUnreachableError, WorkerRefusedError."""
         if not self.is_ready:  # lost since the round began: what answers at this address now has not been checked
-            raise WorkerUnreachableError(self.reason)
-        return await self._answer(self._rounds(request))
+            raise WorkerUnreachableError(self.reason, Cause.NOT_SENT)
+        return await self._answer(self._rounds(request, timeout_seconds))
 
     async def _answer(self, call: Awaitable[Any]) -> tuple[Any, float]:
         """The response and the seconds it took. WorkerUnreachableError, WorkerRefusedError."""
@@ -191,37 +204,86 @@ class WorkerLink:
         try:
             response = await call
         except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
-            if error.code() not in _UNREACHABLE:
-                log.error("worker at %s refused a call: %s", self.address, reason)
-                raise WorkerRefusedError(reason) from None
-            self._lost(error.code(), reason)
-            raise WorkerUnreachableError(reason) from None
+            raise self._error(error) from None
+        except asyncio.CancelledError:
+            if was_cancelled():
+                raise
+            raise self._lost("the connection was left", Cause.LOST) from None
+        if response is None:
+            raise self._lost("its answer is no message of the expected type", Cause.FAILED)
+        self._breaker.worked()
         return response, time.perf_counter() - began
 
-    def _lost(self, code: grpc.StatusCode, reason: str) -> None:
-        self._set_state(LinkState.CONNECTING, reason)
+    def _error(self, error: grpc.aio.AioRpcError) -> Exception:
+        """What a status means. Only those that the worker's own handlers end in say anything about the request."""
+        code, reason = error.code(), f"{error.code().name}: {shortened(error.details())}"
+        if code in _LOST:
+            return self._lost(reason, Cause.LOST)
+        if code is not grpc.StatusCode.DEADLINE_EXCEEDED and ANSWERED in (error.trailing_metadata() or ()):
+            log.error("worker at %s refused a call: %s", self.address, reason)
+            return WorkerRefusedError(reason)
+        return self._lost(reason, Cause.FAILED)
+
+    def _lost(self, reason: str, cause: Cause) -> WorkerUnreachableError:
+        """Rests after a failed call: not at all, or longer each time. Returns the error to raise."""
+        if self.is_ready:  # else another call has noted it
+            self._rest(reason)
+        return WorkerUnreachableError(reason, cause)
+
+    def _rest(self, reason: str) -> None:
+        first, second = self._rests()
+        self._rest_seconds = self._breaker.failed(time.monotonic(), first, second)
+        self._set_state(LinkState.RESTING if self._rest_seconds else LinkState.CONNECTING, reason)
         self._probe_now.set()
 
+    def _rests(self) -> tuple[float, float]:
+        """Seconds of rest after the first failure and after the second; later ones double."""
+        raise NotImplementedError
+
     async def _probe(self) -> None:
+        """Looks whether the worker serves, and describes it if it was away. Whatever it answers, the link goes on."""
         try:
-            health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-            if health.status != health_pb2.HealthCheckResponse.SERVING:
-                self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
-            elif not self.is_ready:
-                self._rounds.open()
-                request = common_pb2.GetWorkerInfoRequest()
-                response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
-                await self._check(response.model)
-                self.info, self.load_at_start = response.model, response.load
-                self.step_times = self._believed(read_step_costs(response))
-                self._set_state(LinkState.READY, "")
-            if self._to_release and self.is_ready and not self.is_releasing:
-                await self._release()
+            if self._connector.is_outdated:
+                self._rounds.close()
+                self._reconnect(LAST_CALLS_SECONDS)
+                self._set_state(LinkState.CONNECTING, "certificates or tokens have changed")
+            await self._look()
         except MismatchError as error:
             self._refuse(error)
         except grpc.aio.AioRpcError as error:
-            self._set_state(LinkState.CONNECTING, f"{error.code().name}: {error.details()}")
+            self._set_state(LinkState.CONNECTING, f"{error.code().name}: {shortened(error.details())}")
+            self._rounds.cut()  # what does not answer a probe will not answer a round
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # nor will a connection that swallows all
+                self._reconnect(None)
+        except MisfitError as error:
+            self._rest(f"it describes itself wrongly: {error}")
+        except Exception as error:
+            log.exception("the worker at %s cannot be used", self.address)
+            self._rest(f"its description cannot be used: {shortened(str(error))}")
+
+    async def _look(self) -> None:
+        health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
+        if health is None:
+            raise MisfitError("its health is no message of the expected type")
+        if health.status != health_pb2.HealthCheckResponse.SERVING:
+            self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
+        elif not self.is_ready:
+            await self._describe()
+        if self.is_ready and self._releases.are_due:
+            await self._releases.send()
+
+    async def _describe(self) -> None:
+        """Takes in what the worker says of itself, and makes the link ready."""
+        self._rounds.open()
+        request = common_pb2.GetWorkerInfoRequest()
+        response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
+        if response is None:
+            raise MisfitError("its description is no message of the expected type")
+        check_worker_info(response)
+        await self._check(response.model)
+        self.step_times = self._believed(read_step_costs(response))
+        self.info, self.load_at_start, self.instance_id = response.model, response.load, response.instance_id
+        self._set_state(LinkState.READY, "")
 
     def _believed(self, costs: StepCosts) -> StepTimes:
         """Step times as the worker has measured them, as far as it has."""
@@ -249,5 +311,13 @@ class WorkerLink:
 
 
 def timed(elapsed: float, response: Any) -> Timed:
-    """The times of a call that took `elapsed` seconds in all, from what the worker's response says."""
-    return Timed(elapsed, response.forward_ns / 1e9, response.realign_ns / 1e9)
+    """The times of a call that took `elapsed` seconds in all, from what the worker's response says, as far as it can be
+    true."""
+    forward = min(response.forward_ns / 1e9, elapsed)
+    return Timed(elapsed, forward, min(response.realign_ns / 1e9, elapsed - forward))
+
+
+def shortened(text: str | None) -> str:
+    """A worker's own words, for logs and errors."""
+    words = " ".join((text or "").split())
+    return words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS]}..."

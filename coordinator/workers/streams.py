@@ -14,23 +14,25 @@ class RoundCalls:
     """
 
     def __init__(self, stream: Any, single: Any, timeout_seconds: float) -> None:
-        """Two methods of a stub, for the same messages. `timeout_seconds`: for each round."""
+        """Two methods of a stub, for the same messages. `timeout_seconds`: for a round that brings no limit."""
         self._open_stream, self._single, self._timeout = stream, single, timeout_seconds
         self._idle: list[Any] = []
+        self._in_use: set[Any] = set()
         self._closed = 0
         """Number of calls of `close`: a stream that was in use then must not serve another round."""
         self._has_streams = True
 
-    async def __call__(self, request: Any) -> Any:
+    async def __call__(self, request: Any, timeout_seconds: float | None = None) -> Any:
         """The response. AioRpcError as a single call would raise it."""
+        seconds = self._timeout if timeout_seconds is None else timeout_seconds
         if self._has_streams:
             try:
-                return await self._by_stream(request)
+                return await self._by_stream(request, seconds)
             except AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise
                 self._has_streams = False
-        return await self._single(request, timeout=self._timeout)
+        return await self._single(request, timeout=seconds)
 
     def open(self) -> None:
         """Opens a stream for the next round. It ends with its worker, so that the round reaches either the worker that
@@ -44,25 +46,42 @@ class RoundCalls:
         while self._idle:
             self._idle.pop().cancel()
 
-    async def _by_stream(self, request: Any) -> Any:
+    def cut(self) -> None:
+        """Ends all streams now. Rounds under way fail as UNAVAILABLE."""
+        self.close()
+        for stream in self._in_use:
+            stream.cancel()
+
+    async def _by_stream(self, request: Any, seconds: float) -> Any:
         stream = self._idle.pop() if self._idle else self._open_stream()
+        self._in_use.add(stream)
         closed = self._closed
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(seconds):
                 await _write(stream, request)
                 response = await stream.read()
         except BaseException as error:
             stream.cancel()
             if isinstance(error, TimeoutError):
-                raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer in {self._timeout:g} s") from None
+                raise _failure(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer in {seconds:g} s") from None
+            if isinstance(error, asyncio.CancelledError) and not was_cancelled():
+                raise _failure(grpc.StatusCode.UNAVAILABLE, "the stream was cut") from None
             raise
+        finally:
+            self._in_use.discard(stream)
         if response is grpc.aio.EOF:
             raise _failure(grpc.StatusCode.UNAVAILABLE, "the worker ended the stream")
-        if closed == self._closed:
+        if closed == self._closed and response is not None:
             self._idle.append(stream)
         else:
             stream.cancel()
         return response
+
+
+def was_cancelled() -> bool:
+    """Whether the running task is to end: otherwise a CancelledError only means that a call was ended below it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _write(stream: Any, request: Any) -> None:

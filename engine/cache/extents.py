@@ -22,12 +22,9 @@ class Extents:
         self.origins = [self._default_origin(slot) for slot in range(slots)]
         """The first column of each slot's extent. For a slot without one, a column behind which any sequence fits."""
         self._lengths: dict[int, int] = {}
-        self.move: Move = lambda source, destination, count: None
-
-    @property
-    def free(self) -> int:
+        self.free = self.columns
         """Number of columns that belong to no extent."""
-        return self.columns - sum(self._lengths.values())
+        self.move: Move = lambda source, destination, count: None
 
     def capacity_for(self, length: int | None) -> int:
         """Columns of an extent for `length` positions; None: for as many positions as a sequence can have."""
@@ -47,6 +44,7 @@ class Extents:
             origin = self._gap(columns)
             assert origin is not None
         self.origins[slot], self._lengths[slot] = origin, columns
+        self.free -= columns
 
     def resize(self, slot: int, columns: int) -> bool:
         """Changes the length of an extent without moving any other, keeping what fits. False if it cannot grow."""
@@ -58,11 +56,12 @@ class Extents:
             self.move(before, origin, length)
             self.origins[slot] = origin
         self._lengths[slot] = columns
+        self.free -= columns - length
         return True
 
     def release(self, slot: int) -> None:
         """Frees the slot's extent."""
-        del self._lengths[slot]
+        self.free += self._lengths.pop(slot)
         self.origins[slot] = self._default_origin(slot)
 
     def _default_origin(self, slot: int) -> int:
@@ -89,9 +88,10 @@ class Extents:
         return sorted((self.origins[slot], length) for slot, length in self._lengths.items() if slot != excluding)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if two extents overlap, or one leaves the cache."""
+        """Raises AssertionError if two extents overlap, one leaves the cache, or the free columns are miscounted."""
         at = 0
         for origin, length in self._in_order():
             assert origin >= at, "extents overlap"
             at = origin + length
         assert at <= self.columns, "an extent leaves the cache"
+        assert self.free == self.columns - sum(self._lengths.values()), "free columns are miscounted"

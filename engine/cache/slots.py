@@ -1,6 +1,7 @@
 """Which sequence holds which slot, and how much of it is valid. Pure bookkeeping: no torch, no clock of its own.
 
-What a released sequence has cached stays until its slot is needed, since others may begin with the same tokens.
+What a released sequence has cached stays until its slot is needed, since others may begin with the same tokens. So does
+what the sequences of an orphaned coordinator have cached: one whose connections have ended, and which may come back.
 """
 
 from collections import OrderedDict
@@ -12,6 +13,9 @@ from protocol.sampling import SamplingParams
 
 SequenceKey = tuple[str, int]
 """(coordinator id, sequence id)"""
+
+IDLE_COORDINATORS = 64
+"""Coordinators without any sequence that are remembered at a time."""
 
 
 @dataclass
@@ -40,7 +44,9 @@ class SlotTable:
         self._slots: dict[SequenceKey, Slot] = {}
         self._released: OrderedDict[SequenceKey, Slot] = OrderedDict()
         """The least recently used first."""
-        self._last_seen: dict[str, float] = {}
+        self._last_seen: OrderedDict[str, float] = OrderedDict()
+        """The least recently seen first."""
+        self._orphaned: set[str] = set()
 
     @property
     def in_use(self) -> int:
@@ -73,13 +79,16 @@ class SlotTable:
     def take(self, key: SequenceKey, max_length: int | None = None, spared: SequenceKey | None = None) -> Slot | None:
         """A slot for a sequence that has none, with nothing in it that counts; None if the cache is full.
 
-        What was released gives way, but for `spared`.
+        What was released gives way, but for `spared`; then sequences of other coordinators that are orphaned, those of
+        the least recently seen first.
         """
         needed = self.extents.capacity_for(max_length)
         victims = [released for released in self._released if released not in (key, spared)]
         if key in self._released and key != spared:
             victims.insert(0, key)
-        held = sum(self.extents.length(self._released[victim].index) for victim in victims)
+        orphans = [held for held in self._slots if held[0] in self._orphaned and held[0] != key[0]]
+        victims += sorted(orphans, key=lambda orphan: self._last_seen[orphan[0]])
+        held = sum(self.extents.length(self._slot(victim).index) for victim in victims)
         if not (self._free or victims) or self.extents.free + held < needed:
             return None
         for victim in victims:
@@ -109,8 +118,11 @@ class SlotTable:
         for key in list(self._released):
             self._evict(key)
 
+    def _slot(self, key: SequenceKey) -> Slot:
+        return self._released[key] if key in self._released else self._slots[key]
+
     def _evict(self, key: SequenceKey) -> None:
-        index = self._released.pop(key).index
+        index = (self._released if key in self._released else self._slots).pop(key).index
         self.extents.release(index)
         self._free.append(index)
 
@@ -128,18 +140,33 @@ class SlotTable:
         return len(held)
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
-        """Notes that a coordinator is alive at `now` (seconds on any monotonic clock)."""
+        """Notes that a coordinator is alive at `now` (seconds on any monotonic clock), so that it is not orphaned."""
+        self._orphaned.discard(coordinator_id)
         self._last_seen[coordinator_id] = now
+        self._last_seen.move_to_end(coordinator_id)
+        if len(self._last_seen) > self.total + IDLE_COORDINATORS:
+            owners = {owner for owner, _ in (*self._slots, *self._released)} | {coordinator_id}
+            self._forget(next(owner for owner in self._last_seen if owner not in owners))
+
+    def orphan(self, coordinator_id: str) -> None:
+        """Notes that a coordinator may be gone: until it is seen again, its sequences yield their slots to those of
+        others that find none."""
+        if coordinator_id in self._last_seen:
+            self._orphaned.add(coordinator_id)
 
     def expire(self, now: float, lease_seconds: float) -> int:
         """Frees the sequences of coordinators silent for longer than the lease; returns how many."""
         gone = {owner for owner, seen in self._last_seen.items() if now - seen > lease_seconds}
         for owner in gone:
-            del self._last_seen[owner]
+            self._forget(owner)
         expired = self.release([key for key in self._slots if key[0] in gone])
         for key in [key for key in self._released if key[0] in gone]:
             self._evict(key)
         return expired
+
+    def _forget(self, coordinator_id: str) -> None:
+        del self._last_seen[coordinator_id]
+        self._orphaned.discard(coordinator_id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot is lost or held twice."""

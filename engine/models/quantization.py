@@ -28,7 +28,7 @@ def why_not_unpacked(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def unpacking(config: PreTrainedConfig, source: dict[str, str]) -> dict[str, Any]:
+def unpacking(config: PreTrainedConfig, source: dict[str, Any]) -> dict[str, Any]:
     """Arguments that make transformers unpack quantized weights, even for a device that could compute with them."""
     if "gguf_file" in source:
         return {"quantization_config": GgufConfig(dequantize=True)}

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import track
 
 from coordinator.scheduling.sequence import DraftMethod
-from rpc.channel import open_channel
+from rpc.channel import Connector
+from rpc.security import ClientSecurity
 from rpc.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
 from specpool.cli.health import PROBE_SECONDS, is_serving
 from specpool.cli.prompts import PromptLine, read_prompt_file, read_standard_input
@@ -24,7 +25,7 @@ from specpool.client import AsyncClient, DivergedError, GenerateOptions
 from specpool.v1 import generation_pb2 as pb
 
 
-class GenerateSettings(Settings):
+class GenerateSettings(Settings, ClientSecurity):
     """Generates text: for a PROMPT, for every line of a JSONL file, or for what comes on standard input."""
 
     prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
@@ -160,26 +161,26 @@ def _options(settings: GenerateSettings) -> dict[str, Any]:
 
 async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
     if settings.wait_seconds:
-        await _wait_serving(settings.address, settings.wait_seconds)
+        await _wait_serving(Connector(settings.address, **settings.security), settings.wait_seconds)
     if settings.prompts is None and not settings.json_lines:
         return await _stream_one(settings, lines[0])
     return await _print_all(settings, lines)
 
 
-async def _wait_serving(address: str, seconds: float) -> None:
+async def _wait_serving(connector: Connector, seconds: float) -> None:
     """Returns when the server serves or the time is up: then the request itself finds out what is wrong."""
     # Likewise if the server answers, but no health checks: AioRpcError.
     with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
-        async with asyncio.timeout(seconds), open_channel(address) as channel:
+        async with asyncio.timeout(seconds), connector.open() as channel:
             if await is_serving(channel):
                 return
-            print(f"specpool generate: waiting for {address}", file=sys.stderr)
+            print(f"specpool generate: waiting for {connector.address}", file=sys.stderr)
             while not await is_serving(channel):  # noqa: ASYNC110 - the state is beyond a connection
                 await asyncio.sleep(PROBE_SECONDS)
 
 
 async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:
-    async with AsyncClient(settings.address, settings.retry_seconds) as client:
+    async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
         try:
             async for message in client.stream(line.prompt, **_options(settings)):
                 print(message.chunk.text, end="", flush=True)
@@ -195,7 +196,7 @@ async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: T
     # A progress bar only for several prompts on a terminal, and never among the results.
     console = Console(stderr=True)
     bar = track(lines, "generating", console=console, disable=len(lines) < 2 or not console.is_terminal, transient=True)
-    async with AsyncClient(settings.address, settings.retry_seconds) as client:
+    async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
         responses = answers(client, lines, settings.concurrency, **_options(settings))
         for line in bar:
             response = await anext(responses)

@@ -11,11 +11,11 @@ from rpc.settings import Settings
 from specpool.cli.demo import DemoSettings, demo
 from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.processes import ProcessFailedError, require_torch, run_module
-from specpool.cli.up import UpSettings, up
+from specpool.cli.up import SecureUpSettings, up
 from worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
-    "up": (UpSettings, up),
+    "up": (SecureUpSettings, up),
     "generate": (GenerateSettings, generate),
     "demo": (DemoSettings, demo),
 }

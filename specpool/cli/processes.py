@@ -5,13 +5,13 @@ import contextlib
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import grpc
 
-from rpc.channel import open_channel
+from rpc.channel import Connector, SecurityOptions
 from rpc.server import process_name
 from rpc.settings import ENV_PREFIX
 from specpool.cli.health import PROBE_SECONDS, is_serving
@@ -35,6 +35,8 @@ class Service:
     module: str
     arguments: list[str]
     address: str
+    security: SecurityOptions = field(default_factory=SecurityOptions)
+    """What it takes to connect to it."""
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -43,7 +45,7 @@ class Service:
 
     async def wait_serving(self) -> None:
         """Returns when health says SERVING. ProcessFailedError if the process ends before."""
-        async with open_channel(self.address) as channel:
+        async with Connector(self.address, **self.security).open() as channel:
             while True:
                 assert self.process is not None
                 if self.process.returncode is not None:

@@ -15,7 +15,9 @@ from pydantic import Field
 from coordinator.scheduling.sequence import DraftMethod
 from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName
 from rpc.channel import join_address
+from rpc.security import ServerSecurity
 from rpc.settings import UINT32_MAX, ListeningSettings
+from specpool.cli.own_tls import coordinator_flags, own_security
 from specpool.cli.processes import (
     KILL_AFTER_SECONDS,
     ProcessFailedError,
@@ -65,6 +67,10 @@ class UpSettings(ListeningSettings):
     )
 
 
+class SecureUpSettings(UpSettings, ServerSecurity):
+    __doc__ = UpSettings.__doc__
+
+
 @asynccontextmanager
 async def running(settings: UpSettings) -> AsyncIterator[str]:
     """Runs all processes; yields the coordinator's address once all serve. ProcessFailedError.
@@ -94,7 +100,7 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
                 asyncio.get_running_loop().remove_signal_handler(number)
 
 
-def up(settings: UpSettings) -> int:
+def up(settings: SecureUpSettings) -> int:
     """Runs the command until SIGTERM or Ctrl-C; returns its exit status."""
     try:
         require_torch()
@@ -107,7 +113,7 @@ def up(settings: UpSettings) -> int:
     return 0
 
 
-async def _serve(settings: UpSettings) -> None:
+async def _serve(settings: SecureUpSettings) -> None:
     async with running(settings) as address:
         print(f"specpool is serving at {address}", flush=True)
         await asyncio.Event().wait()
@@ -157,8 +163,10 @@ def _services(settings: UpSettings, target: str, draft: str | None) -> list[Serv
     arguments += ["--prefix-reuse" if settings.prefix_reuse else "--no-prefix-reuse"]
     for worker in workers:
         arguments += [f"--{worker.name.split()[0]}-address", worker.address]
+    security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()
+    arguments += coordinator_flags(security)
     address = join_address(REACHABLE.get(settings.host, settings.host), port)
-    return [*workers, Service("coordinator", "coordinator.server", arguments, address)]
+    return [*workers, Service("coordinator", "coordinator.server", arguments, address, own_security(security))]
 
 
 def _worker(kind: str, model: str, device: str, shared: list[str]) -> Service:

@@ -3,12 +3,14 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
-from rpc.channel import open_channel
+from rpc.channel import Connector, SecurityOptions
+from specpool.client.connections import Connections
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
 from specpool.v1 import generation_pb2 as pb
@@ -21,14 +23,30 @@ class AsyncClient:
     Calls raise `grpc.RpcError` if the server refuses them or stays unavailable.
     """
 
-    def __init__(self, address: str, retry_seconds: float = 30.0) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or
-        has too much to do; 0: never."""
-        self._channel = open_channel(address)
+    def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
+        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or has
+        too much to do; 0: never. `security`: TLS and token; ValueError, which names the option, for a file that
+        cannot be used."""
+        connector = Connector(address, **security)
+        self._connections: Connections[grpc.aio.Channel] = Connections(connector, connector.open)
         self._retry_seconds = retry_seconds
-        self.stub: generation_pb2_grpc.GenerationServiceAsyncStub = generation_pb2_grpc.GenerationServiceStub(
-            self._channel
-        )
+
+    @property
+    def stub(self) -> "generation_pb2_grpc.GenerationServiceAsyncStub":
+        """The stub, for calls of your own. Take it anew for each: TLS files may have changed."""
+        # Never ended, so that the channel stays open for the calls of others until the client is closed.
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub = self._connections.begin().stub
+        return stub
+
+    @asynccontextmanager
+    async def _stub(self) -> AsyncIterator["generation_pb2_grpc.GenerationServiceAsyncStub"]:
+        """The stub for one call, which ends in the context."""
+        connection = self._connections.begin()
+        try:
+            yield connection.stub
+        finally:
+            for channel in self._connections.end(connection):
+                await channel.close(None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -36,7 +54,8 @@ class AsyncClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.close(None)
+        for channel in self._connections.channels():
+            await channel.close(None)
 
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
@@ -45,7 +64,8 @@ class AsyncClient:
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
         while True:
             try:
-                return await self.stub.Generate(request, timeout=retries.remaining)
+                async with self._stub() as stub:
+                    return await stub.Generate(request, timeout=retries.remaining)
             except grpc.aio.AioRpcError as error:
                 pause = retries.pause(error)
             await asyncio.sleep(pause)
@@ -64,27 +84,31 @@ class AsyncClient:
         replay = Replay()
         while True:
             replay.begin()
-            call = self.stub.GenerateStream(request, timeout=retries.remaining)
-            try:
-                async for message in call:
-                    if (fresh := replay.fresh(message)) is not None:
-                        retries.progress()
-                        yield fresh
-                return
-            except grpc.aio.AioRpcError as error:
-                pause = retries.pause(error)
-            finally:
-                call.cancel()
+            async with self._stub() as stub:
+                call = stub.GenerateStream(request, timeout=retries.remaining)
+                try:
+                    async for message in call:
+                        if (fresh := replay.fresh(message)) is not None:
+                            retries.progress()
+                            yield fresh
+                    return
+                except grpc.aio.AioRpcError as error:
+                    pause = retries.pause(error)
+                finally:
+                    call.cancel()
             await asyncio.sleep(pause)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request in flight; its caller gets what was generated so far."""
-        await self.stub.Abort(pb.AbortRequest(request_id=request_id))
+        async with self._stub() as stub:
+            await stub.Abort(pb.AbortRequest(request_id=request_id))
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         """Returns the models and limits of the server."""
-        return await self.stub.GetModelInfo(pb.GetModelInfoRequest())
+        async with self._stub() as stub:
+            return await stub.GetModelInfo(pb.GetModelInfoRequest())
 
     async def server_info(self) -> pb.GetServerInfoResponse:
         """Returns the load, workers and counters of the server."""
-        return await self.stub.GetServerInfo(pb.GetServerInfoRequest())
+        async with self._stub() as stub:
+            return await stub.GetServerInfo(pb.GetServerInfoRequest())

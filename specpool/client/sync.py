@@ -3,12 +3,14 @@
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
-from rpc.channel import open_blocking_channel
+from rpc.channel import Connector, SecurityOptions
+from specpool.client.connections import Connections
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
 from specpool.v1 import generation_pb2 as pb
@@ -21,13 +23,31 @@ class Client:
     Calls raise `grpc.RpcError` if the server refuses them or stays unavailable.
     """
 
-    def __init__(self, address: str, retry_seconds: float = 30.0) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or
-        has too much to do; 0: never."""
-        self._channel = open_blocking_channel(address)
+    def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
+        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or has
+        too much to do; 0: never. `security`: TLS and token; ValueError, which names the option, for a file that
+        cannot be used."""
+        connector = Connector(address, **security)
+        self._connections: Connections[grpc.Channel] = Connections(connector, connector.open_blocking)
         self._closed = False
         self._retry_seconds = retry_seconds
-        self.stub: generation_pb2_grpc.GenerationServiceStub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    @property
+    def stub(self) -> generation_pb2_grpc.GenerationServiceStub:
+        """The stub, for calls of your own. Take it anew for each: TLS files may have changed."""
+        # Never ended, so that the channel stays open for the calls of others until the client is closed.
+        stub: generation_pb2_grpc.GenerationServiceStub = self._connections.begin().stub
+        return stub
+
+    @contextmanager
+    def _stub(self) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
+        """The stub for one call, which ends in the context."""
+        connection = self._connections.begin()
+        try:
+            yield connection.stub
+        finally:
+            for channel in self._connections.end(connection):
+                channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -36,7 +56,8 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
-        self._channel.close()
+        for channel in self._connections.channels():
+            channel.close()
 
     def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
@@ -45,7 +66,8 @@ class Client:
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
         while True:
             try:
-                return self.stub.Generate(request, timeout=retries.remaining)
+                with self._stub() as stub:
+                    return stub.Generate(request, timeout=retries.remaining)
             except grpc.RpcError as error:
                 pause = self._pause(retries, error)
             time.sleep(pause)
@@ -64,17 +86,18 @@ class Client:
         replay = Replay()
         while True:
             replay.begin()
-            call = self.stub.GenerateStream(request, timeout=retries.remaining)
-            try:
-                for message in call:
-                    if (fresh := replay.fresh(message)) is not None:
-                        retries.progress()
-                        yield fresh
-                return
-            except grpc.RpcError as error:
-                pause = self._pause(retries, error)
-            finally:
-                call.cancel()
+            with self._stub() as stub:
+                call = stub.GenerateStream(request, timeout=retries.remaining)
+                try:
+                    for message in call:
+                        if (fresh := replay.fresh(message)) is not None:
+                            retries.progress()
+                            yield fresh
+                    return
+                except grpc.RpcError as error:
+                    pause = self._pause(retries, error)
+                finally:
+                    call.cancel()
             time.sleep(pause)
 
     def _pause(self, retries: Retries, error: grpc.RpcError) -> float:
@@ -84,12 +107,15 @@ class Client:
 
     def abort(self, request_id: str) -> None:
         """Ends a request in flight; its caller gets what was generated so far."""
-        self.stub.Abort(pb.AbortRequest(request_id=request_id))
+        with self._stub() as stub:
+            stub.Abort(pb.AbortRequest(request_id=request_id))
 
     def model_info(self) -> pb.GetModelInfoResponse:
         """Returns the models and limits of the server."""
-        return self.stub.GetModelInfo(pb.GetModelInfoRequest())
+        with self._stub() as stub:
+            return stub.GetModelInfo(pb.GetModelInfoRequest())
 
     def server_info(self) -> pb.GetServerInfoResponse:
         """Returns the load, workers and counters of the server."""
-        return self.stub.GetServerInfo(pb.GetServerInfoRequest())
+        with self._stub() as stub:
+            return stub.GetServerInfo(pb.GetServerInfoRequest())

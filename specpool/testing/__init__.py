@@ -1,4 +1,7 @@
-"""Fakes of both workers, for tests and benchmarks of everything but the models: real gRPC servers, no torch."""
+"""Test tools for everything but the models: fakes of both workers, workers that answer garbage, and a proxy that cuts.
+
+Real gRPC servers and sockets, and no torch.
+"""
 
 from specpool.testing.fakes import (
     CHAT_TEMPLATE,
@@ -10,14 +13,21 @@ from specpool.testing.fakes import (
     FakeWorker,
     byte_tokenizer,
 )
+from specpool.testing.garbage import DRAFT_FAULTS, TARGET_FAULTS, GarbageDraft, GarbageTarget
+from specpool.testing.proxy import CuttingProxy
 
 __all__ = [
     "CHAT_TEMPLATE",
+    "DRAFT_FAULTS",
     "EOS_TOKEN_ID",
     "MEASURED_ROWS",
+    "TARGET_FAULTS",
     "VOCAB_SIZE",
+    "CuttingProxy",
     "FakeDraft",
     "FakeTarget",
     "FakeWorker",
+    "GarbageDraft",
+    "GarbageTarget",
     "byte_tokenizer",
 ]

@@ -9,6 +9,7 @@ import asyncio
 import math
 import random
 import time
+import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from rpc.errors import ANSWERED
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
 
 VOCAB_SIZE = 257
@@ -37,6 +39,8 @@ def byte_tokenizer() -> Tokenizer:
 
 class FakeWorker:
     """Slots and caches of a worker, with knobs for what can go wrong."""
+
+    _interceptors: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -63,13 +67,16 @@ class FakeWorker:
         self.forget_every = 0
         """The number of rounds after which all caches are lost, as if the worker had restarted. 0: never."""
         self.fail_next: list[grpc.StatusCode] = []
-        """Status codes that the next rounds end in, instead of being served."""
+        """Status codes that the next rounds end in, instead of being served, as answers of the worker's handlers."""
+        self.instance_id = uuid.uuid4().hex
+        """The process that the fake says it is; another one after each start."""
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
         """Starts serving; returns the address."""
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self.instance_id = uuid.uuid4().hex
+        self._server = grpc.aio.server(interceptors=self._interceptors, options=[("grpc.so_reuseport", 0)])
         self._register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -89,6 +96,7 @@ class FakeWorker:
     async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
         """Describes the fake."""
         return common_pb2.GetWorkerInfoResponse(
+            instance_id=self.instance_id,
             model=common_pb2.ModelInfo(
                 model="fake",
                 architecture="fake",
@@ -128,7 +136,7 @@ class FakeWorker:
         if self.forget_every and self.calls % self.forget_every == 0:
             self.forget()
         if self.fail_next:
-            await context.abort(self.fail_next.pop(0), "told to fail")
+            await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
         """The status of an item and the tokens cached once its own are appended."""
@@ -208,8 +216,17 @@ class FakeTarget(FakeWorker):
                 gained.append(draft)
             gained.append(self.choose(tokens))
         return target_worker_pb2.VerifyResult(
-            sequence_id=item.sequence_id, status=status, token_ids=gained, cached_length=len(tokens)
+            sequence_id=item.sequence_id,
+            status=status,
+            token_ids=gained,
+            cached_length=len(tokens),
+            logprobs=[_logprobs(item.logprobs)] * len(gained) if item.HasField("logprobs") else [],
         )
+
+
+def _logprobs(count: int) -> common_pb2.TokenLogprobs:
+    """Log-probabilities as a real target would give them, though all are alike."""
+    return common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=range(count), top_logprobs=[-1.0] * count)
 
 
 class FakeDraft(FakeWorker):

@@ -75,7 +75,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message.
+        """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message. A sample pauses
+        while its client lags behind by more than 256 tokens; a stream that stays unread is ended (RESOURCE_EXHAUSTED).
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -84,8 +85,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in flight: its caller gets what has been generated so far, with finish_reason "abort".
-        NOT_FOUND if no such request is in flight.
+        """Ends a request in flight of the same client: its caller gets what has been generated so far, with finish_reason
+        "abort". NOT_FOUND if no such request is in flight, or only one of another client.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,13 +40,14 @@ class GenerationServiceStub:
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateStreamResponse]
-    """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message.
+    """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message. A sample pauses
+    while its client lags behind by more than 256 tokens; a stream that stays unread is ended (RESOURCE_EXHAUSTED).
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
-    """Ends a request in flight: its caller gets what has been generated so far, with finish_reason "abort".
-    NOT_FOUND if no such request is in flight.
+    """Ends a request in flight of the same client: its caller gets what has been generated so far, with finish_reason
+    "abort". NOT_FOUND if no such request is in flight, or only one of another client.
     """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetModelInfoRequest, _generation_pb2.GetModelInfoResponse]
     """Describes the models behind this server and the limits of requests."""
@@ -63,13 +64,14 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message.
+    """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message. A sample pauses
+    while its client lags behind by more than 256 tokens; a stream that stays unread is ended (RESOURCE_EXHAUSTED).
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request in flight: its caller gets what has been generated so far, with finish_reason "abort".
-    NOT_FOUND if no such request is in flight.
+    """Ends a request in flight of the same client: its caller gets what has been generated so far, with finish_reason
+    "abort". NOT_FOUND if no such request is in flight, or only one of another client.
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetModelInfoRequest, _generation_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """Describes the models behind this server and the limits of requests."""
@@ -95,7 +97,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateStreamResponse], _abc.AsyncIterator[_generation_pb2.GenerateStreamResponse]]:
-        """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message.
+        """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message. A sample pauses
+        while its client lags behind by more than 256 tokens; a stream that stays unread is ended (RESOURCE_EXHAUSTED).
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -106,8 +109,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.AbortResponse, _abc.Awaitable[_generation_pb2.AbortResponse]]:
-        """Ends a request in flight: its caller gets what has been generated so far, with finish_reason "abort".
-        NOT_FOUND if no such request is in flight.
+        """Ends a request in flight of the same client: its caller gets what has been generated so far, with finish_reason
+        "abort". NOT_FOUND if no such request is in flight, or only one of another client.
         """
 
     @_abc_1.abstractmethod

@@ -6,9 +6,9 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.prompts.detokenizer import Detokenizer
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Sequence
 from coordinator.text import TextStream
-from coordinator.tokenizer import Detokenizer
 from protocol.sampling import SamplingParams
 from specpool.testing import byte_tokenizer
 

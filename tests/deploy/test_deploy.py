@@ -28,6 +28,7 @@ from rpc.server import LIVE
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 GPU = "nvidia.com/gpu"
+COMMIT = re.compile(r"[0-9a-f]{40}")
 COMPONENT = "app.kubernetes.io/component"
 WORKERS = ("draft-worker", "target-worker")
 ROLES = ("coordinator", *WORKERS)
@@ -118,11 +119,25 @@ def test_only_the_worker_image_has_torch() -> None:
     assert not [name for name in project()["project"]["dependencies"] if re.match(r"torch|accelerate", name)]
 
 
-@TARGETS
-def test_versions_are_those_of_the_constraints(target: str) -> None:
-    installs = [line for line in arguments_of(target, "RUN") if "pip install" in line and "--no-deps" not in line]
-    assert installs
-    assert all("-c /requirements/constraints.txt" in line for line in installs)
+@pytest.mark.parametrize("stage", ["wheel", "coordinator", "worker"])
+def test_only_wheels_are_installed_whose_hashes_the_constraints_have(stage: str) -> None:
+    installs = [line for line in arguments_of(stage, "RUN") if "pip install" in line and "--no-deps" not in line]
+    assert len(installs) > 1
+    assert all("-c /requirements/constraints.txt" in line or "--require-hashes" in line for line in installs)
+    assert image_environment(stage)["PIP_ONLY_BINARY"] == ":all:"
+
+
+def test_dockerfile_pulls_nothing_by_a_tag_alone() -> None:
+    bases = [stage[0].arguments.split()[0] for stage in stages().values()]
+    pulled = [base for base in bases if base not in stages()]
+    assert pulled
+    assert all(re.fullmatch(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", base) for base in pulled)
+    assert "# syntax=" not in (DEPLOY / "Dockerfile").read_text()  # BuildKit would pull that image too
+
+
+def test_only_the_worker_image_has_a_compiler() -> None:
+    with_packages = [stage for stage in stages() if any("apt-get" in line for line in arguments_of(stage, "RUN"))]
+    assert with_packages == ["worker"]
 
 
 @TARGETS
@@ -260,6 +275,12 @@ def test_coordinator_is_not_restarted_because_its_target_is_away(kustomization: 
     server = container(kustomization, "coordinator")
     assert server["livenessProbe"]["grpc"]["service"] == LIVE
     assert server["startupProbe"]["grpc"]["service"] == LIVE
+
+
+@pytest.mark.parametrize("role", WORKERS)
+@KUSTOMIZATIONS
+def test_model_is_pinned_to_a_commit(kustomization: str, role: str) -> None:
+    assert COMMIT.fullmatch(pod_settings(kustomization, role).revision)
 
 
 @pytest.mark.parametrize("role", WORKERS)
@@ -442,6 +463,11 @@ def test_container_of_the_coordinator_is_told_its_workers_and_published() -> Non
     assert "ports" not in service("draft-worker") | service("target-worker")
 
 
+@pytest.mark.parametrize("role", WORKERS)
+def test_container_has_a_model_that_is_pinned_to_a_commit(role: str) -> None:
+    assert COMMIT.fullmatch(service_settings(role).revision)
+
+
 def test_containers_of_the_workers_have_a_gpu_each() -> None:
     devices = [
         device
@@ -455,7 +481,11 @@ def test_containers_of_the_workers_have_a_gpu_each() -> None:
 
 @EVERY_ROLE
 def test_container_can_write_where_its_process_does(role: str) -> None:
-    assert "/tmp" in service(role)["tmpfs"]
+    [temporary] = service(role)["tmpfs"]
+    folder, _, options = temporary.partition(":")
+    assert folder == "/tmp"
+    # Docker's default is noexec; workers compile libraries there and load them.
+    assert options == ("exec" if role in WORKERS else "")
     if role in WORKERS:
         [volume] = service(role)["volumes"]
         name, path = volume.split(":")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from protocol.codec import read_step_costs, worker_info_response
+from protocol.answers import read_step_costs
+from protocol.codec import worker_info_response
 from protocol.worker_info import StepCosts, WorkerInfo
 
 NUMBERS = {field.name: 1 for field in fields(WorkerInfo) if field.type in (int, "int")}

@@ -9,8 +9,11 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from certificates import TOKEN, Authority
 from serving import PATIENCE_SECONDS, info_with_loads, serving
 
 from specpool.client import AsyncClient
@@ -165,6 +168,25 @@ async def test_it_serves_at_an_ipv6_address(tiny_pair: Pair) -> None:
         assert address.startswith("[::1]:")
         async with AsyncClient(address) as client:
             assert (await client.generate("abc", max_tokens=3)).token_ids
+
+
+async def test_its_coordinator_speaks_tls_and_asks_for_tokens(tiny_pair: Pair, tmp_path: Path) -> None:
+    ca, tokens = Authority(tmp_path), tmp_path / "tokens"
+    shown = ca.issue("up", ["DNS:up.example"])
+    tokens.write_text(f"alice {TOKEN}\n")
+    flags = ["--tls-cert", str(shown.cert), "--tls-key", str(shown.key), "--tls-ca", str(ca.path)]
+    flags += ["--api-tokens", str(tokens), "--allowed-names", "alice,bob", "--no-reflection", "--drain-seconds", "1"]
+    client: Any = {"tls_ca": ca.path, "tls_name": "up.example", "token": TOKEN}
+    async with started(*up(tiny_pair, *flags)) as process:
+        address = await address_of(process)
+        async with AsyncClient(address, **client, **ca.issue("alice").options) as alice:
+            assert (await alice.generate("abc", max_tokens=3)).token_ids
+            assert (await info_with_loads(alice.server_info)).draft.state == "ready"
+        async with AsyncClient(address, **client, **ca.issue("mallory").options) as mallory:
+            with pytest.raises(grpc.aio.AioRpcError, match="PERMISSION_DENIED"):
+                await mallory.generate("abc", max_tokens=3)
+        process.terminate()
+        await process.communicate()
 
 
 async def test_what_cannot_be_run_is_refused_before_anything_is_started() -> None:

@@ -23,7 +23,7 @@ from serving import (
 
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from coordinator.workers.link import MismatchError
+from coordinator.workers.errors import MismatchError
 from specpool.v1 import generation_pb2 as pb
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -256,6 +256,7 @@ async def test_a_target_that_comes_back_with_another_model_ends_the_process_and_
     """No answer may mix tokens of two models, and no call may wait for ever."""
     with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
         async with serving(drain_seconds=3600) as served:
+            stopped = asyncio.create_task(served.process.wait_stopped())
             running = asyncio.ensure_future(stream(served, make_request(max_tokens=1000)))
             await served.until(lambda info: info.running)
             await served.target.stop()
@@ -264,6 +265,7 @@ async def test_a_target_that_comes_back_with_another_model_ends_the_process_and_
             await served.target.start(served.target_address)
             with pytest.raises(grpc.aio.AioRpcError):
                 await running
+            await stopped
 
 
 async def test_a_target_with_fewer_slots_finishes_those_who_have_one_first() -> None:

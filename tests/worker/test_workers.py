@@ -10,213 +10,48 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tiny_models import forget_all, load_engine, random_tokens
+from tiny_models import forget_all, random_tokens
 from tiny_pair import MAX_MODEL_LEN
 from tokenizers import Tokenizer
+from worker_service import (
+    CACHE_MISS,
+    DRAFT,
+    NO_SLOT,
+    OK,
+    PATIENCE_SECONDS,
+    SLOTS,
+    STALE_ROUND,
+    TARGET,
+    Role,
+    Worker,
+    failure,
+    propose,
+    serving,
+    tokens_of,
+    verify,
+    violated_fields,
+    wait_serving,
+    worker_process,
+)
 
 import draft_worker.server
 import target_worker.server
-from draft_worker.proposer import Proposer
-from draft_worker.service import DraftWorkerServicer
 from engine import startup
-from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.options import EngineOptions
-from rpc.channel import MAX_ROUND_BYTES
-from rpc.server import Server
-from rpc.settings import ServerSettings
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
-from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
-from target_worker.service import TargetWorkerServicer
+from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 from target_worker.verifier import Verifier
 from worker.host import WorkerHost
-from worker.process import _serve
-from worker.servicer import WorkerServicer
-from worker.settings import WorkerSettings
-
-SLOTS = 3
-TRUTH_SLOT = 7
-"""A slot of the arena that is missing from the tests' slot table."""
-PATIENCE_SECONDS = 60
-
-OK = common_pb2.ITEM_STATUS_OK
-CACHE_MISS = common_pb2.ITEM_STATUS_CACHE_MISS
-NO_SLOT = common_pb2.ITEM_STATUS_NO_SLOT
-STALE_ROUND = common_pb2.ITEM_STATUS_STALE_ROUND
-
-
-@dataclass(frozen=True)
-class Role:
-    """The differences between the two workers."""
-
-    name: str
-    backend: Callable[[Engine], Any]
-    servicer: Callable[[WorkerHost], WorkerServicer]
-    register: Callable[..., None]
-    stub: Callable[[grpc.aio.Channel], Any]
-
-
-DRAFT = Role(
-    "DraftWorkerService",
-    Proposer,
-    DraftWorkerServicer,
-    draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server,
-    draft_worker_pb2_grpc.DraftWorkerServiceStub,
-)
-TARGET = Role(
-    "TargetWorkerService",
-    Verifier,
-    TargetWorkerServicer,
-    target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server,
-    target_worker_pb2_grpc.TargetWorkerServiceStub,
-)
-
-
-@dataclass
-class Worker:
-    """A worker that serves in this process, and the calls of a coordinator to it."""
-
-    role: Role
-    host: WorkerHost
-    channel: grpc.aio.Channel
-    engine: Engine
-
-    def __post_init__(self) -> None:
-        self.stub = self.role.stub(self.channel)
-        self.rounds = itertools.count(1)
-
-    async def round(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> list[Any]:
-        """Results of one round, by default the coordinator's next one."""
-        return list((await self.respond(*items, coordinator_id=coordinator_id, round_id=round_id)).results)
-
-    async def respond(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> Any:
-        request = self.request(*items, coordinator_id=coordinator_id, round_id=round_id)
-        return await (self.stub.Propose if self.role is DRAFT else self.stub.Verify)(request)
-
-    def request(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> Any:
-        kind = draft_worker_pb2.ProposeRequest if self.role is DRAFT else target_worker_pb2.VerifyRequest
-        number = next(self.rounds) if round_id is None else round_id
-        return kind(coordinator_id=coordinator_id, round_id=number, items=items)
-
-    def open_stream(self) -> Any:
-        return (self.stub.ProposeStream if self.role is DRAFT else self.stub.VerifyStream)()
-
-    def item(self, sequence_id: int, base_length: int, token_ids: Sequence[int]) -> Any:
-        """Work for either role: append tokens, and answer with one more token."""
-        if self.role is DRAFT:
-            return propose(sequence_id, base_length, token_ids, 1)
-        return verify(sequence_id, base_length, token_ids)
-
-    async def release(self, *sequence_ids: int, coordinator_id: str = "c") -> int:
-        request = common_pb2.ReleaseRequest(coordinator_id=coordinator_id, sequence_ids=sequence_ids)
-        return (await self.stub.Release(request)).released
-
-    async def info(self) -> common_pb2.GetWorkerInfoResponse:
-        return await self.stub.GetWorkerInfo(common_pb2.GetWorkerInfoRequest())
-
-    def cached(self, sequence_id: int, coordinator_id: str = "c") -> int:
-        return self.engine.slots[coordinator_id, sequence_id].cached_length
-
-    def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Tokens of plain decoding with this worker's model, one at a time and with no other sequence in the batch."""
-        tokens = list(prompt)
-        for start in [0, *range(len(prompt), len(prompt) + count - 1)]:
-            tokens += self.engine.forward([Span(TRUTH_SLOT, start, tokens[start:], 1)]).argmax(-1).tolist()
-        return tokens[len(prompt) :]
-
-
-def propose(sequence_id: int, base_length: int, token_ids: Sequence[int], k: int) -> draft_worker_pb2.ProposeItem:
-    return draft_worker_pb2.ProposeItem(
-        sequence_id=sequence_id, base_length=base_length, token_ids=token_ids, num_draft_tokens=k
-    )
-
-
-def verify(
-    sequence_id: int,
-    base_length: int,
-    token_ids: Sequence[int],
-    draft_token_ids: Sequence[int] = (),
-    prefill_only: bool = False,
-) -> target_worker_pb2.VerifyItem:
-    return target_worker_pb2.VerifyItem(
-        sequence_id=sequence_id,
-        base_length=base_length,
-        token_ids=token_ids,
-        draft_token_ids=draft_token_ids,
-        prefill_only=prefill_only,
-    )
-
-
-@pytest.fixture(scope="module")
-def engines(tiny_pair: tuple[Path, Path]) -> dict[str, Engine]:
-    return {TARGET.name: load_engine(tiny_pair[0]), DRAFT.name: load_engine(tiny_pair[1], exact=False)}
-
-
-@asynccontextmanager
-async def serving(role: Role, engine: Engine) -> AsyncIterator[Worker]:
-    """A loaded worker with empty slots."""
-    forget_all(engine, SLOTS)
-    host = WorkerHost(lambda: role.backend(engine))
-    server = Server(ServerSettings(drain_seconds=0), MAX_ROUND_BYTES)
-    server.add(f"specpool.v1.{role.name}", role.register, role.servicer(host))
-    port = await server.start()
-    await host.load()
-    server.set_serving(True)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Worker(role, host, channel, engine)
-    server.stop()
-    await server.wait_stopped()
-    host.close()
-    engine.slots.check_integrity()
-
-
-@pytest.fixture
-async def target(engines: dict[str, Engine]) -> AsyncIterator[Worker]:
-    async with serving(TARGET, engines[TARGET.name]) as worker:
-        yield worker
-
-
-@pytest.fixture
-async def draft(engines: dict[str, Engine]) -> AsyncIterator[Worker]:
-    async with serving(DRAFT, engines[DRAFT.name]) as worker:
-        yield worker
-
-
-@pytest.fixture(params=[TARGET, DRAFT], ids=["target", "draft"])
-async def worker(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> AsyncIterator[Worker]:
-    async with serving(request.param, engines[request.param.name]) as worker:
-        yield worker
-
-
-def tokens_of(result: Any) -> list[int]:
-    return list(result.draft_token_ids if hasattr(result, "draft_token_ids") else result.token_ids)
-
-
-async def failure(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
-
-
-def violated_fields(error: grpc.aio.AioRpcError) -> list[str]:
-    """Fields named by the machine-readable details of an error."""
-    (payload,) = [value for key, value in error.trailing_metadata() if key == "grpc-status-details-bin"]
-    bad_request = error_details_pb2.BadRequest()
-    assert status_pb2.Status.FromString(payload).details[0].Unpack(bad_request)
-    return [violation.field for violation in bad_request.field_violations]
-
 
 # --- Rounds
 
@@ -562,7 +397,12 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         equivalence=common_pb2.EQUIVALENCE_BITWISE if worker.role is TARGET else common_pb2.EQUIVALENCE_NUMERIC,
         parameters=info.parameters,
+        weights_fingerprint=info.weights_fingerprint,
+        numerics_fingerprint=info.numerics_fingerprint,
     )
+    assert bool(info.numerics_fingerprint) == (worker.role is TARGET)
+    assert re.fullmatch("[0-9a-f]{32}", response.instance_id)
+    assert (await worker.info()).instance_id == response.instance_id
     assert response.load == common_pb2.WorkerLoad(
         slots_total=SLOTS,
         slots_in_use=1,
@@ -662,7 +502,7 @@ async def test_a_drain_ends_streams_that_wait_and_those_in_a_round_after_it(work
             assert answers[0] is grpc.aio.EOF
             assert answers[1] is grpc.aio.EOF or await playing.read() is grpc.aio.EOF
     finally:
-        worker.host._draining = False
+        worker.host.streams._draining = False
 
 
 async def test_a_released_sequence_may_begin_with_itself(worker: Worker) -> None:
@@ -763,38 +603,6 @@ async def test_an_exception_inside_is_internal_and_shows_nothing_of_the_inside(
 # --- Starting and stopping
 
 
-@dataclass
-class Process:
-    """The life cycle of a worker process, run as a task in this process."""
-
-    server: Server
-    address: str
-    task: asyncio.Task[None]
-
-
-@asynccontextmanager
-async def process(role: Role, load: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
-    started: asyncio.Future[tuple[Server, int]] = asyncio.get_running_loop().create_future()
-    start = Server.start
-
-    async def started_at(server: Server) -> int:
-        port = await start(server)
-        started.set_result((server, port))
-        return port
-
-    monkeypatch.setattr(Server, "start", started_at)
-    host = WorkerHost(load)
-    servicer = role.servicer(host)
-    settings = WorkerSettings(drain_seconds=PATIENCE_SECONDS)
-    task = asyncio.create_task(
-        _serve(settings, host, lambda server: server.add(f"specpool.v1.{role.name}", role.register, servicer))
-    )
-    server, port = await started
-    yield Process(server, f"127.0.0.1:{port}", task)
-    server.stop()
-    await asyncio.wait([task])
-
-
 @pytest.mark.parametrize("role", [TARGET, DRAFT], ids=["target", "draft"])
 async def test_a_worker_that_loads_is_unavailable_and_says_so_and_serves_then(
     role: Role, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
@@ -808,7 +616,10 @@ async def test_a_worker_that_loads_is_unavailable_and_says_so_and_serves_then(
         return role.backend(engine)
 
     names = ["", f"specpool.v1.{role.name}"]
-    async with process(role, load, monkeypatch) as started, grpc.aio.insecure_channel(started.address) as channel:
+    async with (
+        worker_process(role, load, monkeypatch) as started,
+        grpc.aio.insecure_channel(started.address) as channel,
+    ):
         worker = Worker(role, WorkerHost(load), channel, engine)
         health = health_pb2_grpc.HealthStub(channel)
         try:
@@ -835,7 +646,7 @@ async def test_a_worker_that_cannot_load_ends_with_the_reason(monkeypatch: pytes
     def load() -> Any:
         raise OSError("no such weights")
 
-    async with process(TARGET, load, monkeypatch) as started:
+    async with worker_process(TARGET, load, monkeypatch) as started:
         await asyncio.wait([started.task], timeout=PATIENCE_SECONDS)
         assert isinstance(started.task.exception(), OSError)
 
@@ -854,7 +665,7 @@ async def test_a_draining_worker_finishes_the_round_it_is_in(
             return super().verify(*arguments)
 
     async with (
-        process(TARGET, lambda: SlowVerifier(engine), monkeypatch) as started,
+        worker_process(TARGET, lambda: SlowVerifier(engine), monkeypatch) as started,
         grpc.aio.insecure_channel(started.address) as channel,
     ):
         await wait_serving(channel)
@@ -867,15 +678,6 @@ async def test_a_draining_worker_finishes_the_round_it_is_in(
         finish.set()
         (result,) = await call
         assert result.status == OK
-
-
-async def wait_serving(channel: grpc.aio.Channel, service: str = "") -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
-        async for answer in watch:
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                break
-        watch.cancel()
 
 
 # --- Real processes

@@ -9,8 +9,9 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
+
+from engine.passes.native.folders import check_file, places, private_folder
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +43,36 @@ def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool =
 def _compile(command: tuple[str, ...], source: str) -> ctypes.CDLL | None:
     """Compiles once per process. Nothing is kept on disk: compiling takes less time than finding out whether a file
     fits this processor."""
-    with tempfile.TemporaryDirectory(prefix="specpool-") as folder:
-        file, library = Path(folder, SOURCE.name), f"{folder}/decoder.so"
-        file.write_text(source)
+    reasons = []
+    for place in places():
         try:
-            subprocess.run(
-                [*command, str(file), "-o", library, *_openmp(), "-lm"],
-                check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
-            )  # fmt: skip
-            return ctypes.CDLL(library)
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = (getattr(error, "stderr", None) or str(error)).strip()
-            log.warning("the forward pass could not be compiled, and runs on torch's operations: %s", reason)
-            return None
+            with private_folder(place) as folder:
+                return _load(_build(command, source, folder))
+        except OSError as error:  # no such folder can be made here, or no code can be loaded from it
+            reasons.append(str(error))
+        except subprocess.SubprocessError as error:  # nor would it be compiled anywhere else
+            reasons.append((getattr(error, "stderr", None) or str(error)).strip())
+            break
+    reason = "; ".join(reasons)
+    log.warning("the forward pass could not be compiled, and runs on torch's operations: %s", reason)
+    return None
+
+
+def _build(command: tuple[str, ...], source: str, folder: Path) -> Path:
+    """Compiles into a private folder; returns the library, which is whole if it is there. OSError, SubprocessError."""
+    file, unfinished, library = folder / SOURCE.name, folder / "decoder.part", folder / "decoder.so"
+    file.write_text(source)
+    subprocess.run(
+        [*command, str(file), "-o", str(unfinished), *_openmp(), "-lm"],
+        check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    unfinished.chmod(0o700)  # whatever the umask
+    return unfinished.rename(library)
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    check_file(library)
+    return ctypes.CDLL(str(library))
 
 
 def _openmp() -> list[str]:

@@ -121,6 +121,24 @@ def test_a_fixed_length_is_what_the_request_says(k: int) -> None:
     assert len(order_of(drafting, make_sequence(LOOP, adaptive=False, k=k, method=DraftMethod.NGRAM)).lookup_ids) == k
 
 
+@pytest.mark.parametrize("method", [DraftMethod.MODEL, DraftMethod.NGRAM])
+@pytest.mark.parametrize("rate", [0.01, 0.9])
+def test_a_long_fixed_length_is_for_rounds_without_requests_that_fix_none(method: DraftMethod, rate: float) -> None:
+    """They would wait for draft steps that save them no time."""
+    drafting = make_drafting(rate)
+    greedy = make_sequence(LOOP, number=2, k=16, adaptive=False, method=method)
+
+    def length(*others: Sequence) -> int:
+        order = drafting.orders([greedy, *others], WORKER)[2]
+        return order.by_model or len(order.lookup_ids)
+
+    most = max(4, len(drafting.lengths.plan.steps))
+    assert length(make_sequence()) == length(make_sequence(), make_sequence(number=3, adaptive=False)) == most
+    assert length() == length(make_sequence(number=3, k=16, adaptive=False)) == 16
+    short = make_sequence(number=4, k=2, adaptive=False, method=DraftMethod.MODEL)
+    assert drafting.orders([make_sequence(), short], WORKER)[4].by_model == 2
+
+
 def test_a_round_now_and_then_is_plain() -> None:
     drafting, sequence = make_drafting(rate=0.9), make_sequence()
     plain = sum(order_of(drafting, sequence).by_model == 0 for _ in range(10 * PLAIN_EVERY))

@@ -1,9 +1,11 @@
 """Prompt lookup against a search that is too simple to be wrong."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.ngrams import LONGEST_RUN, SHORTEST_RUN, NgramIndex
+from coordinator.drafting.ngrams import INDEXED_A_CALL, LONGEST_RUN, SHORTEST_RUN, TOKENS_KEPT, NgramIndex
 
 
 def reference(token_ids: list[int], k: int) -> tuple[tuple[int, ...], int]:
@@ -36,3 +38,59 @@ def test_nothing_is_made_of_nothing() -> None:
     assert NgramIndex().propose([], 4) == ((), 0)
     assert NgramIndex().propose([5], 4) == ((), 0)
     assert NgramIndex().propose([1, 2, 3, 4], 4) == ((), 0)
+
+
+class Counted(list[int]):
+    """A list that counts the items read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1 if isinstance(index, int) else len(range(*index.indices(len(self))))
+        return super().__getitem__(index)
+
+
+def distinct(count: int) -> list[int]:
+    """A prompt in which no pair of tokens comes twice."""
+    return [i // 2 if i % 2 else i + count for i in range(count)]
+
+
+def test_a_long_prompt_is_indexed_over_many_calls() -> None:
+    """Each reads a bounded number of tokens, and only those of the index so far are found."""
+    prompt = Counted([*distinct(20 * INDEXED_A_CALL), 1, 2, 3, 4, 5, 6])
+    prompt += [*distinct(INDEXED_A_CALL), 1, 2, 3, 4]
+    index = NgramIndex()
+    for call in range(22):
+        before = prompt.reads
+        proposed = index.propose(prompt, 2)
+        assert prompt.reads - before < 3 * INDEXED_A_CALL
+        assert proposed == (((), 0) if call < 20 else ((5, 6), 4))
+
+
+def test_runs_are_indexed_before_they_are_looked_up() -> None:
+    prompt = [*distinct(2 * INDEXED_A_CALL), 1, 2, 3, 4, 5, 1, 2, 3]
+    index = NgramIndex()
+    index.extend(prompt)
+    index.extend(prompt)
+    assert index.propose(prompt, 2) == ((4, 5), 3)
+
+
+def test_old_runs_are_forgotten_so_that_memory_is_bounded() -> None:
+    ids = distinct(5 * TOKENS_KEPT)
+    recent, old = ids[-TOKENS_KEPT // 2 :][:4], ids[100:104]
+    index = NgramIndex()
+    for _ in range(len(ids) // INDEXED_A_CALL + 1):
+        index.extend(ids)
+    assert index.propose([*ids, *recent], 1)[1] == 4
+    assert index.propose([*ids, *recent, *old], 1) == ((), 0)
+    assert len(index._last) + len(index._last_of_older) <= 2 * TOKENS_KEPT
+
+
+def test_a_pair_that_comes_all_the_time_costs_no_more() -> None:
+    prompt, index = Counted([1, 2] * 50_000), NgramIndex()
+    for _ in range(len(prompt) // INDEXED_A_CALL + 1):
+        index.extend(prompt)
+    prompt += [9, 1, 2]  # the run of three or four does not come before
+    before = prompt.reads
+    assert index.propose(prompt, 1) == ((9,), 2)
+    assert prompt.reads - before < 500

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, Exspec, Group, GroupingLimits, Policy
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.ready import ReadySet
@@ -180,7 +181,7 @@ def test_everybody_finishes_and_nobody_waits_for_long(
 ) -> None:
     rng = random.Random(seed)
     arrivals = [sequence(i, length, max_tokens=rng.randint(1, 40)) for i, length in enumerate(lengths)]
-    pool = Pool(window, queue_size=100, by_length=by_length)
+    pool = Pool(window, QueueLimits(100), by_length=by_length)
     rounds = serve_all(POLICIES[name](limits), pool, arrivals, gain=lambda: rng.randint(1, 5))
     played: dict[int, list[int]] = {}
     for number, group in enumerate(rounds):
@@ -196,7 +197,7 @@ def test_a_thousand_sequences_in_a_window_of_hundreds() -> None:
     rng = random.Random(3)
     arrivals = [sequence(i, rng.randint(1, 200), max_tokens=rng.randint(1, 60)) for i in range(1000)]
     for name, make in POLICIES.items():
-        pool = Pool(300, queue_size=1000)
+        pool = Pool(300, QueueLimits(1000))
         fresh = [sequence(s.sequence_id, len(s.token_ids), s.request.max_tokens) for s in arrivals]
         rounds = serve_all(make(GroupingLimits(8, 4)), pool, fresh, gain=lambda: rng.randint(1, 5))
         assert all(s.finish is not None for s in fresh), name
@@ -204,14 +205,14 @@ def test_a_thousand_sequences_in_a_window_of_hundreds() -> None:
 
 
 def test_newcomers_of_about_one_length_follow_each_other_on_request() -> None:
-    pool = Pool(window_size=5, queue_size=9, by_length=True)
+    pool = Pool(5, QueueLimits(9), by_length=True)
     for newcomer in sequences([50, 9, 52, 90, 49]):
         pool.submit([newcomer])
     assert [s.sequence_id for s in pool.admit()] == [1, 4, 0, 2, 3]
 
 
 def test_admission_by_length_passes_nobody_over_for_ever() -> None:
-    pool = Pool(window_size=1, queue_size=9, by_length=True)
+    pool = Pool(1, QueueLimits(9), by_length=True)
     long, ids = sequence(0, 500), count(1)
     pool.submit([long])
     for _ in range(100):
@@ -222,7 +223,7 @@ def test_admission_by_length_passes_nobody_over_for_ever() -> None:
         pool.released(pool.leaving)
         if admitted is long:
             return
-        pool.abort(next(s for i in range(next(ids)) for s in pool.find(str(i)) if s is not long))
+        pool.abort(next(s for i in range(next(ids)) for s in pool.find("", str(i)) if s is not long))
     raise AssertionError("the long prompt never entered")
 
 

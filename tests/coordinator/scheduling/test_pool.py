@@ -3,19 +3,23 @@
 import math
 from collections.abc import Iterable
 from itertools import count
+from typing import Any
+from unittest import mock
 
 import pytest
+from fair_rule import FairRule
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.scheduling.capacity import KVCapacity
+from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
-from coordinator.scheduling.pool import DuplicateRequestError, Pool, PoolFullError
+from coordinator.scheduling.pool import DuplicateRequestError, Pool
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
 # Few, so that ids are used again, as clients do: also while an aborted namesake is still in its round.
 REQUEST_IDS = st.sampled_from("abcdefgh")
+CLIENTS = st.sampled_from("xyz")
 
 
 # Prompts that begin alike or do not, in lengths around the blocks in which that is noticed.
@@ -23,13 +27,18 @@ PROMPTS = st.tuples(st.integers(0, 1), st.sampled_from([1, 15, 17, 40])).map(lam
 
 
 def make_sequence(
-    sequence_id: int, request_id: str | None = None, max_tokens: int = 3, prompt: tuple[int, ...] = (1,)
+    sequence_id: int,
+    request_id: str | None = None,
+    max_tokens: int = 3,
+    prompt: tuple[int, ...] = (1,),
+    **fields: Any,
 ) -> Sequence:
-    return Sequence(sequence_id, GenerationRequest(request_id or str(sequence_id), prompt, max_tokens, frozenset(), 4))
+    request = GenerationRequest(request_id or str(sequence_id), prompt, max_tokens, frozenset(), 4, **fields)
+    return Sequence(sequence_id, request)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`waiting` and `inside` are what the pool should hold; `group` plays a round."""
+    """`waiting` and `inside` are what the pool should hold, `left` what still has a slot; `group` plays a round."""
 
     @initialize(
         window_size=st.integers(1, 4),
@@ -38,14 +47,18 @@ class PoolMachine(RuleBasedStateMachine):
         multiple=st.sampled_from([0, 1, 16]),
     )
     def start(self, window_size: int, queue_size: int, positions: int, multiple: int) -> None:
-        self.pool = Pool(window_size, queue_size)
+        self.pool = Pool(window_size, QueueLimits(queue_size))
         self.pool.kv_capacity = KVCapacity(positions, multiple)
         self.kept: dict[int, int] = {}
         self.ids = count(1)
-        self.waiting: list[Sequence] = []
+        self.rule = FairRule()
         self.inside: list[Sequence] = []
         self.left: set[int] = set()
         self.group: list[Sequence] = []
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return self.rule.waiting
 
     def in_flight(self) -> list[Sequence]:
         return self.waiting + [sequence for sequence in self.inside if sequence.finish is None]
@@ -65,31 +78,44 @@ class PoolMachine(RuleBasedStateMachine):
             entering.append(sequence)
         return entering
 
-    def parked(self) -> list[Sequence]:
-        return [s for s in self.inside if s.target_prefix is not None and s.target_prefix.is_coming]
+    def most_waiting(self, client: str, n: int, entering: int) -> int:
+        size, window = self.pool.limits.samples, self.pool.window_size
+        has_others = any(sequence.request.client == client for sequence in self.waiting)
+        return size if has_others or n - entering > size else size + min(size, window)
 
-    @rule(request_id=REQUEST_IDS, prompt=PROMPTS, n=st.sampled_from([1, 1, 1, 2, 3]))
-    def submit(self, request_id: str, prompt: tuple[int, ...], n: int) -> None:
-        samples = [make_sequence(next(self.ids), request_id, prompt=prompt) for _ in range(n)]
+    @rule(
+        request_id=REQUEST_IDS,
+        prompt=PROMPTS,
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        client=CLIENTS,
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, request_id: str, prompt: tuple[int, ...], n: int, client: str, priority: int) -> None:
+        fields: dict[str, Any] = {"client": client, "priority": priority}
+        samples = [make_sequence(next(self.ids), request_id, prompt=prompt, **fields) for _ in range(n)]
+        entering = len(self.next_to_enter([*self.waiting, *samples]))
         for other in samples[1:]:
             other.target_prefix = Prefix(samples[0], len(prompt) - 1)
-        if any(other.request.request_id == request_id for other in self.in_flight()):
+        if any(other.request.key == (client, request_id) for other in self.in_flight()):
             with pytest.raises(DuplicateRequestError):
                 self.pool.submit(samples)
-        elif len(self.waiting) + n > self.pool.queue_size + len(self.next_to_enter([*self.waiting, *samples])):
+        elif len(self.waiting) + n - entering > self.most_waiting(client, n, entering):
             with pytest.raises(PoolFullError):
                 self.pool.submit(samples)
         else:
             self.pool.submit(samples)
-            self.waiting += samples
+            self.rule.add(samples)
 
     @rule()
     def admit(self) -> None:
-        expected = self.next_to_enter(self.waiting)
-        self.kept.update((sequence.sequence_id, self.pool.kv_capacity.taken_by(sequence)) for sequence in expected)
+        expected: list[Sequence] = []
+        while self.waiting and self.next_to_enter([self.rule.next]):
+            sequence = self.rule.next
+            self.kept[sequence.sequence_id] = self.pool.kv_capacity.taken_by(sequence)
+            self.inside.append(sequence)
+            self.rule.enter(sequence)
+            expected.append(sequence)
         assert self.pool.admit() == expected
-        self.inside += expected
-        del self.waiting[: len(expected)]
 
     @precondition(lambda self: not self.group)
     @rule(limit=st.integers(1, 4))
@@ -125,11 +151,21 @@ class PoolMachine(RuleBasedStateMachine):
             self.inside.remove(sequence)
             self.left.add(sequence.sequence_id)
 
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def pause_or_resume(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.inside))
+        if sequence.paused:
+            self.pool.resume(sequence)
+        else:
+            self.pool.pause(sequence)
+
     @rule()
     def release(self) -> None:
         leaving = self.pool.leaving
         assert leaving == self.left
         self.pool.released(leaving)
+        self.rule.running = [sequence for sequence in self.rule.running if sequence.sequence_id not in leaving]
         self.left.clear()
 
     @invariant()
@@ -137,12 +173,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         assert self.pool.queued == len(self.waiting)
         assert self.pool.running == len(self.in_flight()) - len(self.waiting)
+        assert not any(sequence.paused for sequence in self.pool.ready)
         idle = {sequence for sequence in self.inside if sequence not in self.group}
-        # Who was parked is ready at the next admission after what it waited for has come.
-        assert idle - set(self.parked()) >= set(self.pool.ready)
+        assert idle >= set(self.pool.ready)
         assert set(self.pool.members) == idle
         for sequence in self.in_flight():
-            assert sequence in self.pool.find(sequence.request.request_id)
+            assert sequence in self.pool.find(*sequence.request.key)
 
     def teardown(self) -> None:
         """Whatever happened before, rounds of one sequence at a time finish all."""
@@ -151,6 +187,8 @@ class PoolMachine(RuleBasedStateMachine):
         everybody = self.in_flight()
         if self.group:
             self.end_round(1)
+        for sequence in everybody:
+            self.pool.resume(sequence)
         for _ in range(5 * len(everybody) + 1):
             self.release()
             self.admit()
@@ -167,7 +205,7 @@ TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=
 
 
 def filled(window_size: int, number: int, queue_size: int = 100) -> tuple[Pool, list[Sequence]]:
-    pool = Pool(window_size, queue_size)
+    pool = Pool(window_size, QueueLimits(queue_size))
     sequences = [make_sequence(i, max_tokens=1000) for i in range(number)]
     for sequence in sequences:
         pool.submit([sequence])
@@ -227,7 +265,7 @@ def test_a_request_id_can_be_used_again_while_its_aborted_namesake_is_in_a_round
     new = make_sequence(1, old.request.request_id)
     pool.submit([new])
     pool.end_round([old])
-    assert pool.find(new.request.request_id) == [new]
+    assert pool.find(*new.request.key) == [new]
     assert (pool.running, pool.queued) == (0, 1)
 
 
@@ -235,7 +273,7 @@ def test_a_duplicate_request_id_is_refused_and_changes_nothing() -> None:
     pool, (sequence,) = filled(window_size=1, number=1)
     with pytest.raises(DuplicateRequestError):
         pool.submit([make_sequence(7, sequence.request.request_id)])
-    assert pool.find(sequence.request.request_id) == [sequence]
+    assert pool.find(*sequence.request.key) == [sequence]
     assert pool.queued == 1
 
 
@@ -276,21 +314,21 @@ def prefill(pool: Pool, sequence: Sequence, length: int) -> None:
 
 
 def test_who_begins_as_another_does_waits_until_the_shared_part_was_worked_off() -> None:
-    pool = Pool(4, 9)
+    pool = Pool(4, QueueLimits(9))
     first, second, longer = [*sharing(pool, [1, 2]), *sharing(pool, [3], (5,) * 20 + (6,) * 20)]
     pool.admit()
     assert list(pool.ready) == [first]
-    prefill(pool, first, 20)
+    prefill(pool, first, 16)
     pool.admit()
     assert list(pool.ready) == [first, longer]
     prefill(pool, first, 39)
     pool.admit()
     assert list(pool.ready) == [longer, first, second]
-    assert (second.target_base, longer.target_base) == (39, 20)
+    assert (second.target_base, longer.target_base) == (32, 16)
 
 
 def test_nobody_waits_for_one_that_was_aborted() -> None:
-    pool = Pool(4, 9)
+    pool = Pool(4, QueueLimits(9))
     first, second = sharing(pool, [1, 2])
     pool.admit()
     pool.abort(first)
@@ -300,7 +338,7 @@ def test_nobody_waits_for_one_that_was_aborted() -> None:
 
 
 def test_without_prefix_reuse_nobody_waits_and_nothing_is_copied() -> None:
-    pool = Pool(4, 9, prefix_reuse=False)
+    pool = Pool(4, QueueLimits(9), prefix_reuse=False)
     sequences = sharing(pool, [1, 2])
     pool.admit()
     assert list(pool.ready) == sequences
@@ -308,7 +346,7 @@ def test_without_prefix_reuse_nobody_waits_and_nothing_is_copied() -> None:
 
 
 def test_finished_sequences_are_prefixes_while_there_are_slots_for_them() -> None:
-    pool = Pool(1, 9, slots=2)
+    pool = Pool(1, QueueLimits(9), slots=2)
     sources = []
     for i, prompt in enumerate([(5,) * 40, (6,) * 40, (7,) * 40]):
         (sequence,) = sharing(pool, [i], prompt)
@@ -321,8 +359,8 @@ def test_finished_sequences_are_prefixes_while_there_are_slots_for_them() -> Non
         sources.append(sequence)
     again = [*sharing(pool, [8], (7,) * 40 + (1, 1, 2)), *sharing(pool, [9], (5,) * 40)]
     pool.admit()
-    assert again[0].target_prefix == Prefix(sources[2], 42)
-    assert again[0].target_base == 39
+    assert again[0].target_prefix == Prefix(sources[2], 32)
+    assert again[0].target_base == 32
     pool.abort(again[0])
     pool.released({8})
     pool.admit()
@@ -331,7 +369,7 @@ def test_finished_sequences_are_prefixes_while_there_are_slots_for_them() -> Non
 
 def test_finished_sequences_keep_no_others_alive() -> None:
     """A prefix names its source, which had a source of its own: whole histories would never be freed."""
-    pool = Pool(1, 9, slots=9)
+    pool = Pool(1, QueueLimits(9), slots=9)
     for i in range(3):
         (sequence,) = sharing(pool, [i])
         pool.admit()
@@ -339,3 +377,160 @@ def test_finished_sequences_keep_no_others_alive() -> None:
         pool.abort(sequence)
         pool.released({i})
         assert sequence.target_prefix is sequence.draft_prefix is None
+
+
+# --- Fair between clients: the rule itself is tested in test_fair_queue.py
+
+
+def admit_all(pool: Pool, rounds: int) -> list[Sequence]:
+    """The order in which sequences enter where each leaves as soon as another one needs its place."""
+    entered: list[Sequence] = []
+    for _ in range(rounds):
+        entered += pool.admit()
+        pool.abort(next(iter(pool.members)))
+        pool.released(pool.leaving)
+    return entered
+
+
+def test_two_hundred_requests_of_one_client_delay_one_of_another_by_one_place() -> None:
+    pool = Pool(4, QueueLimits(300))
+    for i in range(200):
+        pool.submit([make_sequence(i, max_tokens=1000, client="many")])
+    pool.admit()
+    pool.submit([make_sequence(999, client="one")])
+    assert [s.sequence_id for s in admit_all(pool, 3)] == [999, 4]
+
+
+def test_a_request_of_many_samples_lets_others_of_its_client_pass() -> None:
+    pool = Pool(8, QueueLimits(100))
+    pool.submit([make_sequence(i, "many") for i in range(64)])
+    pool.admit()
+    pool.submit([make_sequence(100)])
+    pool.submit([make_sequence(101)])
+    assert [s.sequence_id for s in admit_all(pool, 5)] == [100, 101, 8, 9]
+
+
+def test_priority_orders_the_requests_of_one_client_and_not_those_of_others() -> None:
+    pool = Pool(1, QueueLimits(9))
+    for i, (client, priority) in enumerate([("a", 5), ("a", 0), ("b", 9), ("a", -1), ("b", 8)]):
+        pool.submit([make_sequence(i, client=client, priority=priority)])
+    assert [s.sequence_id for s in admit_all(pool, 5)] == [3, 4, 1, 2, 0]
+
+
+def test_a_client_keeps_no_other_out_of_a_full_queue() -> None:
+    pool = Pool(2, QueueLimits(5))
+    for i in range(7):
+        pool.submit([make_sequence(i, client="greedy")])
+    pool.admit()
+    with pytest.raises(PoolFullError, match="5 samples wait"):
+        pool.submit([make_sequence(7, client="greedy")])
+    pool.submit([make_sequence(8, client="modest")])
+    with pytest.raises(PoolFullError):
+        pool.submit([make_sequence(9, client="modest")])
+    pool.submit([make_sequence(10, client="third")])
+    with pytest.raises(PoolFullError):
+        pool.submit([make_sequence(11, client="fourth")])  # what is kept free for others has an end too
+    pool.check_integrity()
+
+
+def test_samples_of_a_client_are_limited_where_the_settings_say_so() -> None:
+    pool = Pool(2, QueueLimits(9, per_client=3))
+    for i in range(3):
+        pool.submit([make_sequence(i, client="a")])
+    pool.admit()
+    with pytest.raises(PoolFullError, match="3 samples of this client are in flight, of at most 3") as caught:
+        pool.submit([make_sequence(7, client="a"), make_sequence(8, client="a", request_id="7")])
+    assert caught.value.places == 2
+    pool.submit([make_sequence(9, client="b")])
+    pool.abort(next(iter(pool.ready)))
+    pool.released(pool.leaving)
+    pool.submit([make_sequence(7, client="a")])
+
+
+def test_the_prompts_that_wait_are_limited_by_their_tokens() -> None:
+    pool = Pool(1, QueueLimits(99, tokens=100))
+    pool.submit([make_sequence(0, prompt=(1,) * 500, client="a")])  # enters at once
+    pool.admit()
+    pool.submit([make_sequence(1, prompt=(1,) * 90, client="a")])
+    with pytest.raises(PoolFullError, match="90 prompt tokens wait, of at most 100"):
+        pool.submit([make_sequence(2, prompt=(1,) * 11, client="a")])
+    pool.submit([make_sequence(3, prompt=(1,) * 10, client="a")])
+    pool.submit([make_sequence(4, prompt=(1,) * 100, client="b")])
+    with pytest.raises(PoolFullError):
+        pool.submit([make_sequence(5, prompt=(1,) * 1, client="c")])
+    for i in (1, 3, 4):
+        pool.abort(next(s for client in "ab" for s in pool.find(client, str(i))))
+    pool.submit([make_sequence(6, prompt=(1,) * 500, client="a")])  # alone any request may wait
+    pool.check_integrity()
+
+
+def test_request_ids_are_the_clients_own() -> None:
+    pool = Pool(2, QueueLimits(9))
+    mine, others = make_sequence(1, "id", client="me"), make_sequence(2, "id", client="other")
+    pool.submit([mine])
+    pool.submit([others])
+    assert pool.find("me", "id") == [mine]
+    pool.abort(mine)
+    assert (pool.find("me", "id"), pool.find("other", "id")) == ([], [others])
+
+
+# --- Readers that lag behind
+
+
+def test_a_paused_sequence_is_in_no_round_and_keeps_its_place() -> None:
+    pool, (one, other, waits) = filled(window_size=2, number=3)
+    pool.admit()
+    pool.pause(one)
+    assert (list(pool.ready), pool.running, pool.schedulable, pool.capacity) == ([other], 2, 1, 0)
+    assert one in pool.members
+    pool.begin_round([other])
+    pool.pause(other)
+    pool.end_round([other])
+    assert (list(pool.ready), pool.admit(), pool.is_empty) == ([], [], False)
+    pool.check_integrity()
+    pool.resume(other)
+    pool.resume(one)
+    assert list(pool.ready) == [other, one]
+    pool.pause(one)
+    pool.abort(one)
+    pool.released(pool.leaving)
+    assert pool.admit() == [waits]
+
+
+def test_nobody_waits_for_a_prefix_of_one_that_is_paused() -> None:
+    """After the target lost its caches the source has yet to prefill again, but it will not until its reader reads."""
+    pool = Pool(4, QueueLimits(9))
+    first, second = sharing(pool, [1, 2])
+    pool.admit()
+    assert list(pool.ready) == [first]
+    pool.pause(first)
+    pool.admit()
+    assert list(pool.ready) == [second]
+
+
+# --- Ten thousand waiting
+
+
+def test_admitting_and_aborting_look_at_few_of_ten_thousand() -> None:
+    pool = Pool(8, QueueLimits(20_000))
+    ranks = mock.Mock(side_effect=lambda owner: (owner.priority, owner.running, owner.since))
+    with mock.patch("coordinator.scheduling.fair_queue._Request.rank", property(ranks)):
+        sequences = [make_sequence(i, client=str(i % 100)) for i in range(10_000)]
+        for sequence in sequences:
+            pool.submit([sequence])
+        assert ranks.call_count <= 2 * len(sequences)
+        ranks.reset_mock()
+        for sequence in sequences[::2]:
+            pool.abort(sequence)
+        assert len(admit_all(pool, 1000)) == 1007
+        assert ranks.call_count <= 2 * 6007
+    pool.check_integrity()
+
+
+def test_submitting_to_a_large_window_looks_at_each_sequence_a_few_times() -> None:
+    pool, taken_by = Pool(2000, QueueLimits(2000)), KVCapacity.taken_by
+    with mock.patch.object(KVCapacity, "taken_by", autospec=True, side_effect=taken_by) as looked:
+        for i in range(2000):
+            pool.submit([make_sequence(i)])
+        assert len(pool.admit()) == 2000
+    assert looked.call_count <= 3 * 2000

@@ -1,31 +1,36 @@
 """Which earlier sequence a prompt may begin with a copy of."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.prefixes import BLOCK_TOKENS, FEW, PrefixIndex
+from coordinator.scheduling.prefixes import BLOCK_TOKENS, FEW, PrefixIndex, _marks
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 
 SHARED = (5,) * (3 * BLOCK_TOKENS)
 
 
-def make(sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0) -> Sequence:
-    sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, 99, frozenset(), 4))
+def make(sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0, **fields: Any) -> Sequence:
+    sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, 99, frozenset(), 4, **fields))
     sequence.target_length = cached
     return sequence
 
 
-def live(index: PrefixIndex, sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0) -> Sequence:
-    sequence = make(sequence_id, prompt, cached)
+def live(
+    index: PrefixIndex, sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0, **fields: Any
+) -> Sequence:
+    sequence = make(sequence_id, prompt, cached, **fields)
     index.add(sequence)
     return sequence
 
 
-def finished(index: PrefixIndex, sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0) -> Sequence:
-    sequence = live(index, sequence_id, prompt, cached)
+def finished(
+    index: PrefixIndex, sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0, **fields: Any
+) -> Sequence:
+    sequence = live(index, sequence_id, prompt, cached, **fields)
     sequence.finish = Finish(FinishReason.LENGTH)
     index.finish(sequence)
     return sequence
@@ -60,8 +65,8 @@ def test_what_is_found_is_shared_and_no_other_shares_a_block_more(
     if found is None:
         assert most == 0
     else:
-        assert found.length == shared(found.source.request.prompt_ids)
-        assert found.length // BLOCK_TOKENS == most > 0
+        assert found.length <= shared(found.source.request.prompt_ids)
+        assert found.length == most * BLOCK_TOKENS > 0
 
 
 def test_of_equal_sources_one_that_has_it_is_better_than_one_that_will() -> None:
@@ -97,7 +102,7 @@ def test_a_finished_sequence_can_be_continued_as_far_as_it_was_cached() -> None:
     sequence.commit(answer)
     sequence.target_length = len(sequence.token_ids) - 1
     index.finish(sequence)
-    assert index.find(make(9, (*SHARED, *answer, 7, 8))) == Prefix(sequence, len(SHARED) + 40)
+    assert index.find(make(9, (*SHARED, *answer, 7, 8))) == Prefix(sequence, len(SHARED) + 32)
 
 
 def test_one_that_was_given_up_before_it_was_cached_hides_nothing() -> None:
@@ -115,14 +120,14 @@ def test_only_so_many_finished_ones_are_remembered_those_used_last() -> None:
     index.trim(2)
     assert [source_of(index, (*prompt, 9)) for prompt in others] == [sequences[0], None, sequences[2]]
     index.trim(0)
-    assert (index._by_block, index._blocks, index._entered) == ({}, {}, {})
+    assert (index._by_mark, index._known, len(index)) == ({}, {}, 0)
 
 
 def test_two_never_wait_for_each_other_nor_one_for_itself() -> None:
     index = PrefixIndex()
     one, other = live(index, 7), live(index, 3)
     assert index.find(one) is None
-    assert index.find(other) == Prefix(one, len(SHARED) - 1)
+    assert index.find(other) == Prefix(one, len(SHARED) - BLOCK_TOKENS)
 
 
 def test_a_search_again_finds_what_is_shared_though_it_is_itself_the_longest() -> None:
@@ -132,21 +137,83 @@ def test_a_search_again_finds_what_is_shared_though_it_is_itself_the_longest() -
     assert index.find(second) == Prefix(first, len(SHARED))
 
 
-def test_blocks_of_equal_hash_are_not_taken_for_equal() -> None:
-    index = PrefixIndex()
-    with mock.patch("coordinator.scheduling.prefixes._blocks", lambda tokens: [1] * (len(tokens) // BLOCK_TOKENS)):
-        live(index, 1, (1,) * 40)
-        assert source_of(index, (2,) * 40) is None
-        finished(index, 2, (3,) * 80, cached=80)
-        index.trim(0)  # a block that was counted twice is forgotten once
-        assert source_of(index, (1,) * 40) is not None
-
-
 @pytest.mark.parametrize("number", [1, 2000])
 def test_a_search_looks_at_few(number: int) -> None:
     index = PrefixIndex()
     for i in range(number):
         live(index, i, (*SHARED, i))
-    with mock.patch("coordinator.scheduling.prefixes._promise", side_effect=lambda s, _: s.sequence_id) as looked:
+    with mock.patch("coordinator.scheduling.prefixes._promise", side_effect=lambda _, s: s.sequence_id) as looked:
         assert source_of(index) is not None
     assert looked.call_count <= 2 * FEW
+
+
+# --- What others can learn
+
+
+@pytest.mark.parametrize("other", [{"client": "eve"}, {"cache_salt": "hers"}, {"client": "", "cache_salt": "alice"}])
+def test_nothing_is_shared_with_another_client_or_salt(other: dict[str, str]) -> None:
+    index = PrefixIndex()
+    finished(index, 1, cached=len(SHARED), client="alice")
+    live(index, 2, cached=len(SHARED), client="alice")
+    assert index.find(make(9, (*SHARED, 1), **other)) is None
+    assert index.find(make(9, (*SHARED, 1), client="alice")) is not None
+
+
+@pytest.mark.parametrize("guessed", range(2 * BLOCK_TOKENS + 1))
+def test_a_guess_is_confirmed_by_whole_blocks_only(guessed: int) -> None:
+    """A prompt that goes on with a secret, and one that guesses the first tokens of it."""
+    index, secret = PrefixIndex(), tuple(range(100, 100 + 2 * BLOCK_TOKENS))
+    finished(index, 1, (*SHARED, *secret), cached=len(SHARED) + len(secret))
+    found = index.find(make(9, (*SHARED, *secret[:guessed], *(7,) * 40)))
+    assert found is not None
+    assert found.length == len(SHARED) + guessed // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_samples_of_one_request_share_their_whole_prompt() -> None:
+    index, prompt = PrefixIndex(), (*SHARED, 1, 2, 3)
+    request = GenerationRequest("r", prompt, 99, frozenset(), 4, n=2)
+    first, second = (Sequence(i, sample) for i, sample in enumerate(request.samples(), start=1))
+    second.first_sample_id = first.sequence_id
+    index.add(first)
+    live(index, 7, prompt, cached=len(prompt))
+    first.target_length = len(prompt)
+    assert index.find(second) == Prefix(first, len(prompt) - 1)
+
+
+# --- Long prompts
+
+
+def test_a_long_prompt_has_few_marks_and_shares_nearly_all() -> None:
+    prompt = tuple(range(131_072))
+    assert len(list(_marks(prompt))) < 300
+    index = PrefixIndex()
+    live(index, 1, (*prompt[:100_000], *(0,) * 31_072))
+    found = index.find(make(9, prompt))
+    assert found is not None
+    assert found.length == 100_000
+
+
+def test_a_search_of_a_long_prompt_compares_no_more_than_the_last_stretch() -> None:
+    """The rest is known by its marks, so that a search does not hold up the event loop."""
+    prompt, compared = tuple(range(131_072)), []
+
+    class Counting(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            compared.append(at)
+            return list.__getitem__(self, at)
+
+    index = PrefixIndex()
+    for i in range(100):
+        source = live(index, i, (*prompt, i))
+        source.token_ids = Counting(source.token_ids)
+    assert index.find(make(999, prompt)) is not None
+    assert len(compared) <= 2 * FEW * 131_072 // 32 // BLOCK_TOKENS
+
+
+def test_what_is_kept_is_bounded_by_the_sequences_that_are_known() -> None:
+    index = PrefixIndex()
+    for i in range(500):
+        finished(index, i, (i, *SHARED * 20), cached=20 * len(SHARED), client=str(i % 50))
+        index.trim(8)
+    assert len(index) == 8
+    assert sum(map(len, index._by_mark.values())) <= 8 * 60

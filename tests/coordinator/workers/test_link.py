@@ -1,10 +1,12 @@
 """Step times of a worker as its link learns them from the worker."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from coordinator.workers.target_link import TargetLink
+from rpc.channel import Connector
 from specpool.testing import FakeTarget
 from specpool.v1 import common_pb2
 
@@ -34,11 +36,34 @@ class CuttingTarget(FakeTarget):
 )
 async def test_a_worker_tells_how_its_passes_are_cut(costs: common_pb2.StepCosts, seconds: float) -> None:
     target = CuttingTarget(costs)
-    link = TargetLink(await target.start(), "coordinator", timeout_seconds=60)
+    link = TargetLink(Connector(await target.start()), "coordinator", timeout_seconds=60)
     try:
         await link._probe()
         assert link.is_ready
         assert link.step_times(40) == pytest.approx(seconds)
+    finally:
+        await link.close()
+        await target.stop()
+
+
+async def test_however_many_ask_for_the_load_the_worker_is_asked_once_at_a_time() -> None:
+    class Counting(FakeTarget):
+        asked = 0
+
+        async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
+            self.asked += 1
+            await asyncio.sleep(0.1)
+            return await super().GetWorkerInfo(request, context)
+
+    target = Counting()
+    link = TargetLink(Connector(await target.start()), "coordinator", timeout_seconds=60)
+    try:
+        loads = await asyncio.gather(*(link.load() for _ in range(100)))
+        assert {load.slots_total for load in loads if load is not None} == {16}
+        assert len(loads) == 100
+        assert target.asked == 1
+        await link.load()
+        assert target.asked == 2
     finally:
         await link.close()
         await target.stop()

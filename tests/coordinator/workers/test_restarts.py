@@ -9,8 +9,10 @@ import pytest
 from serving import PATIENCE_SECONDS, RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
 
 from coordinator.workers.draft_link import DraftLink
-from coordinator.workers.link import LinkState, MismatchError
+from coordinator.workers.errors import MismatchError
+from coordinator.workers.link import LinkState
 from coordinator.workers.target_link import TargetLink
+from rpc.channel import Connector
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import common_pb2
 
@@ -148,7 +150,7 @@ async def test_a_target_must_come_back_as_sequences_in_flight_have_found_it(
     before: dict[str, Any], now: dict[str, Any], reason: str | None
 ) -> None:
     target = DescribedTarget(**before)
-    link = TargetLink(await target.start(), "c", PATIENCE_SECONDS)
+    link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS)
     try:
         await link._probe()
         target.changes = now
@@ -169,8 +171,8 @@ async def test_a_draft_is_asked_only_once_the_target_is_known() -> None:
     """Its answer would be old: another draft worker may be there when it is compared."""
     target = FakeTarget()
     draft = FakeDraft(target, fingerprint="fake")
-    target_link = TargetLink(await target.start(), "c", PATIENCE_SECONDS)
-    draft_link = DraftLink(await draft.start(), "c", PATIENCE_SECONDS, target_link)
+    target_link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS)
+    draft_link = DraftLink(Connector(await draft.start()), "c", PATIENCE_SECONDS, target_link)
     try:
         probing = asyncio.create_task(draft_link._probe())
         await asyncio.sleep(0.2)

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.cache.slots import SequenceKey, SlotTable
+from engine.cache.extents import Extents
+from engine.cache.slots import IDLE_COORDINATORS, SequenceKey, SlotTable
 from protocol.rounds import ItemStatus
 
 SLOTS = 3
@@ -27,6 +28,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.released: dict[SequenceKey, tuple[int, int]] = {}  # index, cached length; least recently used first
         self.free = set(range(SLOTS))
         self.last_seen: dict[str, float] = {}
+        self.orphaned: set[str] = set()
 
     @rule(key=keys, round_id=st.integers(0, 4), base_length=lengths)
     def realign(self, key: SequenceKey, round_id: int, base_length: int) -> None:
@@ -52,7 +54,14 @@ class SlotMachine(RuleBasedStateMachine):
             index = min(self.free)
             self.free.remove(index)
             return index
-        return self.released.pop(next(iter(self.released)))[0]
+        if self.released:
+            return self.released.pop(next(iter(self.released)))[0]
+        return self.held.pop(self._yielding(key)[0])[0]
+
+    def _yielding(self, key: SequenceKey) -> list[SequenceKey]:
+        """Sequences of other coordinators that are orphaned, those of the least recently seen first."""
+        theirs = [held for held in self.held if held[0] in self.orphaned - {key[0]}]
+        return sorted(theirs, key=lambda held: self.last_seen[held[0]])
 
     @rule(key=keys, round_id=st.integers(0, 4), appended=lengths)
     def serve_a_round(self, key: SequenceKey, round_id: int, appended: int) -> None:
@@ -75,6 +84,13 @@ class SlotMachine(RuleBasedStateMachine):
     def renew_lease(self, owner: str) -> None:
         self.table.renew_lease(owner, self.now)
         self.last_seen[owner] = self.now
+        self.orphaned.discard(owner)
+
+    @rule(owner=owners)
+    def orphan(self, owner: str) -> None:
+        self.table.orphan(owner)
+        if owner in self.last_seen:
+            self.orphaned.add(owner)
 
     @rule(seconds=st.sampled_from([0.0, 4.0, LEASE_SECONDS, 25.0]))
     def time_passes(self, seconds: float) -> None:
@@ -91,6 +107,7 @@ class SlotMachine(RuleBasedStateMachine):
             self.free.add(self.released.pop(key)[0])
         for owner in silent:
             del self.last_seen[owner]
+        self.orphaned -= silent
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -111,7 +128,7 @@ class SlotMachine(RuleBasedStateMachine):
             return ItemStatus.OK if base_length <= cached else ItemStatus.CACHE_MISS
         if base_length > 0:
             return ItemStatus.CACHE_MISS
-        return ItemStatus.OK if len(self.held) < SLOTS else ItemStatus.NO_SLOT
+        return ItemStatus.OK if len(self.held) < SLOTS or self._yielding(key) else ItemStatus.NO_SLOT
 
 
 TestSlotMachine = SlotMachine.TestCase
@@ -221,6 +238,67 @@ def test_only_the_silent_coordinators_sequences_expire() -> None:
     assert table.expire(10.1, LEASE_SECONDS) == 2
     assert table.in_use == 2
     assert table["alive", 1].cached_length == 1
+
+
+def test_orphans_yield_after_what_was_released_and_the_least_recently_seen_first() -> None:
+    table = SlotTable(4)
+    for now, owner in enumerate(("old", "new", "alive")):
+        table.renew_lease(owner, float(now))
+        cached(table, (owner, 1), 1)
+    cached(table, ("alive", 2), 1)
+    table.release([("alive", 2)])
+    table.orphan("new")
+    table.orphan("old")
+    for sequence, lost in enumerate([("alive", 2), ("old", 1), ("new", 1)]):
+        assert table.find(lost) is not None
+        cached(table, ("next", sequence), 1)
+        assert table.find(lost) is None
+    assert table.realign(("next", 3), 1, 0) is ItemStatus.NO_SLOT
+    table.check_integrity()
+
+
+def test_an_orphan_that_is_seen_again_yields_no_more() -> None:
+    table = SlotTable(1)
+    table.renew_lease("a", 0.0)
+    cached(table, ("a", 1), 9)
+    table.orphan("a")
+    table.renew_lease("a", 1.0)
+    assert table.realign(("b", 1), 1, 0) is ItemStatus.NO_SLOT
+    assert table["a", 1].cached_length == 9
+
+
+def test_an_orphans_own_sequences_do_not_yield_to_each_other() -> None:
+    table = SlotTable(1)
+    table.renew_lease("a", 0.0)
+    cached(table, ("a", 1), 9)
+    table.orphan("a")
+    assert table.realign(("a", 2), 1, 0) is ItemStatus.NO_SLOT
+
+
+def test_orphans_yield_as_much_room_as_is_needed_and_no_more() -> None:
+    table = SlotTable(4, Extents(4, longest=8, columns=16))
+    table.renew_lease("a", 0.0)
+    for sequence in range(4):
+        assert table.realign(("a", sequence), 1, 0, max_length=4) is ItemStatus.OK
+    table.orphan("a")
+    assert table.realign(("b", 1), 1, 0, max_length=8) is ItemStatus.OK
+    assert [("a", sequence) in table for sequence in range(4)] == [False, False, True, True]
+    table.check_integrity()
+
+
+def test_coordinators_without_sequences_are_forgotten_before_they_are_many() -> None:
+    table = SlotTable(2)
+    for owner in ("holds", "released"):
+        table.renew_lease(owner, 0.0)
+        cached(table, (owner, 1), 1)
+    table.release([("released", 1)])
+    for number in range(1000):
+        table.renew_lease(f"hostile {number}", 1.0)
+        table.orphan(f"hostile {number}")
+        table.orphan(f"unseen {number}")
+    assert len(table._last_seen) == len(table._orphaned) + 2 == 2 + IDLE_COORDINATORS
+    assert table.expire(LEASE_SECONDS + 0.5, LEASE_SECONDS) == 1
+    assert table.find(("released", 1)) is None
 
 
 def test_a_released_sequence_is_counted_once() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from tiny_models import (
 )
 from tiny_pair import MAX_MODEL_LEN, tiny_config
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from benchmarks.pair import save_tokenizer
 from draft_worker.proposer import Proposer
@@ -395,6 +396,74 @@ def test_logits_that_are_not_the_models_own_are_refused(
     real = attention.scaled_dot_product_attention
     monkeypatch.setattr(attention, "scaled_dot_product_attention", lambda q, *rest, **more: real(4 * q, *rest, **more))
     assert "own logits" in refusal(tiny_pair[0], native=False)
+
+
+# --- Refused because it could run code
+
+
+def test_a_checkpoint_that_is_a_pickle_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_pair[0], tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert refusal(folder).endswith("only such files and GGUF are read, as others, such as .bin, can run code")
+
+
+def with_code(folder: Path, file: str, **changes: Any) -> Path:
+    """Gives a model code of its own, named in one of its files, which leaves a trace when it is run."""
+    (folder / "own.py").write_text(f"open({str(folder / 'trace')!r}, 'w')\n")
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**values, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}),
+        ("tokenizer_config.json", {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}),
+    ],
+)
+def test_a_model_that_needs_code_of_its_own_is_refused(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, file: str, changes: dict[str, Any]
+) -> None:
+    folder = with_code(shutil.copytree(tiny_pair[0], tmp_path / "model"), file, **changes)
+    assert refusal(folder).endswith("it needs code that comes with it, and such code is never run")
+    assert not (folder / "trace").exists()
+
+
+def test_a_model_that_could_bring_its_code_is_run_by_the_librarys(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    folder = with_code(shutil.copytree(tiny_pair[0], tmp_path / "model"), "config.json", auto_map=auto_map)
+    assert load_model(EngineOptions(model=str(folder))).config.model_type == "llama"
+    assert not (folder / "trace").exists()
+
+
+# --- A revision of a hub's model
+
+
+def test_a_revision_is_that_of_every_file(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for library_class in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
+        load = library_class.from_pretrained
+
+        def from_hub(*own: Any, load: Any = load, **source: Any) -> Any:
+            if own:  # the library's own call, once it has a folder
+                return load(*own, **source)
+            assert source["trust_remote_code"] is False
+            asked.append((source.pop("pretrained_model_name_or_path"), source.pop("revision")))
+            return load(tiny_pair[0], **source)
+
+        monkeypatch.setattr(library_class, "from_pretrained", from_hub)
+    load_model(EngineOptions(model="some/model", revision="0123abc"))
+    assert asked == [("some/model", "0123abc")] * 3
+
+
+def test_a_revision_of_files_on_this_machine_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for model in (tiny_pair[0], tmp_path / "model.gguf"):
+        assert refusal(model, revision="main") == (
+            f"revision main: {model} lies on this machine; only models of a hub have any"
+        )
 
 
 # --- Refused for what is not there or is no model

@@ -1,39 +1,21 @@
 """Text to tokens and back, and the pieces in which text is streamed."""
 
 import random
+from functools import partial
+from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tiny_tokenizers import BYTES, FALLBACK, REPLACEMENT, make_tokenizer, pieces_of
+from tokenizers import Tokenizer, models
 
-from coordinator.tokenizer import ChatTemplateError, Detokenizer, TargetTokenizer
+from coordinator.prompts import tokenizer as module
+from coordinator.prompts.detokenizer import Detokenizer
+from coordinator.prompts.templates import ChatTemplateError
+from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, TokenizerError, WorkLimits
 from protocol.tokenizer import TokenizerFiles
-from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
-
-BYTES = byte_tokenizer()
-REPLACEMENT = "\ufffd"
-
-
-def byte_fallback_tokenizer() -> Tokenizer:
-    """A tokenizer as Llama 2 and its kin have them: bytes are tokens only where no other token fits."""
-    words = ["<s>", "▁", "a", "b", "▁a", "▁b"]
-    vocab = {word: i for i, word in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *words])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁", "b")], byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    tokenizer.add_special_tokens(["<s>"])
-    return tokenizer
-
-
-FALLBACK = byte_fallback_tokenizer()
-
-
-def make_tokenizer(chat_template: str = CHAT_TEMPLATE, **special_tokens: str) -> TargetTokenizer:
-    return TargetTokenizer(
-        TokenizerFiles(BYTES.to_str().encode(), chat_template, special_tokens, eos_token_ids=(EOS_TOKEN_ID,))
-    )
+from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
 
 def cut(ids: list[int], seed: int) -> list[list[int]]:
@@ -46,11 +28,6 @@ def cut(ids: list[int], seed: int) -> list[list[int]]:
     return pieces
 
 
-def pieces_of(tokenizer: Tokenizer, groups: list[list[int]]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
-    return [*(detokenizer.feed(group) for group in groups), detokenizer.flush()]
-
-
 @settings(deadline=None)
 @given(text=st.text(max_size=60), seed=st.integers(0, 2**32))
 @pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["bytes", "byte fallback"])
@@ -59,8 +36,8 @@ def test_pieces_of_a_text_join_to_it_and_hold_whole_characters(tokenizer: Tokeni
     whole = tokenizer.decode(ids)
     pieces = pieces_of(tokenizer, cut(ids, seed))
     assert "".join(pieces) == whole
-    assert pieces[-1] == ""
     if REPLACEMENT not in whole:
+        assert pieces[-1] == ""
         assert not any(REPLACEMENT in piece for piece in pieces)
 
 
@@ -85,7 +62,7 @@ def test_text_goes_on_with_its_spaces_after_bytes_that_make_no_character() -> No
     assert text == f"é{REPLACEMENT}a a b"
 
 
-@given(st.text(min_size=1, max_size=20))
+@given(st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), min_size=1, max_size=20))
 def test_every_piece_is_out_as_soon_as_its_character_is_complete(text: str) -> None:
     detokenizer = Detokenizer(BYTES)
     for character in text:
@@ -149,3 +126,91 @@ def test_a_template_that_refuses_says_why(template: str) -> None:
 
 def test_eos_tokens_are_those_of_the_files() -> None:
     assert make_tokenizer().eos_token_ids == (EOS_TOKEN_ID,)
+
+
+def broken_files(tokenizer_json: bytes = BYTES.to_str().encode(), template: str = "", eos: int = 0) -> TokenizerFiles:
+    return TokenizerFiles(tokenizer_json, template, {}, eos_token_ids=(eos,))
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (broken_files(b""), "tokenizer.json is broken"),
+        (broken_files(b"\xff\xfe"), "tokenizer.json is broken"),
+        (broken_files(b"{"), "tokenizer.json is broken"),
+        (broken_files(b'{"model": {"vocab": {}}}'), "tokenizer.json is broken"),
+        (broken_files(b"[" * 100_000), "tokenizer.json is broken"),
+        (broken_files(BYTES.to_str().encode()[:-2]), "tokenizer.json is broken"),
+        (broken_files(Tokenizer(models.BPE()).to_str().encode()), "no vocabulary"),
+        (
+            broken_files(Tokenizer(models.WordLevel({"a": VOCAB_SIZE}, "a")).to_str().encode()),
+            "token id 257, not below",
+        ),
+        (broken_files(eos=VOCAB_SIZE), "token id 257, not below the model's vocabulary size 257"),
+        (broken_files(template="{% for %}"), "the chat template does not compile"),
+    ],
+)
+def test_files_that_make_no_tokenizer_are_refused_with_a_reason(files: TokenizerFiles, reason: str) -> None:
+    with pytest.raises(TokenizerError, match=reason):
+        TargetTokenizer(files, VOCAB_SIZE)
+
+
+def test_a_prompt_that_the_tokenizer_does_not_take_is_an_error_of_its_own() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))  # which the vocabulary lacks
+    tokenizer = TargetTokenizer(broken_files(words.to_str().encode()))
+    assert tokenizer.encode_text("a") == [0]
+    with pytest.raises(EncodingError, match="does not take this prompt"):
+        tokenizer.encode_text("b")
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_prompt() -> None:
+    class PanicException(BaseException):
+        """As the library's: no `Exception`."""
+
+    tokenizer = make_tokenizer()
+    with (
+        mock.patch.object(tokenizer, "_tokenizer", **{"encode_batch_fast.side_effect": PanicException("overflow")}),
+        pytest.raises(EncodingError, match="overflow"),
+    ):
+        tokenizer.encode_text("a")
+    assert tokenizer.encode_text("a") == BYTES.encode("a").ids
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=200), most=st.integers(1, 100), piece=st.integers(1, 50))
+def test_a_prompt_that_fits_is_never_refused(text: str, most: int, piece: int) -> None:
+    """Also where it is counted in pieces first."""
+    ids = BYTES.encode(text).ids
+    with mock.patch.multiple(module, BYTES_A_TOKEN=0, PIECE_CHARACTERS=piece):
+        encode = partial(make_tokenizer().encode_text, text, WorkLimits(tokens=most))
+        if len(ids) <= most:
+            assert encode() == ids
+        elif len(text) <= piece:
+            with pytest.raises(EncodingError, match=f"more than {most} tokens"):
+                encode()
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_before_all_of_it_is_tokenized() -> None:
+    tokenizer, read = make_tokenizer(), 0
+    encoding = tokenizer._encoding
+
+    def count(text: str, add_special_tokens: bool) -> object:
+        nonlocal read
+        read += len(text)
+        return encoding(text, add_special_tokens)
+
+    with (
+        mock.patch.object(tokenizer, "_encoding", count),
+        pytest.raises(EncodingError, match="more than 20000 tokens"),
+    ):
+        tokenizer.encode_text("x" * 1_000_000, WorkLimits(tokens=20_000))
+    assert read < 50_000
+
+
+def test_the_longest_token_is_known() -> None:
+    assert make_tokenizer().longest_token_bytes == len("<eos>")
+
+
+def test_what_the_encoder_is_given_that_no_utf8_has_is_refused() -> None:
+    with pytest.raises(EncodingError):
+        make_tokenizer("{{ '\\ud800' }}").encode_chat([("user", "hi")])

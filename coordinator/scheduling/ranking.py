@@ -1,0 +1,43 @@
+"""Items in the order of ranks that change. Pure."""
+
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item", int, str)
+Rank = tuple[int, ...]
+
+# Outdated entries that a heap may have, beside one for each item, before it is built anew.
+FEW_OUTDATED = 16
+
+
+class Ranking(Generic[Item]):
+    """Finds the item of the lowest rank; a change costs the logarithm of the number of items."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[Item, Rank] = {}
+        self._heap: list[tuple[Rank, Item]] = []
+        """Every item with its rank, and entries that are outdated since an item left or changed its rank."""
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def first(self) -> Item:
+        """The item of the lowest rank. IndexError if there is no item."""
+        while self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
+            heappop(self._heap)
+        return self._heap[0][1]
+
+    def put(self, item: Item, rank: Rank) -> None:
+        """Adds an item, or changes its rank."""
+        if self._ranks.get(item) == rank:
+            return
+        self._ranks[item] = rank
+        heappush(self._heap, (rank, item))
+        if len(self._heap) > 2 * len(self._ranks) + FEW_OUTDATED:
+            self._heap = [(rank, item) for item, rank in self._ranks.items()]
+            heapify(self._heap)
+
+    def discard(self, item: Item) -> None:
+        """Takes an item out, if it is there."""
+        self._ranks.pop(item, None)

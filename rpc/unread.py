@@ -1,0 +1,41 @@
+"""Ending a stream that its client does not read: its handler waits for a message to be sent, and cannot end it."""
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+
+from protocol.errors import ServiceError
+from rpc.errors import ANSWERED, status_of
+
+log = logging.getLogger(__name__)
+
+_ENDING: set[asyncio.Task[None]] = set()
+"""Keeps the tasks from being collected before their time."""
+
+
+class UnreadStream:
+    """The call of the handler that makes this; `end` may be called from anywhere in its event loop."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._handler = asyncio.current_task()
+
+    def end(self, error: ServiceError) -> None:
+        """Cancels the handler. The client gets the status of the error once it has read what was sent before."""
+        log.info("a stream of %s is ended: %s", self._context.peer(), error)
+        ending = asyncio.create_task(self._send_status(error))
+        _ENDING.add(ending)
+        ending.add_done_callback(_ENDING.discard)
+        if self._handler is not None:  # only after the status is on its way: a cancelled call sends none
+            asyncio.get_running_loop().call_soon(self._handler.cancel)
+
+    async def _send_status(self, error: ServiceError) -> None:
+        code, text, metadata = status_of(error)
+        try:
+            await self._context.abort(code, text, (*metadata, ANSWERED))
+        except grpc.aio.AbortError:
+            pass  # sent
+        except Exception as failure:  # the client has left, or the server stops
+            log.debug("the status of an unread stream was not sent: %s", failure)

@@ -1,0 +1,57 @@
+"""The connections of a client over time: a new one when its TLS files have changed, while calls end on the old one."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rpc.channel import Connector
+from specpool.v1 import generation_pb2_grpc
+
+C = TypeVar("C")
+
+
+@dataclass(eq=False)
+class Connection(Generic[C]):
+    """A channel with its stub, and the number of calls that use it."""
+
+    channel: C
+    stub: Any
+    calls: int = 0
+
+
+class Connections(Generic[C]):
+    """The connection for the next call, and those on which earlier calls have not ended. Threads may share it."""
+
+    def __init__(self, connector: Connector, open_channel: Callable[[], C]) -> None:
+        """`open_channel`: the method of the connector that opens channels of the wanted kind."""
+        self._connector, self._open_channel = connector, open_channel
+        self._lock = threading.Lock()
+        self._open = [self._connect()]
+        """The last one is for the next call."""
+
+    def begin(self) -> Connection[C]:
+        """The connection for a call, which `end` must be told of."""
+        with self._lock:
+            if self._connector.is_outdated:
+                self._open.append(self._connect())
+            connection = self._open[-1]
+            connection.calls += 1
+            return connection
+
+    def end(self, connection: Connection[C]) -> list[C]:
+        """Notes that a call has ended; returns the channels to close, which no call uses any more."""
+        with self._lock:
+            connection.calls -= 1
+            ended = [other for other in self._open[:-1] if not other.calls]
+            self._open = [other for other in self._open if other not in ended]
+            return [other.channel for other in ended]
+
+    def channels(self) -> list[C]:
+        """All channels that are open."""
+        return [connection.channel for connection in self._open]
+
+    def _connect(self) -> Connection[C]:
+        channel = self._open_channel()
+        make_stub: Any = generation_pb2_grpc.GenerationServiceStub
+        return Connection(channel, make_stub(channel))

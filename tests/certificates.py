@@ -1,0 +1,76 @@
+"""Certificates for tests, made by `openssl`."""
+
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+TOKEN, OTHER_TOKEN = "token-of-alice-0123456789", "token-of-bob-0123456789"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate and its key, as PEM files."""
+
+    cert: Path
+    key: Path
+
+    @property
+    def options(self) -> dict[str, Path]:
+        """As servers and clients take them."""
+        return {"tls_cert": self.cert, "tls_key": self.key}
+
+    def copy_from(self, other: "Certificate") -> None:
+        """Replaces both files, one after the other, as a rotation does."""
+        replace(self.cert, other.cert.read_bytes())
+        replace(self.key, other.key.read_bytes())
+
+
+class Authority:
+    """A CA, whose certificate is `path`."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self._folder, self._name = folder, name
+        self.path, self._key = folder / f"{name}.pem", folder / f"{name}.key"
+        make = ["req", "-x509", *NEW_KEY, "-days", "2", "-subj", f"/CN={name}"]
+        openssl(*make, "-keyout", self._key, "-out", self.path)
+
+    def issue(
+        self,
+        name: str,
+        alternative: Iterable[str] = ("DNS:localhost", "IP:127.0.0.1"),
+        common_name: str | None = None,
+        days: int = 1,
+    ) -> Certificate:
+        """A certificate in files named after `name`. `days`: how long it is valid; -1: expired since yesterday.
+
+        `alternative`: its alternative names; `common_name`: by default `name`.
+        """
+        made = Certificate(self._folder / f"{self._name}-{name}.pem", self._folder / f"{self._name}-{name}.key")
+        request, extensions = made.cert.with_suffix(".csr"), made.cert.with_suffix(".ext")
+        openssl("req", *NEW_KEY, "-subj", f"/CN={common_name or name}", "-keyout", made.key, "-out", request)
+        names = ",".join(alternative)
+        extensions.write_text(f"subjectAltName={names}\n" if names else "basicConstraints=CA:FALSE\n")
+        signed_by = ["-CA", self.path, "-CAkey", self._key, "-CAcreateserial", "-days", days, "-extfile", extensions]
+        openssl("x509", "-req", "-in", request, *signed_by, "-out", made.cert)
+        return made
+
+
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+def openssl(*arguments: object) -> None:
+    """Runs `openssl`, which must be installed."""
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+def replace(path: Path, content: bytes | str) -> None:
+    """Replaces a file at once, so that nobody reads a part of it."""
+    new = path.with_suffix(".new")
+    new.write_bytes(content.encode() if isinstance(content, str) else content)
+    new.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Removes a file."""
+    path.unlink()

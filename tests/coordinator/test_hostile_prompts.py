@@ -1,0 +1,154 @@
+"""Prompts that would take much time or memory, over real sockets: refused soon, while other clients are served."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
+from unittest import mock
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc import StatusCode
+from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, violated_fields
+
+from coordinator.prompts import templates
+from coordinator.prompts.tokenizer import TargetTokenizer
+from specpool.testing import CHAT_TEMPLATE, VOCAB_SIZE
+from specpool.v1 import generation_pb2 as pb
+
+LONG = 131_072
+TWO_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
+
+
+class TemplateTarget(RecordingTarget):
+    """A target with a chat template of its own."""
+
+    def __init__(self, chat_template: str = CHAT_TEMPLATE, max_model_len: int = LONG) -> None:
+        super().__init__(max_model_len=max_model_len)
+        self._chat_template = chat_template
+
+    async def GetTokenizer(self, request: object, context: object) -> object:
+        response = await super().GetTokenizer(request, context)
+        response.chat_template = self._chat_template
+        return response
+
+
+@pytest_asyncio.fixture
+async def served() -> AsyncIterator[Serving]:
+    """A server for long prompts that takes large messages."""
+    async with serving(
+        TemplateTarget(), with_draft=False, max_request_bytes=4 * 2**20, request_memory=2**30, prefill_tokens=LONG
+    ) as serving_:
+        yield serving_
+
+
+def chat(*contents: str, role: str = "user", **fields: object) -> pb.GenerateRequest:
+    messages = [pb.ChatMessage(role=role, content=content) for content in contents]
+    return pb.GenerateRequest(chat=pb.ChatInput(messages=messages), **fields)
+
+
+async def refused(call: Awaitable[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+HOSTILE = {
+    "600,000 messages": (
+        pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage(role="u")] * 600_000)),
+        "chat.messages",
+        "has more than 1024 entries",
+    ),
+    "a long role": (chat("hi", role="u" * 65), "chat.messages[0].role", "has more than 64 characters"),
+    "a million characters": (chat("x" * 1_000_000), "chat.messages", "the prompt has 1000000 bytes, more than 655355"),
+    "half of them": (chat("x" * 600_000), "chat.messages", "the prompt has more than 131071 tokens"),
+    "in 1,024 messages": (chat(*["x" * 500] * 1024), "chat.messages", "tokens, more than 131071"),
+    "a long text": (pb.GenerateRequest(text="é" * 1_000_000), "text", "the prompt has 2000000 bytes"),
+    "a text of many tokens": (pb.GenerateRequest(text="x" * 600_000), "text", "the prompt has more than 131071 tokens"),
+    "four million ids": (make_request([1] * 4_000_000), "tokenized.input_ids", "4000000 tokens, more than 131071"),
+    "a wrong id at the end": (make_request([1] * 100_000 + [VOCAB_SIZE]), "tokenized.input_ids", "257 is not below"),
+    "a long salt": (make_request(), "cache_salt", "has more than 128 characters"),
+}
+HOSTILE["a long salt"][0].cache_salt = "x" * 129
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+async def test_prompts_that_cannot_fit_are_refused_and_others_are_served_meanwhile(served: Serving, case: str) -> None:
+    request, field, limit = HOSTILE[case]
+    hostile = [asyncio.create_task(refused(served.stub.Generate(request))) for _ in range(3)]
+    slowest = 0.0
+    while not all(call.done() for call in hostile):
+        began = time.monotonic()
+        await served.expect(make_request(max_tokens=2))
+        slowest = max(slowest, time.monotonic() - began)
+    for call in hostile:
+        error = await call
+        assert error.code() is StatusCode.INVALID_ARGUMENT
+        assert violated_fields(error) == [field]
+        assert limit in error.details()
+    assert slowest < PATIENCE_SECONDS / 4
+    assert all(len(item.token_ids) < 100 for each in served.target.requests for item in each.items)
+
+
+async def test_prompts_at_the_limits_are_served(served: Serving) -> None:
+    assert (await served.stub.Generate(chat(*["hi"] * 1024, role="r" * 64))).usage.prompt_tokens == 1024 * 69
+    text = pb.GenerateRequest(text="x" * (LONG - 1))
+    assert (await served.stub.Generate(text)).usage.prompt_tokens == LONG - 1
+    request = make_request([7] * (LONG - 1), max_tokens=1)
+    request.cache_salt, request.priority = "x" * 128, -(2**31)
+    await served.expect(request)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (TWO_LOOPS.replace("WORK", ""), "takes more than 0.2 s"),
+        (TWO_LOOPS.replace("WORK", "xxxxxxxx"), "more than 655355 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 1 + messages[0].content }}", "TypeError"),
+        ("{{ 'a' * 10 ** 12 }}", "OverflowError"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ],
+)
+async def test_whatever_a_template_does_the_chat_is_refused_and_others_are_served(template: str, reason: str) -> None:
+    with mock.patch.object(templates, "MOST_SECONDS", 0.2):
+        async with serving(TemplateTarget(template), with_draft=False) as served:
+            calls = [asyncio.create_task(refused(served.stub.Generate(chat("hi")))) for _ in range(3)]
+            await asyncio.gather(*(served.expect(make_request()) for _ in range(8)))
+            for error in await asyncio.gather(*calls):
+                assert error.code() is StatusCode.INVALID_ARGUMENT
+                assert violated_fields(error) == ["chat.messages"]
+                assert reason in error.details()
+                assert "Traceback" not in error.details()
+
+
+async def test_what_the_queue_has_no_place_for_is_not_tokenized() -> None:
+    async with serving(TemplateTarget(), with_draft=False, window_size=1, queue_size=1) as served:
+        served.target.open.clear()
+        calls = [served.stub.Generate(make_request(request_id=f"r{i}")) for i in range(2)]
+        await served.until(lambda info: info.running == 1 and info.queued == 1)
+        with mock.patch.object(TargetTokenizer, "_encode", side_effect=AssertionError("tokenized")):
+            for request in (chat("hi"), pb.GenerateRequest(text="hi"), make_request()):
+                error = await refused(served.stub.Generate(request))
+                assert error.code() is StatusCode.RESOURCE_EXHAUSTED
+                assert error.details() == "the queue is full (1 samples wait)"
+            error = await refused(served.stub.Generate(chat("hi", request_id="r0")))
+            assert error.code() is StatusCode.ALREADY_EXISTS
+        served.target.open.set()
+        for call in calls:
+            assert (await call).finish_reason == "length"
+
+
+async def test_everything_else_is_checked_before_the_prompt_is_tokenized(served: Serving) -> None:
+    with mock.patch.object(TargetTokenizer, "_encode", side_effect=AssertionError("tokenized")):
+        for params, field in (
+            (pb.SamplingParams(max_tokens=LONG), "max_tokens"),
+            (pb.SamplingParams(max_tokens=0), "max_tokens"),
+            (pb.SamplingParams(min_tokens=9, max_tokens=8), "min_tokens"),
+            (pb.SamplingParams(stop=[""]), "stop[0]"),
+            (pb.SamplingParams(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
+            (pb.SamplingParams(n=2), "n"),
+            (pb.SamplingParams(logprobs=21), "logprobs"),
+        ):
+            error = await refused(served.stub.Generate(chat("hi", sampling_params=params)))
+            assert violated_fields(error) == [f"sampling_params.{field}"]

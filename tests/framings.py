@@ -1,0 +1,53 @@
+"""Bytes on a connection to a gRPC server that are no well-formed call."""
+
+import random
+import struct
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS, PING, GOAWAY, CONTINUATION, RST_STREAM, WINDOW_UPDATE = 0, 1, 4, 6, 7, 9, 3, 8
+END_STREAM, END_HEADERS = 1, 4
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def headers(path: str, **more: str) -> bytes:
+    """A block of literal headers, as HPACK has them without compression."""
+    fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "fuzz"}
+    fields |= {"content-type": "application/grpc", "te": "trailers", **more}
+    block = b""
+    for name, value in fields.items():
+        block += b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+    return block
+
+
+def framings(path: str) -> dict[str, bytes]:
+    """Bytes that are no well-formed call, by what is wrong with them."""
+    begun = PREFACE + frame(SETTINGS, 0, 0)
+    called = begun + frame(HEADERS, END_HEADERS, 1, headers(path))
+    compressed = begun + frame(HEADERS, END_HEADERS, 1, headers(path, **{"grpc-encoding": "gzip"}))
+    noise = random.Random(0)
+    return {
+        "noise": noise.randbytes(5000),
+        "http1": b"GET / HTTP/1.1\r\nHost: fuzz\r\n\r\n",
+        "noise_after_the_preface": PREFACE + noise.randbytes(5000),
+        "random_frames": begun + b"".join(frame(noise.randrange(12), noise.randrange(256), noise.randrange(6),
+                                                noise.randbytes(noise.randrange(60))) for _ in range(50)),
+        "no_headers": begun + frame(DATA, END_STREAM, 1, bytes(5)),
+        "broken_headers": begun + frame(HEADERS, END_HEADERS, 1, noise.randbytes(200)),
+        "headers_without_end": begun + frame(HEADERS, 0, 1, headers(path)) + frame(PING, 0, 0, bytes(8)),
+        "many_headers": begun + frame(HEADERS, 0, 1, headers(path)) + frame(CONTINUATION, 0, 1, b"\0\1x\1y" * 3000) * 9,
+        "longer_than_it_says": called + frame(DATA, END_STREAM, 1, b"\0\0\0\0\2" + bytes(40)),
+        "shorter_than_it_says": called + frame(DATA, END_STREAM, 1, b"\0\0\0\0\x28" + bytes(2)),
+        "says_4_gib": called + frame(DATA, 0, 1, b"\0\xff\xff\xff\xff" + bytes(20)),
+        "compressed_by_nothing": called + frame(DATA, END_STREAM, 1, b"\1\0\0\0\4" + bytes(4)),
+        "compressed_and_broken": compressed + frame(DATA, END_STREAM, 1, b"\1\0\0\0\x10" + noise.randbytes(16)),
+        "unknown_flag": called + frame(DATA, END_STREAM, 1, b"\7\0\0\0\0"),
+        "no_message": called + frame(DATA, END_STREAM, 1),
+        "two_messages": called + frame(DATA, END_STREAM, 1, bytes(10)),
+        "resets": begun + b"".join(frame(HEADERS, END_HEADERS, 2 * i + 1, headers(path)) +
+                                   frame(RST_STREAM, 0, 2 * i + 1, bytes(4)) for i in range(300)),
+        "settings_and_pings": begun + (frame(SETTINGS, 0, 0) + frame(PING, 0, 0, bytes(8))) * 2000,
+        "no_window": begun + frame(WINDOW_UPDATE, 0, 0, bytes(4)) + frame(GOAWAY, 0, 0, bytes(8)),
+    }  # fmt: skip

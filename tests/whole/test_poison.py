@@ -1,0 +1,166 @@
+"""Requests that kill or hang the target worker: they are found and given up, and their neighbours are served."""
+
+import asyncio
+from itertools import islice
+from typing import Any
+
+import grpc
+import pytest
+from serving import RecordingTarget, check_tokens, make_request, serving, stream
+
+from coordinator.workers.errors import MismatchError
+from specpool.testing import FakeTarget
+from specpool.v1 import common_pb2
+from specpool.v1 import generation_pb2 as pb
+
+POISON = 250
+
+
+class Mortal(RecordingTarget):
+    """A target that dies, and is started again, in each round in which it chooses a token after `deadly`."""
+
+    def __init__(self, deadly: list[int], **knobs: Any) -> None:
+        super().__init__(**knobs)
+        self.deadly, self.deaths = deadly, 0
+        self._restarts: list[asyncio.Task[None]] = []
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self.address = await super().start(address)
+        return self.address
+
+    async def _restart(self) -> None:
+        await self.stop()
+        await self.start(self.address)
+
+    async def Verify(self, request: Any, context: Any) -> Any:
+        tokens = [[*item.token_ids, *item.draft_token_ids] for item in request.items]
+        if any(token in self.deadly for ids in tokens for token in ids):
+            self.deaths += 1
+            self._restarts.append(asyncio.create_task(self._restart()))
+            await asyncio.sleep(3600)
+        return await super().Verify(request, context)
+
+
+def innocents(target: FakeTarget, deadly: int, number: int) -> list[pb.GenerateRequest]:
+    """Requests that neither contain the deadly token nor generate it."""
+    prompts = ([1, i] for i in range(POISON))
+    return [
+        make_request(prompt, 30, k=0)
+        for prompt in islice((p for p in prompts if deadly not in [*p, *target.continuation(p, 30)]), number)
+    ]
+
+
+async def test_a_request_that_kills_the_target_is_given_up_and_its_neighbours_are_served() -> None:
+    target = Mortal([POISON])
+    requests = innocents(target, POISON, 6)
+    async with serving(target, with_draft=False) as served:
+        neighbours = [asyncio.ensure_future(served.expect(request)) for request in requests]
+        with pytest.raises(grpc.aio.AioRpcError, match="failed 4 times") as caught:
+            await served.stub.Generate(make_request([POISON], 5))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        await asyncio.gather(*neighbours)
+        assert target.deaths == 4
+        await served.until_idle()
+
+
+async def test_a_sequence_that_becomes_deadly_late_is_found_too() -> None:
+    target = Mortal([])
+    prompt = [9, 9]
+    tokens = target.continuation(prompt, 40)
+    deadly = next(token for token in tokens[20:] if tokens.count(token) == 1)
+    requests = innocents(target, deadly, 4)
+    target.deadly.append(deadly)
+    async with serving(target, with_draft=False) as served:
+        neighbours = [asyncio.ensure_future(served.expect(request)) for request in requests]
+        call, seen = served.stub.GenerateStream(make_request(prompt, 40, k=0)), []
+        while len(seen) < tokens.index(deadly) + 1:
+            seen.extend((await call.read()).chunk.token_ids)
+        assert seen == tokens[: len(seen)]
+        with pytest.raises(grpc.aio.AioRpcError, match="failed 4 times"):
+            await call.read()
+        await asyncio.gather(*neighbours)
+        assert target.deaths == 4
+
+
+async def test_a_target_that_dies_now_and_then_costs_nobody_the_request() -> None:
+    async with serving(RecordingTarget(), with_draft=False) as served:
+        requests = [make_request([i], 150, k=0) for i in range(4)]
+        streams = [asyncio.ensure_future(stream(served, request)) for request in requests]
+        for _ in range(8):
+            calls = served.target.calls
+            await served.until(lambda info, calls=calls: served.target.calls > calls + 3)
+            await served.target.stop()
+            await served.target.start(served.target_address)
+        for request, (_, complete) in zip(requests, await asyncio.gather(*streams), strict=True):
+            check_tokens(served.target, request, complete)
+
+
+async def test_a_request_that_hangs_the_target_is_given_up() -> None:
+    class Hanging(RecordingTarget):
+        async def Verify(self, request: Any, context: Any) -> Any:
+            if any(POISON in item.token_ids for item in request.items):
+                await asyncio.sleep(3600)
+            return await super().Verify(request, context)
+
+    async with serving(Hanging(), with_draft=False, target_timeout_seconds=0.3) as served:
+        requests = innocents(served.target, POISON, 3)
+        neighbours = [asyncio.ensure_future(served.expect(request)) for request in requests]
+        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+            await served.stub.Generate(make_request([POISON], 5))
+        await asyncio.gather(*neighbours)
+
+
+async def test_errors_of_the_transport_fail_no_request() -> None:
+    """Only an error that a worker's handler has marked as its own says anything about the request."""
+
+    class Core(RecordingTarget):
+        failing = 3
+
+        async def Verify(self, request: Any, context: Any) -> Any:
+            if self.failing:
+                self.failing -= 1
+                await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
+            return await super().Verify(request, context)
+
+    async with serving(Core(), with_draft=False) as served:
+        await served.expect(make_request([1], 5))
+        assert served.target.failing == 0
+
+
+async def test_a_cache_that_is_lost_in_every_round_ends_the_request() -> None:
+    class Forgetful(RecordingTarget):
+        async def Verify(self, request: Any, context: Any) -> Any:
+            response = await super().Verify(request, context)
+            for result in response.results:
+                result.Clear()
+                result.status = common_pb2.ITEM_STATUS_CACHE_MISS
+            for result, item in zip(response.results, request.items, strict=True):
+                result.sequence_id = item.sequence_id
+            return response
+
+    async with serving(Forgetful(), with_draft=False) as served:
+        with pytest.raises(grpc.aio.AioRpcError, match="lost the cache"):
+            await served.stub.Generate(make_request([1], 5))
+
+
+@pytest.mark.parametrize("field", ["weights_fingerprint", "numerics_fingerprint"])
+async def test_a_target_that_comes_back_with_other_weights_or_numerics_is_noticed(field: str) -> None:
+    class Described(RecordingTarget):
+        fingerprint_now = "one"
+
+        async def GetWorkerInfo(self, request: Any, context: Any) -> Any:
+            response = await super().GetWorkerInfo(request, context)
+            setattr(response.model, field, self.fingerprint_now)
+            return response
+
+    with pytest.raises(MismatchError, match=field):  # noqa: PT012 - raised when the service ends
+        async with serving(Described(), drain_seconds=3600) as served:
+            stopped = asyncio.create_task(served.process.wait_stopped())
+            running = asyncio.ensure_future(stream(served, make_request(max_tokens=1000)))
+            await served.until(lambda info: info.running)
+            await served.target.stop()
+            served.target.fingerprint_now = "two"
+            await served.target.start(served.target_address)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await running
+            await stopped

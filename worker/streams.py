@@ -1,0 +1,93 @@
+"""Streams of rounds: how many are open, whose they are, and how they end."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from protocol.codec import require_coordinator
+from protocol.errors import InvalidArgumentError, QueueFullError
+
+MOST_STREAMS = 64
+"""Streams of all coordinators together. A coordinator opens one for each group of sequences under way at a time."""
+RETRY_SECONDS = 1.0
+
+
+class RoundStreams:
+    """The open streams of a worker. A stream belongs to the coordinator of its first request."""
+
+    def __init__(self, on_orphaned: Callable[[str], None]) -> None:
+        """`on_orphaned`: called with the id of a coordinator whose last stream has ended."""
+        self._on_orphaned = on_orphaned
+        self._open = 0
+        self._owned: Counter[str] = Counter()
+        self._reading: set[asyncio.Future[Any]] = set()
+        self._draining = False
+
+    async def each(self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[Any]:
+        """Answers a stream of rounds until the caller or a drain ends it, which never happens within a round.
+
+        The next request is read once a round is answered, so that a caller who sends more is held back by HTTP/2.
+        QueueFullError, InvalidArgumentError.
+        """
+        if self._draining or self._open >= MOST_STREAMS:
+            await _touch(requests)
+        with self._counted():
+            if (request := await self._next(requests)) is None:
+                return
+            owner = request.coordinator_id
+            require_coordinator(owner)
+            with self._owned_by(owner):
+                while request is not None:
+                    if request.coordinator_id != owner:
+                        raise InvalidArgumentError("coordinator_id", "is not that of the stream's first request")
+                    yield await answer(request)
+                    request = await self._next(requests)
+
+    def drain(self) -> None:
+        """Ends all streams, each after its current round."""
+        self._draining = True
+        for reading in self._reading:
+            reading.cancel()
+
+    async def _next(self, requests: AsyncIterator[Any]) -> Any:
+        """The next request; None at the end of the stream and in a drain."""
+        if self._draining:
+            return None
+        reading = asyncio.ensure_future(anext(requests, None))
+        self._reading.add(reading)
+        try:
+            await asyncio.wait([reading])
+        finally:
+            self._reading.discard(reading)
+            reading.cancel()
+        return None if reading.cancelled() else reading.result()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._open >= MOST_STREAMS:
+            raise QueueFullError(f"{self._open} streams of rounds are open", RETRY_SECONDS)
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    @contextmanager
+    def _owned_by(self, coordinator_id: str) -> Iterator[None]:
+        self._owned[coordinator_id] += 1
+        try:
+            yield
+        finally:
+            self._owned[coordinator_id] -= 1
+            if not self._owned[coordinator_id]:
+                del self._owned[coordinator_id]
+                self._on_orphaned(coordinator_id)
+
+
+async def _touch(requests: AsyncIterator[Any]) -> None:
+    """Begins to read and stops at once, as grpc warns of requests that nobody has ever begun to read."""
+    reading = asyncio.ensure_future(anext(requests, None))
+    await asyncio.wait([reading], timeout=0)
+    reading.cancel()
