@@ -90,8 +90,8 @@ class Sample:
         )
 
     def admit(self) -> None:
-        """Notes that the sequence entered the window."""
-        self._admitted = time.monotonic()
+        """Notes that the sequence entered the window; again if it was set aside meanwhile."""
+        self._admitted = self._admitted or time.monotonic()
 
     def add(self, piece: Piece) -> None:
         """Notes what was committed."""

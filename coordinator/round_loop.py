@@ -98,6 +98,8 @@ class RoundLoop:
             most = self._policy.admissible(pool.members, len(pool.leaving), pool.capacity)
         for sequence in pool.admit(most):
             self._events.admitted(sequence)
+        if pool.leaving:  # also sequences that were set aside
+            self._leavers.set()
 
     def _choose(self) -> Group:
         pool = self._pool

@@ -6,11 +6,11 @@ ServiceError
 ├── PermissionDeniedError   the caller is known, and not allowed
 ├── NotFoundError           no such request
 ├── AlreadyExistsError      a request of that id is in flight
+├── StalledStreamError      the client does not read what it asked for
 ├── ExhaustedError          a bound is reached; says when to try again
 │   ├── QueueFullError      too many requests are waiting
 │   └── TooManyCallsError   too many calls, or too large ones, are in progress
 ├── SlowRequestError        a request takes too long to arrive
-├── StalledStreamError      the client does not read what it asked for
 ├── UnavailableError        a worker or the server cannot serve now
 └── WorkerFailedError       a worker still fails after retries
 """
@@ -52,6 +52,10 @@ class ExhaustedError(ServiceError):
         self.retry_seconds = retry_seconds
 
 
+class StalledStreamError(ServiceError):
+    """The client has not read its stream for so long that what is kept for it is given to others."""
+
+
 class QueueFullError(ExhaustedError):
     """The queue has no capacity for another request."""
 
@@ -62,10 +66,6 @@ class TooManyCallsError(ExhaustedError):
 
 class SlowRequestError(ServiceError):
     """A request takes too long to arrive."""
-
-
-class StalledStreamError(ServiceError):
-    """The client has not read its stream for so long that what is kept for it is given to others."""
 
 
 class UnavailableError(ServiceError):

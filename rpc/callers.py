@@ -77,7 +77,7 @@ class Authenticator(grpc.aio.ServerInterceptor):
 
 
 def _once(admit: Callable[[Any], Awaitable[None]], handler: Handler) -> Handler:
-    """The handler, which `rpc.interceptor` has made one of a stream of requests: nothing is read before it asks."""
+    """The handler behind the admission. Handlers of streams of requests, as all here are, read nothing before it."""
 
     async def answer_all(requests: AsyncIterator[bytes], context: Any) -> None:
         await admit(context)

@@ -30,9 +30,9 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     NotFoundError: StatusCode.NOT_FOUND,
     AlreadyExistsError: StatusCode.ALREADY_EXISTS,
     QueueFullError: StatusCode.RESOURCE_EXHAUSTED,
+    StalledStreamError: StatusCode.RESOURCE_EXHAUSTED,
     TooManyCallsError: StatusCode.RESOURCE_EXHAUSTED,
     SlowRequestError: StatusCode.DEADLINE_EXCEEDED,
-    StalledStreamError: StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: StatusCode.UNAVAILABLE,
     WorkerFailedError: StatusCode.INTERNAL,
 }

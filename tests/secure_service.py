@@ -11,7 +11,7 @@ from serving import DEFAULTS, PATIENCE_SECONDS
 from coordinator.server import CoordinatorServer
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.link import WorkerLink
-from rpc.channel import MAX_WORKER_MESSAGE_BYTES
+from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server
 from rpc.settings import ServerSettings
 from specpool.testing import FakeDraft, FakeTarget
@@ -46,7 +46,7 @@ async def until(holds: Callable[[], object]) -> None:
 @asynccontextmanager
 async def worker(fake: FakeTarget | FakeDraft, port: int = 0, **security: Any) -> AsyncIterator[str]:
     """A fake worker behind a server with these settings; yields its address."""
-    server = Server(ServerSettings(port=port, **security), MAX_WORKER_MESSAGE_BYTES)
+    server = Server(ServerSettings(port=port, **security), MAX_ROUND_BYTES)
     if isinstance(fake, FakeTarget):
         register: Any = target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server
         server.add("specpool.v1.TargetWorkerService", register, fake)

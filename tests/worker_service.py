@@ -18,7 +18,7 @@ from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
 from engine.cache.spans import Span
 from engine.engine import Engine
-from rpc.channel import MAX_WORKER_MESSAGE_BYTES
+from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server
 from rpc.settings import ServerSettings
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
@@ -148,7 +148,7 @@ async def serving(role: Role, engine: Engine) -> AsyncIterator[Worker]:
     """A loaded worker with empty slots."""
     forget_all(engine, SLOTS)
     host = WorkerHost(lambda: role.backend(engine))
-    server = Server(ServerSettings(drain_seconds=0), MAX_WORKER_MESSAGE_BYTES)
+    server = Server(ServerSettings(drain_seconds=0), MAX_ROUND_BYTES)
     server.add(f"specpool.v1.{role.name}", role.register, role.servicer(host))
     port = await server.start()
     await host.load()

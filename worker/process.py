@@ -8,15 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server, configure_logging
 from worker.host import Backend, WorkerHost
 from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
-
-MAX_REQUEST_BYTES = 32 * 2**20
-"""Some ten million token ids; what a worker sends, such as a tokenizer, may be larger."""
 CLOSE_SECONDS = 5.0
 """Time that a pass gets to end after the drain, when nobody waits for it any more."""
 
@@ -46,7 +44,7 @@ def run_worker(
 
 async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None]) -> None:
     """Serves until a signal. Raises any error of loading."""
-    server = Server(settings, MAX_REQUEST_BYTES)
+    server = Server(settings, MAX_ROUND_BYTES)
     add_service(server)
     server.on_drain = host.drain
     server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other

@@ -1,8 +1,9 @@
 """The pool: a sliding window of sequences being generated, and the queue behind it. Pure and synchronous.
 
 A sequence is queued -> ready <-> in a round -> leaving -> gone. A sequence whose prompt begins like one that is being
-prefilled is parked before it is ready, and one whose reader lags behind is paused until it has caught up. A leaving
-sequence still counts against the window, because the target worker still holds its slot.
+prefilled is parked before it is ready, and one whose reader lags behind is paused until it has caught up. While others
+wait, paused sequences are set aside: they leave the window, and queue again when they are read. A leaving sequence
+still counts against the window, because the target worker still holds its slot.
 """
 
 from collections.abc import Iterable
@@ -43,6 +44,8 @@ class Pool:
         self._queue = FairQueue(by_length)
         self._parked: dict[int, Sequence] = {}
         self._paused: dict[int, Sequence] = {}
+        self._aside: dict[int, Sequence] = {}
+        """Paused sequences that gave their places to others."""
         self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
@@ -75,7 +78,7 @@ class Pool:
     @property
     def is_empty(self) -> bool:
         """Whether no sequence is queued, is generated, or still holds a slot."""
-        return not (self._queue or self._reserved)
+        return not (self._queue or self._reserved or self._aside)
 
     @property
     def ready(self) -> ReadySet:
@@ -120,6 +123,7 @@ class Pool:
     def admit(self, most: int | None = None) -> list[Sequence]:
         """Moves queued sequences, at most `most`, into the window while it has capacity, and returns them."""
         self._unpark()
+        self._set_aside()
         admitted = []
         for _ in range(min(self.queued, self.capacity if most is None else min(most, self.capacity))):
             sequence = self._queue.next
@@ -168,6 +172,23 @@ class Pool:
                 del self._parked[sequence.sequence_id]
                 self._park_or_make_ready(sequence)
 
+    def _set_aside(self) -> None:
+        """Lets the sequences that paused first give their places to those for which there is none."""
+        wanting = len(self._queue) - self.capacity - len(self._leaving)
+        for sequence in list(islice(self._paused.values(), max(0, wanting))):
+            del self._paused[sequence.sequence_id]
+            self._aside[sequence.sequence_id] = sequence
+            self._leaving.add(sequence.sequence_id)
+            self._prefixes.discard(sequence)
+            sequence.lose_caches()
+
+    def _queue_again(self, sequence_id: int) -> None:
+        """Queues a sequence that was set aside, once it is to go on and its place is free."""
+        sequence = self._aside.get(sequence_id)
+        if sequence is not None and not sequence.paused and sequence_id not in self._leaving:
+            del self._aside[sequence_id]
+            self._queue.add([sequence])
+
     def _make_ready(self, sequence: Sequence) -> None:
         if sequence.paused:
             self._paused[sequence.sequence_id] = sequence
@@ -176,14 +197,16 @@ class Pool:
         self._ready.add(sequence)
 
     def pause(self, sequence: Sequence) -> None:
-        """Keeps a sequence out of rounds until `resume`, from the end of the present one on. It holds its slot."""
+        """Keeps a sequence out of rounds until `resume`, from the end of the present one on. It holds its slot until
+        another sequence wants it."""
         sequence.paused = True
         if sequence.sequence_id in self._ready:
             self._paused[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
 
     def resume(self, sequence: Sequence) -> None:
-        """Makes a paused sequence ready again, behind all others."""
+        """Makes a paused sequence ready again, behind all others, or queues it if it was set aside."""
         sequence.paused = False
+        self._queue_again(sequence.sequence_id)
         if self._paused.pop(sequence.sequence_id, None) is not None:
             self._make_ready(sequence)
 
@@ -232,7 +255,9 @@ class Pool:
             return
         sequence.finish = Finish(FinishReason.ABORT)
         self._forget(sequence)
-        if sequence_id in self._queue:
+        if self._aside.pop(sequence_id, None) is not None:
+            pass  # it holds no slot, or is leaving already
+        elif sequence_id in self._queue:
             self._queue.discard(sequence)
         elif sequence_id in self._ready:
             self._ready.pop(sequence_id)
@@ -251,6 +276,7 @@ class Pool:
             self._leaving.remove(sequence_id)
             del self._reserved[sequence_id]
             self._queue.leave(sequence_id)
+            self._queue_again(sequence_id)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in two states or the window is exceeded."""
@@ -266,5 +292,6 @@ class Pool:
             or sum(self._reserved.values()) <= self.kv_capacity.positions
         )
         assert all(sequence.paused for sequence in self._paused.values()), "a sequence waits for no reader"
+        assert not (self._aside.keys() - self._leaving) & (set().union(*states)), "a sequence is aside and inside"
         most = self.limits.samples + min(self.window_size, self.limits.samples)
         assert len(self._queue) <= most + self.capacity, "the queue is exceeded"

@@ -62,6 +62,10 @@ class PrefixIndex:
             self._index(sequence, sequence.token_ids[: sequence.target_length])
             self._finished[sequence.sequence_id] = sequence
 
+    def discard(self, sequence: Sequence) -> None:
+        """Forgets a sequence that is no source any more."""
+        self._forget(sequence.sequence_id)
+
     def trim(self, most: int) -> None:
         """Forgets all finished sequences but the `most` last used."""
         while len(self._finished) > max(0, most):

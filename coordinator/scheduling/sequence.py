@@ -213,6 +213,11 @@ class Sequence:
         remaining = self.request.max_tokens - self.num_generated
         return min(self.request.num_speculative_tokens, remaining - 1)
 
+    def lose_caches(self) -> None:
+        """Notes that the workers cache nothing of the sequence any more."""
+        self.target_length = self.draft_length = 0
+        self.target_prefix = self.draft_prefix = self.drafted_ahead = None
+
     def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:
         """Appends verified tokens up to the first that ends the generation. Returns the appended tokens, and a function
         that makes the text they allow to be shown, to be called in the order of the commits.

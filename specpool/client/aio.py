@@ -24,9 +24,9 @@ class AsyncClient:
     """
 
     def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or has
-        too much to do; 0: never. `security`: TLS and token; ValueError, which names the option, for a file that
-        cannot be used."""
+        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or
+        has too much to do; 0: never.
+        `security`: TLS and token; ValueError, which names the option, for a file that cannot be used."""
         connector = Connector(address, **security)
         self._connections: Connections[grpc.aio.Channel] = Connections(connector, connector.open)
         self._retry_seconds = retry_seconds

@@ -149,7 +149,7 @@ async def test_a_prompt_cannot_be_read_from_what_others_reuse() -> None:
         assert await cached([*known, *secret, 4], ANNE) == 48
 
 
-async def test_the_time_to_try_again_follows_the_rate_at_which_requests_end() -> None:
+async def test_idle_time_does_not_count_in_the_time_to_try_again() -> None:
     async with serving(window_size=1, queue_size=1, num_speculative_tokens=0) as served:
         for i in range(20):
             await served.expect(make_request([i], 2))

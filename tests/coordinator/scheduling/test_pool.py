@@ -37,6 +37,13 @@ def make_sequence(
     return Sequence(sequence_id, request)
 
 
+class KeepsPlaces(Pool):
+    """A pool whose paused sequences keep their places, as they do while nobody waits."""
+
+    def _set_aside(self) -> None:
+        pass
+
+
 class PoolMachine(RuleBasedStateMachine):
     """`waiting` and `inside` are what the pool should hold, `left` what still has a slot; `group` plays a round."""
 
@@ -47,7 +54,7 @@ class PoolMachine(RuleBasedStateMachine):
         multiple=st.sampled_from([0, 1, 16]),
     )
     def start(self, window_size: int, queue_size: int, positions: int, multiple: int) -> None:
-        self.pool = Pool(window_size, QueueLimits(queue_size))
+        self.pool = KeepsPlaces(window_size, QueueLimits(queue_size))
         self.pool.kv_capacity = KVCapacity(positions, multiple)
         self.kept: dict[int, int] = {}
         self.ids = count(1)
@@ -486,7 +493,7 @@ def test_a_paused_sequence_is_in_no_round_and_keeps_its_place() -> None:
     pool.begin_round([other])
     pool.pause(other)
     pool.end_round([other])
-    assert (list(pool.ready), pool.admit(), pool.is_empty) == ([], [], False)
+    assert (list(pool.ready), pool.is_empty) == ([], False)
     pool.check_integrity()
     pool.resume(other)
     pool.resume(one)
@@ -495,6 +502,68 @@ def test_a_paused_sequence_is_in_no_round_and_keeps_its_place() -> None:
     pool.abort(one)
     pool.released(pool.leaving)
     assert pool.admit() == [waits]
+
+
+def paused_and_waiting(waiting: int) -> tuple[Pool, list[Sequence], list[Sequence]]:
+    """A pool of two paused sequences and of some that wait, after an admission."""
+    pool, (one, other, *others) = filled(window_size=2, number=2 + waiting)
+    pool.admit(2)
+    for sequence in (one, other):
+        sequence.target_length = sequence.draft_length = 1
+        pool.pause(sequence)
+    assert pool.admit() == []
+    pool.check_integrity()
+    return pool, [one, other], others
+
+
+def test_paused_sequences_give_their_places_to_those_that_wait_and_queue_again() -> None:
+    pool, (one, other), (waits,) = paused_and_waiting(1)
+    assert (pool.leaving, list(pool.members), one.target_length) == ({one.sequence_id}, [other], 0)
+    pool.released(pool.leaving)
+    assert (pool.admit(), pool.is_empty) == ([waits], False)
+    pool.resume(one)
+    assert pool.queued == 1
+    assert pool.admit() == []
+    assert pool.leaving == {other.sequence_id}, "it is paused, and one waits that is read"
+    pool.released(pool.leaving)
+    assert pool.admit() == [one]
+    assert set(pool.ready) == {waits, one}
+    pool.check_integrity()
+
+
+def test_paused_sequences_keep_their_places_while_nobody_waits() -> None:
+    pool, (one, other), _ = paused_and_waiting(0)
+    assert (pool.leaving, list(pool.members), one.target_length) == (set(), [one, other], 1)
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_one_that_is_read_again_before_its_place_is_free_queues_afterwards(read_again: bool) -> None:
+    pool, (one, other), (waits,) = paused_and_waiting(1)
+    pool.resume(one)
+    assert pool.queued == 1
+    if not read_again:
+        pool.pause(one)
+    pool.released(pool.leaving)
+    assert pool.queued == 1 + read_again
+    pool.check_integrity()
+    assert pool.admit() == [waits]
+    assert other.paused
+
+
+def test_one_that_was_set_aside_can_be_aborted_at_any_time() -> None:
+    for released_first in (False, True):
+        pool, (one, other), (waits,) = paused_and_waiting(1)
+        if released_first:
+            pool.released(pool.leaving)
+        pool.abort(one)
+        pool.resume(one)
+        pool.released(pool.leaving)
+        assert pool.admit() == [waits]
+        for sequence in (other, waits):
+            pool.abort(sequence)
+        pool.released(pool.leaving)
+        assert (pool.is_empty, pool.find(*one.request.key)) == (True, [])
+        pool.check_integrity()
 
 
 def test_nobody_waits_for_a_prefix_of_one_that_is_paused() -> None:
