@@ -13,6 +13,8 @@ StrPath: TypeAlias = str | Path
 
 # A tokenizer (tens of MB for large vocabularies) is the largest message between processes.
 MAX_WORKER_MESSAGE_BYTES = 128 * 2**20
+# What a worker receives are rounds: token ids, of prompts no more than the coordinator's `prefill_tokens`.
+MAX_ROUND_BYTES = 32 * 2**20
 
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_WORKER_MESSAGE_BYTES),

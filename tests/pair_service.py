@@ -17,13 +17,13 @@ from draft_worker.server import DraftWorkerSettings, load_proposer
 from draft_worker.service import DraftWorkerServicer
 from engine.cache.spans import Span
 from engine.engine import Engine
+from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server
 from specpool.client import AsyncClient
 from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 from target_worker.server import TargetWorkerSettings, load_verifier
 from target_worker.service import TargetWorkerServicer
 from worker.host import WorkerHost
-from worker.process import MAX_REQUEST_BYTES
 
 
 class LogitsTap:
@@ -124,7 +124,7 @@ async def serving_coordinator(
 
 
 async def _serve(stack: AsyncExitStack, settings: Any, host: WorkerHost, register: Any, servicer: Any) -> str:
-    server = Server(settings, MAX_REQUEST_BYTES)
+    server = Server(settings, MAX_ROUND_BYTES)
     server.add(servicer.__class__.__name__, register, servicer)
     port = await server.start()
     await host.load()
