@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Time to end in order after a second signal, and after the server has stopped. A thread that hangs must not outlast it.
-HASTY_END_SECONDS, END_SECONDS = 1.0, 5.0
+HASTY_END_SECONDS, END_SECONDS = 1.0, 10.0
 
 
 class StopSignals:

@@ -37,7 +37,7 @@ class TemplateTarget(RecordingTarget):
 async def served() -> AsyncIterator[Serving]:
     """A server for long prompts that takes large messages."""
     async with serving(
-        TemplateTarget(), with_draft=False, max_request_bytes=4 * 2**20, prefill_tokens=LONG
+        TemplateTarget(), with_draft=False, max_request_bytes=4 * 2**20, request_memory=2**30, prefill_tokens=LONG
     ) as serving_:
         yield serving_
 

@@ -387,10 +387,10 @@ def test_details_that_are_none_are_no_delay() -> None:
 async def test_a_full_queue_is_waited_for(make_client: Any, call: str) -> None:
     target = RecordingTarget()
     with mock.patch("coordinator.in_flight.FIRST_RETRY", 0.1):
-        async with serving(target, queue_size=0, window_size=1) as served, make_client(served.address) as client:
+        async with serving(target, queue_size=1, window_size=1) as served, make_client(served.address) as client:
             target.open.clear()
-            first = served.stub.Generate(make_request(max_tokens=3))
-            await served.until(lambda info: info.running == 1)
+            others = asyncio.gather(*(served.expect(make_request(max_tokens=3)) for _ in range(2)))
+            await served.until(lambda info: (info.running, info.queued) == (1, 1))
             async with make_client(served.address, retry_seconds=0) as impatient:
                 with pytest.raises(grpc.RpcError) as caught:
                     await all_of(impatient, call)
@@ -398,7 +398,7 @@ async def test_a_full_queue_is_waited_for(make_client: Any, call: str) -> None:
             answer = asyncio.create_task(all_of(client, call, max_tokens=5))
             await asyncio.sleep(0.3)
             target.open.set()
-            await first
+            await others
             assert await answer == expected_tokens(target, make_request(PROMPT, 5))
 
 

@@ -22,9 +22,9 @@ from specpool.v1 import common_pb2, draft_worker_pb2_grpc
 from specpool.v1 import generation_pb2 as pb
 
 MIB = 2**20
-# What 60 of the largest requests at once may add: `request_memory`, as much again for what tokenizing makes of them,
-# and what the allocator keeps.
-MOST_GROWTH_BYTES = 384 * MIB
+# What 60 of the largest requests at once may add: `request_memory`, and as much again for those that are being read and
+# tokenized, and for what the allocator keeps.
+MOST_GROWTH_BYTES = 256 * MIB
 
 
 @asynccontextmanager
