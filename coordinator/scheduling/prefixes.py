@@ -134,8 +134,8 @@ def _shared(source: Sequence, sequence: Sequence, marked: int) -> int:
     """The tokens that a sequence can begin with as the source does, where both have the same mark at `marked`."""
     one, other = source.token_ids, sequence.token_ids
     end = min(len(one) if source.finish is None else source.target_length, len(other) - 1)
-    if source.first_sample_id == sequence.first_sample_id:
-        return end
+    if source.first_sample_id == sequence.first_sample_id:  # what a sample that was set aside has generated is its own
+        return min(end, sequence.prompt_length)
     length = marked
     while (after := length + BLOCK_TOKENS) <= end and one[length:after] == other[length:after]:
         length = after

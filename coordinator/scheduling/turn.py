@@ -167,7 +167,8 @@ class Turn:
             return None
         if sequence.target_prefix is not None:
             sequence.target_prefix = None
-            sequence.cached_tokens = self._verified_base
+            if not sequence.num_generated:  # else it was set aside, and what it copies now is not its prompt alone
+                sequence.cached_tokens = self._verified_base
         if verdict.token_ids:
             return self._commit(verdict)
         sequence.target_length = verdict.cached_length

@@ -180,6 +180,18 @@ def test_samples_of_one_request_share_their_whole_prompt() -> None:
     assert index.find(second) == Prefix(first, len(prompt) - 1)
 
 
+def test_samples_that_were_set_aside_share_nothing_that_they_have_generated() -> None:
+    index, prompt = PrefixIndex(), (*SHARED, 1, 2, 3)
+    request = GenerationRequest("r", prompt, 99, frozenset(), 4, n=2)
+    first, second = (Sequence(i, sample) for i, sample in enumerate(request.samples(), start=1))
+    second.first_sample_id = first.sequence_id
+    first.token_ids += [10, 11, 12, 13]
+    second.token_ids += [20, 21, 22, 23]
+    index.add(first)
+    first.target_length = len(first.token_ids) - 1
+    assert index.find(second) == Prefix(first, len(prompt))
+
+
 # --- Long prompts
 
 
