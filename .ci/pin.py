@@ -1,7 +1,8 @@
 """Regenerates constraints.txt: `make pins`, or `make pins PINS=--upgrade` for newer versions.
 
-Versions stay as they are unless a requirement or an option of `uv pip compile` asks for others. Each has the hashes of
-all its files on PyPI, for every platform; torch also has those of its CPU wheels, which lie on an index of their own.
+Versions stay as they are unless a requirement or an option of `uv pip compile` asks for others. Each version has the
+hashes of all its files on PyPI, for every platform; torch also has those of its CPU wheels, which lie on an index of
+their own.
 """
 
 import re

@@ -2,8 +2,8 @@
 
     python -m benchmarks.attacks [--seconds 6] [--only NAME]
 
-Coordinator, fake target, attacker and the well-behaved client are processes of their own that meet on loopback sockets.
-The last line printed is JSON; exit status 1 if an answer was wrong.
+Coordinator, fake target, attacker and the well-behaved client are separate processes that connect over loopback
+sockets. The last line printed is JSON; exit status 1 if an answer was wrong.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Send = Callable[[grpc.aio.Channel], Awaitable[Any]]
 
 
 def request(**fields: Any) -> pb.GenerateRequest:
-    """A request for a few tokens, or what the fields make of it."""
+    """A request for a few tokens, with these fields; without an input it gets a short prompt."""
     message = pb.GenerateRequest(sampling_params=pb.SamplingParams(max_tokens=8), **fields)
     if message.WhichOneof("input") is None:
         message.tokenized.input_ids.extend([1, 2, 3])
@@ -72,14 +72,14 @@ async def read_nothing(channel: grpc.aio.Channel) -> None:
 
 
 def many_samples() -> pb.GenerateRequest:
-    """A request for as many samples as there can be."""
+    """A request for the greatest number of samples."""
     message = request()
     message.sampling_params.MergeFrom(pb.SamplingParams(n=64, temperature=1.0, max_tokens=200))
     return message
 
 
 def hostile_stops() -> pb.GenerateRequest:
-    """Stop strings that begin over and over again, and tokens that never make a character."""
+    """A request with stop strings that begin over and over again, and tokens that never make a character."""
     message = request()
     bytes_that_continue = dict.fromkeys(range(148, 180), 90.0)
     params = pb.SamplingParams(max_tokens=4000, stop=["\ufffd" * 255 + str(i) for i in range(10)], ignore_eos=True)
@@ -109,7 +109,7 @@ def attack(name: str) -> dict[str, int]:
 
 async def _attack(calls: int, make: Callable[[], Send]) -> dict[str, int]:
     send = make()
-    async with open_channel(f"127.0.0.1:{PORT}") as channel:  # for the server another client than the one at [::1]
+    async with open_channel(f"127.0.0.1:{PORT}") as channel:  # to the server, another client than the one at [::1]
         ended = await asyncio.gather(*(send(channel) for _ in range(calls)), return_exceptions=True)
     codes = [end.code().name if isinstance(end, grpc.aio.AioRpcError) else type(end).__name__ for end in ended]
     return dict(Counter("OK" if code in ("GenerateResponse", "NoneType") else code for code in codes))
@@ -125,7 +125,7 @@ class WellBehaved:
         self.enough = False
 
     async def ask(self) -> None:
-        """One request after the other, until it is enough."""
+        """Sends one request after the other until `enough` is set."""
         number = 0
         while not self.enough:
             number += 1
@@ -148,7 +148,8 @@ async def watch(coordinator: psutil.Process, seen: list[int]) -> None:
 
 
 async def measure(coordinator: psutil.Process, seconds: float, attacking: Attacking | None) -> dict[str, Any]:
-    """Figures of the well-behaved client and of the coordinator's memory, for some seconds and to the attack's end."""
+    """Figures of the well-behaved client and of the coordinator's memory, over `seconds` or until the attack ends,
+    whichever takes longer."""
     async with AsyncClient(f"[::1]:{PORT}") as client:
         one, memory = WellBehaved(client), [coordinator.memory_info().rss]
         asking, watching = asyncio.create_task(one.ask()), asyncio.create_task(watch(coordinator, memory))
@@ -156,7 +157,7 @@ async def measure(coordinator: psutil.Process, seconds: float, attacking: Attack
         await asyncio.sleep(seconds)
         answered = await statuses if statuses is not None else {}
         one.enough = True
-        await asking  # also the request that is under way
+        await asking  # includes the request under way
         watching.cancel()
     slowest = statistics.quantiles(one.latencies, n=20)[-1] if len(one.latencies) > 1 else one.latencies[0]
     return {

@@ -1,13 +1,14 @@
-"""A soak: real processes under requests of all kinds, cancels, deadlines and cuts, audited at the end.
+"""A soak: real processes under requests of all kinds, cancellations, deadlines and cuts, audited at the end.
 
     python -m benchmarks.soak [--requests 20000] [--concurrency 64] [--cuts 3000] [--output FOLDER]
     python -m benchmarks.soak --queued 10000
 
 The pair is tiny and random. The audit compares a share of the answers with plain decoding of the same requests, counts
 slots and requests that are left over, and compares each process's resident memory near the end with that after the
-first quarter of the run. With `--queued`, that number of requests is sent at once: the coordinator's memory is bounded
-by what each may take, and urgent requests must overtake them. `--cuts` breaks the connections between coordinator and
-workers so often. The exit status is 1 if the audit finds anything. The last line printed is JSON.
+first quarter of the run. With `--queued`, that number of requests is sent at once: the audit bounds the coordinator's
+memory by what each request may take, and urgent requests must overtake the queue. `--cuts` is the number of times that
+the connections between coordinator and workers are cut. The exit status is 1 if the audit finds anything. The last line
+printed is JSON.
 """
 
 import argparse
@@ -59,10 +60,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=_positive, default=20_000)
     parser.add_argument("--concurrency", type=_positive, default=64, help="requests in flight at a time")
     parser.add_argument("--queued", type=_positive, help="requests sent at once, instead of a constant load")
-    parser.add_argument("--cuts", type=_positive, help="cuts of the connections to the workers")
+    parser.add_argument("--cuts", type=_positive, help="number of times that connections to the workers are cut")
     parser.add_argument("--window-size", type=_positive, default=16)
     parser.add_argument("--checked", type=float, default=0.05, help="share of answers compared with plain decoding")
-    parser.add_argument("--growth-mib", type=float, default=48.0, help="growth of a process that the audit allows")
+    parser.add_argument("--growth-mib", type=float, default=48.0, help="memory growth of a process that is allowed")
     parser.add_argument("--queued-kib", type=float, default=64.0, help="memory that a queued request may take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--coordinator-flags", default="", help="further flags of the coordinator, as one argument")
@@ -77,7 +78,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
@@ -173,7 +174,7 @@ class Run:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def audit(self) -> None:
-        """Looks for what must not be: slots in use, requests left over, wrong tokens, growing memory."""
+        """Looks for what must not be there: slots in use, requests left over, wrong tokens, growing memory."""
         faults, tally = self._tally.faults, self._tally
         faults += [f"the {name} has ended" for name in self._trio.has_ended()]
         faults += [f"{name} was answered {times} times" for name, times in tally.answered_ids.items() if times != 1]
@@ -219,7 +220,7 @@ class Run:
 
     @property
     def _memory(self) -> dict[str, dict[str, float]]:
-        # A queue fills at once: all that it takes counts.
+        # A queue fills at once, so that all of the growth counts.
         return memory(self._resident, WARM_UP, to_the_most=bool(self._options.queued))
 
     def result(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from specpool.v1 import generation_pb2 as pb
 
 MOST_PROMPT, MOST_TOKENS = 120, 48
 CANCELLED, LATE = 0.1, 0.05
-"""Shares of requests that are cancelled, and that have a deadline which most of them miss."""
+"""Share of requests that are cancelled, and share of requests with a deadline that most of them miss."""
 LONGEST_CANCEL_SECONDS, LONGEST_DEADLINE_SECONDS = 1.0, 0.2
 PATIENCE_SECONDS = 600.0
 # Beginnings that many prompts share.
@@ -45,7 +45,7 @@ class Tally:
     samples: int = 0
     """Samples that were answered."""
     tokens: int = 0
-    """Tokens of these."""
+    """Tokens of the answered samples."""
     answered_ids: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     """What was wrong, one sentence each."""
@@ -141,7 +141,7 @@ def check_samples(request: pb.GenerateRequest, completes: list[pb.GenerateRespon
     """The tokens of the samples by index. WrongAnswerError unless each sample is there once and as long as asked."""
     number = request.sampling_params.n or 1
     if sorted(sample.index for sample in completes) != list(range(number)):
-        raise WrongAnswerError(f"it has {len(completes)} answers to {number} samples")
+        raise WrongAnswerError(f"it has {len(completes)} answers for {number} samples")
     for sample in completes:
         if sample.request_id != request.request_id:
             raise WrongAnswerError(f"it was answered as {sample.request_id}")

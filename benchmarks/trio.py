@@ -1,4 +1,4 @@
-"""Coordinator and workers as three processes, with proxies between them, whose memory is watched."""
+"""Coordinator and workers as three processes whose memory is watched, with proxies between them."""
 
 import asyncio
 import statistics
@@ -44,8 +44,8 @@ class Trio:
 async def running_trio(
     target: Path, draft: Path, slots: int, coordinator_flags: Sequence[str] = (), proxied: bool = False
 ) -> AsyncIterator[Trio]:
-    """Runs a target, a draft and a coordinator. `slots`: of each worker; `coordinator_flags`: its further arguments.
-    `proxied`: whether the coordinator reaches its workers through proxies.
+    """Runs a target, a draft and a coordinator. `slots`: slots of each worker; `coordinator_flags`: further arguments
+    of the coordinator. `proxied`: whether the coordinator reaches its workers through proxies.
 
     ProcessFailedError. No process is started again if it ends.
     """
@@ -78,10 +78,10 @@ async def running_trio(
 
 
 def memory(samples: Sequence[dict[str, float]], warm_up: float, to_the_most: bool) -> dict[str, dict[str, float]]:
-    """Resident memory of each process in MiB, of samples in order of time: the first, the median after the share
-    `warm_up` of them, the most, and the median near the end.
+    """Resident memory of each process in MiB, from samples in order of time: the first sample, the median after a share
+    `warm_up` of the samples, the highest sample, and the median near the end.
 
-    `growth` is from the warm-up to the end, or from the first to the most.
+    `growth` is from the warm-up to the end or, with `to_the_most`, from the first sample to the highest.
     """
     warm = samples[round(len(samples) * warm_up) :]
     tenth = max(1, len(warm) // 10)

@@ -53,7 +53,7 @@ class Coordinator:
             QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client),
             by_length=settings.admission == "length",
             prefix_reuse=settings.prefix_reuse,
-            sets_aside=settings.policy != "eqspec",  # a fixed batch takes nobody in
+            sets_aside=settings.policy != "eqspec",  # a fixed batch admits no sequence
         )
         self.in_flight = RequestsInFlight()
         self.started = time.monotonic()
@@ -113,13 +113,13 @@ class Coordinator:
             await asyncio.sleep(POLL_SECONDS)
 
     def check_queue(self, request: GenerationRequest) -> None:
-        """Raises what `generate` would raise if nothing changed until then, to be called before a prompt is tokenized.
+        """Raises what `generate` would raise now; to be called before a prompt is tokenized.
 
         AlreadyExistsError, QueueFullError, InvalidArgumentError.
         """
         most = self.settings.max_requests_per_client
         if most is not None and request.n > most:
-            refusal = f"{request.n} is beyond {most}, the samples that one client may have in flight"
+            refusal = f"{request.n} is beyond {most}, the number of samples that one client may have in flight"
             raise InvalidArgumentError("sampling_params.n", refusal)
         with self._refusals(request):
             self.pool.check(request)
@@ -128,7 +128,7 @@ class Coordinator:
     async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
         """A generation under way; leaving the context early ends it and frees its slots.
 
-        AlreadyExistsError for a request id of the client that is in flight, QueueFullError.
+        AlreadyExistsError if the client has a request with this id in flight; QueueFullError.
         """
         sequences = self._sequences(request)
         with self._refusals(request):
@@ -153,8 +153,8 @@ class Coordinator:
         self._loop.wake()
 
     def abort(self, client: str, request_id: str) -> None:
-        """Ends a client's own request in flight: its caller gets the tokens so far. NotFoundError, also for requests of
-        others."""
+        """Ends a client's own request in flight: its caller gets the tokens so far. NotFoundError, also for other
+        clients' requests."""
         sequences = self.pool.find(client, request_id)
         if not sequences:
             raise NotFoundError(f"request_id: no request {request_id!r} is in flight")
@@ -171,7 +171,7 @@ class Coordinator:
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:
-        """Says to the client why the pool does not take its request."""
+        """Tells the client why the pool does not take its request."""
         try:
             yield
         except DuplicateRequestError:

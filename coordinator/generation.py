@@ -1,6 +1,6 @@
 """A request in flight as its caller sees it: its samples, each with its pieces, its end and its timings.
 
-A caller that streams sets the pace: a sample of which too much is unread pauses, and a stream that nobody reads is
+A caller that streams sets the pace: a sample with too many unread tokens pauses, and a stream that nobody reads is
 ended.
 """
 
@@ -116,7 +116,8 @@ class Generation:
         self._give_up: Callable[[ServiceError], None] | None = None
         """Set while the pieces are streamed."""
         self._stall: asyncio.TimerHandle | None = None
-        """Runs while others wait for the reader: a sample that is paused, or the memory of samples that have ended."""
+        """Runs while the reader holds something up: a sample that is paused, or the memory of samples that have
+        ended."""
         self._last_read = 0.0
 
     @property
@@ -131,8 +132,8 @@ class Generation:
     async def pieces(self, give_up: Callable[[ServiceError], None]) -> AsyncIterator[tuple[Sample, Piece | None]]:
         """Each piece with its sample, at the pace of the caller; None instead of a piece when the sample has ended.
 
-        `give_up` is called if the caller does not go on, and must end it. Raises the error of a request that had to be
-        given up.
+        `give_up` is called if the caller stops reading, and must end the call. Raises the error of a request that had
+        to be given up.
         """
         self._give_up = give_up
         try:
@@ -184,7 +185,7 @@ class Generation:
             self._watch()
 
     def _watch(self) -> None:
-        """Starts or stops the clock of a reader that others wait for."""
+        """Starts the clock while the reader holds something up, and stops it otherwise."""
         waited_for = any(sample.paused and not sample.has_ended for sample in self.samples) or self._has_ended
         if self._give_up is None or not waited_for:
             if self._stall is not None:
@@ -197,7 +198,7 @@ class Generation:
         self._stall = asyncio.get_running_loop().call_later(seconds, self._clock_ran_out)
 
     def _clock_ran_out(self) -> None:
-        """Gives the stream up, unless it has ended and what is left of it is being read."""
+        """Gives the stream up, unless the samples have ended and their last pieces are being read."""
         unread_for = time.monotonic() - self._last_read
         if self._has_ended and unread_for < self._stall_seconds:
             self._start_clock(self._stall_seconds - unread_for)

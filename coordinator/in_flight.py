@@ -8,7 +8,7 @@ from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import FinishReason, Sequence
 from protocol.errors import WorkerFailedError
 
-# Ends that the rate of the next ones is estimated by.
+# Past ends from which the rate of the next ones is estimated.
 LAST_ENDS = 32
 # Seconds after which a refused client is told to try again: at first, at least and at most.
 FIRST_RETRY, LEAST_RETRY, MOST_RETRY = 1.0, 0.05, 10.0
@@ -19,7 +19,7 @@ class EndRate:
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=LAST_ENDS + 1)
-        """The last ends, after the beginning or the end before them."""
+        """Times of the last ends, preceded by the time of the beginning or of the end before them."""
 
     def begin(self, now: float) -> None:
         """Notes that there is work again: the idle time before it says nothing."""
@@ -52,7 +52,7 @@ class RequestsInFlight:
         self._ends = EndRate()
 
     def seconds_until_free(self, places: int) -> float:
-        """An estimate of the time until this number of sequences has ended, for a client that was refused."""
+        """An estimate of the time until this number of sequences have ended, for a client that was refused."""
         return self._ends.seconds_until(places, time.monotonic())
 
     def add(self, generation: Generation) -> None:

@@ -1,7 +1,7 @@
 """The round loop: choose a group, run its round with the workers, publish what was committed; again, for ever.
 
 A target worker that is gone makes the loop wait. A fault of the coordinator ends the requests it happened to. A request
-that the target worker fails with again and again is run alone, and then given up.
+with which the target worker fails again and again is run alone, and then given up.
 """
 
 import asyncio
@@ -206,7 +206,8 @@ class RoundLoop:
 
 
 def _without_suspects(sequences: list[Sequence]) -> list[Sequence]:
-    """A group in which a suspect is alone. Beside others suspects wait, until they have waited longest."""
+    """The group without its suspects, or only its first sequence if that is a suspect: suspects run alone, once they
+    have waited longest."""
     if not sequences or sequences[0].suspicion.is_suspect:
         return sequences[:1]
     return [sequence for sequence in sequences if not sequence.suspicion.is_suspect]

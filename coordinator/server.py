@@ -58,7 +58,7 @@ class CoordinatorServer:
             await self.coordinator.close()
 
     async def _give_up_without_target(self) -> None:
-        """Waits for the drain, and cuts it short once the target worker has been away for some seconds of it."""
+        """Waits for the drain, and cuts it short once the target worker has been away for some seconds."""
         target = self.coordinator.target
         await self.server.wait_stopping()
         while True:

@@ -53,7 +53,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         256, ge=0, le=UINT32_MAX, description="samples that may wait; requests beyond them are refused"
     )
     queue_tokens: int = Field(
-        4_194_304, ge=1, le=UINT32_MAX, description="prompt tokens that may wait in all, unless one request has more"
+        4_194_304, ge=1, le=UINT32_MAX, description="prompt tokens that may wait in total, unless one request has more"
     )
     max_requests_per_client: int | None = Field(
         None,
@@ -62,7 +62,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         description="samples of one client that may wait or be generated; default: as many as queue and window hold",
     )
     stream_stall_seconds: Seconds = Field(
-        60.0, gt=0, description="time after which a stream is ended whose client does not read"
+        60.0, gt=0, description="time after which a stream that its client does not read is ended"
     )
     num_speculative_tokens: int | None = Field(
         None,

@@ -16,7 +16,8 @@ class StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self.begun = 0
-        """Last characters of the text that are the first ones of the stop string, as many as possible but never all."""
+        """Number of last characters of the text that are the first ones of the stop string: as many as possible, but
+        never all."""
         self._borders = borders(text)
 
     def feed(self, piece: str) -> int:

@@ -25,7 +25,8 @@ class TextStream:
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
         self.matched: str | None = None
-        """The stop string that ended the text. Among several it is the one that begins first, of these the longest."""
+        """The stop string that ended the text. Among several it is the one that begins first, and among these the
+        longest."""
         self._decoder, self._stop = decoder, [StopString(text) for text in stop]
         self._held = ""
 

@@ -61,7 +61,8 @@ def parse_request(request: pb.GenerateRequest, eos_token_ids: tuple[int, ...], l
 def with_prompt(
     parsed: GenerationRequest, prompt_ids: tuple[int, ...], params: pb.SamplingParams, limits: Limits
 ) -> GenerationRequest:
-    """The request with its prompt. InvalidArgumentError if that leaves less than the request asks for."""
+    """The request with its prompt. InvalidArgumentError if the prompt leaves fewer positions than the request asks
+    for."""
     remaining = limits.max_model_len - len(prompt_ids)
     if params.HasField("max_tokens") and params.max_tokens > remaining:
         raise _too_many_tokens(params.max_tokens, remaining, limits)

@@ -14,7 +14,7 @@ from rpc.tokens import token_of
 class WorkerSecurity(ServerSecurity, frozen=True):
     """How the coordinator connects to its workers: by default with the files of its own server."""
 
-    worker_tls: bool | None = Field(None, description="use TLS to the workers; default: if there is a CA for it")
+    worker_tls: bool | None = Field(None, description="use TLS to the workers; default: if there is a CA for them")
     worker_tls_ca: Path | None = Field(
         None, description="CA that has signed the workers' certificates, a PEM file; default: tls_ca"
     )

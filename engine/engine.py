@@ -61,7 +61,7 @@ class Engine:
         self.passes = 0
         """Forward passes so far."""
         self.weights_fingerprint = self.numerics_fingerprint = ""
-        """What `engine.models.fingerprints` and `engine.probes.numerics` made of the model."""
+        """The model's fingerprints, by `engine.models.fingerprints` and `engine.probes.numerics`."""
         self.bitwise = False
         """Whether the logits of a token were proved to be the same bits in every batch."""
         self.step_seconds: Mapping[int, float] = {}

@@ -31,8 +31,8 @@ class Choices:
     logits: torch.Tensor
     confidences: list[float] = field(default_factory=list)
     finite: bool = True
-    """False if the largest logit of a row is not a finite number, so that its token means nothing. Found out on a CPU
-    only: there it takes 10 us a pass, but a GPU would have to launch more kernels in every pass."""
+    """False if the largest logit of a row is not a finite number, so that its token means nothing. Checked on a CPU
+    only: there the check takes 10 us a pass, but a GPU would have to launch more kernels in every pass."""
 
 
 class SequenceEngine:
@@ -52,7 +52,7 @@ class SequenceEngine:
 
     @property
     def passes(self) -> int:
-        """Forward passes so far: work that goes on for long shows by it that it does not hang."""
+        """Forward passes so far: while this number grows, work that takes long does not hang."""
         return self.engine.passes
 
     @property
@@ -106,8 +106,8 @@ class SequenceEngine:
     def _token_ids(
         self, logits: torch.Tensor, slots: Sequence[Slot], counts: Sequence[int]
     ) -> tuple[list[Iterable[int]], Iterable[bool]]:
-        """The choices of each sequence, `counts` each, from logits [n, rows of the head]; and of each row of these
-        whether its largest logit is finite, as far as that is found out."""
+        """The choices of each sequence, `counts` each, from logits [n, rows of the head]; and for each row of these
+        whether its largest logit is finite, as far as that is checked."""
         known = self.engine.over_vocabulary(logits) if any(slot.sampling is not None for slot in slots) else None
         if known is not None and samples_by_kernel(known.device, known.dtype, known.shape[1]):
             sequences = [(slot.sampling, slot.token_ids, count) for slot, count in zip(slots, counts, strict=True)]
@@ -171,7 +171,7 @@ class SequenceEngine:
             self.engine.max_model_len,
             capacity,
             max_items=ITEMS_PER_SLOT * slots,
-            # Any one sequence may have as long a draft as there is.
+            # Any one sequence may have a draft of the greatest length.
             max_logits=LOGITS_PER_SLOT * max(LOGITS_PER_SLOT, slots),
         )
 
@@ -188,7 +188,8 @@ class SequenceEngine:
 
 
 def _are_finite(logits: torch.Tensor, largest: torch.Tensor) -> list[bool]:
-    """Whether the largest logit of each row is a finite number; `largest` has their indexes. One NaN is the largest."""
+    """Whether the largest logit of each row is a finite number; `largest` has their indexes. A NaN counts as the
+    largest."""
     found: list[bool] = logits.gather(-1, largest[:, None]).isfinite().squeeze(-1).tolist()
     return found
 

@@ -1,6 +1,6 @@
-"""Reading what workers answer. Nothing of it is believed: what does not fit its request raises MisfitError.
+"""Reading the answers of workers. No answer is trusted: one that does not fit its request raises MisfitError.
 
-A worker that is broken, restarted as another one, or out of step must cost time and never a wrong token.
+A worker that is broken, restarted as another one, or out of step may cost time, but never a wrong token.
 """
 
 import math
@@ -41,7 +41,7 @@ def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size:
     if item.prefill_only:
         _require(not tokens, "it chose a token for a prompt chunk")
     else:
-        _require(0 < len(tokens) <= len(drafts) + 1, f"it gained {len(tokens)} tokens of {len(drafts)} draft tokens")
+        _require(0 < len(tokens) <= len(drafts) + 1, f"it gained {len(tokens)} tokens from {len(drafts)} draft tokens")
         _require(max(tokens) < vocab_size, "a token is outside its vocabulary")
         _require(tokens[:accepted] == drafts[:accepted], "the accepted tokens are not the draft's")
         _require(tokens[accepted:] != drafts[accepted : accepted + 1], "it rejected a draft token and chose the same")
@@ -59,7 +59,7 @@ def _read_logprobs(result: Any, item: VerifyItem, vocab_size: int) -> tuple[Toke
         _require(len(found.top_token_ids) == len(found.top_logprobs) == most, "log-probabilities are missing")
         _require(all(token < vocab_size for token in found.top_token_ids), "a token is outside its vocabulary")
         # Comparison with NaN is false.
-        _require(all(value <= ROUNDING for value in (found.logprob, *found.top_logprobs)), "a log-probability is none")
+        _require(all(value <= ROUNDING for value in (found.logprob, *found.top_logprobs)), "a log-probability is wrong")
     return tuple(
         TokenLogprobs(found.logprob, tuple(zip(found.top_token_ids, found.top_logprobs, strict=True)))
         for found in result.logprobs
@@ -125,7 +125,7 @@ def _read_statuses(response: Any, round_id: int, items: Iterable[SequenceItem]) 
     _require(response.round_id == round_id, f"it answered round {response.round_id} instead of {round_id}")
     asked, answered = [item.sequence_id for item in items], [result.sequence_id for result in response.results]
     _require(answered == asked, "its results are not for the sequences of the round, in their order")
-    _require(all(result.status in STATUSES for result in response.results), "a status is none of those there are")
+    _require(all(result.status in STATUSES for result in response.results), "a status is unknown")
     return [STATUSES[result.status] for result in response.results]
 
 

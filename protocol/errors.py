@@ -5,7 +5,7 @@ ServiceError
 ├── UnauthenticatedError    the caller has no token that is known
 ├── PermissionDeniedError   the caller is known, and not allowed
 ├── NotFoundError           no such request
-├── AlreadyExistsError      a request of that id is in flight
+├── AlreadyExistsError      a request with that id is in flight
 ├── StalledStreamError      the client does not read what it asked for
 ├── ExhaustedError          a bound is reached; says when to try again
 │   ├── QueueFullError      too many requests are waiting

@@ -50,4 +50,4 @@ class WorkerInfo:
     numerics_fingerprint: str = ""
     """Hash of the logits of fixed tokens; empty unless `bitwise`."""
     instance_id: str = ""
-    """Another one after each start of the process."""
+    """Id of the worker's process; a new one after each start."""

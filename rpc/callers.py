@@ -1,4 +1,5 @@
-"""Who makes a call: limits, fairness and ownership of requests go by it. Callers are authenticated here, too."""
+"""Who makes a call: limits, fairness and the ownership of requests depend on it. Callers are authenticated here,
+too."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -26,7 +27,7 @@ _NAMES = ("peer_dns", "peer_uri", "x509_common_name")
 
 def client_of(context: Any) -> str:
     """The client of a call, in the task that serves it: "token:NAME" by its API token, "cert:NAME" by its certificate,
-    or else its host ("ipv4:HOST", "ipv6:HOST"), since every connection has a port of its own."""
+    or else its host ("ipv4:HOST", "ipv6:HOST"), without the port, which every connection has for itself."""
     if (client := _authenticated.get()) is not None:
         return client
     peer: str = context.peer()
@@ -77,7 +78,7 @@ class Authenticator(grpc.aio.ServerInterceptor):
 
 
 def _once(admit: Callable[[Any], Awaitable[None]], handler: Handler) -> Handler:
-    """The handler behind the admission. Handlers of streams of requests, as all here are, read nothing before it."""
+    """The handler, run after `admit`. Handlers of streams of requests, as all here are, have read nothing by then."""
 
     async def answer_all(requests: AsyncIterator[bytes], context: Any) -> None:
         await admit(context)

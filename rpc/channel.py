@@ -13,7 +13,7 @@ StrPath: TypeAlias = str | Path
 
 # A tokenizer (tens of MB for large vocabularies) is the largest message between processes.
 MAX_WORKER_MESSAGE_BYTES = 128 * 2**20
-# What a worker receives are rounds: token ids, of prompts no more than the coordinator's `prefill_tokens`.
+# A worker receives rounds, which hold token ids; of prompts, no more than the coordinator's `prefill_tokens`.
 MAX_ROUND_BYTES = 32 * 2**20
 
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
@@ -36,7 +36,7 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 
 
 TLS_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
-    # Also the time that an attempt to connect may take, with its handshake, which is slow on a busy machine.
+    # Also the time that an attempt to connect may take, including the handshake, which is slow on a busy machine.
     *(option for option in CHANNEL_OPTIONS if option[0] != "grpc.min_reconnect_backoff_ms"),
     ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
@@ -106,7 +106,7 @@ class Connector:
     @property
     def is_outdated(self) -> bool:
         """Whether the TLS files have changed since the last channel was opened, and can be used. Tokens never make a
-        channel outdated: each call sends the one of that moment."""
+        channel outdated: each call sends the token of that moment."""
         return self._tls is not None and self._tls.current() != self._opened
 
     def _next_tls(self) -> Pem | None:

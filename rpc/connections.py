@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 UNREAD_BYTES = 16 * 2**10
 IDLE_CONNECTION_SECONDS = 300
 HANDSHAKE_SECONDS = 10
-# Descriptors that are no connections of clients: files, connections to workers, event loops.
+# Descriptors that are not connections of clients: files, connections to workers, event loops.
 OTHER_DESCRIPTORS = 128
 
 
@@ -26,15 +26,16 @@ def connection_options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
         ("grpc.max_concurrent_streams", 2 * (settings.max_calls_per_client or settings.max_calls)),
-        # gRPC cancels calls that the event loop has not accepted yet, at random from the first number on: many calls
-        # at once must all be accepted, or refused with a reason.
+        # Once there are more than the first number of calls that the event loop has not accepted yet, gRPC cancels some
+        # at random: many calls at once must all be accepted, or refused with a reason.
         ("grpc.server.max_pending_requests", 2 * settings.max_calls),
         ("grpc.server.max_pending_requests_hard_limit", 4 * settings.max_calls),
     ]
 
 
 def usable_connections(wanted: int) -> int:
-    """The number of connections, at most `wanted`, that descriptors suffice for; raises their soft limit if need be."""
+    """The number of connections, at most `wanted`, for which descriptors suffice; raises their soft limit if need
+    be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -43,5 +44,5 @@ def usable_connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     usable = max(1, soft - OTHER_DESCRIPTORS)
-    log.warning("the limit of %d descriptors allows %d connections, not max_connections, %d", soft, usable, wanted)
+    log.warning("the limit of %d descriptors allows %d connections, not max_connections (%d)", soft, usable, wanted)
     return usable

@@ -1,4 +1,4 @@
-"""A health check for containers, with nothing more to install: exit status 0 if a server says that it serves.
+"""A health check for containers that needs nothing more installed: exit status 0 if a server says that it serves.
 
 `python -m rpc.healthcheck HOST:PORT [--service NAME] [--timeout SECONDS] [--tls-ca FILE] [--tls-name NAME]
 [--tls-cert FILE --tls-key FILE]`

@@ -24,12 +24,12 @@ Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps handlers, all as ones of streams of requests: so each request is read here, when the limits allow it.
-    Requests are parsed here too: a malformed one is an error like any other."""
+    """Wraps all handlers as handlers of streams of requests, so that each request is read here, when the limits allow
+    it. Requests are parsed here too: a malformed one is an error like any other."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.calls = Calls(CallLimits.of_services(settings))
-        """The calls in progress, apart from those of health and reflection, which no drain waits for."""
+        """The calls in progress, apart from those of health and reflection, for which no drain waits."""
         self._health_calls = Calls(CallLimits.of_health(settings))
 
     async def intercept_service(
@@ -100,7 +100,8 @@ async def _abort(error: Exception, context: Any) -> NoReturn:
         log.error("internal error %s", incident, exc_info=error)
         code, metadata = grpc.StatusCode.INTERNAL, ()
         text = f"internal error {incident}; the server's log has the details"
-    # gRPC keeps what is raised here until some garbage collection, and the frames of the error have the whole request.
+    # gRPC keeps the exception raised here until some garbage collection, and the frames of `error` hold the whole
+    # request.
     error.__traceback__ = error.__context__ = error.__cause__ = None
     await context.abort(code, text, (*metadata, ANSWERED))
     raise AssertionError("abort always raises")

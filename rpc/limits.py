@@ -20,11 +20,11 @@ REQUESTS_READ_AT_ONCE = 16
 REQUESTS_READ_AT_ONCE_PER_CLIENT = 8
 # Calls of health and reflection have bounds of their own, so that no flood of requests holds up a health check.
 HEALTH_CALLS_PER_CLIENT = 256
-# Delay that a refused client is told.
+# Delay after which a refused client is told to try again.
 RETRY_AFTER_SECONDS = 1.0
 # A call that its client cancelled, or whose request is too large, is ended by gRPC within this time.
 ENDING_SECONDS = 1.0
-# What protobuf takes for an element of a repeated field, at most: an empty one has two bytes on the wire.
+# Most memory that protobuf takes for an element of a repeated field: an empty one has two bytes on the wire.
 MESSAGE_BYTES, SCALAR_BYTES = 64, 16
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Limits of the calls in progress. A client is what `rpc.callers.client_of` says."""
+    """Limits of the calls in progress. `rpc.callers.client_of` says which client a call belongs to."""
 
     calls: int
     calls_per_client: int
@@ -69,7 +69,7 @@ class Call:
 
 
 class Calls:
-    """The calls in progress, each until its client has got all of the answer."""
+    """The calls in progress, each until its client has got the whole answer."""
 
     def __init__(self, limits: CallLimits) -> None:
         self.idle = asyncio.Event()
@@ -127,7 +127,7 @@ class Calls:
                 raise SlowRequestError(f"the request did not arrive in {seconds:g} s (receive_seconds)") from None
         if payload is None:
             await asyncio.sleep(ENDING_SECONDS)
-            raise InvalidArgumentError("request", "the call has none")
+            raise InvalidArgumentError("request", "the call has no request")
         request = parse(payload)
         needed = memory_of(request, len(payload))
         self._require_memory(needed)

@@ -1,4 +1,4 @@
-"""What is read from files, read anew when they change: certificates and tokens are replaced while a process runs."""
+"""The content of files, read anew when they change: certificates and tokens are replaced while a process runs."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Signature: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class Reloaded(Generic[T]):
-    """What `load` makes of files. Of files that changed and cannot be used, the last good content stays."""
+    """What `load` makes of files. If changed files cannot be used, the last good content stays."""
 
     def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
         """Loads once, and raises what `load` raises: a ValueError whose text may be logged."""
@@ -40,7 +40,8 @@ class Reloaded(Generic[T]):
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
-    """Differs after every change of a file, also if a link now leads to another one; None if there is none."""
+    """A value that differs after every change of a file, also if a link now leads to another file; None if there is no
+    file."""
     try:
         status = path.stat()
     except OSError:

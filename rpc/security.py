@@ -12,7 +12,7 @@ from rpc.tokens import ApiTokens
 
 
 def _split(value: object) -> object:
-    """The parts of a text with commas, as flags and variables have it."""
+    """The parts of a text that commas separate, as in flags and variables."""
     parts = value.split(",") if isinstance(value, str) else value
     return [part.strip() if isinstance(part, str) else part for part in parts] if isinstance(parts, list) else parts
 
@@ -38,7 +38,9 @@ class ServerSecurity(BaseModel, frozen=True):
     api_tokens: Path | None = Field(
         None, description="accept only calls that bring one of the API tokens in this file of lines NAME TOKEN"
     )
-    reflection: bool = Field(True, description="tell clients the services and messages (gRPC server reflection)")
+    reflection: bool = Field(
+        True, description="tell clients which services and messages there are (gRPC server reflection)"
+    )
 
     @property
     def tls_files(self) -> TlsFiles | None:
@@ -75,7 +77,7 @@ class ClientSecurity(BaseModel, frozen=True):
 
     @property
     def security(self) -> SecurityOptions:
-        """The same for `Connector` and the clients."""
+        """These settings as options of `Connector` and the clients."""
         return SecurityOptions(
             tls_ca=self.tls_ca,
             tls_cert=self.tls_cert,

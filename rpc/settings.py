@@ -130,10 +130,10 @@ class ServerSettings(ListeningSettings, ServerSecurity):
     )
     max_calls: int = Field(4096, ge=1, le=MAX_CALLS, description="calls in progress; requests beyond them are refused")
     max_calls_per_client: int | None = Field(
-        None, ge=1, le=MAX_CALLS, description="calls of one client (its address) in progress; default: max_calls"
+        None, ge=1, le=MAX_CALLS, description="calls of one client in progress; default: max_calls"
     )
     request_memory: ByteSize = Field(
-        ByteSize(128 * 2**20), ge=1, description="memory for the requests of all calls; those beyond it are refused"
+        ByteSize(128 * 2**20), ge=1, description="memory for the requests of all calls; requests beyond it are refused"
     )
     receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive, once it is being read")
 

@@ -42,7 +42,7 @@ class TlsFiles:
         return pem
 
     def reloaded(self) -> Reloaded[Pem]:
-        """The content of the files, now and after each change. ValueError as of `load`."""
+        """The content of the files, now and after each change. ValueError as from `load`."""
         return Reloaded([path for path in (self.ca, self.cert, self.key) if path is not None], self.load)
 
     def _certificates(self, part: str, path: Path | None) -> bytes | None:
@@ -79,7 +79,7 @@ class TlsFiles:
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """Credentials of a server. Every handshake uses the files as they are then; with a CA, clients must show a
-    certificate that it has signed. ValueError as of `TlsFiles.load`."""
+    certificate that it has signed. ValueError as from `TlsFiles.load`."""
     files_now = files.reloaded()
     served = files_now.current()
 
@@ -108,7 +108,7 @@ def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
 
 
 class _EncryptedError(Exception):
-    """A key that only a passphrase opens, which nobody is there to type."""
+    """A key that needs a passphrase, which nobody is there to type."""
 
 
 def _refuse_encrypted() -> str:

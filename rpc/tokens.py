@@ -25,7 +25,7 @@ Token: TypeAlias = Callable[[], str]
 
 
 class ApiTokens:
-    """The callers that a server knows by their tokens: those of a file with lines `name token`.
+    """The callers that a server knows by their tokens, from a file with lines `NAME TOKEN`.
 
     A name may have several tokens, so that one can be replaced while both are valid. No token is kept, only digests.
     """
@@ -35,7 +35,7 @@ class ApiTokens:
         self._callers = Reloaded([path], partial(_read_callers, path, setting))
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-        """The name of the caller with this metadata; None without a token that is known.
+        """The name of the caller with this metadata; None if it has no known token.
 
         The time it takes tells nothing about the tokens that are known.
         """
@@ -53,7 +53,8 @@ class ApiTokens:
 
 
 def token_of(token: str | None, file: Path | None, setting: str = "token_file") -> Token | None:
-    """The token that a client sends: one that is given, or that of a file, read anew when it changes; None for neither.
+    """The token that a client sends: the given one, or that of a file, read anew when it changes; None if there is
+    neither.
 
     ValueError, which names `token` or the `setting` of the file and never the token, for one that cannot be sent.
     """

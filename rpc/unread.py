@@ -16,7 +16,7 @@ _ENDING: set[asyncio.Task[None]] = set()
 
 
 class UnreadStream:
-    """The call of the handler that makes this; `end` may be called from anywhere in its event loop."""
+    """The call of the handler that creates this object; `end` may be called from anywhere in its event loop."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

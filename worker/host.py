@@ -57,14 +57,15 @@ class WorkerHost:
 
     def __init__(self, load: Callable[[], Backend]) -> None:
         self.instance_id = uuid.uuid4().hex
-        """Another one after each start of the process."""
+        """Id of the process; a new one after each start."""
         self.streams = RoundStreams(self._orphan)
         self._load = load
         self._thread = ModelThread()
         self._backend: Backend | None = None
         self._info: WorkerInfo | None = None
         self._orphans: dict[str, None] = {}
-        """Coordinators that the backend has yet to hear about; those of open streams before, so they are few."""
+        """Orphaned coordinators that the backend has yet to hear about. Each had an open stream before, so they are
+        few."""
         self._watchdog: Watchdog | None = None
 
     @property
@@ -132,7 +133,8 @@ class WorkerHost:
         return self._thread.close(timeout)
 
     def _orphan(self, coordinator_id: str) -> None:
-        """Leaves word for the model thread, which must hear of it after what the coordinator has begun."""
+        """Leaves a note for the model thread, which must learn of it only after the work that the coordinator has
+        begun."""
         self._orphans[coordinator_id] = None
 
     def _serve(self, backend: Backend, work: Callable[[Any], T], coordinator_id: str | None) -> T:

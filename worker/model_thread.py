@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from protocol.errors import UnavailableError
 
 MOST_WAITING = 256
-"""Functions that may wait for the thread; the rounds of open streams never come near it."""
+"""Functions that may wait for the thread; the rounds of open streams stay far below it."""
 FRAMES_SHOWN = 12
 
 T = TypeVar("T")
@@ -93,8 +93,8 @@ class ModelThread:
         return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Drops what has not started, and waits for the running function to end, at most `timeout` seconds; whether it
-        has ended."""
+        """Drops what has not started, and waits for the running function to end, at most `timeout` seconds; returns
+        whether it has ended."""
         with self._changed:
             self._closed = True
             self._waiting.clear()

@@ -14,6 +14,6 @@ class WorkerSettings(ServerSettings):
     watchdog_seconds: Seconds = Field(
         60.0,
         ge=0,
-        description="work on the model hangs if no forward pass ends for this long: health checks fail, that of "
-        "liveness too, until it goes on; loading the model is exempt; 0: never",
+        description="work on the model counts as hung if no forward pass ends for this long: health checks fail, "
+        "that of liveness too, until the work goes on; loading the model is exempt; 0: never",
     )

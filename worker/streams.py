@@ -10,7 +10,8 @@ from protocol.codec import require_coordinator
 from protocol.errors import InvalidArgumentError, QueueFullError
 
 MOST_STREAMS = 64
-"""Streams of all coordinators together. A coordinator opens one for each group of sequences under way at a time."""
+"""Most streams that all coordinators together may have open. A coordinator opens one for each group of sequences under
+way at a time."""
 RETRY_SECONDS = 1.0
 
 

@@ -1,4 +1,4 @@
-"""Notices that the model thread hangs: its work has gone on for too long without a forward pass that ended."""
+"""Notices that the model thread hangs: its work has gone on for too long without the end of a forward pass."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from worker.model_thread import ModelThread, WorkItem
 log = logging.getLogger(__name__)
 
 CHECKS = 10
-"""Checks in the time that work may take."""
+"""Number of checks in the time that work may take."""
 
 
 class Watchdog:
@@ -37,7 +37,7 @@ class Watchdog:
 
     def check(self, now: float) -> None:
         """Compares what runs at `now`, in seconds of a monotonic clock, with what ran at the last check."""
-        # Time in which the process as a whole stood still is nobody's hang.
+        # Time in which the whole process stood still does not count as a hang.
         elapsed = min(now - self._checked, 2 * self._seconds / CHECKS)
         self._checked = now
         seen = self._thread.running, self._progress()
@@ -48,7 +48,7 @@ class Watchdog:
             self.hanging = None
             self._on_change(False)
         elif self.hanging is None and seen[0] is not None and self._stalled > self._seconds:
-            self.hanging = f"the model hangs: {seen[0].name} has got nowhere for {self._stalled:.0f} s"
+            self.hanging = f"the model hangs: {seen[0].name} has made no progress for {self._stalled:.0f} s"
             running = now - seen[0].began
             log.error("%s, and has run for %.0f s; it is in %s", self.hanging, running, self._thread.stack())
             self._on_change(True)

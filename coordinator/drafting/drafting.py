@@ -22,7 +22,7 @@ LEAST_MIN_CHANCE = 0.02
 FIRST_EXCHANGE, EXCHANGE_PER_ROUND = 0.0015, 0.05
 # The gain that two groups in turns must promise over one.
 OVERLAP_GAIN = 0.05
-# Draft tokens that a request with a number of its own has at least, where others have as many as save time.
+# Draft tokens that a request may always fix, also in rounds with requests that get as many as save time.
 LEAST_FIXED = 4
 # Drafting ahead is of use if all drafts of a round are accepted: the least chance of that.
 LEAST_CHANCE_AHEAD = 0.1
@@ -70,8 +70,8 @@ class Drafting:
     def orders(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
         """The draft order of each sequence id; without a draft worker only prompt lookup drafts.
 
-        A request that fixes its number of draft tokens has no more than the plan or `LEAST_FIXED` in a round with
-        requests that fix none: they would wait for draft steps that save them no time.
+        In a round with requests that fix no number of draft tokens, a request that does gets no more than the plan has
+        or `LEAST_FIXED`, whichever is more: the others would wait for draft steps that save them no time.
         """
         options = {s.sequence_id: self._options(s, worker) for s in group}
         lengths = [len(sequence.token_ids) for sequence in group]

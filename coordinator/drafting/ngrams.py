@@ -7,7 +7,8 @@ from collections.abc import Sequence
 LONGEST_RUN, SHORTEST_RUN = 4, 2
 # Tokens indexed in one call: a long prompt is indexed over many rounds, so that no round waits for it.
 INDEXED_A_CALL = 512
-# Tokens whose runs are found, at least; twice as many at most. Earlier ones are forgotten, to bound the memory.
+# Runs are found within at least this number of last tokens, and at most twice as many. Earlier tokens are forgotten, to
+# bound the memory.
 TOKENS_KEPT = 16_384
 # Occurrences of the last two tokens that are looked at for a longer run, the last one first.
 MOST_LOOKED_AT = 64
@@ -23,7 +24,7 @@ class NgramIndex:
         self._last: dict[tuple[int, int], int] = {}
         """By pair: the position after its last occurrence."""
         self._last_of_older: dict[tuple[int, int], int] = {}
-        """The same before the last `TOKENS_KEPT` tokens or so."""
+        """The same, for tokens before the last `TOKENS_KEPT` or so."""
         self._previous = array("I", (0, 0))
         """At each position: the position after the previous occurrence of the pair that ends before it, 0 if none."""
 
@@ -53,7 +54,8 @@ class NgramIndex:
         return tuple(token_ids[at + i % period] for i in range(k)), length
 
     def _longest_run(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The position after where most of the last tokens occurred, and their number; 0 and 0 if they did not."""
+        """The position after the occurrence of the longest run of last tokens, and the run's length; 0 and 0 if there
+        is none."""
         if len(token_ids) < SHORTEST_RUN:
             return 0, 0
         best, longest = 0, 0
@@ -72,8 +74,8 @@ class NgramIndex:
 
 
 def _common_length(token_ids: Sequence[int], at: int) -> int:
-    """The number of tokens before position `at` that equal the last tokens, from `SHORTEST_RUN`, which do, to
-    `LONGEST_RUN`."""
+    """The number of tokens before position `at` that equal the last tokens: at least `SHORTEST_RUN`, which are known to
+    be equal, and at most `LONGEST_RUN`."""
     length = SHORTEST_RUN
     while length < min(LONGEST_RUN, at) and token_ids[at - 1 - length] == token_ids[-1 - length]:
         length += 1

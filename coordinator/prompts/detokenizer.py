@@ -14,7 +14,7 @@ REPLACEMENT = "\ufffd"
 
 # Tokens that wait for the rest of a character; no character has more than four bytes.
 MOST_PENDING = 16
-# Tokens that go on waiting when more than that have come: the last ones may still begin a character.
+# Tokens that go on waiting once more than that wait: the last ones may still begin a character.
 KEPT_PENDING = 4
 
 
@@ -62,7 +62,7 @@ class Detokenizer:
         return piece
 
     def _give_up(self) -> str:
-        """The text of the pending tokens, which complete no character, but for the last ones."""
+        """The text of all pending tokens but the last ones: they complete no character."""
         count = self._finished()
         given_up, rest = self._pending[:count], self._pending[count:]
         self._stream, self._pending = DecodeStream(ids=self._context, skip_special_tokens=True), []
@@ -82,7 +82,7 @@ class Detokenizer:
             with panics_are_errors():
                 text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         except Exception as error:  # the library has no narrower one; the tokens are right, whatever their text is
-            if not self._failed:  # once is enough
+            if not self._failed:  # one warning is enough
                 log.warning("the tokenizer cannot decode some tokens: %s", error)
             self._failed = True
             return REPLACEMENT * len(token_ids)

@@ -1,4 +1,4 @@
-"""Panics of the tokenizers library, which is written in Rust, as errors of the call that they happened in."""
+"""Panics of the tokenizers library, which is written in Rust, as errors of the call in which they happened."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ class PanicError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether this is a panic: no `Exception`, so it would end the thread or the event loop."""
-    return type(error).__name__ == "PanicException"  # which cannot be imported
+    """Whether this is a panic. It is no `Exception`, so it would end the thread or the event loop."""
+    return type(error).__name__ == "PanicException"  # the class cannot be imported
 
 
 @contextmanager

@@ -27,12 +27,12 @@ class PromptReader:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a prompt: one position is left for what is generated."""
+        """Most tokens of a prompt: one position is left for what is generated."""
         return self.max_model_len - 1
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of text: more would be too many tokens, even if all of them were the longest of the vocabulary."""
+        """Most bytes of text: more would be too many tokens, even if each were the longest of the vocabulary."""
         return self.most_tokens * self.tokenizer.longest_token_bytes
 
     def check(self, request: pb.GenerateRequest) -> None:
@@ -102,7 +102,7 @@ class PromptReader:
 
     def _check_bytes(self, field: str, size: int) -> None:
         if size > self.most_bytes:
-            why = f"which is more than {self.most_tokens} tokens can have"
+            why = f"the most that {self.most_tokens} tokens can have"
             raise InvalidArgumentError(field, f"the prompt has {size} bytes, more than {self.most_bytes}, {why}")
 
     def _check_length(self, field: str, tokens: int) -> None:

@@ -9,11 +9,11 @@ from typing import TypeVar
 from protocol.errors import QueueFullError
 
 THREADS = 2
-# Larger prompts use one of the threads only.
+# Larger prompts use only one of the threads.
 LARGE_BYTES = 16_384
 # Large prompts that may wait: each keeps its text in memory.
 MOST_LARGE_WAITING = 16
-# Delay that a refused client is told.
+# Delay after which a refused client is told to try again.
 RETRY_SECONDS = 0.5
 
 Result = TypeVar("Result")
@@ -25,7 +25,7 @@ class AbandonedError(Exception):
 
 
 class TokenizingSlots:
-    """Runs work on prompts: the small ones in their order of arrival, and the large ones in theirs."""
+    """Runs work on prompts: small ones in their order of arrival, and large ones in a queue of their own."""
 
     def __init__(self, most_waiting: int) -> None:
         """`most_waiting`: prompts that may wait for a thread; further ones are refused."""
@@ -37,8 +37,8 @@ class TokenizingSlots:
     async def run(self, size: int, work: Callable[[Check], Result], before: Check = lambda: None) -> Result:
         """The result of `work` on a prompt of `size` bytes. QueueFullError if too many wait.
 
-        `before` is called when a thread is free, and may raise. `work` gets a function to call every now and then; it
-        raises AbandonedError once the caller has left.
+        `before` is called when a thread is free, and may raise. `work` gets a function to call every now and then; this
+        function raises AbandonedError once the caller has left.
         """
         is_large = size > LARGE_BYTES
         async with AsyncExitStack() as slot:

@@ -8,11 +8,12 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-# Processor seconds that a template may take, on the thread that it runs on: a busy machine takes none of them.
+# Processor seconds that a template may take on its thread: time that a busy machine spends elsewhere does not count.
 MOST_SECONDS = 3.0
 # Steps of a template between two looks at the clock.
 STEPS_A_LOOK = 64
-# Characters or items of a product, and bits of a number: no limit of time ends the computation of a larger one.
+# Most characters or items of a product, and bits of a number: no time limit can interrupt the computation of a larger
+# one.
 LARGEST_PRODUCT = 1_000_000
 MOST_BITS = 4096
 
@@ -53,7 +54,7 @@ class ChatTemplate:
 
 
 def _environment() -> Any:
-    """The sandbox of transformers, in which products are limited too."""
+    """The sandbox of transformers, with limits on products too."""
     environment = _compile_jinja_template("").environment.overlay()
     environment.intercepted_binops = frozenset({"*", "**"})
     environment.binop_table = {**environment.binop_table, "*": _product, "**": _power}
@@ -75,7 +76,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _limited(pieces: Iterable[str], most_characters: float, check: Callable[[], None]) -> list[str]:
-    """The pieces, unless they are too long or take too long: then ChatTemplateError, also amid the work for a piece."""
+    """The pieces, unless they are too long or take too long: then ChatTemplateError, even in the middle of a piece."""
     taken: list[str] = []
     written, before = 0, sys.gettrace()
     sys.settrace(_tracer(check))
@@ -90,7 +91,7 @@ def _limited(pieces: Iterable[str], most_characters: float, check: Callable[[], 
 
 
 def _tracer(check: Callable[[], None]) -> Any:
-    """A trace function, which Python calls at every line: in it, code can be ended that does not end by itself."""
+    """A trace function, which Python calls at every line: it can end code that does not end by itself."""
     ends, steps = time.thread_time() + MOST_SECONDS, 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:

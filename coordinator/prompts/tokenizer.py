@@ -49,7 +49,7 @@ class TargetTokenizer:
     def __init__(self, files: TokenizerFiles, vocab_size: int | None = None) -> None:
         """TokenizerError if the files are broken, or the vocabulary has ids not below the model's `vocab_size`.
 
-        Tokens that were added to the vocabulary may be beyond it: a prompt that has one is refused by itself.
+        Ids of tokens that were added to the vocabulary may be beyond it: only a prompt with such a token is refused.
         """
         self._files = files
         self._tokenizer = _read(files.tokenizer_json)
@@ -57,7 +57,7 @@ class TargetTokenizer:
         own = self._tokenizer.get_vocab(with_added_tokens=False)
         _check_ids(own or vocabulary, files.eos_token_ids, vocab_size)
         self.longest_token_bytes = max(len(token.encode(errors="replace")) for token in vocabulary)
-        """At least the bytes of the longest text that is one token."""
+        """An upper bound on the bytes of text that one token can stand for."""
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._template: ChatTemplate | None = None
@@ -108,7 +108,7 @@ class TargetTokenizer:
         return ids
 
     def _count(self, text: str, limits: WorkLimits) -> None:
-        """EncodingError as soon as pieces of the text have too many tokens, which are not kept."""
+        """Raises EncodingError as soon as the pieces of the text have too many tokens; the tokens are not kept."""
         counted = TOKENS_A_CUT
         for start in range(0, len(text), PIECE_CHARACTERS):
             limits.check()

@@ -1,4 +1,5 @@
-"""What the pool takes sequences in by: the capacity of the target worker's KV cache, the limits of the queue. Pure."""
+"""What limits the sequences that the pool takes in: the capacity of the target worker's KV cache, and the limits of the
+queue. Pure."""
 
 from dataclasses import dataclass
 
@@ -32,22 +33,23 @@ class KVCapacity:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """Limits of what waits. A client of which nothing waits may exceed what others have used up: see `reserve`."""
+    """Limits of the queue. A client with nothing in the queue may exceed limits that others have used up: see
+    `reserve`."""
 
     samples: int
     """Most samples that wait."""
     tokens: int | None = None
-    """Most prompt tokens of all that wait, unless only one request does; None: any number."""
+    """Most prompt tokens of all samples that wait, unless only one request waits; None: any number."""
     per_client: int | None = None
     """Most samples of one client, waiting and in the window; None: any number."""
 
     def check(self, queue: FairQueue, client: str, samples: int, tokens: int, *, entering: int, reserve: int) -> None:
         """Raises PoolFullError if a request must not wait.
 
-        `samples` and `tokens`: its samples, and the prompt tokens of all of them together. `entering`: the sequences
-        that the window takes in at once, of those that wait and the new ones. `reserve`: samples beyond the limit that
-        may wait if nothing of their clients waited before, so that no client can keep others out; at most as many as
-        `samples`, and likewise tokens up to twice the limit.
+        `samples` and `tokens`: its samples, and the prompt tokens of all of them together. `entering`: number of
+        sequences, waiting or new, that the window takes in at once. `reserve`: samples beyond the limit that may wait
+        if their client had nothing in the queue before, so that no client can keep others out; at most as many as the
+        limit itself, and likewise tokens up to twice their limit.
         """
         in_flight = queue.waiting_of(client) + queue.running_of(client)
         if self.per_client is not None and in_flight + samples > self.per_client:

@@ -1,11 +1,11 @@
 """The queue: which waiting sequence enters the window next, fairly between clients and between their requests. Pure.
 
-The rule: first the client with the fewest sequences in the window; of its requests those of the lowest `priority`, and
-of these the one with the fewest samples in the window. Where that leaves several, the client, and the request, whose
-last turn or arrival is longest ago. So clients take turns, and so do the requests of a client, whatever number waits
+The rule: the client with the fewest sequences in the window comes first; among its requests those with the lowest
+`priority`, and among these the one with the fewest samples in the window. Ties go to the client, and to the request,
+whose last turn or arrival is longest ago. So clients take turns, and so do the requests of a client, however many wait
 behind them; requests of one sample each enter in the order of their arrival.
 
-Where neighbours are to be about equally long (`by_length`), the rule chooses the client and the priority only.
+Where neighbours are to be about equally long (`by_length`), the rule chooses only the client and the priority.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ MOST_PASSED_OVER = 16
 
 @dataclass
 class _Request:
-    """A request of which a sample waits or is in the window."""
+    """A request with samples that wait or are in the window."""
 
     number: int
     first_sample_id: int
@@ -44,7 +44,7 @@ class _Request:
 
 @dataclass
 class _Client:
-    """A client of which a sequence waits or is in the window."""
+    """A client with sequences that wait or are in the window."""
 
     name: str
     since: int = 0
@@ -55,7 +55,7 @@ class _Client:
     """Sequences that entered since the one whose turn it is could have."""
     requests: dict[int, _Request] = field(default_factory=dict)
     turns: Ranking[int] = field(default_factory=Ranking)
-    """The requests of which a sample waits."""
+    """The requests with samples that wait."""
 
     @property
     def rank(self) -> Rank:
@@ -65,13 +65,13 @@ class _Client:
 class FairQueue:
     """The waiting sequences, and the number of sequences that each client and request has in the window.
 
-    Everything takes the logarithm of the number of clients and requests; only `by_length` looks at all requests of a
-    client.
+    The time of every operation grows with the logarithm of the number of clients and requests; only `by_length` looks
+    at all requests of a client.
     """
 
     def __init__(self, by_length: bool = False) -> None:
         self.tokens = 0
-        """Prompt tokens of all that wait."""
+        """Prompt tokens of all waiting sequences."""
         self._waiting: dict[int, Sequence] = {}
         self._places: dict[int, tuple[_Client, _Request]] = {}
         """By sequence, waiting or in the window."""
@@ -79,7 +79,7 @@ class FairQueue:
         self._requests: dict[int, _Request] = {}
         """By the id of the first sample."""
         self._turns: Ranking[str] = Ranking()
-        """The clients of which a sequence waits."""
+        """The clients with sequences that wait."""
         self._clock = count(1)
         self._by_length = by_length
         self._last_length = 0
@@ -107,10 +107,10 @@ class FairQueue:
         return request.first
 
     def first_to_yield(self, members: Iterable[Sequence]) -> Sequence | None:
-        """The member of the window that is to give its place to the next sequence; None if that must wait.
-
-        If the next one's client has no place, a client with several yields one; if its request has none, a request of
-        the same client with several. It is the sequence of which the target worker has cached least.
+        """The member of the window that is to give its place to the next sequence; None if the next sequence must wait.
+        If the client of the next sequence has no place, a client with several yields one; if only its request has none,
+        a request of the same client with several yields one. The member that yields is the one of which the target
+        worker has cached least.
         """
         client, request = self._places[self.next.sequence_id]
         found = [(*self._places[member.sequence_id], member) for member in members]

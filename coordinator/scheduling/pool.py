@@ -1,10 +1,10 @@
 """The pool: a sliding window of sequences being generated, and the queue behind it. Pure and synchronous.
 
 A sequence is queued -> ready <-> in a round -> leaving -> gone. A sequence whose prompt begins like one that is being
-prefilled is parked before it is ready, and one whose reader lags behind is paused until it has caught up. While others
-wait, sequences are set aside: those that are paused, and those of clients and requests that have many places, for ones
-that have none. They leave the window and queue again. A leaving sequence still counts against the window, because the
-target worker still holds its slot.
+prefilled is parked before it is ready, and one whose reader lags behind is paused until it has caught up. While
+sequences wait, others are set aside for them: paused ones, and, for clients and requests that have no place, sequences
+of those that have several. Sequences that are set aside leave the window and queue again. A leaving sequence still
+counts against the window, because the target worker still holds its slot.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequ
 
 
 class DuplicateRequestError(Exception):
-    """A request of that client and id is in flight."""
+    """A request of that client with that id is in flight."""
 
 
 class Pool:
@@ -36,7 +36,7 @@ class Pool:
         sets_aside: bool = True,
     ) -> None:
         """`by_length`: a client's sequences enter in an order that keeps neighbours about equally long. `prefix_reuse`:
-        sequences begin with what is cached of others of their namespace. `slots`: sequences that the target worker can
+        sequences begin with what is cached of others in their namespace. `slots`: sequences that the target worker can
         hold; those beyond the window serve as prefixes of others. `sets_aside`: whether sequences in the window give
         their places to others."""
         self.window_size, self.limits = window_size, queue
@@ -108,13 +108,13 @@ class Pool:
         check = partial(self.limits.check, self._queue, key[0], len(new), tokens, reserve=self.window_size)
         try:
             check(entering=0)
-        except PoolFullError:  # only now: to count the sequences that enter at once takes longer
+        except PoolFullError:  # only now: counting the sequences that enter at once takes longer
             check(entering=self._next_to_enter(chain(self._queue, new)))
         self._queue.add(new)
         self._by_request[key] = {sample.sequence_id: sample for sample in new}
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises what `submit` would raise now, as far as that is known before the prompt is.
+        """Raises what `submit` would raise now, as far as that is known without the prompt.
 
         PoolFullError, DuplicateRequestError.
         """
@@ -132,7 +132,7 @@ class Pool:
         for _ in range(min(self.queued, self.capacity if most is None else min(most, self.capacity))):
             sequence = self._queue.next
             if not self._next_to_enter([sequence]):
-                break  # else shorter sequences would pass over the one whose turn it is for ever
+                break  # otherwise shorter sequences could pass the one whose turn it is for ever
             self._enter(sequence)
             admitted.append(sequence)
         return admitted
@@ -178,8 +178,8 @@ class Pool:
                 self._park_or_make_ready(sequence)
 
     def _make_room(self) -> None:
-        """Sets sequences aside for those that wait and have no place: those that paused first; if there are none, one
-        that has more than its share."""
+        """Sets sequences aside for those that wait: the ones that paused first or, if none is paused, one whose client
+        or request has more than its share."""
         wanting = len(self._queue) - self.capacity - len(self._leaving)
         for sequence in list(islice(self._paused.values(), max(0, wanting))):
             self._set_aside(sequence)
@@ -214,7 +214,7 @@ class Pool:
         self._ready.add(sequence)
 
     def pause(self, sequence: Sequence) -> None:
-        """Keeps a sequence out of rounds until `resume`, from the end of the present one on. It holds its slot until
+        """Keeps a sequence out of rounds until `resume`, from the end of its present round on. It holds its slot until
         another sequence wants it."""
         sequence.paused = True
         if sequence.sequence_id in self._ready:

@@ -1,10 +1,10 @@
 """Earlier sequences that begin as a new one does, so that the workers need not prefill the same tokens twice. Pure.
 
-The cache of a released sequence stays in a worker until its slot is needed, so finished sequences count too: the last
-ones, as many as there are free slots.
+The cache of a released sequence stays in a worker until its slot is needed, so finished sequences count too: as many of
+the last ones as there are free slots.
 
-What is shared shows, in `usage.cached_tokens` and in time. So sequences share with those of their namespace only, and
-in whole blocks: with prefixes that are exact to the token, a guess could be confirmed token by token.
+Sharing can be observed, in `usage.cached_tokens` and in response times. So sequences share only within their namespace,
+and only whole blocks: with prefixes that are exact to the token, a guess could be confirmed token by token.
 """
 
 from array import array
@@ -19,18 +19,19 @@ from coordinator.scheduling.sequence import Prefix, Sequence
 
 # Prompts that share fewer tokens are prefilled side by side, which is sooner than one after the other.
 BLOCK_TOKENS = 16
-# Sequences that are looked at, of all that share a mark: this number of the first and of the last ones.
+# Of all sequences that share a mark, this number of the first and this number of the last are looked at.
 FEW = 8
-# From one mark to the next a prompt grows by this part, in whole blocks: long prompts have few marks too.
+# From one mark to the next the length grows by one part in this number, in whole blocks: long prompts have few marks
+# too.
 STRIDE = 32
 
 Mark = bytes
-"""A digest of all tokens up to some length: no two prompts can be made that share one by accident or on purpose."""
+"""A digest of all tokens up to some length: different tokens never have the same one, by accident or on purpose."""
 
 
 @dataclass
 class _Known:
-    """A sequence that others may begin like."""
+    """A sequence with which others may share a prefix."""
 
     sequence: Sequence
     entered: int
@@ -94,8 +95,8 @@ class PrefixIndex:
     def find(self, sequence: Sequence) -> Prefix | None:
         """The longest prefix that an earlier sequence has cached or will soon have; None if there is none.
 
-        It has whole blocks, unless it is that of another sample of the same request. It leaves out at least the last
-        token of the prompt, for the workers to run.
+        It consists of whole blocks, unless it comes from another sample of the same request. It leaves out at least the
+        last token of the prompt, for the workers to run.
         """
         wanted, own = sequence.token_ids[:-1], self._by_mark.get(sequence.request.namespace, {})
         sources: list[Sequence] = []
@@ -122,7 +123,7 @@ class PrefixIndex:
 
 
 def _marks(token_ids: Items[int]) -> Iterator[tuple[int, Mark]]:
-    """Lengths in whole blocks, and the mark of the tokens up to there."""
+    """Lengths in whole blocks, each with the mark of the tokens up to there."""
     digest, begin = sha256(), 0
     while (end := begin + max(1, begin // STRIDE // BLOCK_TOKENS) * BLOCK_TOKENS) <= len(token_ids):
         digest.update(array("I", token_ids[begin:end]))
@@ -131,7 +132,7 @@ def _marks(token_ids: Items[int]) -> Iterator[tuple[int, Mark]]:
 
 
 def _shared(source: Sequence, sequence: Sequence, marked: int) -> int:
-    """The tokens that a sequence can begin with as the source does, where both have the same mark at `marked`."""
+    """The number of tokens at the beginning that a sequence shares with the source, given the same mark at `marked`."""
     one, other = source.token_ids, sequence.token_ids
     end = min(len(one) if source.finish is None else source.target_length, len(other) - 1)
     if source.first_sample_id == sequence.first_sample_id:  # what a sample that was set aside has generated is its own

@@ -11,7 +11,7 @@ FEW_OUTDATED = 16
 
 
 class Ranking(Generic[Item]):
-    """Finds the item of the lowest rank; a change costs the logarithm of the number of items."""
+    """Finds the item with the lowest rank; a change costs the logarithm of the number of items."""
 
     def __init__(self) -> None:
         self._ranks: dict[Item, Rank] = {}
@@ -23,7 +23,7 @@ class Ranking(Generic[Item]):
 
     @property
     def first(self) -> Item:
-        """The item of the lowest rank. IndexError if there is no item."""
+        """The item with the lowest rank. IndexError if there is no item."""
         while self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0][1]

@@ -74,7 +74,7 @@ class GenerationRequest:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What names the request among those in flight: ids are the client's own."""
+        """What identifies the request among those in flight: request ids belong to the client."""
         return self.client, self.request_id
 
     @property

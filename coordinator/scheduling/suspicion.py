@@ -1,13 +1,13 @@
-"""Whether a sequence is the reason why rounds fail: then it is tried alone, and at last given up. Pure.
+"""Whether a sequence is the reason why rounds fail: then it is tried alone, and finally given up. Pure.
 
-A target worker that is killed by one request would otherwise be killed for ever, and serve none of its neighbours.
+Otherwise one request that kills the target worker could do so for ever, and none of its neighbours would be served.
 """
 
 from dataclasses import dataclass
 
 # Failed rounds, at one point of a sequence, after which it is tried alone, and after which it is given up.
 FAILURES_IN_COMPANY, FAILURES_IN_ALL = 2, 4
-# Caches that the target worker may lose before the sequence gets beyond the point where it lost the first one.
+# How often the target worker may lose the sequence's cache before the sequence gets beyond the point of the first loss.
 MOST_MISSES = 64
 
 Progress = tuple[int, int]

@@ -23,7 +23,7 @@ from specpool.v1 import common_pb2, draft_worker_pb2_grpc
 LONGEST_REST_SECONDS, FORGIVEN_AFTER = 30.0, 10
 # A round may take this many times as long as expected, and at least this many seconds, before the draft is given up.
 PATIENCE, LEAST_TIMEOUT_SECONDS = 20, 1.0
-# Rounds before what is expected of a draft is relied on: the first ones compile kernels and fill caches.
+# Rounds after which the expected duration of a round is relied on: the first ones compile kernels and fill caches.
 FIRST_ROUNDS = 8
 
 

@@ -1,6 +1,6 @@
-"""The errors that calls of workers end in, and whether the calls may be at fault themselves.
+"""The errors in which calls to workers end, and whether the calls themselves may be at fault.
 
-WorkerUnreachableError    no answer, or none that can be used; `cause` says what is known of it
+WorkerUnreachableError    no answer, or none that can be used; `cause` says what is known about why
 WorkerRefusedError        the worker's own answer: the same call would most likely fail again
 MismatchError             the worker runs a model that must not be used
 """
@@ -17,11 +17,11 @@ class Cause(Enum):
     """The connection or the worker was lost during the call. If the worker turns out to have been restarted, the call
     may have killed it."""
     FAILED = auto()
-    """The worker hung, or answered what it was not asked: the call may be the reason."""
+    """The worker hung, or gave an answer that does not fit: the call may be the reason."""
 
 
 class WorkerUnreachableError(Exception):
-    """A worker does not answer, not in time, or not what it was asked."""
+    """A worker does not answer, does not answer in time, or gives an answer that does not fit."""
 
     def __init__(self, reason: str, cause: Cause) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""A link to a worker: its connection and state, and the errors that calls end in."""
+"""A link to a worker: its connection and state, and the errors in which calls end."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 PROBE_TIMEOUT_SECONDS = 5.0
-# Time that calls under way get on a connection that is left for one with newer certificates.
+# Time that calls under way get to finish on a connection that is replaced by one with newer certificates.
 LAST_CALLS_SECONDS = 60.0
 # Characters of a worker's own words that are passed on.
 MOST_CHARACTERS = 500
@@ -83,7 +83,7 @@ class WorkerLink:
         self._rounds = self._make_rounds()
 
     def _reconnect(self, grace_seconds: float | None) -> None:
-        """Leaves the channel for a new one. Calls under way on the old one get the grace."""
+        """Replaces the channel by a new one. Calls under way on the old one have `grace_seconds` to finish."""
         old = self._channel
         self._connect()
         closing = asyncio.create_task(old.close(grace_seconds))
@@ -144,7 +144,8 @@ class WorkerLink:
                 continue
 
     async def load(self) -> common_pb2.WorkerLoad | None:
-        """The load of the worker now; None if it does not answer. However many ask, it is asked once at a time."""
+        """The load of the worker now; None if it does not answer. However many callers ask, the worker is asked only
+        once at a time."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask_load())
         return await asyncio.shield(self._asking)
@@ -208,14 +209,15 @@ class WorkerLink:
         except asyncio.CancelledError:
             if was_cancelled():
                 raise
-            raise self._lost("the connection was left", Cause.LOST) from None
+            raise self._lost("the connection was replaced", Cause.LOST) from None
         if response is None:
             raise self._lost("its answer is no message of the expected type", Cause.FAILED)
         self._breaker.worked()
         return response, time.perf_counter() - began
 
     def _error(self, error: grpc.aio.AioRpcError) -> Exception:
-        """What a status means. Only those that the worker's own handlers end in say anything about the request."""
+        """What a status means. Only a status that one of the worker's own handlers set says anything about the
+        request."""
         code, reason = error.code(), f"{error.code().name}: {shortened(error.details())}"
         if code in _LOST:
             return self._lost(reason, Cause.LOST)
@@ -225,7 +227,7 @@ class WorkerLink:
         return self._lost(reason, Cause.FAILED)
 
     def _lost(self, reason: str, cause: Cause) -> WorkerUnreachableError:
-        """Rests after a failed call: not at all, or longer each time. Returns the error to raise."""
+        """Notes a failed call, after which the link may rest, longer each time. Returns the error to raise."""
         if self.is_ready:  # else another call has noted it
             self._rest(reason)
         return WorkerUnreachableError(reason, cause)
@@ -241,7 +243,8 @@ class WorkerLink:
         raise NotImplementedError
 
     async def _probe(self) -> None:
-        """Looks whether the worker serves, and describes it if it was away. Whatever it answers, the link goes on."""
+        """Checks whether the worker serves, and reads its description if it was away. Whatever it answers, the link
+        goes on."""
         try:
             if self._connector.is_outdated:
                 self._rounds.close()
@@ -311,8 +314,8 @@ class WorkerLink:
 
 
 def timed(elapsed: float, response: Any) -> Timed:
-    """The times of a call that took `elapsed` seconds in all, from what the worker's response says, as far as it can be
-    true."""
+    """The times of a call that took `elapsed` seconds in all, from what the worker's response says, as far as that is
+    possible."""
     forward = min(response.forward_ns / 1e9, elapsed)
     return Timed(elapsed, forward, min(response.realign_ns / 1e9, elapsed - forward))
 

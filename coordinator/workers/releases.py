@@ -8,14 +8,14 @@ class Releases:
     """Sequence ids that are to be freed, until the worker has confirmed it."""
 
     def __init__(self, send: Callable[[list[int]], Awaitable[bool]]) -> None:
-        """`send`: tells the worker, and returns whether it has confirmed."""
+        """`send` tells the worker, and returns whether the worker has confirmed."""
         self._send = send
         self._waiting: set[int] = set()
         self._sending: asyncio.Task[None] | None = None
 
     @property
     def are_due(self) -> bool:
-        """Whether there is something to send and nobody does so."""
+        """Whether there is something to send and it is not being sent."""
         return bool(self._waiting) and not self.are_being_sent
 
     @property
@@ -36,7 +36,8 @@ class Releases:
         return True
 
     def send_soon(self) -> None:
-        """Sends in the background all that waits, also what is added meanwhile, as long as the worker can do it."""
+        """Sends all that waits, in the background, including what is added meanwhile, as long as the worker can take
+        it."""
         if not self.are_being_sent:
             self._sending = asyncio.create_task(self._send_all())
 
@@ -45,6 +46,6 @@ class Releases:
             pass
 
     def cancel(self) -> None:
-        """Ends what goes on in the background."""
+        """Ends sending in the background."""
         if self._sending is not None:
             self._sending.cancel()

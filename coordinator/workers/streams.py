@@ -14,7 +14,7 @@ class RoundCalls:
     """
 
     def __init__(self, stream: Any, single: Any, timeout_seconds: float) -> None:
-        """Two methods of a stub, for the same messages. `timeout_seconds`: for a round that brings no limit."""
+        """Two methods of a stub, for the same messages. `timeout_seconds`: for a round that has no limit of its own."""
         self._open_stream, self._single, self._timeout = stream, single, timeout_seconds
         self._idle: list[Any] = []
         self._in_use: set[Any] = set()

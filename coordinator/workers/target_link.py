@@ -66,8 +66,8 @@ class TargetLink(WorkerLink):
         raise error
 
     async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
-        """Runs a round's verification. An answer that does not fit is asked for once more: a repeated round gets the
-        same answer. WorkerUnreachableError, WorkerRefusedError.
+        """Runs a round's verification. If the answer does not fit, the round is sent once more: a repeated round gets
+        the same answer. WorkerUnreachableError, WorkerRefusedError.
         """
         request = verify_request(self._coordinator_id, round_id, items)
         try:
@@ -87,7 +87,7 @@ class TargetLink(WorkerLink):
         return read_verdicts(response, request.round_id, items, self.vocab_size), timed(elapsed, response)
 
 
-# Compared only between workers that both have them.
+# Compared only if both workers have them.
 FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
 
 

@@ -1,7 +1,7 @@
 """Which sequence holds which slot, and how much of it is valid. Pure bookkeeping: no torch, no clock of its own.
 
-What a released sequence has cached stays until its slot is needed, since others may begin with the same tokens. So does
-what the sequences of an orphaned coordinator have cached: one whose connections have ended, and which may come back.
+What a released sequence has cached stays until its slot is needed, since others may begin with the same tokens. The
+same holds for the sequences of an orphaned coordinator: its connections have ended, but it may come back.
 """
 
 from collections import OrderedDict
@@ -77,10 +77,10 @@ class SlotTable:
         return key in self._slots
 
     def take(self, key: SequenceKey, max_length: int | None = None, spared: SequenceKey | None = None) -> Slot | None:
-        """A slot for a sequence that has none, with nothing in it that counts; None if the cache is full.
+        """A slot for a sequence that has none, with nothing valid in it; None if the cache is full.
 
-        What was released gives way, but for `spared`; then sequences of other coordinators that are orphaned, those of
-        the least recently seen first.
+        Released sequences other than `spared` give way first, then sequences of other, orphaned coordinators, beginning
+        with the least recently seen one.
         """
         needed = self.extents.capacity_for(max_length)
         victims = [released for released in self._released if released not in (key, spared)]

@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights, as fast as the memory that they are read from.
+"""A fingerprint of a model's weights, computed as fast as they can be read from memory.
 
 It detects change - another revision, another fine-tune, a broken download - and not forgery: weights with a given
 fingerprint can be made.

@@ -22,7 +22,8 @@ from protocol.tokenizer import TokenizerFiles
 
 log = logging.getLogger(__name__)
 
-# Else transformers would ask the hub to convert a checkpoint, and load what the conversion proposes to its owner.
+# Otherwise transformers would ask the hub to convert a checkpoint, and load the conversion that is proposed to its
+# owner.
 os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "true"
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -215,7 +216,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
 
 
 def _source(model: str, revision: str | None) -> dict[str, Any]:
-    """What every call of transformers gets: where the model is, and that no code that comes with it is run."""
+    """Arguments of every call of transformers: where the model is, and that no code that comes with it is run."""
     path, safe = Path(model), {"trust_remote_code": False}
     if not path.exists() and (path.is_absolute() or path.suffix == ".gguf"):
         raise UnsupportedModelError(f"{model}: no such file or folder")
@@ -233,7 +234,7 @@ def _source(model: str, revision: str | None) -> dict[str, Any]:
 
 def _refuse_revision(model: str, revision: str | None) -> None:
     if revision is not None:
-        raise UnsupportedModelError(f"revision {revision}: {model} lies on this machine; only models of a hub have any")
+        raise UnsupportedModelError(f"revision {revision}: {model} lies on this machine; only models on a hub have one")
 
 
 def _check_types(config: PreTrainedConfig) -> None:
@@ -278,7 +279,10 @@ def _reason(error: Exception) -> str:
     if "contains custom code" in reason:
         return "it needs code that comes with it, and such code is never run"
     if "no file named model.safetensors" in reason or "a file named model.safetensors" in reason:
-        return "it has no model.safetensors; only such files and GGUF are read, as others, such as .bin, can run code"
+        return (
+            "it has no model.safetensors; "
+            "only such files and GGUF files are read, since others, such as .bin, can run code"
+        )
     return reason
 
 

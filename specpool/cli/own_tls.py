@@ -10,7 +10,7 @@ from rpc.security import ServerSecurity
 from specpool.cli.processes import ProcessFailedError
 
 FILES = ("tls_cert", "tls_key", "tls_ca", "api_tokens")
-# Messages of a handshake: of TLS 1.3 three, of TLS 1.2 four.
+# Messages of a handshake: three in TLS 1.3, four in TLS 1.2.
 MOST_MESSAGES = 4
 
 
@@ -24,7 +24,8 @@ def coordinator_flags(security: ServerSecurity) -> list[str]:
 
 
 def own_security(security: ServerSecurity) -> SecurityOptions:
-    """What a health check of that coordinator takes: it trusts the very certificate, and shows the same one.
+    """Options of a health check of that coordinator: it trusts exactly the coordinator's certificate, and shows the
+    same one.
 
     ProcessFailedError for a certificate with which no connection is possible: expired, or not good for a client where
     the coordinator asks for one.

@@ -36,7 +36,7 @@ class Service:
     arguments: list[str]
     address: str
     security: SecurityOptions = field(default_factory=SecurityOptions)
-    """What it takes to connect to it."""
+    """Options for connections to the process."""
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:

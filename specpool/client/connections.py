@@ -31,7 +31,7 @@ class Connections(Generic[C]):
         """The last one is for the next call."""
 
     def begin(self) -> Connection[C]:
-        """The connection for a call, which `end` must be told of."""
+        """The connection for a call; `end` must be called when the call has ended."""
         with self._lock:
             if self._connector.is_outdated:
                 self._open.append(self._connect())

@@ -9,7 +9,7 @@ import grpc
 from rpc.errors import retry_delay
 from specpool.v1 import generation_pb2 as pb
 
-# CANCELLED is what the server or the transport did: clients do not come here with calls that they cancelled.
+# CANCELLED here comes from the server or the transport: calls that clients cancelled themselves never get here.
 _RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 # A request that was cut off stays in flight under its id until the server notices; by then its place may be taken.
 _RETRYABLE_ONCE_CUT_OFF = {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}

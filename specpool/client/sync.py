@@ -24,9 +24,9 @@ class Client:
     """
 
     def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while it is unavailable, or
-        has too much to do; 0: never.
-        `security`: TLS and token; ValueError, which names the option, for a file that cannot be used."""
+        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while the server is unavailable,
+        or has too much to do; 0: never. `security`: TLS and token; ValueError, which names the option, for a file that
+        cannot be used."""
         connector = Connector(address, **security)
         self._connections: Connections[grpc.Channel] = Connections(connector, connector.open_blocking)
         self._closed = False
@@ -34,7 +34,7 @@ class Client:
 
     @property
     def stub(self) -> generation_pb2_grpc.GenerationServiceStub:
-        """The stub, for calls of your own. Take it anew for each: TLS files may have changed."""
+        """The stub, for calls of your own. Get it anew for each call: TLS files may have changed."""
         # Never ended, so that the channel stays open for the calls of others until the client is closed.
         stub: generation_pb2_grpc.GenerationServiceStub = self._connections.begin().stub
         return stub

@@ -69,7 +69,7 @@ class FakeWorker:
         self.fail_next: list[grpc.StatusCode] = []
         """Status codes that the next rounds end in, instead of being served, as answers of the worker's handlers."""
         self.instance_id = uuid.uuid4().hex
-        """The process that the fake says it is; another one after each start."""
+        """Id of the process that the fake claims to be; a new one after each start."""
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
 

@@ -1,4 +1,4 @@
-"""What a fault is: a function from the answer that a worker should give to the one that it gives."""
+"""What a fault is: a function from the answer that a worker should give to the one that it gives instead."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Fault:
 
     @property
     def description(self) -> str:
-        """What it does, in one line."""
+        """What the fault does, in one line."""
         return self.spoil.__doc__ or ""
 
 
@@ -62,7 +62,7 @@ def entry(table: Table) -> Callable[[Spoil], Spoil]:
 
 
 def faults_of(**tables: Iterable[Table]) -> dict[str, Fault]:
-    """All faults of some tables by name, given by the method that each is for."""
+    """All faults of some tables by name; each table is given by the name of the method that its faults are for."""
     faults = [(name, Fault(method, spoil)) for method, its in tables.items() for t in its for name, spoil in t.items()]
     assert len(dict(faults)) == len(faults), "two faults have the same name"
     return dict(faults)

@@ -42,7 +42,8 @@ class _Garbage(FakeWorker):
         seed: int = 0,
         **knobs: Any,
     ) -> None:
-        """`fault`: a name in the table; None: all is well. `share`: of the answers that are spoiled, drawn with `seed`.
+        """`fault`: a name in the table; None: all is well. `share`: share of answers that are spoiled, drawn with
+        `seed`.
 
         `rounds`: the greatest number of answers to spoil; None: no end. KeyError for an unknown fault.
         """
@@ -57,7 +58,7 @@ class _Garbage(FakeWorker):
         self.spoil(fault)
 
     def spoil(self, fault: str | None) -> None:
-        """Has another fault from now on; None: answers as a worker should. KeyError for an unknown fault."""
+        """Changes to another fault; None: answers as a worker should from now on. KeyError for an unknown fault."""
         self.fault = self._faults[fault] if fault is not None else None
 
     async def _answer(self, method: str, request: Any, response: Any, context: Any) -> Any:

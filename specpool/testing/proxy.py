@@ -14,7 +14,7 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 @dataclass(eq=False)
 class _Connection:
-    """A client's connection and the one to the server that belongs to it."""
+    """A client's connection, and the connection to the server that belongs to it."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter | None = None
@@ -23,7 +23,7 @@ class _Connection:
     pumps: list[asyncio.Task[None]] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Ends both at once, with RST, so that either side learns of it as of a cut."""
+        """Ends both connections at once with RST, so that each side sees a cut."""
         for pump in self.pumps:
             pump.cancel()
         for writer in (self.client, self.server):
@@ -36,7 +36,7 @@ class _Connection:
 
 class CuttingProxy:
     """Forwards TCP connections to a server, and breaks them when told to. `start` it, and connect to the address that
-    this returns instead of the server's."""
+    `start` returns instead of the server's."""
 
     def __init__(self) -> None:
         self.accepted = 0
@@ -44,7 +44,7 @@ class CuttingProxy:
         self.refused = 0
         """Connections that were refused."""
         self.cuts = 0
-        """Calls of `cut`."""
+        """Number of calls of `cut`."""
         self.connections_cut = 0
         """Connections that these calls ended."""
         self.bytes_forwarded = 0

@@ -180,7 +180,7 @@ async def test_a_call_without_a_request_is_an_error() -> None:
         await ended.done_writing()
         error = await refusal(ended)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert error.details() == "request: the call has none"
+        assert error.details() == "request: the call has no request"
 
 
 @pytest.mark.usefixtures("clients_by_metadata")

@@ -50,7 +50,7 @@ def _compile(command: tuple[str, ...], source: str) -> ctypes.CDLL | None:
                 return _load(_build(command, source, folder))
         except OSError as error:  # no such folder can be made here, or no code can be loaded from it
             reasons.append(str(error))
-        except subprocess.SubprocessError as error:  # nor would it be compiled anywhere else
+        except subprocess.SubprocessError as error:  # it would not compile in another folder either
             reasons.append((getattr(error, "stderr", None) or str(error)).strip())
             break
     reason = "; ".join(reasons)

@@ -405,7 +405,7 @@ def test_a_checkpoint_that_is_a_pickle_is_refused(tiny_pair: tuple[Path, Path], 
     folder = shutil.copytree(tiny_pair[0], tmp_path / "model")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    assert refusal(folder).endswith("only such files and GGUF are read, as others, such as .bin, can run code")
+    assert refusal(folder).endswith("only such files and GGUF files are read, since others, such as .bin, can run code")
 
 
 def with_code(folder: Path, file: str, **changes: Any) -> Path:
@@ -462,7 +462,7 @@ def test_a_revision_of_files_on_this_machine_is_refused(tiny_pair: tuple[Path, P
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for model in (tiny_pair[0], tmp_path / "model.gguf"):
         assert refusal(model, revision="main") == (
-            f"revision main: {model} lies on this machine; only models of a hub have any"
+            f"revision main: {model} lies on this machine; only models on a hub have one"
         )
 
 
