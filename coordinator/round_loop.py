@@ -181,7 +181,7 @@ class RoundLoop:
     def _judge(self, sequence: Sequence, reason: str = "") -> None:
         """Ends the sequence if it is to be given up."""
         if (verdict := sequence.suspicion.verdict) is not None:
-            log.error("%s: %s %s", sequence.request.request_id, verdict, reason)
+            log.error("%r: %s %s", sequence.request.request_id, verdict, reason)
             self._fail(sequence, f"{verdict}{reason and f': {reason}'}")
             self.wake()
 

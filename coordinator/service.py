@@ -105,6 +105,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 stage_seconds=counters.stage_seconds,
                 grouping=pb.GroupingCounters(**vars(counters.grouping)),
                 draft_lengths=counters.draft_lengths,
+                refused=self._server.refusals.counts,
                 drafts={method: pb.DraftCounters(**vars(drafts)) for method, drafts in counters.drafts.items()},
             ),
             speculation=pb.SpeculationState(**vars(coordinator.drafting.state())),

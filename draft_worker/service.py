@@ -6,6 +6,7 @@ from typing import Any
 from draft_worker.proposer import Proposer
 from protocol.codec import propose_response, read_chances, read_propose_items, read_step_cost, require_coordinator
 from protocol.rounds import Proposal
+from rpc.callers import client_of
 from specpool.v1 import draft_worker_pb2 as pb
 from specpool.v1 import draft_worker_pb2_grpc
 from worker.host import timed
@@ -31,5 +32,7 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
         self, requests: AsyncIterator[pb.ProposeRequest], context: Any
     ) -> AsyncIterator[pb.ProposeResponse]:
         """Answers a stream of rounds."""
-        async for response in self._host.streams.each(requests, lambda request: self.Propose(request, context)):
+        async for response in self._host.streams.each(
+            requests, lambda request: self.Propose(request, context), client_of(context)
+        ):
             yield response

@@ -10,6 +10,8 @@ log = logging.getLogger(__name__)
 # What gRPC holds of a request that is not read yet, and of each stream's next message.
 UNREAD_BYTES = 16 * 2**10
 IDLE_CONNECTION_SECONDS = 300
+# Calls that may wait to be accepted or refused, however few may be in progress.
+LEAST_PENDING = 4096
 HANDSHAKE_SECONDS = 10
 # Descriptors that are not connections of clients: files, connections to workers, event loops.
 OTHER_DESCRIPTORS = 128
@@ -25,11 +27,11 @@ def connection_options(settings: ServerSettings) -> list[tuple[str, int]]:
         # Windows that grow with the bandwidth would let every unread request hold megabytes.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
-        ("grpc.max_concurrent_streams", 2 * (settings.max_calls_per_client or settings.max_calls)),
+        ("grpc.max_concurrent_streams", max(LEAST_PENDING, 2 * (settings.max_calls_per_client or settings.max_calls))),
         # Once there are more than the first number of calls that the event loop has not accepted yet, gRPC cancels some
         # at random: many calls at once must all be accepted, or refused with a reason.
-        ("grpc.server.max_pending_requests", 2 * settings.max_calls),
-        ("grpc.server.max_pending_requests_hard_limit", 4 * settings.max_calls),
+        ("grpc.server.max_pending_requests", max(LEAST_PENDING, 2 * settings.max_calls)),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * max(LEAST_PENDING, 2 * settings.max_calls)),
     ]
 
 

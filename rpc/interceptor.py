@@ -5,7 +5,9 @@ Every handler is wrapped, so the bounds of calls in progress are kept here too.
 
 import asyncio
 import logging
+import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias
@@ -15,12 +17,33 @@ from google.protobuf.message import DecodeError
 
 from protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
 from rpc.errors import ANSWERED, status_of
-from rpc.limits import CallLimits, Calls
+from rpc.limits import Call, CallLimits, Calls
 from rpc.settings import ServerSettings
+from rpc.unread import status_sent
 
 log = logging.getLogger(__name__)
 
+LOG_SECONDS = 60.0
+
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
+
+
+class Refusals:
+    """Calls that ended in an error: counted, and logged once in a while, so that no flood of them fills a log."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """By the name of the status code."""
+        self._logged_at = -LOG_SECONDS
+        self._unlogged = 0
+
+    def add(self, code: str, text: str) -> None:
+        """Counts a call."""
+        self.counts[code] += 1
+        self._unlogged += 1
+        if time.monotonic() >= self._logged_at + LOG_SECONDS:
+            log.warning("%d calls ended in an error; the last one in %s: %r", self._unlogged, code, text)
+            self._logged_at, self._unlogged = time.monotonic(), 0
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -31,6 +54,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self.calls = Calls(CallLimits.of_services(settings))
         """The calls in progress, apart from those of health and reflection, for which no drain waits."""
         self._health_calls = Calls(CallLimits.of_health(settings))
+        self.refusals = Refusals()
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
@@ -44,31 +68,35 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(messages: AsyncIterator[bytes], context: Any) -> None:
                 try:
-                    answers = answer_all(await _received(handler, calls, messages, context), context)
+                    call = calls.begin(context)
+                    answers = answer_all(await _received(handler, calls, call, messages), context)
                     async with aclosing(answers) as responses:
                         async for response in responses:
                             await context.write(response)
                     return
                 except BaseException as error:
+                    await status_sent(context)  # of a stream that is not read: it counts until its client is gone
                     failure = _failure(error, calls)
-                await _abort(failure, context)
+                await _abort(failure, context, self.refusals)
 
             return grpc.stream_stream_rpc_method_handler(stream, response_serializer=handler.response_serializer)
         answer_one = handler.stream_unary or handler.unary_unary
 
         async def respond(messages: AsyncIterator[bytes], context: Any) -> Any:
             try:
-                return await answer_one(await _received(handler, calls, messages, context), context)
+                call = calls.begin(context)
+                response = await answer_one(await _received(handler, calls, call, messages), context)
+                calls.answer(call, response)
+                return response
             except BaseException as error:
                 failure = _failure(error, calls)
-            return await _abort(failure, context)
+            return await _abort(failure, context, self.refusals)
 
         return grpc.stream_unary_rpc_method_handler(respond, response_serializer=handler.response_serializer)
 
 
-async def _received(handler: Handler, calls: Calls, messages: AsyncIterator[bytes], context: Any) -> Any:
+async def _received(handler: Handler, calls: Calls, call: Call, messages: AsyncIterator[bytes]) -> Any:
     """The request of a call, or the stream of its requests."""
-    call = calls.begin(context)
     if handler.request_streaming:
         return (_parse(handler, payload) async for payload in messages)
     return await calls.read(call, messages, lambda payload: _parse(handler, payload))
@@ -90,7 +118,7 @@ def _parse(handler: Handler, payload: bytes) -> Any:
         raise InvalidArgumentError("request", f"not a message of the expected type ({error})") from None
 
 
-async def _abort(error: Exception, context: Any) -> NoReturn:
+async def _abort(error: Exception, context: Any, refusals: Refusals) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):  # a handler that already answered
         raise error
     if isinstance(error, ServiceError):

@@ -31,6 +31,9 @@ PARENT_CHECK_SECONDS = 0.5
 # Time that calls of health and reflection get to end by themselves after the last call of a service.
 LAST_CALLS_SECONDS = 0.5
 
+# The request of a health check has the name of a service.
+HEALTH_MESSAGE = ("grpc.max_receive_message_length", 4096)
+
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a surprise
     ("grpc.keepalive_permit_without_calls", 1),
@@ -68,12 +71,16 @@ class Server:
             ("grpc.max_receive_message_length", max_message_bytes),
         ]
         interceptor = CallInterceptor(settings)
-        self._calls = interceptor.calls
+        self._calls, self.refusals = interceptor.calls, interceptor.refusals
         authenticator = Authenticator(
             settings.api_tokens, with_certificates=settings.tls_ca is not None, allowed_names=settings.allowed_names
         )
         self._credentials = server_credentials(settings.tls_files) if settings.tls_files is not None else None
         self._server = grpc.aio.server(interceptors=[authenticator, interceptor], options=options)
+        self._health_server: grpc.aio.Server | None = None
+        if settings.health_port is not None:  # neither TLS nor a flood of connections keeps a probe from an answer
+            options = [*SERVER_OPTIONS, *connection_options(settings), HEALTH_MESSAGE]
+            self._health_server = grpc.aio.server(interceptors=[CallInterceptor(settings)], options=options)
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Adds the service of full `name` by the `add_..._to_server` function of its stubs."""
@@ -82,23 +89,26 @@ class Server:
 
     async def start(self) -> int:
         """Listens, and returns the port. OSError says why if it cannot."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for server in self._servers():
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._settings.reflection:
             names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         self._health.set(LIVE, True)
         self.set_serving(False)
-        host, port = self._settings.host, self._settings.port
-        try:
-            port = self._add_port(join_address(host, port))
-        except RuntimeError as error:
-            reason = _reason_not_to_listen(host, port) or error
-            raise OSError(f"cannot listen on {join_address(host, port)}: {reason}") from None
-        await self._server.start()
+        host, health_port = self._settings.host, self._settings.health_port
+        port = _listen(host, self._settings.port, self._add_port)
+        if self._health_server is not None and health_port is not None:
+            _listen(host, health_port, self._health_server.add_insecure_port)
+        for server in self._servers():
+            await server.start()
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
         if self._settings.api_tokens is not None and self._credentials is None:
             log.warning("api_tokens without tls_cert: whoever sees the traffic can read the tokens")
         return port
+
+    def _servers(self) -> list[grpc.aio.Server]:
+        return [self._server, *([self._health_server] if self._health_server is not None else [])]
 
     def _add_port(self, address: str) -> int:
         if self._credentials is None:
@@ -154,7 +164,8 @@ class Server:
         self._calls.cancel()
         with contextlib.suppress(TimeoutError):  # clients that do not read get no status
             await asyncio.wait_for(self._calls.idle.wait(), LAST_CALLS_SECONDS)
-        await self._server.stop(None)
+        for server in self._servers():
+            await server.stop(None)
         log.info("stopped")
         if self._signals is not None:
             self._signals.server_stopped()
@@ -173,6 +184,15 @@ class Server:
             if os.getppid() != parent_pid:
                 log.warning("the process that started this one is gone")
                 return self.stop(drain=False)
+
+
+def _listen(host: str, port: int, add_port: Callable[[str], int]) -> int:
+    """Adds a port, and returns it. OSError says why it cannot be used."""
+    try:
+        return add_port(join_address(host, port))
+    except RuntimeError as error:
+        reason = _reason_not_to_listen(host, port) or error
+        raise OSError(f"cannot listen on {join_address(host, port)}: {reason}") from None
 
 
 def _reason_not_to_listen(host: str, port: int) -> str | None:

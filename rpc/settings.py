@@ -125,6 +125,12 @@ class ListeningSettings(Settings):
 class ServerSettings(ListeningSettings, ServerSecurity):
     """Settings of every Specpool server."""
 
+    health_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="a second port, for health checks alone, without TLS and with bounds of its own; default: none",
+    )
     max_connections: int = Field(
         1024, ge=1, le=MAX_CONNECTIONS, description="connections open at a time; further ones are closed at once"
     )

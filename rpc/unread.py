@@ -11,8 +11,8 @@ from rpc.errors import ANSWERED, status_of
 
 log = logging.getLogger(__name__)
 
-_ENDING: set[asyncio.Task[None]] = set()
-"""Keeps the tasks from being collected before their time."""
+_ENDING: dict[int, asyncio.Task[None]] = {}
+"""The tasks that end streams, by the identity of the call."""
 
 
 class UnreadStream:
@@ -25,9 +25,9 @@ class UnreadStream:
     def end(self, error: ServiceError) -> None:
         """Cancels the handler. The client gets the status of the error once it has read what was sent before."""
         log.info("a stream of %s is ended: %s", self._context.peer(), error)
-        ending = asyncio.create_task(self._send_status(error))
-        _ENDING.add(ending)
-        ending.add_done_callback(_ENDING.discard)
+        call = id(self._context)
+        _ENDING[call] = ending = asyncio.create_task(self._send_status(error))
+        ending.add_done_callback(lambda _: _ENDING.pop(call, None))
         if self._handler is not None:  # only after the status is on its way: a cancelled call sends none
             asyncio.get_running_loop().call_soon(self._handler.cancel)
 
@@ -39,3 +39,10 @@ class UnreadStream:
             pass  # sent
         except Exception as failure:  # the client has left, or the server stops
             log.debug("the status of an unread stream was not sent: %s", failure)
+
+
+async def status_sent(context: Any) -> None:
+    """Waits until the status of a call that was ended is sent, which may be as long as the client keeps the connection;
+    returns at once for other calls."""
+    if (ending := _ENDING.get(id(context))) is not None:
+        await asyncio.wait([ending])

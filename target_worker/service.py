@@ -5,6 +5,7 @@ from typing import Any
 
 from protocol.codec import read_verify_items, require_coordinator, tokenizer_response, verify_response
 from protocol.rounds import Verdict
+from rpc.callers import client_of
 from specpool.v1 import target_worker_pb2 as pb
 from specpool.v1 import target_worker_pb2_grpc
 from target_worker.verifier import Verifier
@@ -30,7 +31,9 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
         self, requests: AsyncIterator[pb.VerifyRequest], context: Any
     ) -> AsyncIterator[pb.VerifyResponse]:
         """Answers a stream of rounds."""
-        async for response in self._host.streams.each(requests, lambda request: self.Verify(request, context)):
+        async for response in self._host.streams.each(
+            requests, lambda request: self.Verify(request, context), client_of(context)
+        ):
             yield response
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:

@@ -88,6 +88,11 @@ class WorkerHost:
             raise UnavailableError("the model is still loading")
         return self._info
 
+    @property
+    def hangs(self) -> bool:
+        """Whether the model thread has been found to hang."""
+        return self._watchdog is not None and self._watchdog.hanging is not None
+
     async def load(self) -> None:
         """Builds the backend on the model thread."""
         backend = await self._thread.run("loading the model", self._load)

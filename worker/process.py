@@ -46,13 +46,24 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
     """Serves until a signal. Raises any error of loading."""
     server = Server(settings, MAX_ROUND_BYTES)
     add_service(server)
-    server.on_drain = host.drain
     server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other
     await server.start()
 
+    ending: asyncio.TimerHandle | None = None
+
     def show(hangs: bool) -> None:
+        nonlocal ending
         server.set_live(not hangs)
         server.set_serving(not hangs)
+        if hangs:
+            ending = asyncio.get_running_loop().call_later(settings.watchdog_seconds, _end_hung)
+        elif ending is not None:
+            ending.cancel()
+
+    def drain() -> None:
+        host.drain()
+        if host.hangs:
+            server.stop(drain=False)
 
     async def load_and_serve() -> None:
         await host.load()
@@ -63,6 +74,7 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
             if settings.watchdog_seconds:
                 tasks.create_task(host.watch(settings.watchdog_seconds, show))
 
+    server.on_drain = drain
     serving = asyncio.create_task(load_and_serve())
     serving.add_done_callback(lambda task: server.stop())
     await server.wait_stopped()
@@ -75,3 +87,9 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
         os._exit(1)  # nothing can interrupt the thread
     with contextlib.suppress(asyncio.CancelledError):
         await serving
+
+
+def _end_hung() -> None:
+    """Ends the process: another one may do better, and who started this one can start that."""
+    log.error("the model has hung for twice the time it may take; the process ends")
+    os._exit(1)

@@ -15,5 +15,6 @@ class WorkerSettings(ServerSettings):
         60.0,
         ge=0,
         description="work on the model counts as hung if no forward pass ends for this long: health checks fail, "
-        "that of liveness too, until the work goes on; loading the model is exempt; 0: never",
+        "that of liveness too, until the work goes on, and after twice the time the process ends; loading the model is "
+        "exempt; 0: never",
     )

@@ -12,29 +12,35 @@ from protocol.errors import InvalidArgumentError, QueueFullError
 MOST_STREAMS = 64
 """Most streams that all coordinators together may have open. A coordinator opens one for each group of sequences under
 way at a time."""
+MOST_STREAMS_OF_A_CLIENT = 16
 RETRY_SECONDS = 1.0
+ORPHANED_SECONDS = 2.0
+"""Time after which a coordinator without streams counts as gone: one that reconnects is sooner back."""
 
 
 class RoundStreams:
     """The open streams of a worker. A stream belongs to the coordinator of its first request."""
 
     def __init__(self, on_orphaned: Callable[[str], None]) -> None:
-        """`on_orphaned`: called with the id of a coordinator whose last stream has ended."""
+        """`on_orphaned`: called with the id of a coordinator some time after its last stream has ended."""
         self._on_orphaned = on_orphaned
-        self._open = 0
+        self._open: Counter[str] = Counter()
+        """By client."""
         self._owned: Counter[str] = Counter()
         self._reading: set[asyncio.Future[Any]] = set()
         self._draining = False
 
-    async def each(self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[Any]:
+    async def each(
+        self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]], client: str = ""
+    ) -> AsyncIterator[Any]:
         """Answers a stream of rounds until the caller or a drain ends it, which never happens within a round.
 
         The next request is read once a round is answered, so that a caller who sends more is held back by HTTP/2.
         QueueFullError, InvalidArgumentError.
         """
-        if self._draining or self._open >= MOST_STREAMS:
+        if self._draining or self._refusal(client):
             await _touch(requests)
-        with self._counted():
+        with self._counted(client):
             if (request := await self._next(requests)) is None:
                 return
             owner = request.coordinator_id
@@ -66,14 +72,24 @@ class RoundStreams:
         return None if reading.cancelled() else reading.result()
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self._open >= MOST_STREAMS:
-            raise QueueFullError(f"{self._open} streams of rounds are open", RETRY_SECONDS)
-        self._open += 1
+    def _counted(self, client: str) -> Iterator[None]:
+        if refusal := self._refusal(client):
+            raise QueueFullError(refusal, RETRY_SECONDS)
+        self._open[client] += 1
         try:
             yield
         finally:
-            self._open -= 1
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
+
+    def _refusal(self, client: str) -> str:
+        """Why a client may not open a stream now; empty if it may."""
+        if self._open.total() >= MOST_STREAMS:
+            return f"{self._open.total()} streams of rounds are open"
+        if self._open[client] >= MOST_STREAMS_OF_A_CLIENT:
+            return f"{self._open[client]} streams of rounds of this client are open"
+        return ""
 
     @contextmanager
     def _owned_by(self, coordinator_id: str) -> Iterator[None]:
@@ -84,7 +100,11 @@ class RoundStreams:
             self._owned[coordinator_id] -= 1
             if not self._owned[coordinator_id]:
                 del self._owned[coordinator_id]
-                self._on_orphaned(coordinator_id)
+                asyncio.get_running_loop().call_later(ORPHANED_SECONDS, self._orphan, coordinator_id)
+
+    def _orphan(self, coordinator_id: str) -> None:
+        if coordinator_id not in self._owned:
+            self._on_orphaned(coordinator_id)
 
 
 async def _touch(requests: AsyncIterator[Any]) -> None:

@@ -43,7 +43,9 @@ class QueueLimits:
     per_client: int | None = None
     """Most samples of one client, waiting and in the window; None: any number."""
 
-    def check(self, queue: FairQueue, client: str, samples: int, tokens: int, *, entering: int, reserve: int) -> None:
+    def check(
+        self, queue: FairQueue, client: str, samples: int, tokens: int, *, entering: int, reserve: int, aside: int = 0
+    ) -> None:
         """Raises PoolFullError if a request must not wait.
 
         `samples` and `tokens`: its samples, and the prompt tokens of all of them together. `entering`: number of
@@ -51,11 +53,11 @@ class QueueLimits:
         if their client had nothing in the queue before, so that no client can keep others out; at most as many as the
         limit itself, and likewise tokens up to twice their limit.
         """
-        in_flight = queue.waiting_of(client) + queue.running_of(client)
+        in_flight = queue.waiting_of(client) + queue.running_of(client) + aside
         if self.per_client is not None and in_flight + samples > self.per_client:
             reason = f"{in_flight} samples of this client are in flight, of at most {self.per_client}"
             raise PoolFullError(reason, in_flight + samples - self.per_client)
-        waiting = len(queue) + samples - entering
+        waiting = queue.newcomers + samples - entering
         is_newcomer = not queue.waiting_of(client) and samples - entering <= self.samples
         most = self.samples + (min(reserve, self.samples) if is_newcomer else 0)
         if waiting > most:

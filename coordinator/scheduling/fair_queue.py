@@ -82,11 +82,18 @@ class FairQueue:
         """The clients with sequences that wait."""
         self._clock = count(1)
         self._by_length = by_length
+        self._returning = 0
+        """Waiting sequences that were in the window before."""
         self._last_length = 0
         """Prompt tokens of the sequence that entered last."""
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def newcomers(self) -> int:
+        """The waiting sequences that were not set aside, but wait for the first time."""
+        return len(self._waiting) - self._returning
 
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._waiting
@@ -143,6 +150,7 @@ class FairQueue:
         client.since = client.since if client.waiting else now
         client.waiting += len(samples)
         self._waiting.update(waiting)
+        self._returning += sum(sample.is_aside for sample in samples)
         self._places.update(dict.fromkeys(waiting, (client, queued)))
         self.tokens += sum(sample.prompt_length for sample in samples)
         self._settle(client, queued)
@@ -175,6 +183,7 @@ class FairQueue:
         client, request = self._places[sequence.sequence_id]
         del self._waiting[sequence.sequence_id], request.waiting[sequence.sequence_id]
         client.waiting -= 1
+        self._returning -= sequence.is_aside
         self.tokens -= sequence.prompt_length
         return client, request
 
@@ -201,5 +210,6 @@ class FairQueue:
         assert sum(len(request.waiting) for request in requests) == len(self._waiting), "a request has lost one"
         running = len(self._places) - len(self._waiting)
         assert sum(client.running for client in clients) == running == sum(request.running for request in requests)
+        assert self._returning == sum(sequence.is_aside for sequence in self), "those that return are miscounted"
         assert self.tokens == sum(sequence.prompt_length for sequence in self), "tokens are miscounted"
         assert len(self._turns) == sum(client.waiting > 0 for client in clients), "a client has no turn"

@@ -105,7 +105,15 @@ class Pool:
         if key in self._by_request:
             raise DuplicateRequestError(key)
         tokens = sum(sample.prompt_length for sample in new)
-        check = partial(self.limits.check, self._queue, key[0], len(new), tokens, reserve=self.window_size)
+        check = partial(
+            self.limits.check,
+            self._queue,
+            key[0],
+            len(new),
+            tokens,
+            reserve=self.window_size,
+            aside=self._aside_of(key[0]),
+        )
         try:
             check(entering=0)
         except PoolFullError:  # only now: counting the sequences that enter at once takes longer
@@ -121,7 +129,15 @@ class Pool:
         if request.key in self._by_request:
             raise DuplicateRequestError(request.key)
         entering = min(self.capacity, len(self._queue) + request.n)
-        self.limits.check(self._queue, request.client, request.n, 0, entering=entering, reserve=self.window_size)
+        self.limits.check(
+            self._queue,
+            request.client,
+            request.n,
+            0,
+            entering=entering,
+            reserve=self.window_size,
+            aside=self._aside_of(request.client),
+        )
 
     def admit(self, most: int | None = None) -> list[Sequence]:
         """Moves queued sequences, at most `most`, into the window while it has capacity, and returns them."""
@@ -149,11 +165,11 @@ class Pool:
         return number
 
     def _enter(self, sequence: Sequence) -> None:
-        sequence.is_aside = False
         self._find_prefix(sequence)
         if self._prefix_reuse:
             self._prefixes.add(sequence)
         self._queue.enter(sequence)  # only now: after a fault the sequence is still found where it was
+        sequence.is_aside = False
         self._reserved[sequence.sequence_id] = self.kv_capacity.taken_by(sequence)
         self._park_or_make_ready(sequence)
         self._prefixes.trim(self.slots - self.window_size + self.capacity)
@@ -176,6 +192,10 @@ class Pool:
                 self._find_prefix(sequence)
                 del self._parked[sequence.sequence_id]
                 self._park_or_make_ready(sequence)
+
+    def _aside_of(self, client: str) -> int:
+        """A client's sequences that were set aside and do not wait yet."""
+        return sum(sequence.request.client == client for sequence in self._aside.values())
 
     def _make_room(self) -> None:
         """Sets sequences aside for those that wait: the ones that paused first or, if none is paused, one whose client
@@ -311,4 +331,4 @@ class Pool:
         assert all(sequence.paused for sequence in self._paused.values()), "a sequence waits for no reader"
         assert not (self._aside.keys() - self._leaving) & (set().union(*states)), "a sequence is aside and inside"
         most = self.limits.samples + min(self.window_size, self.limits.samples)
-        assert len(self._queue) <= most + self.capacity, "the queue is exceeded"
+        assert self._queue.newcomers <= most + self.capacity, "the queue is exceeded"

@@ -221,6 +221,8 @@ class WorkerLink:
         code, reason = error.code(), f"{error.code().name}: {shortened(error.details())}"
         if code in _LOST:
             return self._lost(reason, Cause.LOST)
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and ANSWERED in (error.trailing_metadata() or ()):
+            return self._lost(reason, Cause.NOT_SENT)  # it has too much to do for any round
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED and ANSWERED in (error.trailing_metadata() or ()):
             log.error("worker at %s refused a call: %s", self.address, reason)
             return WorkerRefusedError(reason)

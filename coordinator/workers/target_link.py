@@ -47,6 +47,8 @@ class TargetLink(WorkerLink):
             before, now = _lasting(self.info), _lasting(info)
             # More positions than before do no harm: sequences in flight have reserved fewer.
             now["max_model_len"] = min(info.max_model_len, self.info.max_model_len)
+            for field in FINGERPRINTS:  # of a worker that has none, nothing is learned
+                setattr(info, field, getattr(info, field) or getattr(self.info, field))
             for field in before:
                 if before[field] != now[field] and ((before[field] and now[field]) or field not in FINGERPRINTS):
                     reason = f"{field} was {before[field]}, is {now[field]}"

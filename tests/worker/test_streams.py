@@ -185,7 +185,9 @@ async def test_a_refused_stream_counts_no_longer() -> None:
         return request
 
     streams = RoundStreams(lambda _: None)
-    open_ones = [asyncio.create_task(anext(streams.each(requests(), answer), None)) for _ in range(MOST_STREAMS)]  # type: ignore[arg-type, var-annotated]
+    open_ones = [
+        asyncio.create_task(anext(streams.each(requests(), answer, str(i % 8)), None)) for i in range(MOST_STREAMS)
+    ]  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0)
     for _ in range(3):
         with pytest.raises(QueueFullError):
