@@ -1,5 +1,6 @@
 """The files of deploy/ against the code that they start, and against each other. No container is started."""
 
+import atexit
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ import grpc
 import kubernetes_validate
 import pytest
 import yaml
+from certificates import Authority
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpc import healthcheck
@@ -38,7 +41,9 @@ SETTINGS = {
     "specpool-draft-worker": ("draft_worker.server", "DraftWorkerSettings"),
     "specpool-target-worker": ("target_worker.server", "TargetWorkerSettings"),
 }
-KUSTOMIZATIONS = pytest.mark.parametrize("kustomization", ["base", "overlays/cpu", "overlays/persistent-cache"])
+KUSTOMIZATIONS = pytest.mark.parametrize(
+    "kustomization", ["base", "overlays/cpu", "overlays/persistent-cache", "overlays/tls"]
+)
 EVERY_ROLE = pytest.mark.parametrize("role", ROLES)
 TARGETS = pytest.mark.parametrize("target", ["coordinator", "worker"])
 
@@ -141,6 +146,11 @@ def test_only_the_worker_image_has_a_compiler() -> None:
 
 
 @TARGETS
+def test_failed_handshakes_write_no_log(target: str) -> None:
+    assert image_environment(target)["GRPC_VERBOSITY"] == "ERROR"
+
+
+@TARGETS
 def test_image_starts_a_command_of_the_project_without_a_shell(target: str) -> None:
     command = json.loads([*arguments_of(target, "ENTRYPOINT"), *arguments_of(target, "CMD")][0])
     assert command[0] in project()["project"]["scripts"]
@@ -217,7 +227,28 @@ def pod_settings(kustomization: str, role: str) -> Any:
     for source in server.get("envFrom", []):
         environment |= of_kind(kustomization, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     environment |= {item["name"]: item["value"] for item in server.get("env", []) if "value" in item}
+    if (secret := mounted(kustomization, role).get("/tls")) is not None:
+        files = certificates(secret["secret"]["secretName"])
+        environment = {name: re.sub("^/tls(?=/)", str(files), value) for name, value in environment.items()}
     return settings_of([*server["command"], *server.get("args", [])], environment)
+
+
+def mounted(kustomization: str, role: str) -> dict[str, Manifest]:
+    """The volumes of a role's pod by the folders where its process finds them."""
+    volumes = {volume["name"]: volume for volume in pod(kustomization, role)["volumes"]}
+    return {item["mountPath"]: volumes[item["name"]] for item in container(kustomization, role)["volumeMounts"]}
+
+
+@cache
+def certificates(secret: str) -> Path:
+    """A folder with the files of a secret that cert-manager made; one CA has signed all."""
+    folder = Path(tempfile.mkdtemp(prefix=secret))
+    atexit.register(shutil.rmtree, folder)
+    authority = Authority(folder)
+    issued = authority.issue(secret, alternative=[f"DNS:{secret.removesuffix('-tls')}"])
+    for file, name in ((issued.cert, "tls.crt"), (issued.key, "tls.key"), (authority.path, "ca.crt")):
+        file.rename(folder / name)
+    return folder
 
 
 def port_number(server: Manifest, port: int | str) -> int:
@@ -250,7 +281,8 @@ def test_pod_starts_its_process_with_settings_that_it_accepts(kustomization: str
     settings = pod_settings(kustomization, role)
     assert server["command"] == [f"specpool-{role}"]
     assert settings.host == "0.0.0.0"
-    assert server["ports"] == [{"name": "grpc", "containerPort": settings.port}]
+    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+    assert ports == {"grpc": settings.port, "health": settings.health_port}
 
 
 @EVERY_ROLE
@@ -264,8 +296,8 @@ def test_image_is_one_that_the_dockerfile_makes_of_this_version(kustomization: s
 
 @EVERY_ROLE
 @KUSTOMIZATIONS
-def test_probes_ask_the_port_that_the_process_listens_on(kustomization: str, role: str) -> None:
-    server, port = container(kustomization, role), pod_settings(kustomization, role).port
+def test_probes_ask_the_port_where_there_is_only_health(kustomization: str, role: str) -> None:
+    server, port = container(kustomization, role), pod_settings(kustomization, role).health_port
     assert {probe_port(server, probe) for probe in ("startupProbe", "readinessProbe", "livenessProbe")} == {port}
     assert "grpc" in server["readinessProbe"]
 
@@ -275,6 +307,14 @@ def test_coordinator_is_not_restarted_because_its_target_is_away(kustomization: 
     server = container(kustomization, "coordinator")
     assert server["livenessProbe"]["grpc"]["service"] == LIVE
     assert server["startupProbe"]["grpc"]["service"] == LIVE
+
+
+@pytest.mark.parametrize("role", WORKERS)
+@KUSTOMIZATIONS
+def test_worker_that_hangs_is_restarted_before_it_ends_itself(kustomization: str, role: str) -> None:
+    liveness = container(kustomization, role)["livenessProbe"]
+    assert liveness["grpc"]["service"] == LIVE
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] < pod_settings(kustomization, role).watchdog_seconds
 
 
 @pytest.mark.parametrize("role", WORKERS)
@@ -361,12 +401,11 @@ def test_kubernetes_adds_no_variables_that_the_process_would_refuse(kustomizatio
 @EVERY_ROLE
 @KUSTOMIZATIONS
 def test_pod_can_write_where_its_process_does(kustomization: str, role: str) -> None:
-    spec = pod(kustomization, role)
-    volumes = {volume["name"]: volume for volume in spec["volumes"]}
-    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in spec["containers"][0]["volumeMounts"]}
-    assert "emptyDir" in mounted["/tmp"]
+    volumes = mounted(kustomization, role)
+    # The folder of a volume in memory is sticky, and what workers compile is loaded only from there.
+    assert volumes["/tmp"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Mi"}
     if role in WORKERS:
-        models = mounted[image_environment("worker")["HF_HOME"]]
+        models = volumes[image_environment("worker")["HF_HOME"]]
         persistent = kustomization == "overlays/persistent-cache"
         assert ("persistentVolumeClaim" in models) == persistent
         claims = of_kind(kustomization, "PersistentVolumeClaim")
@@ -385,6 +424,19 @@ def test_only_the_coordinator_may_reach_the_workers(kustomization: str) -> None:
     for role in WORKERS:
         [port] = rule["ports"]
         assert port_number(container(kustomization, role), port["port"]) == pod_settings(kustomization, role).port
+
+
+@EVERY_ROLE
+def test_tls_lets_only_the_coordinator_call_the_workers(role: str) -> None:
+    settings = pod_settings("overlays/tls", role)
+    secret = mounted("overlays/tls", role)["/tls"]["secret"]
+    assert settings.tls_files is not None
+    assert settings.tls_files.ca is not None
+    assert secret["secretName"] == f"specpool-{role}-tls"
+    assert secret["defaultMode"] == 0o440  # the pod's group may read the key
+    assert settings.allowed_names == (("specpool-coordinator",) if role in WORKERS else ())
+    [port] = of_kind("overlays/tls", "Service")[f"specpool-{role}"]["spec"]["ports"]
+    assert port["appProtocol"] == "https"
 
 
 # --- Compose
@@ -443,10 +495,10 @@ def test_container_starts_its_process_with_settings_that_it_accepts(role: str) -
 
 
 @EVERY_ROLE
-def test_container_is_checked_on_the_port_that_its_process_listens_on(role: str) -> None:
+def test_container_is_checked_on_the_port_where_there_is_only_health(role: str) -> None:
     runner, *command = service(role)["healthcheck"]["test"]
     assert (runner, command[:3]) == ("CMD", ["python", "-m", healthcheck.__name__])
-    assert command[3:] == [f"127.0.0.1:{service_settings(role).port}"]
+    assert command[3:] == [f"127.0.0.1:{service_settings(role).health_port}"]
 
 
 @EVERY_ROLE
