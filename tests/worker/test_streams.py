@@ -14,7 +14,14 @@ import pytest
 from worker_service import NO_SLOT, OK, PATIENCE_SECONDS, SLOTS, Worker, failure, held, until, verify, violated_fields
 
 from protocol.errors import QueueFullError
-from worker.streams import MOST_STREAMS, RoundStreams
+from worker.streams import MOST_STREAMS, MOST_STREAMS_OF_A_CLIENT, RoundStreams
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coordinators without streams count as gone at once."""
+    monkeypatch.setattr("worker.streams.ORPHANED_SECONDS", 0.01)
+
 
 # What a coordinator does that takes every slot of a target worker, and then waits until it is killed.
 COORDINATOR = f"""
@@ -75,7 +82,7 @@ async def test_a_coordinator_with_another_stream_open_keeps_its_slots(worker: Wo
     for stream in streams:
         await fill(worker, stream, "busy")
     streams[0].cancel()
-    await until(lambda: worker.host.streams._open == 1)
+    await until(lambda: worker.host.streams._open.total() == 1)
     (result,) = await worker.round(worker.item(1, 0, [7]), coordinator_id="next")
     assert result.status == NO_SLOT
 
@@ -86,7 +93,7 @@ async def test_a_coordinator_of_single_calls_keeps_its_slots(worker: Worker) -> 
     await stream.write(worker.request(coordinator_id="other"))
     await stream.read()
     stream.cancel()
-    await until(lambda: worker.host.streams._open == 0)
+    await until(lambda: worker.host.streams._open.total() == 0)
     (result,) = await worker.round(worker.item(1, 0, [7]), coordinator_id="next")
     assert result.status == NO_SLOT
 
@@ -97,7 +104,7 @@ async def test_a_round_under_way_when_its_stream_ends_orphans_its_coordinator_to
         await stream.write(target.request(*(verify(i, 0, [5]) for i in range(SLOTS)), coordinator_id="killed"))
         assert await asyncio.to_thread(hold.began.wait, PATIENCE_SECONDS)
         stream.cancel()
-        await until(lambda: target.host.streams._open == 0)
+        await until(lambda: target.host.streams._open.total() == 0)
         hold.open.set()
         await until_served(target, *(verify(i, 0, [7]) for i in range(SLOTS)), coordinator_id="next")
 
@@ -112,7 +119,10 @@ async def test_a_stream_serves_one_coordinator(worker: Worker) -> None:
     assert violated_fields(error) == ["coordinator_id"]
 
 
-async def test_more_streams_than_there_may_be_are_refused_until_one_ends(worker: Worker) -> None:
+async def test_more_streams_than_there_may_be_are_refused_until_one_ends(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.streams.MOST_STREAMS_OF_A_CLIENT", MOST_STREAMS)
     streams = [worker.open_stream() for _ in range(MOST_STREAMS)]
     for number, stream in enumerate(streams):
         await stream.write(worker.request(coordinator_id=f"c{number}"))
@@ -145,9 +155,9 @@ async def test_a_client_that_sends_and_sends_is_held_back(target: Worker, ends: 
         assert blocked
         if ends == "the client goes":
             stream.cancel()
-            await until(lambda: target.host.streams._open == 0)
+            await until(lambda: target.host.streams._open.total() == 0)
         hold.open.set()
-    await until(lambda: target.host.streams._open == 0 or ends == "the round ends")
+    await until(lambda: target.host.streams._open.total() == 0 or ends == "the round ends")
     await until(lambda: not target.host.streams._reading)
     gc.collect()
     assert not [task for task in asyncio.all_tasks() if "anext" in repr(task)]
@@ -194,4 +204,25 @@ async def test_a_refused_stream_counts_no_longer() -> None:
             await anext(streams.each(requests(), answer))
     streams.drain()
     assert await asyncio.gather(*open_ones) == [None] * MOST_STREAMS
-    assert streams._open == 0
+    assert streams._open.total() == 0
+
+
+async def test_one_client_leaves_streams_to_others() -> None:
+    async def requests() -> AsyncIterator[Any]:
+        await asyncio.sleep(3600)
+        yield None
+
+    async def answer(request: Any) -> Any:
+        return request
+
+    streams = RoundStreams(lambda _: None)
+    calls = [streams.each(requests(), answer, "greedy") for _ in range(MOST_STREAMS_OF_A_CLIENT)]
+    open_ones = [asyncio.create_task(anext(call, None)) for call in calls]  # type: ignore[arg-type, var-annotated]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="of this client"):
+        await anext(streams.each(requests(), answer, "greedy"))
+    other = asyncio.create_task(anext(streams.each(requests(), answer, "other"), None))  # type: ignore[arg-type, var-annotated]
+    await asyncio.sleep(0.01)
+    assert not other.done()
+    streams.drain()
+    await asyncio.gather(*open_ones, other)
