@@ -2,7 +2,9 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -27,3 +29,10 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def cpu_threads() -> int:
     """Number of threads of an engine whose exactness is tested."""
     return int(os.environ.get("SPECPOOL_TEST_THREADS", "2"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_last_resort() -> Iterator[None]:
+    """A server that was stopped by a signal in this process must not end it."""
+    with mock.patch("rpc.signals._end"):
+        yield

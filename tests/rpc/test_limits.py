@@ -12,7 +12,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serving import PATIENCE_SECONDS, detail_of, make_request
+from serving import PATIENCE_SECONDS, detail_of, free_address, make_request, serving
 
 from protocol.errors import InvalidArgumentError
 from rpc import connections, limits
@@ -196,6 +196,38 @@ async def test_clients_that_send_slowly_hold_up_only_themselves() -> None:
         assert await call(channel, client="slow") == b"a"
 
 
+@pytest.mark.usefixtures("clients_by_metadata")
+async def test_calls_that_send_nothing_hold_up_nobody_from_however_many_clients() -> None:
+    """They would be waited for much longer than the test."""
+    async with running(receive_seconds=3600) as (calls, address), open_channel(address) as channel:
+        calls.open.set()
+        idle = [unsent(channel, client=str(i % 5)) for i in range(100)]
+        for client in ("fast", "0"):
+            assert await call(channel, payload=bytes(MESSAGE_BYTES // 2), client=client) == bytes(10)
+        assert await is_healthy(channel)
+        waiting = {asyncio.create_task(refusal(each)) for each in idle}
+        while len(waiting) > limits.MOST_SLOW_REQUESTS:  # the slowest are ended
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            assert {end.result().code() for end in ended} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        for each in waiting:
+            each.cancel()
+
+
+@pytest.mark.usefixtures("clients_by_metadata")
+async def test_no_client_uses_up_the_calls_or_the_memory_for_others() -> None:
+    size = MESSAGE_BYTES // 2
+    settings = {"max_calls": 3, "request_memory": 3 * size}
+    async with running(**settings) as (calls, address), open_channel(address) as channel:
+        greedy = [asyncio.ensure_future(call(channel, payload=bytes(size), client="greedy")) for _ in range(3)]
+        await until(lambda: calls.begun >= 2)
+        modest = asyncio.ensure_future(call(channel, payload=bytes(size // 2), client="modest"))
+        await until(lambda: calls.begun >= 3)
+        assert (await refusal(call(channel, client="greedy"))).code() is EXHAUSTED
+        calls.open.set()
+        assert await modest == bytes(10)
+        await asyncio.gather(*greedy, return_exceptions=True)
+
+
 async def test_requests_take_no_more_memory_than_they_may() -> None:
     size = MESSAGE_BYTES // 2
     async with running(request_memory=2 * MESSAGE_BYTES) as (calls, address), open_channel(address) as channel:
@@ -301,3 +333,28 @@ def test_connections_are_no_more_than_descriptors_allow(monkeypatch: pytest.Monk
         monkeypatch.setattr(connections.resource, "getrlimit", lambda _, both=(soft, hard): both)
         assert connections.usable_connections(1000) == usable
     assert set_limits == [(1128, 4096), (512, 512), (1, 1)]
+
+
+# --- Health and refusals
+
+
+async def test_health_has_a_port_of_its_own_that_no_flood_of_connections_closes() -> None:
+    port = int(free_address().rpartition(":")[2])
+    async with running(health_port=port, max_connections=2) as (_, address), AsyncExitStack() as stack:
+        connected = [await stack.enter_async_context(open_channel(address)) for _ in range(2)]
+        assert [await is_healthy(channel) for channel in connected] == [True, True]
+        probe = await stack.enter_async_context(open_channel(address))
+        assert (await refusal(is_healthy(probe))).code() is grpc.StatusCode.UNAVAILABLE
+        own = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))
+        assert await is_healthy(own)
+        assert (await refusal(call(own))).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_calls_that_fail_are_counted_and_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as served:
+        for _ in range(5):
+            await refusal(served.stub.Generate(pb.GenerateRequest(text="\n" * 10**6)))
+        assert dict((await served.info()).counters.refused) == {"INVALID_ARGUMENT": 5}
+    logged = [record.getMessage() for record in caplog.records if "ended in an error" in record.getMessage()]
+    assert len(logged) == 1
+    assert "INVALID_ARGUMENT" in logged[0]

@@ -33,7 +33,7 @@ async def test_a_coordinator_has_a_name_of_bounded_length(worker: Worker) -> Non
     stream = worker.open_stream()
     await stream.write(worker.request(coordinator_id="x" * (most + 1)))
     await assert_refused(stream.read(), "coordinator_id")
-    assert worker.host.streams._open == len(worker.host.streams._owned) == 0
+    assert worker.host.streams._open.total() == len(worker.host.streams._owned) == 0
 
 
 async def test_a_round_names_no_more_sequences_than_several_for_each_slot(worker: Worker) -> None:

@@ -667,6 +667,29 @@ def test_samples_of_one_request_give_places_to_other_requests_and_come_back_as_i
     assert len(pool.admit()) == 1
 
 
+def test_sequences_that_were_set_aside_count_for_their_client_and_keep_no_newcomer_out() -> None:
+    pool = Pool(2, QueueLimits(4, per_client=6))
+    anne = [make_sequence(i, client="anne") for i in range(6)]
+    for sequence in anne[:2]:
+        pool.submit([sequence])
+    pool.admit()
+    for sequence in anne[2:]:
+        pool.pause(anne[sequence.sequence_id - 2])
+        pool.submit([sequence])
+        pool.admit()
+        pool.released(pool.leaving)
+        pool.admit()
+    assert (len(pool._aside), pool.queued) == (4, 0)
+    with pytest.raises(PoolFullError, match="of this client"):
+        pool.submit([make_sequence(7, client="anne")])
+    for sequence in anne:
+        pool.resume(sequence)
+    assert pool.queued == 4
+    for i in range(10, 14):
+        pool.submit([make_sequence(i, client=str(i))])
+    pool.check_integrity()
+
+
 def test_sequences_in_a_round_stay() -> None:
     pool, anne = crowded(2)
     pool.begin_round(anne)
