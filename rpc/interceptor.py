@@ -128,6 +128,7 @@ async def _abort(error: Exception, context: Any, refusals: Refusals) -> NoReturn
         log.error("internal error %s", incident, exc_info=error)
         code, metadata = grpc.StatusCode.INTERNAL, ()
         text = f"internal error {incident}; the server's log has the details"
+    refusals.add(code.name, text)
     # gRPC keeps the exception raised here until some garbage collection, and the frames of `error` hold the whole
     # request.
     error.__traceback__ = error.__context__ = error.__cause__ = None
