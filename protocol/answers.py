@@ -5,7 +5,7 @@ A worker that is broken, restarted as another one, or out of step may cost time,
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
 from protocol.sampling import TokenLogprobs
@@ -18,6 +18,9 @@ MOST_VOCABULARY, MOST_POSITIONS, MOST_SLOTS = 2**24, 2**31, 2**16
 MOST_DESCRIPTION_BYTES = 2**16
 # What rounding may add to a probability of 1 or to a log-probability of 0.
 ROUNDING = 1e-3
+
+
+M = TypeVar("M")
 
 
 class MisfitError(Exception):
@@ -98,6 +101,13 @@ def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
         seconds_per_cached=per_cached if 0 <= per_cached < math.inf else 0.0,
         max_rows=costs.max_rows,
     )
+
+
+def decoded(message: M | None, what: str) -> M:
+    """The message; MisfitError if there is none, which is what gRPC makes of bytes that cannot be decoded."""
+    if message is None:
+        raise MisfitError(f"its {what} is no message of the expected type")
+    return message
 
 
 def check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:

@@ -65,22 +65,22 @@ class Server:
         self._signals: StopSignals | None = None
         self.on_drain: Callable[[], None] | None = None
         """Called when the drain begins."""
-        options = [
-            *SERVER_OPTIONS,
-            *connection_options(settings),
-            ("grpc.max_receive_message_length", max_message_bytes),
-        ]
+        options = [*SERVER_OPTIONS, *connection_options(settings)]
         interceptor = CallInterceptor(settings)
         self._calls, self.refusals = interceptor.calls, interceptor.refusals
         authenticator = Authenticator(
             settings.api_tokens, with_certificates=settings.tls_ca is not None, allowed_names=settings.allowed_names
         )
         self._credentials = server_credentials(settings.tls_files) if settings.tls_files is not None else None
-        self._server = grpc.aio.server(interceptors=[authenticator, interceptor], options=options)
+        self._server = grpc.aio.server(
+            interceptors=[authenticator, interceptor],
+            options=[*options, ("grpc.max_receive_message_length", max_message_bytes)],
+        )
         self._health_server: grpc.aio.Server | None = None
         if settings.health_port is not None:  # neither TLS nor a flood of connections keeps a probe from an answer
-            options = [*SERVER_OPTIONS, *connection_options(settings), HEALTH_MESSAGE]
-            self._health_server = grpc.aio.server(interceptors=[CallInterceptor(settings)], options=options)
+            self._health_server = grpc.aio.server(
+                interceptors=[CallInterceptor(settings)], options=[*options, HEALTH_MESSAGE]
+            )
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Adds the service of full `name` by the `add_..._to_server` function of its stubs."""

@@ -44,6 +44,18 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
+async def listening(server: Server) -> AsyncIterator[str]:
+    """Starts a server, which serves until the end; yields its address."""
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving(True)
+    try:
+        yield address
+    finally:
+        server.stop(drain=False)
+        await server.wait_stopped()
+
+
+@asynccontextmanager
 async def worker(fake: FakeTarget | FakeDraft, port: int = 0, **security: Any) -> AsyncIterator[str]:
     """A fake worker behind a server with these settings; yields its address."""
     server = Server(ServerSettings(port=port, **security), MAX_ROUND_BYTES)
@@ -53,13 +65,8 @@ async def worker(fake: FakeTarget | FakeDraft, port: int = 0, **security: Any) -
     else:
         register = draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
         server.add("specpool.v1.DraftWorkerService", register, fake)
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving(True)
-    try:
+    async with listening(server) as address:
         yield address
-    finally:
-        server.stop(drain=False)
-        await server.wait_stopped()
 
 
 @asynccontextmanager

@@ -89,9 +89,9 @@ class WorkerHost:
         return self._info
 
     @property
-    def hangs(self) -> bool:
-        """Whether the model thread has been found to hang."""
-        return self._watchdog is not None and self._watchdog.hanging is not None
+    def hanging(self) -> str | None:
+        """What the model thread has been found to hang in, as a message for callers; None if it does not hang."""
+        return self._watchdog.hanging if self._watchdog is not None else None
 
     async def load(self) -> None:
         """Builds the backend on the model thread."""
@@ -105,8 +105,8 @@ class WorkerHost:
         UnavailableError while the model is still loading, hangs, or has too many calls waiting.
         """
         backend = self.backend
-        if self._watchdog is not None and self._watchdog.hanging is not None:
-            raise UnavailableError(self._watchdog.hanging)
+        if (hanging := self.hanging) is not None:
+            raise UnavailableError(hanging)
         return await self._thread.run(name, partial(self._serve, backend, work, coordinator_id))
 
     async def watch(self, seconds: float, on_change: Callable[[bool], None]) -> None:

@@ -62,7 +62,7 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
 
     def drain() -> None:
         host.drain()
-        if host.hangs:
+        if host.hanging is not None:
             server.stop(drain=False)
 
     async def load_and_serve() -> None:

@@ -104,16 +104,7 @@ class Pool:
         (key,) = {sample.request.key for sample in new}
         if key in self._by_request:
             raise DuplicateRequestError(key)
-        tokens = sum(sample.prompt_length for sample in new)
-        check = partial(
-            self.limits.check,
-            self._queue,
-            key[0],
-            len(new),
-            tokens,
-            reserve=self.window_size,
-            aside=self._aside_of(key[0]),
-        )
+        check = partial(self._check_limits, key[0], len(new), sum(sample.prompt_length for sample in new))
         try:
             check(entering=0)
         except PoolFullError:  # only now: counting the sequences that enter at once takes longer
@@ -129,14 +120,13 @@ class Pool:
         if request.key in self._by_request:
             raise DuplicateRequestError(request.key)
         entering = min(self.capacity, len(self._queue) + request.n)
+        self._check_limits(request.client, request.n, 0, entering=entering)
+
+    def _check_limits(self, client: str, samples: int, tokens: int, *, entering: int) -> None:
+        """Raises PoolFullError if the queue must not take in a request of this size."""
+        aside = sum(sequence.request.client == client for sequence in self._aside.values())
         self.limits.check(
-            self._queue,
-            request.client,
-            request.n,
-            0,
-            entering=entering,
-            reserve=self.window_size,
-            aside=self._aside_of(request.client),
+            self._queue, client, samples, tokens, entering=entering, reserve=self.window_size, aside=aside
         )
 
     def admit(self, most: int | None = None) -> list[Sequence]:
@@ -192,10 +182,6 @@ class Pool:
                 self._find_prefix(sequence)
                 del self._parked[sequence.sequence_id]
                 self._park_or_make_ready(sequence)
-
-    def _aside_of(self, client: str) -> int:
-        """A client's sequences that were set aside and do not wait yet."""
-        return sum(sequence.request.client == client for sequence in self._aside.values())
 
     def _make_room(self) -> None:
         """Sets sequences aside for those that wait: the ones that paused first or, if none is paused, one whose client

@@ -16,7 +16,7 @@ from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.releases import Releases
 from coordinator.workers.streams import RoundCalls, was_cancelled
-from protocol.answers import MisfitError, check_worker_info, read_step_costs
+from protocol.answers import MisfitError, check_worker_info, decoded, read_step_costs
 from protocol.codec import release_request
 from protocol.worker_info import StepCosts
 from rpc.channel import Connector
@@ -218,12 +218,13 @@ class WorkerLink:
     def _error(self, error: grpc.aio.AioRpcError) -> Exception:
         """What a status means. Only a status that one of the worker's own handlers set says anything about the
         request."""
-        code, reason = error.code(), f"{error.code().name}: {shortened(error.details())}"
+        code, reason = error.code(), status_text(error)
+        answered = ANSWERED in (error.trailing_metadata() or ())
         if code in _LOST:
             return self._lost(reason, Cause.LOST)
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and ANSWERED in (error.trailing_metadata() or ()):
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and answered:
             return self._lost(reason, Cause.NOT_SENT)  # it has too much to do for any round
-        if code is not grpc.StatusCode.DEADLINE_EXCEEDED and ANSWERED in (error.trailing_metadata() or ()):
+        if code is not grpc.StatusCode.DEADLINE_EXCEEDED and answered:
             log.error("worker at %s refused a call: %s", self.address, reason)
             return WorkerRefusedError(reason)
         return self._lost(reason, Cause.FAILED)
@@ -256,7 +257,7 @@ class WorkerLink:
         except MismatchError as error:
             self._refuse(error)
         except grpc.aio.AioRpcError as error:
-            self._set_state(LinkState.CONNECTING, f"{error.code().name}: {shortened(error.details())}")
+            self._set_state(LinkState.CONNECTING, status_text(error))
             self._rounds.cut()  # what does not answer a probe will not answer a round
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # nor will a connection that swallows all
                 self._reconnect(None)
@@ -268,9 +269,7 @@ class WorkerLink:
 
     async def _look(self) -> None:
         health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        if health is None:
-            raise MisfitError("its health is no message of the expected type")
-        if health.status != health_pb2.HealthCheckResponse.SERVING:
+        if decoded(health, "health").status != health_pb2.HealthCheckResponse.SERVING:
             self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
         elif not self.is_ready:
             await self._describe()
@@ -282,9 +281,7 @@ class WorkerLink:
         self._rounds.open()
         request = common_pb2.GetWorkerInfoRequest()
         response = await self._stub.GetWorkerInfo(request, timeout=PROBE_TIMEOUT_SECONDS)
-        if response is None:
-            raise MisfitError("its description is no message of the expected type")
-        check_worker_info(response)
+        check_worker_info(decoded(response, "description"))
         await self._check(response.model)
         self.step_times = self._believed(read_step_costs(response))
         self.info, self.load_at_start, self.instance_id = response.model, response.load, response.instance_id
@@ -320,6 +317,11 @@ def timed(elapsed: float, response: Any) -> Timed:
     possible."""
     forward = min(response.forward_ns / 1e9, elapsed)
     return Timed(elapsed, forward, min(response.realign_ns / 1e9, elapsed - forward))
+
+
+def status_text(error: grpc.aio.AioRpcError) -> str:
+    """A status for logs and errors."""
+    return f"{error.code().name}: {shortened(error.details())}"
 
 
 def shortened(text: str | None) -> str:

@@ -14,7 +14,7 @@ from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
-from protocol.answers import MisfitError, read_tokenizer, read_verdicts
+from protocol.answers import MisfitError, decoded, read_tokenizer, read_verdicts
 from protocol.codec import verify_request
 from protocol.rounds import Verdict, VerifyItem
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
@@ -55,8 +55,7 @@ class TargetLink(WorkerLink):
                     raise MismatchError(f"the target worker would finish sequences in flight differently: {reason}")
             return
         files = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        if files is None:
-            raise MisfitError("its tokenizer is no message of the expected type")
+        files = decoded(files, "tokenizer")
         try:  # in a thread, because a large vocabulary takes a while
             self.tokenizer = await asyncio.to_thread(TargetTokenizer, read_tokenizer(files), info.vocab_size)
         except ValueError as error:

@@ -13,6 +13,7 @@ from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate, openssl, re
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import ValidationError
+from secure_service import listening
 
 from rpc import healthcheck
 from rpc.callers import client_of
@@ -58,13 +59,8 @@ async def running(**security: Any) -> AsyncIterator[str]:
     """A server with these settings; yields its address."""
     server, who = Server(ServerSettings(**security), MAX_MESSAGE_BYTES), WhoAmI()
     server.add("who", lambda handler, added_to: added_to.add_generic_rpc_handlers((handler,)), who)
-    address = f"127.0.0.1:{await server.start()}"
-    server.set_serving(True)
-    try:
+    async with listening(server) as address:
         yield address
-    finally:
-        server.stop(drain=False)
-        await server.wait_stopped()
 
 
 async def call(

@@ -186,42 +186,36 @@ async def test_a_drain_ends_waiting_streams_and_refuses_what_was_not_begun() -> 
     assert [answered async for answered in streams.each(requests(), answer)] == []
 
 
+async def never() -> AsyncIterator[Any]:
+    """Requests that do not come."""
+    await asyncio.sleep(3600)
+    yield None
+
+
+async def echo(request: Any) -> Any:
+    return request
+
+
 async def test_a_refused_stream_counts_no_longer() -> None:
-    async def requests() -> AsyncIterator[Any]:
-        await asyncio.sleep(3600)
-        yield None
-
-    async def answer(request: Any) -> Any:
-        return request
-
     streams = RoundStreams(lambda _: None)
-    open_ones = [
-        asyncio.create_task(anext(streams.each(requests(), answer, str(i % 8)), None)) for i in range(MOST_STREAMS)
-    ]  # type: ignore[arg-type, var-annotated]
+    open_ones = [asyncio.create_task(anext(streams.each(never(), echo, str(i % 8)), None)) for i in range(MOST_STREAMS)]  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0)
     for _ in range(3):
         with pytest.raises(QueueFullError):
-            await anext(streams.each(requests(), answer))
+            await anext(streams.each(never(), echo))
     streams.drain()
     assert await asyncio.gather(*open_ones) == [None] * MOST_STREAMS
     assert streams._open.total() == 0
 
 
 async def test_one_client_leaves_streams_to_others() -> None:
-    async def requests() -> AsyncIterator[Any]:
-        await asyncio.sleep(3600)
-        yield None
-
-    async def answer(request: Any) -> Any:
-        return request
-
     streams = RoundStreams(lambda _: None)
-    calls = [streams.each(requests(), answer, "greedy") for _ in range(MOST_STREAMS_OF_A_CLIENT)]
+    calls = [streams.each(never(), echo, "greedy") for _ in range(MOST_STREAMS_OF_A_CLIENT)]
     open_ones = [asyncio.create_task(anext(call, None)) for call in calls]  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="of this client"):
-        await anext(streams.each(requests(), answer, "greedy"))
-    other = asyncio.create_task(anext(streams.each(requests(), answer, "other"), None))  # type: ignore[arg-type, var-annotated]
+        await anext(streams.each(never(), echo, "greedy"))
+    other = asyncio.create_task(anext(streams.each(never(), echo, "other"), None))  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0.01)
     assert not other.done()
     streams.drain()
