@@ -55,7 +55,7 @@ install = $(1)/bin/pip install --quiet --constraint constraints.txt
 	$(call install,.venv) setuptools
 	$(call install,.venv) "$$(sed -n 's/^\(torch==[^ ]*\).*/\1+cpu/p' constraints.txt)" 2> /dev/null || $(call install,.venv) torch
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	$(call install,.venv) 'specpool[worker,dev,bench]'
+	$(call install,.venv) 'specpool[worker,dev,bench,otel,smg]'
 	touch $@
 
 $(TOOLS)/ready: constraints.txt
