@@ -25,6 +25,7 @@ import psutil
 from benchmarks.coordinator_cost import start_process, wait_ready
 from benchmarks.report import finish, progress, show
 from rpc.channel import open_channel
+from rpc.healthcheck import seconds
 from specpool.client import AsyncClient
 from specpool.testing import FakeTarget
 from specpool.v1 import generation_pb2 as pb
@@ -197,7 +198,7 @@ async def serve_fake() -> None:
 def main() -> None:
     """Parses the command line, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=6.0, help="least duration of a measurement")
+    parser.add_argument("--seconds", type=seconds, default=6.0, help="least duration of a measurement")
     parser.add_argument("--only", choices=ATTACKS, help="one attack; default: all")
     parser.add_argument("--serve-fake", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

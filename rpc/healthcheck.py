@@ -5,6 +5,7 @@
 """
 
 import argparse
+import math
 import sys
 
 import grpc
@@ -26,12 +27,29 @@ def problem(connector: Connector, service: str, timeout: float) -> str | None:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
+def seconds(text: str) -> float:
+    """A waiting time of the command line."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def utf8_text(text: str) -> str:
+    """A text of the command line that can be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8") from None
+    return text
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Checks a server; returns the exit status, and says on stderr what is wrong."""
     parser = argparse.ArgumentParser(prog="rpc.healthcheck", description="asks a server by grpc.health.v1")
-    parser.add_argument("address", metavar="HOST:PORT")
-    parser.add_argument("--service", default="", help="full name of a service; default: the process as a whole")
-    parser.add_argument("--timeout", type=float, default=3.0, help="seconds to wait for the answer")
+    parser.add_argument("address", type=utf8_text, metavar="HOST:PORT")
+    parser.add_argument("--service", type=utf8_text, default="", help="full name of a service; default: the process as a whole")
+    parser.add_argument("--timeout", type=seconds, default=3.0, help="seconds to wait for the answer")
     parser.add_argument("--tls-ca", metavar="FILE", help="use TLS; CA that has signed the server's certificate")
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate to show to the server (mutual TLS)")
     parser.add_argument("--tls-key", metavar="FILE", help="key of that certificate")

@@ -38,6 +38,8 @@ class GenerateOptions(TypedDict, total=False):
     num_speculative_tokens: int | None
     draft_method: DraftMethodName | None
     request_id: str | None
+    priority: int | None
+    cache_salt: str | None
 
 
 def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
@@ -54,6 +56,8 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
         given.setdefault("seed", secrets.randbits(64))
     request = pb.GenerateRequest(
         request_id=cast(str, given.pop("request_id", "")),
+        priority=cast(int, given.pop("priority", 0)),
+        cache_salt=cast(str, given.pop("cache_salt", "")),
         speculative=pb.SpeculativeParams(
             num_speculative_tokens=cast(int | None, given.pop("num_speculative_tokens", None)),
             method=_draft_method(given.pop("draft_method", None)),

@@ -25,14 +25,19 @@ from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
 PROMPT = [5, 6, 7]
+OTHER_OPTIONS = {"num_speculative_tokens", "draft_method", "request_id", "priority", "cache_salt"}
+"""Options that are not sampling parameters."""
 
 
 # --- Requests
 
 
 def test_every_field_of_the_protocol_is_an_option() -> None:
-    fields = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert set(GenerateOptions.__annotations__) == fields | {"num_speculative_tokens", "draft_method", "request_id"}
+    sampling = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert set(GenerateOptions.__annotations__) == sampling | OTHER_OPTIONS
+    others = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.containing_oneof is None}
+    speculative = {"num_speculative_tokens", "draft_method"}
+    assert others == OTHER_OPTIONS - speculative | {"sampling_params", "speculative"}
 
 
 def test_options_become_fields_of_the_request() -> None:
@@ -40,13 +45,15 @@ def test_options_become_fields_of_the_request() -> None:
         "max_tokens": 5, "min_tokens": 2, "temperature": 0.5, "top_p": 0.75, "top_k": 4, "min_p": 0.125,
         "repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": -0.25, "logit_bias": {3: 1.5},
         "stop": ["x", "y"], "stop_token_ids": [9], "ignore_eos": True, "seed": 11, "logprobs": 2, "n": 3,
-        "num_speculative_tokens": 0, "draft_method": "ngram", "request_id": "r",
+        "num_speculative_tokens": 0, "draft_method": "ngram", "request_id": "r", "priority": -1,
+        "cache_salt": "s",
     }  # fmt: skip
     request = library.make_request("hello", **options)
     assert (request.text, request.request_id, request.speculative.num_speculative_tokens) == ("hello", "r", 0)
+    assert (request.priority, request.cache_salt) == (-1, "s")
     assert request.speculative.method == pb.DRAFT_METHOD_NGRAM
     params = request.sampling_params
-    for name in set(options) - {"num_speculative_tokens", "draft_method", "request_id"}:
+    for name in set(options) - OTHER_OPTIONS:
         value = getattr(params, name)
         assert (dict(value) if name == "logit_bias" else list(value) if name.startswith("stop") else value) == (
             options[name]  # type: ignore[literal-required]

@@ -1,10 +1,12 @@
 """Real weights in real processes: `specpool up` serves the tokens that plain decoding of the target gives."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Unpack
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from specpool.cli.generate import answers
 from specpool.cli.prompts import own_prompts
@@ -13,55 +15,59 @@ from specpool.client import AsyncClient, GenerateOptions
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
-MAX_TOKENS = 32
+# One service and one event loop for all tests: the pair takes long to start.
+pytestmark = [pytest.mark.real_pair, pytest.mark.asyncio(loop_scope="module")]
+
+MAX_TOKENS = 24
 
 
-@pytest.mark.real_pair
-async def test_32_chats_in_batches_of_8_are_those_of_plain_decoding_alone() -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client() -> AsyncIterator[AsyncClient]:
+    """A client of `specpool up`."""
     async with (
-        running(UpSettings(port=0, drain_seconds=1, log_level="warning", prefix_reuse=False)) as address,
+        running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address,
         AsyncClient(address) as client,
     ):
-        info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
-        assert info.target.equivalence == common_pb2.EQUIVALENCE_BITWISE
-        alone = await all_answers(client, concurrency=1, k=0)
-        # Draft lengths differ from request to request, so that every round is ragged.
-        mixed = await asyncio.gather(
-            *(all_answers(client, concurrency=3, k=k, part=part) for part, k in enumerate((1, 3, None)))
-        )
-        for part, responses in enumerate(mixed):
-            assert [tokens(response) for response in responses] == [tokens(response) for response in alone[part::3]]
-        accepted = sum(r.speculative_decoding.num_accepted_draft_tokens for responses in mixed for r in responses)
-        assert accepted > 0
-        assert "Oslo" in alone[0].text
+        yield client
+
+
+async def test_32_chats_in_batches_of_8_are_those_of_plain_decoding_alone(client: AsyncClient) -> None:
+    info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert info.target.equivalence == common_pb2.EQUIVALENCE_BITWISE
+    # Salts of their own keep what is compared from sharing cached prompts.
+    alone = await all_answers(client, concurrency=1, k=0, cache_salt="alone")
+    # Draft lengths differ from request to request, so that every round is ragged.
+    mixed = await asyncio.gather(
+        *(all_answers(client, concurrency=3, k=k, part=part, cache_salt="mixed") for part, k in enumerate((1, 3, None)))
+    )
+    for part, responses in enumerate(mixed):
+        assert [tokens(response) for response in responses] == [tokens(response) for response in alone[part::3]]
+    accepted = sum(r.speculative_decoding.num_accepted_draft_tokens for responses in mixed for r in responses)
+    assert accepted > 0
+    assert "Oslo" in alone[0].text
 
 
 SAMPLING: GenerateOptions = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "logprobs": 2, "seed": 5}
 
 
-@pytest.mark.real_pair
-async def test_samples_in_mixed_batches_are_those_of_plain_decoding_alone() -> None:
+async def test_samples_in_mixed_batches_are_those_of_plain_decoding_alone(client: AsyncClient) -> None:
     """The batch also has greedy sequences, several samples share a prompt, and the cache already has the prompts."""
-    async with (
-        running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address,
-        AsyncClient(address) as client,
-    ):
-        alone = await all_answers(client, concurrency=1, k=0, part=0, **SAMPLING)
-        greedy = all_answers(client, concurrency=2, k=3, part=1)
-        mixed = await asyncio.gather(*(all_answers(client, 2, k, 0, **SAMPLING) for k in (None, 8)), greedy)
-        for responses in mixed[:-1]:
-            for together, plain in zip(responses, alone, strict=True):
-                assert (tokens(together), together.text) == (tokens(plain), plain.text)
-                assert list(together.logprobs) == list(plain.logprobs)
-        prompt = own_prompts()[0].prompt
-        several = await client.generate(prompt, n=4, max_tokens=MAX_TOKENS, num_speculative_tokens=2, **SAMPLING)
-        samples = [several, *several.other_samples]
-        assert tokens(several) == tokens(alone[0])
-        assert len({tuple(tokens(sample)) for sample in samples}) == 4
-        # All prompts begin with the template's system prompt.
-        first, *others = [sample.usage.cached_tokens for sample in samples]
-        assert 0 < first < several.usage.prompt_tokens
-        assert others == [several.usage.prompt_tokens - 1] * 3
+    alone = await all_answers(client, concurrency=1, k=0, part=0, **SAMPLING)
+    greedy = all_answers(client, concurrency=2, k=3, part=1)
+    mixed = await asyncio.gather(*(all_answers(client, 2, k, 0, **SAMPLING) for k in (None, 8)), greedy)
+    for responses in mixed[:-1]:
+        for together, plain in zip(responses, alone, strict=True):
+            assert (tokens(together), together.text) == (tokens(plain), plain.text)
+            assert list(together.logprobs) == list(plain.logprobs)
+    prompt = own_prompts()[0].prompt
+    several = await client.generate(prompt, n=4, max_tokens=MAX_TOKENS, num_speculative_tokens=2, **SAMPLING)
+    samples = [several, *several.other_samples]
+    assert tokens(several) == tokens(alone[0])
+    assert len({tuple(tokens(sample)) for sample in samples}) == 4
+    # All prompts begin with the template's system prompt.
+    first, *others = [sample.usage.cached_tokens for sample in samples]
+    assert 0 < first < several.usage.prompt_tokens
+    assert others == [several.usage.prompt_tokens - 1] * 3
 
 
 async def all_answers(
