@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Checks a server; returns the exit status, and says on stderr what is wrong."""
     parser = argparse.ArgumentParser(prog="rpc.healthcheck", description="asks a server by grpc.health.v1")
     parser.add_argument("address", type=utf8_text, metavar="HOST:PORT")
-    parser.add_argument("--service", type=utf8_text, default="", help="full name of a service; default: the process as a whole")
+    service = "full name of a service; default: the process as a whole"
+    parser.add_argument("--service", type=utf8_text, default="", help=service)
     parser.add_argument("--timeout", type=seconds, default=3.0, help="seconds to wait for the answer")
     parser.add_argument("--tls-ca", metavar="FILE", help="use TLS; CA that has signed the server's certificate")
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate to show to the server (mutual TLS)")
