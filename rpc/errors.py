@@ -37,6 +37,11 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     WorkerFailedError: StatusCode.INTERNAL,
 }
 
+_GO_NAMES = {StatusCode.OK: "OK", StatusCode.CANCELLED: "Canceled"}
+_NAMES: dict[StatusCode | int | None, str] = {None: "OK"}
+for _code in StatusCode:
+    _NAMES[_code] = _NAMES[_code.value[0]] = _GO_NAMES.get(_code, _code.name.title().replace("_", ""))
+
 # Bytes of a text in a status. Clients refuse more than 8 KiB of metadata, which has the message three times: with up to
 # three characters for each byte, and twice in base64.
 MOST_TEXT_BYTES = 1000
@@ -49,6 +54,12 @@ TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 ANSWERED = ("specpool-answered", "1")
 """In the trailing metadata of every error that a handler of ours ended in: all other errors are those of the transport,
 and say nothing about the request."""
+
+
+def code_name(code: StatusCode | int | None) -> str:
+    """The name of a status code as Go has it, and so the metrics of most gRPC servers. `code`: as the context of a call
+    gives it, which may be its number, or None as long as none is set."""
+    return _NAMES[code]
 
 
 def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:
