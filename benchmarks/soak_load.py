@@ -16,7 +16,7 @@ MOST_PROMPT, MOST_TOKENS = 120, 48
 CANCELLED, LATE = 0.1, 0.05
 """Share of requests that are cancelled, and share of requests with a deadline that most of them miss."""
 LONGEST_CANCEL_SECONDS, LONGEST_DEADLINE_SECONDS = 1.0, 0.2
-PATIENCE_SECONDS = 600.0
+PATIENCE_SECONDS = 3600.0
 # Beginnings that many prompts share.
 SHARED_PREFIXES = [tuple(range(start, start + 60)) for start in (0, 50, 100)]
 
