@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from benchmarks.coordinator_cost import _run, start_process, wait_ready
+from benchmarks.coordinator_cost import run_once, start_process, wait_ready
 from benchmarks.report import finish, progress, seconds_of, show
 from coordinator.generation import Piece, Sample
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
@@ -93,11 +93,11 @@ async def _run_all(pids: dict[str, int], options: argparse.Namespace) -> dict[st
         clients = {"off": off, "on": on}
         for client in clients.values():
             await wait_ready(client)
-            await _run(client, options)  # warms up
+            await run_once(client, options)  # warms up
         for repeat in progress(range(options.repeats), "rounds with and without metrics"):
             for metrics in sorted(clients, reverse=repeat % 2 == 1):
                 before = cpu_seconds(pids[metrics])
-                run = await _run(clients[metrics], options)
+                run = await run_once(clients[metrics], options)
                 spent = cpu_seconds(pids[metrics]) - before
                 runs[metrics].append({**run, "cpu_ms": spent * 1000 / run["rounds"]})
     return runs

@@ -1,6 +1,7 @@
 """The coordinator: takes requests, lets the round loop generate them, and hands every caller its own tokens."""
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +21,8 @@ from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
 from coordinator.telemetry.latencies import Latencies
 from coordinator.text import TextStream
+from coordinator.tracing.recorded import RecordedTraces
+from coordinator.tracing.traces import UNTRACED
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.interface import Workers
@@ -32,6 +35,9 @@ from protocol.errors import (
     UnavailableError,
 )
 from rpc.channel import Connector
+from rpc.tracing import Tracer
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.01
 
@@ -39,8 +45,9 @@ POLL_SECONDS = 0.01
 class Coordinator:
     """Joins the pool, the round loop and the links to the workers."""
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    def __init__(self, settings: CoordinatorSettings, tracer: Tracer | None = None) -> None:
         self.settings = settings
+        self.traces = UNTRACED if tracer is None else RecordedTraces(tracer, self._model, settings.trace_prompts)
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
         target = Connector(settings.target_address, **settings.worker_security)
@@ -71,6 +78,7 @@ class Coordinator:
             drafting=self.drafting,
             settings=RoundSettings(settings.prefill_tokens, overlap),
             events=self.in_flight,
+            traces=self.traces,
         )
         self.counters = self._loop.counters
 
@@ -143,6 +151,7 @@ class Coordinator:
             for sequence in sequences:
                 self._abort(sequence)
             self.in_flight.discard(generation)
+            log.debug("the request has ended: %s", generation)
 
     def pause(self, sequence: Sequence) -> None:
         """Keeps a sequence out of rounds while its reader lags behind."""
@@ -166,6 +175,10 @@ class Coordinator:
         """Closes the connections."""
         for link in self._links():
             await link.close()
+
+    def _model(self) -> str:
+        """The name of the target model; empty until the target worker was reached."""
+        return self.target.info.model if self.target.info is not None else ""
 
     def _links(self) -> list[TargetLink | DraftLink]:
         return [self.target, *([self.draft] if self.draft is not None else [])]

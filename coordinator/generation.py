@@ -125,6 +125,14 @@ class Generation:
         ended."""
         self._last_read = 0.0
 
+    def __str__(self) -> str:
+        """Numbers and reasons, for a log."""
+        sequences = [sample.sequence for sample in self.samples]
+        reasons = [str(sequence.finish.reason) if sequence.finish else "unfinished" for sequence in sequences]
+        generated = sum(sequence.num_generated for sequence in sequences)
+        seconds = max(sample.timings.total for sample in self.samples)
+        return f"{', '.join(reasons)}; {sequences[0].prompt_length} + {generated} tokens in {seconds:.3f} s"
+
     @property
     def request_id(self) -> str:
         """The id of the request."""

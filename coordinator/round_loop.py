@@ -6,6 +6,7 @@ with which the target worker fails again and again is run alone, and then given 
 
 import asyncio
 import logging
+from functools import partial
 
 from coordinator.counters import Counters
 from coordinator.drafting.drafting import Drafting
@@ -13,8 +14,10 @@ from coordinator.round_runner import MOST_LANES, RoundEvents, RoundRunner, Round
 from coordinator.scheduling.grouping import Group, Policy
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import Sequence
+from coordinator.tracing.traces import UNTRACED, Traces
 from coordinator.workers.errors import Cause, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Workers
+from rpc import logs
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +40,13 @@ class RoundLoop:
         drafting: Drafting,
         settings: RoundSettings,
         events: RoundEvents,
+        traces: Traces = UNTRACED,
     ) -> None:
         self._pool, self._policy, self._workers = pool, policy, workers
         self._drafting, self._events = drafting, events
-        self._runner = RoundRunner(pool=pool, workers=workers, drafting=drafting, settings=settings, events=events)
+        self._runner = RoundRunner(
+            pool=pool, workers=workers, drafting=drafting, settings=settings, events=events, traces=traces
+        )
         self._work = asyncio.Event()
         self._leavers = asyncio.Event()
         self._lost_rounds: list[tuple[str, Group, str]] = []
@@ -69,7 +75,8 @@ class RoundLoop:
             self._work.clear()
             group = self._next_group() if lane < self._runner.lanes else Group([])
             if group.sequences:
-                await self._run_round(group)
+                with logs.ServesRequests(partial(_request_ids, group.sequences)):
+                    await self._run_round(group)
             else:
                 await self._work.wait()
 
@@ -115,7 +122,8 @@ class RoundLoop:
         """Ends sequences for which no group could be chosen. False if there are none."""
         if not sequences:
             return False
-        log.exception("choosing a group failed; %d sequences are given up", len(sequences))
+        involved = logs.about(*_request_ids(sequences))
+        log.exception("choosing a group failed; %d sequences are given up", len(sequences), extra=involved)
         self.counters.grouping_errors += 1
         for sequence in sequences:
             self._fail(sequence, "internal error while a group was chosen")
@@ -181,7 +189,8 @@ class RoundLoop:
     def _judge(self, sequence: Sequence, reason: str = "") -> None:
         """Ends the sequence if it is to be given up."""
         if (verdict := sequence.suspicion.verdict) is not None:
-            log.error("%r: %s %s", sequence.request.request_id, verdict, reason)
+            request_id = sequence.request.request_id
+            log.error("%r: %s %s", request_id, verdict, reason, extra=logs.about(request_id))
             self._fail(sequence, f"{verdict}{reason and f': {reason}'}")
             self.wake()
 
@@ -203,6 +212,10 @@ class RoundLoop:
         if sequence.finish is None:
             self._pool.abort(sequence)
             self._events.failed(sequence, reason)
+
+
+def _request_ids(sequences: list[Sequence]) -> list[str]:
+    return [sequence.request.request_id for sequence in sequences]
 
 
 def _without_suspects(sequences: list[Sequence]) -> list[Sequence]:

@@ -18,6 +18,7 @@ from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Sequence
 from coordinator.settings import Overlap
+from coordinator.tracing.traces import UNTRACED, RoundTrace, Traces
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Workers
 from protocol.rounds import ItemStatus, Verdict, VerifyItem
@@ -54,9 +55,17 @@ class RoundRunner:
     """Runs rounds; two at a time where one group can be drafted for while the other is verified."""
 
     def __init__(
-        self, *, pool: Pool, workers: Workers, drafting: Drafting, settings: RoundSettings, events: RoundEvents
+        self,
+        *,
+        pool: Pool,
+        workers: Workers,
+        drafting: Drafting,
+        settings: RoundSettings,
+        events: RoundEvents,
+        traces: Traces = UNTRACED,
     ) -> None:
         self.counters = Counters()
+        self._traces = traces
         self._pool, self._workers, self._drafting = pool, workers, drafting
         self._settings, self._events = settings, events
         self._target_free, self._draft_free = asyncio.Lock(), asyncio.Lock()
@@ -80,19 +89,25 @@ class RoundRunner:
 
         WorkerUnreachableError, WorkerRefusedError: the target worker's; nothing was committed.
         """
+        with self._traces.round(group) as trace:
+            return await self._run(group, trace)
+
+    async def _run(self, group: Group, trace: RoundTrace) -> bool:
         began = time.perf_counter()
         same_length = group.same_length
         round_ = self._begin(group)
-        proposed = await self._propose(round_)
+        proposed = await self._propose(round_, trace)
         items = round_.verify_items()
         if not items:
             return False
-        verdicts, verified = await self._verify(round_, items)
+        verdicts, verified = await self._verify(round_, items, trace)
         self._drafting.observe_verification(items, verified)
-        for commit in round_.commit(verdicts):
+        commits = round_.commit(verdicts)
+        for commit in commits:
             self.counters.add_commit(commit)
             self._drafting.observe(commit)
             self._events.committed(commit)
+        trace.committed(round_.round_id, commits, round_.cache_misses)
         self.counters.rounds += 1
         self.counters.cache_misses += round_.cache_misses
         self.counters.grouping.add(group, same_length)
@@ -117,7 +132,7 @@ class RoundRunner:
         draft = self._workers.ready_draft
         return DraftWorker(draft.max_model_len, round_id) if draft is not None else None
 
-    async def _propose(self, round_: Round) -> Timed:
+    async def _propose(self, round_: Round, trace: RoundTrace) -> Timed:
         draft, target = self._workers.ready_draft, self._workers.target
         items = round_.propose_items(draft.max_model_len, draft.vocab_size) if draft is not None else []
         if draft is None or not items:
@@ -125,7 +140,8 @@ class RoundRunner:
         began = time.perf_counter()
         try:
             async with self._draft_free:
-                proposals, timed = await draft.propose(round_.round_id, items, *self._drafting.hints)
+                with trace.calling("propose", round_.round_id) as parent:
+                    proposals, timed = await draft.propose(round_.round_id, items, *self._drafting.hints, parent)
             round_.take_proposals(proposals, target.vocab_size)
             self._drafting.observe_proposals(items, proposals, timed)
         except (WorkerUnreachableError, WorkerRefusedError):
@@ -136,14 +152,15 @@ class RoundRunner:
             return Timed(elapsed=time.perf_counter() - began)
         return timed
 
-    async def _verify(self, round_: Round, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
+    async def _verify(self, round_: Round, items: list[VerifyItem], trace: RoundTrace) -> tuple[list[Verdict], Timed]:
         """Has the target worker verify; a draft worker that is idle meanwhile drafts ahead."""
         drafting_ahead: asyncio.Task[None] | None = None
         if self._can_overlap and self.lanes == 1:
-            drafting_ahead = asyncio.create_task(self._draft_ahead(round_, items))
+            drafting_ahead = asyncio.create_task(self._draft_ahead(round_, items, trace))
         try:
             async with self._target_free:
-                verified = await self._workers.target.verify(round_.round_id, items)
+                with trace.calling("verify", round_.round_id) as parent:
+                    verified = await self._workers.target.verify(round_.round_id, items, parent)
         except BaseException:
             if drafting_ahead is not None:
                 drafting_ahead.cancel()
@@ -152,7 +169,7 @@ class RoundRunner:
             await drafting_ahead
         return verified
 
-    async def _draft_ahead(self, round_: Round, verified: list[VerifyItem]) -> None:
+    async def _draft_ahead(self, round_: Round, verified: list[VerifyItem], trace: RoundTrace) -> None:
         """Has the draft worker go on as if all of its tokens were accepted."""
         draft = self._workers.draft
         assert draft is not None
@@ -161,7 +178,8 @@ class RoundRunner:
             return
         try:
             async with self._draft_free:
-                proposals, timed = await draft.propose(next(self._round_ids), items, *self._drafting.hints)
+                with trace.calling("propose", round_id := next(self._round_ids)) as parent:
+                    proposals, timed = await draft.propose(round_id, items, *self._drafting.hints, parent)
             round_.take_ahead(proposals, self._workers.target.vocab_size)
             self._drafting.observe_proposals(items, proposals, timed)
             self.counters.stage_seconds["draft"] += timed.forward

@@ -10,7 +10,9 @@ from coordinator.service import GenerationServicer
 from coordinator.settings import CoordinatorSettings
 from coordinator.telemetry.metrics import CoordinatorMetrics
 from coordinator.workers.errors import MismatchError
-from rpc.server import Server, configure_logging
+from rpc.logs import configure_logging
+from rpc.server import Server
+from rpc.tracing import tracer_of
 from specpool.v1 import generation_pb2_grpc as pb_grpc
 
 # Time that the workers have at the end to confirm that all slots are free.
@@ -26,7 +28,8 @@ class CoordinatorServer:
     """A coordinator with its server; `start`, then `wait_stopped`."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
-        self.coordinator = Coordinator(settings)
+        self._tracer = tracer_of(settings, "specpool-coordinator")
+        self.coordinator = Coordinator(settings, self._tracer)
         self._target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
         servicer = GenerationServicer(self.coordinator, self.server)
@@ -58,6 +61,8 @@ class CoordinatorServer:
             await asyncio.gather(self._running, return_exceptions=not failed)
         finally:
             await self.coordinator.close()
+            if self._tracer is not None:
+                await self._tracer.close()
 
     async def _give_up_without_target(self) -> None:
         """Waits for the drain, and cuts it short once the target worker has been away for some seconds."""
@@ -88,7 +93,7 @@ async def serve(settings: CoordinatorSettings) -> None:
 def main() -> None:
     """Entry point of `specpool-coordinator`."""
     settings = CoordinatorSettings.load("specpool-coordinator")
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     settings.log_resolved()
     try:
         asyncio.run(serve(settings))

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -12,10 +13,12 @@ from coordinator.coordinator import Coordinator
 from coordinator.generation import Generation, Piece, Sample
 from coordinator.prompts.reading import PromptReader
 from coordinator.prompts.slots import TokenizingSlots
+from coordinator.tracing.traces import Asked, RequestTrace
 from coordinator.validation import Limits, check_request_id, parse_request, with_prompt
 from coordinator.workers.link import WorkerLink
 from protocol.codec import logprobs_message
-from protocol.errors import InvalidArgumentError, UnavailableError
+from protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
+from rpc import logs
 from rpc.callers import client_of
 from rpc.server import Server
 from rpc.unread import UnreadStream
@@ -36,24 +39,28 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
-        async with await self._begin(request, context) as generation:
-            first, *others = [await _response(sample) for sample in await generation.finished()]
-            first.other_samples.extend(others)
-            return first
+        with self._coordinator.traces.request(partial(_asked, request, context, False)) as trace:
+            async with await self._begin(request, context) as generation:
+                trace.follow(generation)
+                first, *others = [await _response(sample) for sample in await generation.finished()]
+                first.other_samples.extend(others)
+                return first
 
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Generates and sends every piece as it is committed, at the pace of the client."""
-        async with await self._begin(request, context) as generation:
-            request_id = generation.request_id
-            async for sample, piece in generation.pieces(UnreadStream(context).end):
-                if piece is not None and not (piece.token_ids or piece.text):
-                    continue  # an end that leaves nothing to show
-                if piece is not None:
-                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
-                else:
-                    yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
+        with self._coordinator.traces.request(partial(_asked, request, context, True)) as trace:
+            async with await self._begin(request, context) as generation:
+                trace.follow(generation)
+                request_id = generation.request_id
+                async for sample, piece in generation.pieces(partial(_give_up, trace, UnreadStream(context))):
+                    if piece is not None and not (piece.token_ids or piece.text):
+                        continue  # an end that leaves nothing to show
+                    if piece is not None:
+                        yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
+                    else:
+                        yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends a request in flight of the same client."""
@@ -124,10 +131,29 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
         parsed = replace(parse_request(request, coordinator.tokenizer.eos_token_ids, limits), client=client_of(context))
+        logs.serves_request(parsed.request_id)
         prompt.check(request)
         coordinator.check_queue(parsed)
         prompt_ids = await prompt.read(request, self._slots, before=lambda: coordinator.check_queue(parsed))
         return coordinator.generate(with_prompt(parsed, prompt_ids, request.sampling_params, limits), arrived)
+
+
+def _asked(request: pb.GenerateRequest, context: Any, stream: bool) -> Asked:
+    """What the trace of a request needs to know of its call."""
+    is_chat = request.WhichOneof("input") == "chat"
+    texts = [("user", request.text)] if request.text else []
+    return Asked(
+        operation="chat" if is_chat else "text_completion",
+        stream=stream,
+        metadata=context.invocation_metadata() or (),
+        messages=lambda: [(message.role, message.content) for message in request.chat.messages] if is_chat else texts,
+    )
+
+
+def _give_up(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> None:
+    """Ends a stream that is not read; its handler will only see that it was cancelled."""
+    trace.failed(error)
+    stream.end(error)
 
 
 def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:

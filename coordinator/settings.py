@@ -95,6 +95,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     metrics_compat: Literal["vllm"] | None = Field(
         None, description="metrics_port serves metrics under these names too, for tools that know no others"
     )
+    trace_prompts: bool = Field(False, description="traces include prompts and outputs")
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 
     @property

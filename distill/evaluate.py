@@ -28,7 +28,7 @@ from engine.models.embedded_pair import embedded_pair
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.startup import load_engine
-from rpc.server import configure_logging
+from rpc.logs import configure_logging
 from rpc.settings import LogLevel, Settings, naming
 
 console = Console(stderr=True)

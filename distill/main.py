@@ -32,7 +32,7 @@ from engine.models.loading import UnsupportedModelError, load_config, pick_devic
 from engine.models.trained_draft import layers_of, save_draft
 from engine.options import EngineOptions
 from engine.startup import load_engine
-from rpc.server import configure_logging
+from rpc.logs import configure_logging
 from rpc.settings import UINT32_MAX, LogLevel, Settings, naming
 
 console = Console()

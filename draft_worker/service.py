@@ -17,6 +17,10 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
 
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
         """Realigns, extends and drafts one round."""
+        response: pb.ProposeResponse = await self._traced("propose", request, self._propose)
+        return response
+
+    async def _propose(self, request: pb.ProposeRequest) -> pb.ProposeResponse:
         require_coordinator(request.coordinator_id)
         name = f"Propose (round {request.round_id}, {len(request.items)} sequences)"
 

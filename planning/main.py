@@ -18,7 +18,7 @@ from engine.options import Dtype, EngineOptions
 from planning.measuring import PromptError, measure_draft, measure_target
 from planning.plan import Plan, Terms, make_plan
 from planning.report import as_json, show
-from rpc.server import configure_logging
+from rpc.logs import configure_logging
 from rpc.settings import LogLevel, Seconds, Settings, naming
 from specpool.cli.prompts import own_prompts, read_prompt_file
 

@@ -35,7 +35,12 @@ MAX_RELEASED = 2**20
 
 
 def propose_request(
-    coordinator_id: str, round_id: int, items: Iterable[ProposeItem], chances: Iterable[float], step_cost: float
+    coordinator_id: str,
+    round_id: int,
+    items: Iterable[ProposeItem],
+    chances: Iterable[float],
+    step_cost: float,
+    traceparent: str = "",
 ) -> draft_worker_pb2.ProposeRequest:
     """The message of a round for the draft worker."""
     return draft_worker_pb2.ProposeRequest(
@@ -43,6 +48,7 @@ def propose_request(
         round_id=round_id,
         chances=chances,
         step_cost=step_cost,
+        traceparent=traceparent,
         items=[draft_worker_pb2.ProposeItem(**{**vars(item), "sampling": _sampling(item)}) for item in items],
     )
 
@@ -92,11 +98,14 @@ def propose_response(
 # --- The target worker's rounds
 
 
-def verify_request(coordinator_id: str, round_id: int, items: Iterable[VerifyItem]) -> target_worker_pb2.VerifyRequest:
+def verify_request(
+    coordinator_id: str, round_id: int, items: Iterable[VerifyItem], traceparent: str = ""
+) -> target_worker_pb2.VerifyRequest:
     """The message of a round for the target worker."""
     return target_worker_pb2.VerifyRequest(
         coordinator_id=coordinator_id,
         round_id=round_id,
+        traceparent=traceparent,
         items=[target_worker_pb2.VerifyItem(**{**vars(item), "sampling": _sampling(item)}) for item in items],
     )
 

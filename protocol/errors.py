@@ -19,13 +19,26 @@ ServiceError
 class ServiceError(Exception):
     """An error whose message may be shown to a client."""
 
+    @property
+    def logged(self) -> str:
+        """The message as a log may have it: without a client's text."""
+        return str(self)
+
 
 class InvalidArgumentError(ServiceError):
-    """`field` (a path such as "sampling_params.max_tokens") breaks the rule that `reason` states."""
+    """`field` (a path such as "sampling_params.max_tokens") breaks the rule that `reason` states.
 
-    def __init__(self, field: str, reason: str) -> None:
+    `may_quote`: whether the reason may contain text of the client, and is for the client alone.
+    """
+
+    def __init__(self, field: str, reason: str, may_quote: bool = False) -> None:
         super().__init__(f"{field}: {reason}")
         self.field, self.reason = field, reason
+        self._may_quote = may_quote
+
+    @property
+    def logged(self) -> str:
+        return f"{self.field}: refused" if self._may_quote else str(self)
 
 
 class UnauthenticatedError(ServiceError):

@@ -1,5 +1,6 @@
 """The one table that turns the errors of `protocol.errors` into gRPC status codes, and their details for programs."""
 
+import asyncio
 from typing import Any, TypeAlias
 
 from google.protobuf import any_pb2, duration_pb2, message
@@ -72,6 +73,21 @@ def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:
     packed.Pack(detail)
     status = status_pb2.Status(code=code.value[0], message=text, details=[packed])
     return code, text, ((STATUS_DETAILS, status.SerializeToString()),)
+
+
+# Codes of answers that an operator must look into; all others are the caller's doing, or will pass.
+_FAULTS = {StatusCode.DEADLINE_EXCEEDED, StatusCode.INTERNAL, StatusCode.UNAVAILABLE}
+
+
+def error_type(error: BaseException) -> tuple[str, bool]:
+    """How traces name an error, and whether it is a fault of the server: the name of the status code for errors that
+    clients may see, of the class for others."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):  # the client has left
+        return StatusCode.CANCELLED.name, False
+    if isinstance(error, ServiceError):
+        code = STATUS_CODES[type(error)]
+        return code.name, code in _FAULTS
+    return type(error).__name__, True
 
 
 def retry_delay(error: Any) -> float | None:

@@ -18,12 +18,14 @@ from google.protobuf.message import DecodeError
 from protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
 from rpc.errors import ANSWERED, status_of
 from rpc.limits import Call, CallLimits, Calls
+from rpc.logs import without_message
 from rpc.settings import ServerSettings
 from rpc.unread import status_sent
 
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 60.0
+MOST_LOGGED_CHARACTERS = 1000
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
 
@@ -42,7 +44,8 @@ class Refusals:
         self.counts[code] += 1
         self._unlogged += 1
         if time.monotonic() >= self._logged_at + LOG_SECONDS:
-            log.warning("%d calls ended in an error; the last one in %s: %r", self._unlogged, code, text)
+            shown = text[:MOST_LOGGED_CHARACTERS]
+            log.warning("%d calls ended in an error; the last one in %s: %r", self._unlogged, code, shown)
             self._logged_at, self._unlogged = time.monotonic(), 0
 
 
@@ -123,12 +126,13 @@ async def _abort(error: Exception, context: Any, refusals: Refusals) -> NoReturn
         raise error
     if isinstance(error, ServiceError):
         code, text, metadata = status_of(error)
+        refusals.add(code.name, error.logged)
     else:
         incident = uuid.uuid4().hex[:8]
-        log.error("internal error %s", incident, exc_info=error)
+        log.error("internal error %s", incident, exc_info=without_message(error))
         code, metadata = grpc.StatusCode.INTERNAL, ()
         text = f"internal error {incident}; the server's log has the details"
-    refusals.add(code.name, text)
+        refusals.add(code.name, text)
     # gRPC keeps the exception raised here until some garbage collection, and the frames of `error` hold the whole
     # request.
     error.__traceback__ = error.__context__ = error.__cause__ = None

@@ -215,10 +215,3 @@ def _reason_not_to_listen(host: str, port: int) -> str | None:
     except OSError as error:
         return error.strerror
     return None
-
-
-def configure_logging(level: str) -> None:
-    """Logs to stderr, one line per event."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
-    )

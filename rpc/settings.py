@@ -25,7 +25,9 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from rpc.logs import LogFormat
 from rpc.security import ServerSecurity
+from rpc.trace_settings import TraceSettings
 
 ENV_PREFIX = "SPECPOOL_"
 
@@ -120,9 +122,10 @@ class ListeningSettings(Settings):
     host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
     drain_seconds: Seconds = Field(30.0, ge=0, description="time that running calls get after SIGTERM")
+    log_format: LogFormat = Field("text", description="format of the log's lines: text, or json: one object per line")
 
 
-class ServerSettings(ListeningSettings, ServerSecurity):
+class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
     """Settings of every Specpool server."""
 
     health_port: int | None = Field(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextvars import copy_context
 from typing import Any
 
 import grpc
@@ -21,10 +22,11 @@ class UnreadStream:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._handler = asyncio.current_task()
+        self._variables = copy_context()
 
     def end(self, error: ServiceError) -> None:
         """Cancels the handler. The client gets the status of the error once it has read what was sent before."""
-        log.info("a stream of %s is ended: %s", self._context.peer(), error)
+        self._variables.run(log.info, "a stream of %s is ended: %s", self._context.peer(), error)
         call = id(self._context)
         _ENDING[call] = ending = asyncio.create_task(self._send_status(error))
         ending.add_done_callback(lambda _: _ENDING.pop(call, None))

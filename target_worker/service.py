@@ -17,6 +17,10 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
         """Realigns, extends and verifies one round."""
+        response: pb.VerifyResponse = await self._traced("verify", request, self._verify)
+        return response
+
+    async def _verify(self, request: pb.VerifyRequest) -> pb.VerifyResponse:
         require_coordinator(request.coordinator_id)
         name = f"Verify (round {request.round_id}, {len(request.items)} sequences)"
 

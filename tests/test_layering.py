@@ -46,6 +46,7 @@ FILES_A_LEVEL = 14
 MAY_NAME_STATUS_CODES = {
     "rpc/errors.py",
     "rpc/interceptor.py",
+    "rpc/tracing.py",  # those of OpenTelemetry
     "coordinator/workers/streams.py",
     "coordinator/workers/draft_link.py",
     "coordinator/workers/link.py",
@@ -176,9 +177,14 @@ def test_protobuf_stays_at_the_edges() -> None:
     assert "coordinator/service.py" in users
 
 
-def test_what_a_user_imports_and_the_coordinator_load_no_torch() -> None:
+def test_only_one_module_knows_opentelemetry() -> None:
+    files = [path for package in PACKAGES for path in sources(package)]
+    assert [name_of(path) for path in files if "opentelemetry" in top_levels(path)] == ["rpc/tracing.py"]
+
+
+def test_what_a_user_imports_and_the_coordinator_load_neither_torch_nor_opentelemetry() -> None:
     files = [path for package in ("specpool", "protocol", "coordinator", "rpc", "worker") for path in sources(package)]
     modules = [module_of(path) for path in files]
     assert {"specpool", "coordinator.server"} <= set(modules)
-    program = f"import {', '.join(modules)}, sys; sys.exit('torch' in sys.modules)"
+    program = f"import {', '.join(modules)}, sys; sys.exit(bool({{'torch', 'opentelemetry'}} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)

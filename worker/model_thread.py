@@ -8,7 +8,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ class WorkItem:
     function: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Any]
+    context: Context = field(default_factory=copy_context)
+    """Of the caller: what its log lines belong to."""
     began: float = 0.0
     """When it began, in seconds of `time.monotonic`."""
 
@@ -36,7 +39,7 @@ class WorkItem:
         """Calls the function, and hands what it returns or raises to the event loop."""
         outcome, error = None, None
         try:
-            outcome = self.function()
+            outcome = self.context.run(self.function)
         except BaseException as raised:
             # A future takes no StopIteration.
             error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised

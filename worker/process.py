@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rpc.channel import MAX_ROUND_BYTES
-from rpc.server import Server, configure_logging
+from rpc.logs import configure_logging
+from rpc.server import Server
+from rpc.tracing import Tracer, tracer_of
 from worker.host import Backend, WorkerHost
 from worker.metrics import WorkerMetrics
 from worker.servicer import WorkerServicer
@@ -33,22 +35,24 @@ def run_worker(
 
     An error of a type in `refusals` ends the process with one line instead of a stack trace.
     """
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     settings.log_resolved()
-    host = WorkerHost(load)
+    host, tracer = WorkerHost(load), tracer_of(settings, program)
 
     def add_service(server: Server) -> None:
-        server.add(service, register, servicer(host))
+        server.add(service, register, servicer(host, tracer))
         server.registry.register(WorkerMetrics(program.removeprefix("specpool-").removesuffix("-worker"), host))
 
     expected: tuple[type[BaseException], ...] = (*refusals, OSError)
     try:
-        asyncio.run(_serve(settings, host, add_service))
+        asyncio.run(_serve(settings, host, add_service, tracer))
     except expected as error:
         sys.exit(f"{program}: {error}")
 
 
-async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None]) -> None:
+async def _serve(
+    settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None], tracer: Tracer | None = None
+) -> None:
     """Serves until a signal. Raises any error of loading."""
     server = Server(settings, MAX_ROUND_BYTES)
     add_service(server)
@@ -88,6 +92,8 @@ async def _serve(settings: WorkerSettings, host: WorkerHost, add_service: Callab
         log.warning("stopped while the model was loading")
         os._exit(0)  # nothing can interrupt the thread that loads
     serving.cancel()
+    if tracer is not None:
+        await tracer.close()
     if not host.close(CLOSE_SECONDS):
         log.error("stopped while the model was still at work")
         os._exit(1)  # nothing can interrupt the thread

@@ -1,9 +1,12 @@
 """The RPCs shared by both worker services."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 from protocol.codec import read_release, require_coordinator, worker_info_response
+from rpc import logs
+from rpc.tracing import Tracer
 from specpool.v1 import common_pb2 as pb
 from worker.host import WorkerHost
 
@@ -11,8 +14,20 @@ from worker.host import WorkerHost
 class WorkerServicer:
     """Base class of both workers' servicers."""
 
-    def __init__(self, host: WorkerHost) -> None:
-        self._host = host
+    def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
+        self._host, self._tracer = host, tracer
+
+    async def _traced(self, method: str, request: Any, answer: Callable[[Any], Awaitable[Any]]) -> Any:
+        """The answer to a round, in a span of its own if the coordinator traces the round."""
+        if self._tracer is None or (span := self._tracer.round(method, request.traceparent)) is None:
+            return await answer(request)
+        with span.ending(), logs.traced(span.trace_id):
+            span.note({"specpool.round.id": request.round_id, "specpool.group.size": len(request.items)})
+            response = await answer(request)
+            span.note(
+                {"specpool.forward_s": response.forward_ns / 1e9, "specpool.realign_s": response.realign_ns / 1e9}
+            )
+            return response
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         """Frees sequences."""

@@ -83,7 +83,7 @@ class Detokenizer:
                 text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         except Exception as error:  # the library has no narrower one; the tokens are right, whatever their text is
             if not self._failed:  # one warning is enough
-                log.warning("the tokenizer cannot decode some tokens: %s", error)
+                log.warning("the tokenizer cannot decode some tokens: %s", type(error).__name__)  # it may quote them
             self._failed = True
             return REPLACEMENT * len(token_ids)
         return text

@@ -60,7 +60,7 @@ class PromptReader:
         try:
             return await slots.run(request.ByteSize(), lambda check: encode(request, check), before)
         except (ChatTemplateError, EncodingError) as error:
-            raise InvalidArgumentError(FIELDS[kind], str(error)) from None
+            raise InvalidArgumentError(FIELDS[kind], str(error), may_quote=True) from None
 
     def _text(self, request: pb.GenerateRequest, check: Check) -> tuple[int, ...]:
         return self._checked("text", self.tokenizer.encode_text(request.text, self._work_limits(check)))

@@ -67,14 +67,19 @@ class DraftLink(WorkerLink):
         super()._rest(reason)
 
     async def propose(
-        self, round_id: int, items: list[ProposeItem], chances: Iterable[float] = (), step_cost: float = 0.0
+        self,
+        round_id: int,
+        items: list[ProposeItem],
+        chances: Iterable[float] = (),
+        step_cost: float = 0.0,
+        traceparent: str = "",
     ) -> tuple[list[Proposal], Timed]:
         """Runs a round's proposals. `chances`: acceptance probabilities, for draft probabilities from 0 to 1 in equal
-        steps. `step_cost`: the tokens that a draft step must gain.
+        steps. `step_cost`: the tokens that a draft step must gain. `traceparent`: the span that the call is part of.
 
         WorkerUnreachableError, WorkerRefusedError.
         """
-        request = propose_request(self._coordinator_id, round_id, items, chances, step_cost)
+        request = propose_request(self._coordinator_id, round_id, items, chances, step_cost, traceparent)
         try:
             response, elapsed = await self._round(request, self._timeout_of(items))
             proposals = read_proposals(response, round_id, items)

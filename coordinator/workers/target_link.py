@@ -66,11 +66,13 @@ class TargetLink(WorkerLink):
         super()._refuse(error)
         raise error
 
-    async def verify(self, round_id: int, items: list[VerifyItem]) -> tuple[list[Verdict], Timed]:
+    async def verify(
+        self, round_id: int, items: list[VerifyItem], traceparent: str = ""
+    ) -> tuple[list[Verdict], Timed]:
         """Runs a round's verification. If the answer does not fit, the round is sent once more: a repeated round gets
-        the same answer. WorkerUnreachableError, WorkerRefusedError.
+        the same answer. `traceparent`: the span that the call is part of. WorkerUnreachableError, WorkerRefusedError.
         """
-        request = verify_request(self._coordinator_id, round_id, items)
+        request = verify_request(self._coordinator_id, round_id, items, traceparent)
         try:
             return await self._verify(request, items)
         except MisfitError as error:

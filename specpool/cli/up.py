@@ -17,6 +17,7 @@ from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, Policy
 from rpc.channel import join_address
 from rpc.security import ServerSecurity
 from rpc.settings import UINT32_MAX, ListeningSettings
+from rpc.trace_settings import TraceSettings
 from specpool.cli.own_tls import coordinator_flags, own_security
 from specpool.cli.processes import (
     KILL_AFTER_SECONDS,
@@ -74,7 +75,7 @@ class UpSettings(ListeningSettings):
     )
 
 
-class SecureUpSettings(UpSettings, ServerSecurity):
+class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
     __doc__ = UpSettings.__doc__
 
 
@@ -183,7 +184,12 @@ def _worker(kind: str, model: str, device: str, shared: list[str]) -> Service:
 
 
 def _server_flags(settings: UpSettings) -> list[str]:
-    return ["--drain-seconds", str(settings.drain_seconds), "--log-level", settings.log_level]
+    flags = ["--drain-seconds", str(settings.drain_seconds)]
+    flags += ["--log-level", settings.log_level, "--log-format", settings.log_format]
+    if isinstance(settings, TraceSettings) and settings.otlp_traces_endpoint is not None:
+        flags += ["--otlp-traces-endpoint", settings.otlp_traces_endpoint]
+        flags += ["--trace-sample-rate", str(settings.trace_sample_rate)]
+    return flags
 
 
 def _metrics_flags(settings: UpSettings, process: int) -> list[str]:

@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ProposeRequest(_message.Message):
-    __slots__ = ("coordinator_id", "round_id", "items", "chances", "step_cost")
+    __slots__ = ("coordinator_id", "round_id", "items", "chances", "step_cost", "traceparent")
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     CHANCES_FIELD_NUMBER: _ClassVar[int]
     STEP_COST_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     coordinator_id: str
     round_id: int
     items: _containers.RepeatedCompositeFieldContainer[ProposeItem]
     chances: _containers.RepeatedScalarFieldContainer[float]
     step_cost: float
-    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., chances: _Optional[_Iterable[float]] = ..., step_cost: _Optional[float] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, coordinator_id: _Optional[str] = ..., round_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., chances: _Optional[_Iterable[float]] = ..., step_cost: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class ProposeItem(_message.Message):
     __slots__ = ("sequence_id", "base_length", "token_ids", "num_draft_tokens", "sampling", "prefix_sequence_id", "max_length", "min_chance", "next_chance")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 from certificates import TOKEN, Authority
+from collector import Collector, collecting
 from scraping import scrape
 from serving import PATIENCE_SECONDS, info_with_loads, serving
 
@@ -21,6 +23,7 @@ from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
 
 Pair = tuple[Path, Path]
+TRACE, CALLER = 32 * "a", 16 * "b"
 
 
 @asynccontextmanager
@@ -107,7 +110,11 @@ async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
     flags = ["--policy", "exspec", "--kv-layout", "padded", "--max-batch-size", "3", "--num-speculative-tokens", "2"]
     ports = three_free_ports()
     flags += ["--metrics-port", str(ports[0])]
-    async with started(*up(tiny_pair, "--drain-seconds", "1", "--window-size", "5", *flags)) as process:
+    flags += ["--log-level", "debug", "--log-format", "json", "--trace-sample-rate", "0", "--otlp-traces-endpoint"]
+    async with (
+        collecting() as (collector, url),
+        started(*up(tiny_pair, "--drain-seconds", "1", "--window-size", "5", *flags, url)) as process,
+    ):
         async with AsyncClient(await address_of(process)) as client:
             await asyncio.gather(*(client.generate("abc" * i, max_tokens=20, ignore_eos=True) for i in range(1, 6)))
             info = await info_with_loads(client.server_info)
@@ -123,8 +130,35 @@ async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
                 service = f"specpool.v1.{worker.title()}WorkerService"
                 called = {"grpc_service": service, "grpc_method": "GetWorkerInfo", "grpc_code": "OK"}
                 assert its.value("specpool:grpc_server_handled_total", **called) > 0
+            request = pb.GenerateRequest(
+                request_id="a\nb", text="CANARY", sampling_params=pb.SamplingParams(max_tokens=12, ignore_eos=True)
+            )
+            request.speculative.method = pb.DRAFT_METHOD_MODEL
+            plain = await client.stub.Generate(request)
+            traced = await client.stub.Generate(request, metadata=(("traceparent", f"00-{TRACE}-{CALLER}-01"),))
+            assert traced.token_ids == plain.token_ids
         process.terminate()
-        await process.communicate()
+        _, err = await process.communicate()
+    lines = [json.loads(line) for line in err.decode().splitlines()]
+    assert sum(line["message"] == "stopped" for line in lines) == 3
+    assert {line.get("trace_id") for line in lines if line.get("request_id") == "a\nb"} == {None, TRACE}
+    check_trace(collector)
+    assert "CANARY" not in err.decode() + collector.everything()
+
+
+def check_trace(collector: Collector) -> None:
+    """Asserts that there is one trace, which goes from the caller through all three processes."""
+    assert {span.trace_id for span in collector.spans} == {TRACE}
+    (request,) = [span for span in collector.spans if span.parent_id == CALLER]
+    rounds = [span for span in collector.children(request) if span.name == "round"]
+    calls = [call for round_ in rounds for call in collector.children(round_)]
+    assert {call.name for call in calls} == {"propose", "verify"}
+    for call in calls:
+        (served,) = collector.children(call)
+        assert served.service == f"specpool-{'draft' if call.name == 'propose' else 'target'}-worker"
+        assert (served.name, served.kind) == (call.name, "server")
+        assert served.attributes["specpool.round.id"] == call.attributes["specpool.round.id"]
+        assert served.attributes["specpool.forward_s"] > 0
 
 
 async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:

@@ -1,0 +1,49 @@
+"""What libraries in C++ and Rust write to stderr, past Python's logging, as events of the logger "stderr".
+
+Only for logs that must be JSON in every line.
+"""
+
+import atexit
+import logging
+import os
+import re
+import sys
+import threading
+from typing import TextIO
+
+log = logging.getLogger("stderr")
+
+STDERR = 2
+END_SECONDS = 1.0
+# How gRPC's own lines begin, by their severity.
+_SEVERITY = re.compile(r"([IWEF])\d{4} ")
+_LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
+
+
+def follow_native_lines() -> TextIO:
+    """Logs each line that is written to stderr from now on; returns the real stderr, for the log itself."""
+    real = os.fdopen(os.dup(STDERR), "w", buffering=1, errors="backslashreplace")
+    reading, writing = os.pipe()
+    # Who writes more than the pipe holds, and keeps Python from reading it, loses lines instead of waiting for ever.
+    os.set_blocking(writing, False)
+    os.dup2(writing, STDERR)
+    os.close(writing)
+    thread = threading.Thread(target=_log_lines, args=(reading,), name="stderr", daemon=True)
+    thread.start()
+    atexit.register(_end, real, thread)
+    return real
+
+
+def _log_lines(reading: int) -> None:
+    with os.fdopen(reading, errors="replace") as lines:
+        for line in lines:
+            if text := line.strip():
+                severity = _SEVERITY.match(text)
+                log.log(_LEVELS[severity[1]] if severity else logging.WARNING, "%s", text)
+
+
+def _end(real: TextIO, thread: threading.Thread) -> None:
+    """Gives stderr back, once what was written last is logged."""
+    sys.stderr.flush()
+    os.dup2(real.fileno(), STDERR)
+    thread.join(END_SECONDS)

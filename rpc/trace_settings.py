@@ -1,0 +1,46 @@
+"""Settings of traces."""
+
+from importlib.util import find_spec
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, Field
+
+_SCHEMES = ("http", "https", "grpc")
+_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+
+
+def _check_endpoint(endpoint: str) -> str:
+    try:
+        parts = urlsplit(endpoint)
+        known = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # the port is no number
+        known = False
+    if not known:
+        raise ValueError("must be a URL of a collector, such as http://localhost:4317")
+    if not all(map(_is_installed, _PACKAGES)):
+        raise ValueError("needs OpenTelemetry: pip install 'specpool[otel]'")
+    return endpoint
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+class TraceSettings(BaseModel, frozen=True):
+    """Where traces go, and how many there are."""
+
+    otlp_traces_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = Field(
+        None,
+        description="send traces to the OTLP collector at this URL, over gRPC: http://HOST:4317, or https:// with TLS; "
+        "default: no traces",
+    )
+    trace_sample_rate: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the requests that are traced; a caller that brings a trace of its own decides instead",
+    )

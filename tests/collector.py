@@ -1,0 +1,102 @@
+"""A collector of traces, in this process and over a real socket, and the spans that it was sent."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+
+@dataclass(frozen=True)
+class Received:
+    """A span, with the service that sent it."""
+
+    service: str
+    name: str
+    kind: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    began_ns: int
+    ended_ns: int
+    attributes: dict[str, Any]
+    links: list[str]
+    """The ids of the spans that it is linked to."""
+    is_fault: bool
+
+
+class Collector(pb_grpc.TraceServiceServicer):
+    """Keeps what it receives; waits before it answers while `open` is clear."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.ExportTraceServiceRequest] = []
+        self.metadata: list[dict[str, str]] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> pb.ExportTraceServiceResponse:
+        self.requests.append(request)
+        self.metadata.append({key: str(value) for key, value in context.invocation_metadata()})
+        await self.open.wait()
+        return pb.ExportTraceServiceResponse()
+
+    @property
+    def spans(self) -> list[Received]:
+        """All spans so far, in the order of their beginning."""
+        return sorted((span for request in self.requests for span in _received(request)), key=lambda s: s.began_ns)
+
+    def named(self, name: str, service: str = "") -> list[Received]:
+        return [span for span in self.spans if span.name == name and span.service.endswith(service)]
+
+    def children(self, parent: Received) -> list[Received]:
+        return [span for span in self.spans if span.parent_id == parent.span_id]
+
+    def everything(self) -> str:
+        """All that was sent, as text in which a word can be looked for."""
+        return "".join(map(str, self.requests))
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+    """A collector and its URL."""
+    collector, server = Collector(), grpc.aio.server()
+    pb_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def _received(request: pb.ExportTraceServiceRequest) -> Iterator[Received]:
+    for resource in request.resource_spans:
+        service = _attributes(resource.resource.attributes)["service.name"]
+        for span in (span for scope in resource.scope_spans for span in scope.spans):
+            yield Received(
+                service=service,
+                name=span.name,
+                kind=trace_pb2.Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower(),
+                trace_id=span.trace_id.hex(),
+                span_id=span.span_id.hex(),
+                parent_id=span.parent_span_id.hex(),
+                began_ns=span.start_time_unix_nano,
+                ended_ns=span.end_time_unix_nano,
+                attributes=_attributes(span.attributes),
+                links=[link.span_id.hex() for link in span.links],
+                is_fault=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
+            )
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    return [_value(each) for each in value.array_value.values] if kind == "array_value" else getattr(value, kind)
