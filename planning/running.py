@@ -32,6 +32,7 @@ def _described(connector: Connector, drafts: bool) -> Model:
     if len(costs.step_seconds) < 2:
         raise NoDescriptionError(f"{connector.address}: it has not measured its passes")
     multiple = max(1, load.kv_positions_multiple)
+    longest = -(-model.max_model_len // multiple) * multiple
     return Model(
         name=model.model,
         device=model.device,
@@ -41,9 +42,9 @@ def _described(connector: Connector, drafts: bool) -> Model:
             weights=load.weight_bytes,
             activations=load.activation_bytes,
             kv_per_position=load.kv_bytes_per_token,
-            positions=load.kv_positions_total,
+            positions=load.kv_positions_total or load.slots_total * longest,
             multiple=multiple,
-            longest=-(-model.max_model_len // multiple) * multiple,
+            longest=longest,
         ),
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         step_seconds=costs.step_seconds,
