@@ -20,8 +20,13 @@ class Memory:
     """Positions of the whole KV cache."""
     multiple: int
     """Positions of a sequence are rounded up to a multiple of this."""
-    longest: int
-    """Positions of a sequence of full length."""
+    max_model_len: int
+    """Positions that a sequence can have."""
+
+    @property
+    def longest(self) -> int:
+        """Positions of the cache for a sequence of full length."""
+        return -(-self.max_model_len // self.multiple) * self.multiple
 
     def slot_positions(self, positions: int | None) -> int:
         """Positions of the cache for a sequence of this length; None: of full length."""

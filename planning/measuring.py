@@ -77,7 +77,7 @@ def _model(engine: Engine, rows: Sequence[int]) -> Model:
             kv_per_position=info.kv_bytes_per_token,
             positions=extents.columns,
             multiple=extents.multiple,
-            longest=extents.longest,
+            max_model_len=info.max_model_len,
         ),
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         step_seconds=measure_step_times(engine, rows),

@@ -31,8 +31,6 @@ def _described(connector: Connector, drafts: bool) -> Model:
     costs, model, load = read_step_costs(response), response.model, response.load
     if len(costs.step_seconds) < 2:
         raise NoDescriptionError(f"{connector.address}: it has not measured its passes")
-    multiple = max(1, load.kv_positions_multiple)
-    longest = -(-model.max_model_len // multiple) * multiple
     return Model(
         name=model.model,
         device=model.device,
@@ -42,9 +40,9 @@ def _described(connector: Connector, drafts: bool) -> Model:
             weights=load.weight_bytes,
             activations=load.activation_bytes,
             kv_per_position=load.kv_bytes_per_token,
-            positions=load.kv_positions_total or load.slots_total * longest,
-            multiple=multiple,
-            longest=longest,
+            positions=load.kv_positions_total or load.slots_total * model.max_model_len,
+            multiple=max(1, load.kv_positions_multiple),
+            max_model_len=model.max_model_len,
         ),
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         step_seconds=costs.step_seconds,

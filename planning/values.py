@@ -47,6 +47,8 @@ def _worker(
   revision: {json.dumps(model.revision or "")}
   gpus: {int(model.on_gpu)}
   settings:
+    dtype: {model.dtype}
+    max_model_len: {model.memory.max_model_len}
     max_sequences: {slots}
     kv_memory: {_mib(needs.kv_bytes)}
   resources:

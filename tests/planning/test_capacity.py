@@ -30,7 +30,7 @@ counts = st.integers(1, 2**40)
 @st.composite
 def memories(draw: st.DrawFn) -> Memory:
     multiple = draw(st.sampled_from([1, 64]))
-    longest = multiple * draw(st.integers(1, 500))
+    longest = draw(st.integers(1, 32_000))
     return Memory(
         draw(counts), draw(counts), draw(st.integers(1, 2**20)), draw(st.integers(0, 10**7)), multiple, longest
     )
@@ -64,7 +64,7 @@ def test_a_pod_has_memory_for_what_is_in_it(memory: Memory, slots: int, on_gpu: 
 
 
 def model(name: str, step: float, device: str = "cuda:0 (NVIDIA H200)", **more: Any) -> Model:
-    memory = Memory(8 * GIB, GIB, 100_000, positions=64 * 4096, multiple=64, longest=4096)
+    memory = Memory(8 * GIB, GIB, 100_000, positions=64 * 4096, multiple=64, max_model_len=4096)
     return Model(name, device, "bfloat16", 10**9, memory, "same", {1: step, 64: 1.5 * step}, **more)
 
 
@@ -109,7 +109,8 @@ def test_each_process_accepts_the_values(device: str) -> None:
     for role, kind in (("target", TargetWorkerSettings), ("draft", DraftWorkerSettings)):
         settings = kind(**environment(values[role]["settings"], values[role]))
         needs = getattr(plan.capacity, role)
-        assert settings.max_sequences == plan.window.batch
+        assert (settings.max_sequences, settings.max_model_len) == (plan.window.batch, 4096)
+        assert settings.dtype == "bfloat16"
         assert 0 <= settings.kv_memory - needs.kv_bytes < 2**20
         assert values[role]["gpus"] == (device != "cpu")
         resources = values[role]["resources"]

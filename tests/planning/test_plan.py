@@ -87,7 +87,7 @@ def test_draft_workers_can_feed_their_target_workers(pair: MeasuredPair, batch: 
 
 
 def model(name: str, step: float, parameters: int = 10**6, room: int = 32) -> Model:
-    memory = Memory(10**6, 10**5, 64, positions=room * 512, multiple=64, longest=512)
+    memory = Memory(10**6, 10**5, 64, positions=room * 512, multiple=64, max_model_len=512)
     return Model(name, "cpu", "float32", parameters, memory, "same", {1: step, 64: 2 * step})
 
 
