@@ -1,111 +1,44 @@
-"""The files of deploy/ against the code that they start, and against each other. No container is started."""
+"""Dockerfile and compose file against the code that they start, and against each other. No container is started."""
 
-import atexit
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
-from importlib import import_module, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 import grpc
-import kubernetes_validate
 import pytest
 import yaml
-from certificates import Authority
+from deployment import (
+    COMPONENTS,
+    DEPLOY,
+    ROOT,
+    WORKERS,
+    arguments_of,
+    image_environment,
+    project,
+    settings_of,
+    stages,
+)
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rpc import healthcheck
-from rpc.server import LIVE
 
-ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
-GPU = "nvidia.com/gpu"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-COMPONENT = "app.kubernetes.io/component"
-WORKERS = ("draft-worker", "target-worker")
-ROLES = ("coordinator", *WORKERS)
-# Imported only when needed: the workers' settings bring torch along.
-SETTINGS = {
-    "specpool-coordinator": ("coordinator.settings", "CoordinatorSettings"),
-    "specpool-draft-worker": ("draft_worker.server", "DraftWorkerSettings"),
-    "specpool-target-worker": ("target_worker.server", "TargetWorkerSettings"),
-}
-KUSTOMIZATIONS = pytest.mark.parametrize(
-    "kustomization", ["base", "overlays/cpu", "overlays/persistent-cache", "overlays/tls"]
-)
-EVERY_ROLE = pytest.mark.parametrize("role", ROLES)
+EVERY_ROLE = pytest.mark.parametrize("role", COMPONENTS)
 TARGETS = pytest.mark.parametrize("target", ["coordinator", "worker"])
 
 Manifest = dict[str, Any]
 
 
-def settings_of(command: list[str], environment: dict[str, str]) -> Any:
-    """The settings that this command has in this environment; SystemExit if it would refuse to start."""
-    module, name = SETTINGS[command[0]]
-    settings = getattr(import_module(module), name)
-    with pytest.MonkeyPatch.context() as patch:
-        for variable in [name for name in os.environ if name.upper().startswith("SPECPOOL_")]:
-            patch.delenv(variable)
-        for variable, value in environment.items():
-            patch.setenv(variable, value)
-        return settings.load(command[0], command[1:])
-
-
-def project() -> dict[str, Any]:
-    """The project's own metadata."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
 # --- Dockerfile
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of a Dockerfile, continuations joined."""
-
-    keyword: str
-    arguments: str
-
-
-@cache
-def stages() -> dict[str, list[Instruction]]:
-    """The Dockerfile's stages; each begins with its FROM."""
-    lines = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
-    found: dict[str, list[Instruction]] = {}
-    for line in filter(None, "\n".join(lines).replace("\\\n", "").splitlines()):
-        instruction = Instruction(*line.split(maxsplit=1))
-        if instruction.keyword == "FROM":
-            current = found[instruction.arguments.split()[-1]] = []
-        current.append(instruction)
-    return found
-
-
-def image(target: str) -> list[Instruction]:
-    """All that makes the image of `target`, from its first base on."""
-    base = stages()[target][0].arguments.split()[0]
-    return [*(image(base) if base in stages() else []), *stages()[target]]
-
-
-def arguments_of(target: str, keyword: str) -> list[str]:
-    """The arguments of all `keyword` instructions of an image."""
-    return [instruction.arguments for instruction in image(target) if instruction.keyword == keyword]
-
-
-def image_environment(target: str) -> dict[str, str]:
-    """The variables that an image sets."""
-    words = [word for line in arguments_of(target, "ENV") for word in shlex.split(line)]
-    return dict(word.split("=", 1) for word in words)
 
 
 @TARGETS
@@ -178,269 +111,6 @@ def test_builder_is_sent_all_that_the_images_need() -> None:
     assert sent == needed | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
 
 
-# --- Kubernetes
-
-
-@cache
-def render(kustomization: str) -> list[Manifest]:
-    """What `kubectl apply -k` would send."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed, and kustomizations are built with it")
-    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / kustomization)]
-    built = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (built.returncode, built.stderr) == (0, ""), built.stderr
-    return list(yaml.safe_load_all(built.stdout))
-
-
-def of_kind(kustomization: str, kind: str) -> dict[str, Manifest]:
-    """Manifests of one kind by their names."""
-    return {item["metadata"]["name"]: item for item in render(kustomization) if item["kind"] == kind}
-
-
-def deployment(kustomization: str, role: str) -> Manifest:
-    """The one Deployment of a role."""
-    [found] = [d for d in of_kind(kustomization, "Deployment").values() if labels(d)[COMPONENT] == role]
-    return found
-
-
-def labels(deployment: Manifest) -> dict[str, str]:
-    """The labels of a Deployment's pods."""
-    found: dict[str, str] = deployment["spec"]["template"]["metadata"]["labels"]
-    return found
-
-
-def pod(kustomization: str, role: str) -> Manifest:
-    """What a role's pods are."""
-    found: Manifest = deployment(kustomization, role)["spec"]["template"]["spec"]
-    return found
-
-
-def container(kustomization: str, role: str) -> Manifest:
-    """The one container of a role's pod."""
-    [found] = pod(kustomization, role)["containers"]
-    assert isinstance(found, dict)
-    return found
-
-
-def pod_settings(kustomization: str, role: str) -> Any:
-    """The settings of a role's process in its pod."""
-    server = container(kustomization, role)
-    environment = image_environment("coordinator" if role == "coordinator" else "worker")
-    for source in server.get("envFrom", []):
-        environment |= of_kind(kustomization, "ConfigMap")[source["configMapRef"]["name"]]["data"]
-    environment |= {item["name"]: item["value"] for item in server.get("env", []) if "value" in item}
-    if (secret := mounted(kustomization, role).get("/tls")) is not None:
-        files = certificates(secret["secret"]["secretName"])
-        environment = {name: re.sub("^/tls(?=/)", str(files), value) for name, value in environment.items()}
-    return settings_of([*server["command"], *server.get("args", [])], environment)
-
-
-def mounted(kustomization: str, role: str) -> dict[str, Manifest]:
-    """The volumes of a role's pod by the folders where its process finds them."""
-    volumes = {volume["name"]: volume for volume in pod(kustomization, role)["volumes"]}
-    return {item["mountPath"]: volumes[item["name"]] for item in container(kustomization, role)["volumeMounts"]}
-
-
-@cache
-def certificates(secret: str) -> Path:
-    """A folder with the files of a secret that cert-manager made; one CA has signed all."""
-    folder = Path(tempfile.mkdtemp(prefix=secret))
-    atexit.register(shutil.rmtree, folder)
-    authority = Authority(folder)
-    issued = authority.issue(secret, alternative=[f"DNS:{secret.removesuffix('-tls')}"])
-    for file, name in ((issued.cert, "tls.crt"), (issued.key, "tls.key"), (authority.path, "ca.crt")):
-        file.rename(folder / name)
-    return folder
-
-
-def port_number(server: Manifest, port: int | str) -> int:
-    """A container's port by its name or number."""
-    [number] = [item["containerPort"] for item in server["ports"] if port in (item["name"], item["containerPort"])]
-    assert isinstance(number, int)
-    return number
-
-
-def probe_port(server: Manifest, probe: str) -> int:
-    """The port that a probe asks."""
-    return port_number(server, server[probe]["grpc"]["port"])
-
-
-@KUSTOMIZATIONS
-def test_manifests_are_valid(kustomization: str) -> None:
-    for manifest in render(kustomization):
-        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-
-
-@KUSTOMIZATIONS
-def test_manifests_leave_the_namespace_open(kustomization: str) -> None:
-    assert [item for item in render(kustomization) if "namespace" in item["metadata"]] == []
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_pod_starts_its_process_with_settings_that_it_accepts(kustomization: str, role: str) -> None:
-    server = container(kustomization, role)
-    settings = pod_settings(kustomization, role)
-    assert server["command"] == [f"specpool-{role}"]
-    assert settings.host == "0.0.0.0"
-    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
-    assert ports == {"grpc": settings.port, "health": settings.health_port}
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_image_is_one_that_the_dockerfile_makes_of_this_version(kustomization: str, role: str) -> None:
-    name, tag = container(kustomization, role)["image"].split(":")
-    assert name == ("specpool-coordinator" if role == "coordinator" else "specpool-worker")
-    cpu = "-cpu" if kustomization == "overlays/cpu" and role != "coordinator" else ""
-    assert tag == project()["project"]["version"] + cpu
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_probes_ask_the_port_where_there_is_only_health(kustomization: str, role: str) -> None:
-    server, port = container(kustomization, role), pod_settings(kustomization, role).health_port
-    assert {probe_port(server, probe) for probe in ("startupProbe", "readinessProbe", "livenessProbe")} == {port}
-    assert "grpc" in server["readinessProbe"]
-
-
-@KUSTOMIZATIONS
-def test_coordinator_is_not_restarted_because_its_target_is_away(kustomization: str) -> None:
-    server = container(kustomization, "coordinator")
-    assert server["livenessProbe"]["grpc"]["service"] == LIVE
-    assert server["startupProbe"]["grpc"]["service"] == LIVE
-
-
-@pytest.mark.parametrize("role", WORKERS)
-@KUSTOMIZATIONS
-def test_worker_that_hangs_is_restarted_before_it_ends_itself(kustomization: str, role: str) -> None:
-    liveness = container(kustomization, role)["livenessProbe"]
-    assert liveness["grpc"]["service"] == LIVE
-    assert liveness["periodSeconds"] * liveness["failureThreshold"] < pod_settings(kustomization, role).watchdog_seconds
-
-
-@pytest.mark.parametrize("role", WORKERS)
-@KUSTOMIZATIONS
-def test_model_is_pinned_to_a_commit(kustomization: str, role: str) -> None:
-    assert COMMIT.fullmatch(pod_settings(kustomization, role).revision)
-
-
-@pytest.mark.parametrize("role", WORKERS)
-@KUSTOMIZATIONS
-def test_worker_has_time_to_load_before_it_is_restarted(kustomization: str, role: str) -> None:
-    startup = container(kustomization, role)["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_pod_is_killed_only_after_its_drain(kustomization: str, role: str) -> None:
-    hook = container(kustomization, role).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    drain = pod_settings(kustomization, role).drain_seconds
-    assert pod(kustomization, role)["terminationGracePeriodSeconds"] > hook + drain
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_service_leads_to_the_pods_of_its_deployment(kustomization: str, role: str) -> None:
-    service = of_kind(kustomization, "Service")[f"specpool-{role}"]["spec"]
-    chosen = [
-        name
-        for name, item in of_kind(kustomization, "Deployment").items()
-        if service["selector"].items() <= labels(item).items()
-    ]
-    [port] = service["ports"]
-    assert chosen == [deployment(kustomization, role)["metadata"]["name"]]
-    assert port["port"] == pod_settings(kustomization, role).port
-    assert port["port"] == port_number(container(kustomization, role), port["targetPort"])
-    assert (service.get("clusterIP") == "None") == (role in WORKERS)
-
-
-@pytest.mark.parametrize("role", WORKERS)
-@KUSTOMIZATIONS
-def test_coordinator_is_told_the_services_of_its_workers(kustomization: str, role: str) -> None:
-    settings = pod_settings(kustomization, "coordinator")
-    address = getattr(settings, role.replace("-worker", "_address"))
-    service = of_kind(kustomization, "Service")[address.split(":")[0]]["spec"]
-    assert service["selector"][COMPONENT] == role
-    assert [port["port"] for port in service["ports"]] == [int(address.split(":")[1])]
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_each_worker_asks_for_one_gpu_and_uses_it(kustomization: str, role: str) -> None:
-    on_gpu = role in WORKERS and kustomization != "overlays/cpu"
-    resources = container(kustomization, role)["resources"]
-    assert resources["limits"].get(GPU) == (1 if on_gpu else None)
-    assert {"cpu", "memory"} <= resources["requests"].keys()
-    if role in WORKERS:
-        assert pod_settings(kustomization, role).device == ("cuda" if on_gpu else "cpu")
-        assert deployment(kustomization, role)["spec"]["strategy"] == {"type": "Recreate"}
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_pod_may_do_little(kustomization: str, role: str) -> None:
-    spec, server = pod(kustomization, role), container(kustomization, role)
-    target = "coordinator" if role == "coordinator" else "worker"
-    user = int(arguments_of(target, "USER")[-1].split(":")[0])
-    assert spec["securityContext"]["runAsNonRoot"]
-    assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == user
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert server["securityContext"]["readOnlyRootFilesystem"]
-    assert server["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert server["securityContext"]["allowPrivilegeEscalation"] is False
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["serviceAccountName"] in of_kind(kustomization, "ServiceAccount")
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_kubernetes_adds_no_variables_that_the_process_would_refuse(kustomization: str, role: str) -> None:
-    assert pod(kustomization, role)["enableServiceLinks"] is False
-
-
-@EVERY_ROLE
-@KUSTOMIZATIONS
-def test_pod_can_write_where_its_process_does(kustomization: str, role: str) -> None:
-    volumes = mounted(kustomization, role)
-    # The folder of a volume in memory is sticky, and what workers compile is loaded only from there.
-    assert volumes["/tmp"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Mi"}
-    if role in WORKERS:
-        models = volumes[image_environment("worker")["HF_HOME"]]
-        persistent = kustomization == "overlays/persistent-cache"
-        assert ("persistentVolumeClaim" in models) == persistent
-        claims = of_kind(kustomization, "PersistentVolumeClaim")
-        assert not persistent or models["persistentVolumeClaim"]["claimName"] in claims
-
-
-@KUSTOMIZATIONS
-def test_only_the_coordinator_may_reach_the_workers(kustomization: str) -> None:
-    [policy] = [item["spec"] for item in of_kind(kustomization, "NetworkPolicy").values()]
-    [guarded] = policy["podSelector"]["matchExpressions"]
-    [rule] = policy["ingress"]
-    [source] = rule["from"]
-    assert (guarded["key"], guarded["operator"]) == (COMPONENT, "In")
-    assert sorted(guarded["values"]) == sorted(WORKERS)
-    assert source["podSelector"]["matchLabels"].items() <= labels(deployment(kustomization, "coordinator")).items()
-    for role in WORKERS:
-        [port] = rule["ports"]
-        assert port_number(container(kustomization, role), port["port"]) == pod_settings(kustomization, role).port
-
-
-@EVERY_ROLE
-def test_tls_lets_only_the_coordinator_call_the_workers(role: str) -> None:
-    settings = pod_settings("overlays/tls", role)
-    secret = mounted("overlays/tls", role)["/tls"]["secret"]
-    assert settings.tls_files is not None
-    assert settings.tls_files.ca is not None
-    assert secret["secretName"] == f"specpool-{role}-tls"
-    assert secret["defaultMode"] == 0o440  # the pod's group may read the key
-    assert settings.allowed_names == (("specpool-coordinator",) if role in WORKERS else ())
-    [port] = of_kind("overlays/tls", "Service")[f"specpool-{role}"]["spec"]["ports"]
-    assert port["appProtocol"] == "https"
-
-
 # --- Compose
 
 
@@ -464,7 +134,8 @@ def service_settings(role: str) -> Any:
     target = service(role)["build"]["target"]
     # YAML reads a variable whose default is empty as null; to a container it is an empty string.
     environment = {name: value or "" for name, value in service(role)["environment"].items()}
-    return settings_of(service_command(role), image_environment(target) | environment)
+    command, *arguments = service_command(role)
+    return settings_of(command, arguments, image_environment(target) | environment)
 
 
 def service_command(role: str) -> list[str]:
@@ -483,7 +154,7 @@ def test_compose_file_follows_its_specification() -> None:
 
 
 def test_compose_has_the_three_processes() -> None:
-    assert sorted(compose()["services"]) == sorted(ROLES)
+    assert sorted(compose()["services"]) == sorted(COMPONENTS)
 
 
 @EVERY_ROLE

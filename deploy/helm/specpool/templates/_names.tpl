@@ -1,0 +1,93 @@
+{{/* Names, labels and addresses. "Roles" are the keys of the values: coordinator, draft and target. */}}
+
+{{- define "specpool.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 38 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 38 | trimSuffix "-" -}}
+{{- end -}}
+{{- end }}
+
+{{- define "specpool.component" -}}
+{{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker") . -}}
+{{- end }}
+
+{{/* What belongs to a role: its StatefulSet, headless Service, ConfigMap and so on. Takes root and role. */}}
+{{- define "specpool.roleName" -}}
+{{- printf "%s-%s" (include "specpool.fullname" .root) (include "specpool.component" .role) -}}
+{{- end }}
+
+{{/* Roles that run, separated by spaces. */}}
+{{- define "specpool.roles" -}}
+coordinator {{ if .Values.draft.enabled }}draft {{ end }}target
+{{- end }}
+
+{{- define "specpool.serviceAccount" -}}
+{{- default (ternary (include "specpool.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
+{{- end }}
+
+{{- define "specpool.instanceLabels" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* Labels of an object; `component` is optional. Takes root and component. */}}
+{{- define "specpool.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+{{ include "specpool.selector" . }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "specpool.selector" -}}
+{{ include "specpool.instanceLabels" .root }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "specpool.port" -}}
+{{- get (dict "coordinator" 50050 "draft" 50052 "target" 50051) . -}}
+{{- end }}
+
+{{/*
+Where a coordinator finds its worker: the pod with the coordinator's own ordinal, which Kubernetes puts into $(CELL). The
+namespace is in the name because a certificate's wildcard needs a name of several parts after it. Takes root and role.
+*/}}
+{{- define "specpool.workerAddress" -}}
+{{- $service := include "specpool.roleName" . -}}
+{{- $host := printf "%s.%s.svc" $service .root.Release.Namespace -}}
+{{- if not .root.Values.disaggregatedSet.enabled -}}
+{{- $host = printf "%s-$(CELL).%s" $service $host -}}
+{{- end -}}
+{{- printf "%s:%s" $host (include "specpool.port" .role) -}}
+{{- end }}
+
+{{/* The reference of an image. Takes root and image. */}}
+{{- define "specpool.image" -}}
+{{- $repository := required "smg.image.repository: no public image is known, so name one" .image.repository -}}
+{{- with .root.Values.image.registry }}{{ $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}{{ end -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" $repository .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (coalesce .image.tag .defaultTag .root.Values.image.tag .root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "specpool.tlsSecret" -}}
+{{- $name := get .root.Values.tls.secrets .role -}}
+{{- default (printf "%s-tls" (ternary (printf "%s-client" (include "specpool.fullname" .root)) (include "specpool.roleName" .) (eq .role "client"))) $name -}}
+{{- end }}
+
+{{/* Whether clients speak TLS to the coordinators. */}}
+{{- define "specpool.clientTls" -}}
+{{- if and .Values.tls.enabled (ne .Values.tls.clients "none") -}}true{{- end -}}
+{{- end }}
+
+{{- define "specpool.scaled" -}}
+{{- if or (gt (int .Values.cells) 1) .Values.autoscaling.kind -}}true{{- end -}}
+{{- end }}

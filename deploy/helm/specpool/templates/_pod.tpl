@@ -1,0 +1,198 @@
+{{/* Pods of the three roles. Every template here takes root and role. */}}
+
+{{/* How long a pod goes on serving before SIGTERM, in seconds. */}}
+{{- define "specpool.preStopSeconds" -}}
+{{- $role := get .root.Values .role -}}
+{{- if kindIs "invalid" $role.preStopSeconds -}}
+{{- $coordinator := .root.Values.coordinator -}}
+{{- add $coordinator.preStopSeconds $coordinator.drainSeconds 5 -}}
+{{- else -}}
+{{- $role.preStopSeconds -}}
+{{- end -}}
+{{- end }}
+
+{{- define "specpool.securityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "specpool.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* Where pods may run, from the values of a role or of smg. Takes values and selector. */}}
+{{- define "specpool.scheduling" -}}
+{{- $selector := .selector }}
+{{- with .values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{ toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" ($selector | fromYaml)))) | nindent 4 | trim }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Probes ask the port where there is only health. Readiness asks for what the pod can do now. */}}
+{{- define "specpool.probes" -}}
+{{- $probes := (get .root.Values .role).probes -}}
+startupProbe:
+  grpc:
+    port: 50060
+    {{- if eq .role "coordinator" }}
+    # A coordinator is NOT_SERVING while its target worker is away: a reason to send it no requests, but not to restart it,
+    # since it holds the waiting requests. Only readiness asks for that.
+    service: live
+    {{- end }}
+  {{- toYaml $probes.startup | nindent 2 }}
+readinessProbe:
+  grpc:
+    port: 50060
+  {{- toYaml $probes.readiness | nindent 2 }}
+livenessProbe:
+  grpc:
+    port: 50060
+    service: live
+  {{- toYaml $probes.liveness | nindent 2 }}
+{{- end }}
+
+{{- define "specpool.resources" -}}
+{{- $role := get .root.Values .role -}}
+{{- $resources := deepCopy $role.resources -}}
+{{- if and (ne .role "coordinator") (gt (int $role.gpus) 0) -}}
+{{- $limits := merge (dict $role.gpuResource (int $role.gpus)) (default dict $resources.limits) -}}
+{{- $_ := set $resources "limits" $limits -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end }}
+
+{{- define "specpool.env" -}}
+{{- $role := get .root.Values .role -}}
+{{- if ne .role "coordinator" }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .root.Values.huggingface.existingSecret }}
+      key: {{ .root.Values.huggingface.key }}
+      optional: true
+{{- else }}
+{{- if not .root.Values.disaggregatedSet.enabled }}
+- name: CELL
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.labels['apps.kubernetes.io/pod-index']
+{{- end }}
+- name: SPECPOOL_TARGET_ADDRESS
+  value: {{ include "specpool.workerAddress" (dict "root" .root "role" "target") }}
+{{- if .root.Values.draft.enabled }}
+- name: SPECPOOL_DRAFT_ADDRESS
+  value: {{ include "specpool.workerAddress" (dict "root" .root "role" "draft") }}
+{{- end }}
+{{- end }}
+{{- with $role.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "specpool.pod" -}}
+{{- $root := .root -}}
+{{- $values := $root.Values -}}
+{{- $role := get $values .role -}}
+{{- $component := include "specpool.component" .role -}}
+{{- $selector := include "specpool.selector" (dict "root" $root "component" $component) -}}
+metadata:
+  labels:
+    {{- $selector | nindent 4 }}
+    {{- with merge (deepCopy $role.podLabels) $values.commonLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    # A change of the settings restarts the pods.
+    checksum/settings: {{ include "specpool.settings" . | sha256sum }}
+    {{- if and $values.metrics.enabled $values.metrics.annotations }}
+    prometheus.io/scrape: "true"
+    prometheus.io/port: {{ $values.metrics.port | quote }}
+    {{- end }}
+    {{- with $role.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "specpool.serviceAccount" $root }}
+  automountServiceAccountToken: false
+  # Kubernetes would describe the Services "specpool-..." in variables such as SPECPOOL_..._SERVICE_HOST, and a process
+  # refuses SPECPOOL_* variables that it does not know.
+  enableServiceLinks: false
+  # Longer than the preStop hook and the drain together.
+  terminationGracePeriodSeconds: {{ add (include "specpool.preStopSeconds" .) (ceil $role.drainSeconds) 10 }}
+  securityContext:
+    {{- include "specpool.securityContext" . | nindent 4 }}
+  {{- with $values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with include "specpool.scheduling" (dict "values" $role "selector" $selector) | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  containers:
+    - name: server
+      image: {{ include "specpool.image" (dict "root" $root "image" $role.image) }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      command: [specpool-{{ $component }}]
+      {{- with $role.extraArgs }}
+      args:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      envFrom:
+        - configMapRef:
+            name: {{ include "specpool.roleName" . }}
+      env:
+        {{- include "specpool.env" . | trim | nindent 8 }}
+      ports:
+        - name: grpc
+          containerPort: {{ include "specpool.port" .role }}
+        - name: health
+          containerPort: 50060
+        {{- if $values.metrics.enabled }}
+        - name: metrics
+          containerPort: {{ $values.metrics.port }}
+        {{- end }}
+      {{- include "specpool.probes" . | nindent 6 }}
+      lifecycle:
+        # New calls are routed elsewhere before a coordinator begins to refuse them, and a worker serves until its
+        # coordinator has drained.
+        preStop:
+          sleep:
+            seconds: {{ include "specpool.preStopSeconds" . }}
+      resources:
+        {{- include "specpool.resources" . | nindent 8 }}
+      securityContext:
+        {{- include "specpool.containerSecurityContext" . | nindent 8 }}
+      volumeMounts:
+        {{- include "specpool.mounts" . | trim | nindent 8 }}
+  volumes:
+    {{- include "specpool.volumes" . | trim | nindent 4 }}
+{{- end }}

@@ -1,0 +1,93 @@
+{{/* The settings of a role's process, as SPECPOOL_* variables. A process refuses to start with one that it does not know. */}}
+
+{{/* What the chart sets, by the settings' own names. Takes root and role. */}}
+{{- define "specpool.chartSettings" -}}
+{{- $values := .root.Values -}}
+{{- $role := get $values .role -}}
+port: {{ include "specpool.port" .role }}
+# Probes have a port of their own: the kubelet's gRPC probes speak no TLS, and clients may hold all connections of the
+# other port. No Service has this one.
+health_port: 50060
+drain_seconds: {{ $role.drainSeconds }}
+{{- if ne .role "coordinator" }}
+{{- if eq $role.modelCache.type "image" }}
+model: {{ clean (printf "/model/%s" $role.modelCache.image.path) }}
+{{- else }}
+model: {{ $role.model }}
+{{- with $role.revision }}
+revision: {{ . }}
+{{- end }}
+{{- end }}
+device: {{ default (ternary "cuda" "cpu" (gt (int $role.gpus) 0)) $role.device }}
+{{- end }}
+{{- include "specpool.tlsSettings" . }}
+{{- if eq .role "coordinator" }}
+{{- if $values.auth.apiTokens.existingSecret }}
+api_tokens: /api-tokens/{{ $values.auth.apiTokens.key }}
+{{- end }}
+{{- if $values.auth.workerToken.existingSecret }}
+worker_token: /worker-token/token
+{{- end }}
+{{- if $values.smg.enabled }}
+smg: true
+{{- end }}
+{{- with $values.metrics.compat }}
+metrics_compat: {{ . }}
+{{- end }}
+{{- if and $values.tracing.endpoint $values.tracing.prompts }}
+trace_prompts: true
+{{- end }}
+{{- else if $values.auth.workerToken.existingSecret }}
+api_tokens: /worker-token/tokens
+{{- end }}
+{{- with $values.logLevel }}
+log_level: {{ . }}
+{{- end }}
+{{- with $values.logFormat }}
+log_format: {{ . }}
+{{- end }}
+{{- if $values.metrics.enabled }}
+metrics_port: {{ $values.metrics.port }}
+{{- end }}
+{{- with $values.tracing.endpoint }}
+otlp_traces_endpoint: {{ . }}
+{{- if not (kindIs "invalid" $values.tracing.sampleRate) }}
+trace_sample_rate: {{ $values.tracing.sampleRate }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A coordinator shows the same certificate to clients and to its workers. Takes root and role. */}}
+{{- define "specpool.tlsSettings" -}}
+{{- if .root.Values.tls.enabled }}
+{{- if eq .role "coordinator" }}
+{{- if ne .root.Values.tls.clients "none" }}
+tls_cert: /tls/tls.crt
+tls_key: /tls/tls.key
+{{- else }}
+worker_tls_cert: /tls/tls.crt
+worker_tls_key: /tls/tls.key
+{{- end }}
+{{ ternary "tls_ca" "worker_tls_ca" (eq .root.Values.tls.clients "mutual") }}: /tls/ca.crt
+{{- else }}
+tls_cert: /tls/tls.crt
+tls_key: /tls/tls.key
+tls_ca: /tls/ca.crt
+allowed_names: {{ include "specpool.roleName" (dict "root" .root "role" "coordinator") }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The data of a role's ConfigMap. Takes root and role. */}}
+{{- define "specpool.settings" -}}
+{{- $settings := include "specpool.chartSettings" . | fromYaml -}}
+{{- range $name, $value := (get .root.Values .role).settings -}}
+{{- if or (hasKey $settings $name) (has $name (list "target_address" "draft_address")) -}}
+{{- fail (printf "%s.settings.%s: the chart sets it from other values" $.role $name) -}}
+{{- end -}}
+{{- $_ := set $settings $name $value -}}
+{{- end -}}
+{{- range $name, $value := $settings }}
+SPECPOOL_{{ upper $name }}: {{ ternary (toJson $value) (toString $value) (kindIs "float64" $value) | quote }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,109 @@
+{{/* What the pods of a role mount. Every template here takes root and role. */}}
+
+{{- define "specpool.mounts" -}}
+{{- $values := .root.Values -}}
+{{- $role := get $values .role -}}
+- name: tmp
+  mountPath: /tmp
+{{- if ne .role "coordinator" }}
+- name: models
+  mountPath: /models
+{{- if eq $role.modelCache.type "image" }}
+- name: model
+  mountPath: /model
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- include "specpool.secretMounts" . }}
+{{- with $role.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Folders, not single files (subPath): those would not change when a certificate or a token is renewed. */}}
+{{- define "specpool.secretMounts" }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  mountPath: /tls
+  readOnly: true
+{{- end }}
+{{- if and (eq .role "coordinator") .root.Values.auth.apiTokens.existingSecret }}
+- name: api-tokens
+  mountPath: /api-tokens
+  readOnly: true
+{{- end }}
+{{- if .root.Values.auth.workerToken.existingSecret }}
+- name: worker-token
+  mountPath: /worker-token
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "specpool.volumes" -}}
+{{- include "specpool.tmpVolume" . }}
+{{- if ne .role "coordinator" }}
+{{- include "specpool.modelVolumes" . }}
+{{- end }}
+{{- include "specpool.secretVolumes" . }}
+{{- with (get .root.Values .role).extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "specpool.tmpVolume" -}}
+- name: tmp
+  # In memory, because a tmpfs is sticky (mode 1777). A folder on the node's disk would be 0777: others could replace what
+  # is in it, so a worker would not load what it compiles there.
+  emptyDir:
+    medium: Memory
+    sizeLimit: 256Mi
+{{- end }}
+
+{{/* A claim for each cell comes from the StatefulSet's volumeClaimTemplates. */}}
+{{- define "specpool.modelVolumes" }}
+{{- $cache := (get .root.Values .role).modelCache }}
+{{- if eq $cache.type "existingClaim" }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ required (printf "%s.modelCache.existingClaim: needed by type existingClaim" .role) $cache.existingClaim }}
+{{- else if ne $cache.type "persistentVolumeClaim" }}
+- name: models
+  emptyDir: {}
+{{- end }}
+{{- if eq $cache.type "image" }}
+{{- if semverCompare "<1.33.0-0" .root.Capabilities.KubeVersion.Version }}
+{{- fail (printf "%s.modelCache.type image: needs Kubernetes 1.33, this is %s" .role .root.Capabilities.KubeVersion.Version) }}
+{{- end }}
+- name: model
+  image:
+    reference: {{ required (printf "%s.modelCache.image.reference: needed by type image" .role) $cache.image.reference }}
+    pullPolicy: {{ $cache.image.pullPolicy }}
+{{- end }}
+{{- end }}
+
+{{/* The pod's group may read the files, which is how the process reaches them. */}}
+{{- define "specpool.secretVolumes" }}
+{{- $auth := .root.Values.auth }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "specpool.tlsSecret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- if and (eq .role "coordinator") $auth.apiTokens.existingSecret }}
+- name: api-tokens
+  secret:
+    secretName: {{ $auth.apiTokens.existingSecret }}
+    defaultMode: 0440
+{{- end }}
+{{- with $auth.workerToken.existingSecret }}
+- name: worker-token
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    # The token alone is for the coordinators, the line with its name for the workers.
+    items:
+      - key: {{ ternary "token" "tokens" (eq $.role "coordinator") }}
+        path: {{ ternary "token" "tokens" (eq $.role "coordinator") }}
+{{- end }}
+{{- end }}
