@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from deployment import COMPONENTS
+from helm_chart import of_kind, template
 from hypothesis import given
 from hypothesis import strategies as st
+from pod_settings import pod_settings
 from pydantic import ByteSize, TypeAdapter
 from tiny_models import load_engine
 from worker_service import DRAFT, TARGET, serving
@@ -118,6 +121,22 @@ def test_each_process_accepts_the_values(device: str) -> None:
         assert TypeAdapter(ByteSize).validate_python(resources["limits"]["memory"] + "B") >= needs.limit_bytes
     assert (values["target"]["revision"], values["draft"]["revision"]) == ("f" * 40, "")
     assert values["draft"]["enabled"] is True
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0 (NVIDIA H200)"])
+def test_the_chart_takes_the_values_and_starts_each_process_with_them(device: str, tmp_path: Path) -> None:
+    plan = plan_of(device=device, positions=2000, throughput=10_000)
+    file = tmp_path / "values.yaml"
+    file.write_text(helm_values(plan))
+    manifests = template("--values", str(file))
+    cells = {item["spec"]["replicas"] for item in of_kind(manifests, "StatefulSet").values()}
+    assert cells == {plan.capacity.cells}
+    coordinator, *workers = (pod_settings(manifests, component) for component in COMPONENTS)
+    assert coordinator.window_size == plan.window.batch
+    for worker in workers:
+        assert (worker.max_sequences, worker.device) == (plan.window.batch, device[:4].rstrip(":"))
+        assert 0 <= worker.kv_memory - plan.capacity.target.kv_bytes < 2**20
+    assert [worker.revision for worker in workers] == [None, "f" * 40]
 
 
 def test_a_draft_that_never_pays_is_left_out() -> None:
