@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-cpus test-kernels lint protos bench pins sbom clean
+.PHONY: demo test test-cpus test-kernels test-images lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -18,6 +18,11 @@ test-cpus: .venv/ready
 # Compiles every kernel of a GPU's pass, for three architectures; needs no GPU.
 test-kernels: .venv/ready
 	$(BIN)/pytest -m all_kernels tests/benchmarks/test_compiled_kernels.py
+
+# Builds both images by the Dockerfile's steps and runs all processes from them, without a Docker daemon. As root;
+# apt-get install podman buildah runc mmdebstrap. IMAGES=--keep keeps the images; `--help` names the other options.
+test-images: $(TOOLS)/ready
+	$(PYTHON) -m deploy.trial.images $(IMAGES)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ def plan_figure(plan: Plan) -> Figure:
         sizes = [draft.model.parameters for draft in plan.drafts]
         axes, spread = every_axes[-1], max(sizes) / min(sizes)
         line = [min(sizes) * spread ** (i / 50) for i in range(-10, 61)]
-        axes.plot(sizes, [draft.agreement for draft in plan.drafts], "o")
+        axes.plot(sizes, [draft.acceptance.agreement for draft in plan.drafts], "o")
         axes.plot(line, [plan.scaling(size) for size in line], "--", color="gray")
         axes.set(xscale="log", xlabel="draft's parameters without embeddings", ylabel="agreement", ylim=(0, 1))
     return figure

@@ -18,6 +18,7 @@ from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.probes.step_times import measure_step_times
 from engine.startup import load_engine
+from planning.capacity import Memory
 from planning.plan import Model
 from protocol.tokenizer import TokenizerFiles
 from specpool.cli.prompts import PromptLine
@@ -70,9 +71,20 @@ def _model(engine: Engine, rows: Sequence[int]) -> Model:
         device=info.device,
         dtype=info.dtype,
         parameters=info.parameters - info.embedding_parameters,
-        room=extents.columns // extents.longest,
+        memory=Memory(
+            weights=info.weight_bytes,
+            activations=info.activation_bytes,
+            kv_per_position=info.kv_bytes_per_token,
+            positions=extents.columns,
+            multiple=extents.multiple,
+            max_model_len=info.max_model_len,
+        ),
         tokenizer_fingerprint=info.tokenizer_fingerprint,
         step_seconds=measure_step_times(engine, rows),
+        step_cached=info.step_cached,
+        seconds_per_cached=info.seconds_per_cached,
+        max_rows=info.max_rows,
+        revision=getattr(engine.loaded.config, "_commit_hash", None),
     )
 
 

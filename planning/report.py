@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from planning.capacity import WorkerNeeds
 from planning.plan import DraftPlan, Model, Plan
 from planning.scaling import other_sizes
 
@@ -18,6 +19,7 @@ def show(plan: Plan, console: Console) -> None:
         console.print(_table(draft))
     if plan.scaling is not None:
         console.print(_scaling_table(plan))
+    console.print(_capacity_table(plan))
     console.print(_recommendation(plan))
 
 
@@ -30,9 +32,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "drafts": [
                 {
                     **_model(draft.model),
-                    "agreement": draft.agreement,
-                    "acceptance_by_position": draft.by_position,
-                    "mean_acceptance_length": draft.pair.lengths[1:],
+                    "agreement": draft.acceptance.agreement,
+                    "acceptance_by_position": draft.acceptance.by_position,
+                    "mean_acceptance_length": draft.acceptance.lengths[1:],
                     "speeds": [asdict(speed) for speed in draft.speeds],
                 }
                 for draft in plan.drafts
@@ -47,6 +49,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "draft_workers": plan.workers.draft,
                 "target_workers": plan.workers.target,
             },
+            "capacity": asdict(plan.capacity),
         }
     )
     return result
@@ -54,12 +57,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def _table(draft: DraftPlan) -> Table:
     """Acceptance by draft length, and below it the predicted speed by batch."""
-    lengths = draft.pair.lengths[1:]
+    lengths = draft.acceptance.lengths[1:]
     drafted = [f"k = {k}" for k in range(1, len(lengths) + 1)]
     table = Table("batch", "plain tokens/s", *drafted, "best k", "groups", "tokens/s")
-    table.title = f"{draft.model.name}: agrees with {draft.agreement:.1%} of the target's greedy tokens"
+    table.title = f"{draft.model.name}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
     table.caption = "for each batch: predicted tokens/s, of plain decoding"
-    table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.by_position))
+    table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
     table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
     for batch, best in draft.best.items():
         plain, *others = [speed for speed in draft.speeds if speed.batch == batch]
@@ -79,6 +82,29 @@ def _scaling_table(plan: Plan) -> Table:
     for size, agreement in _predicted(plan).items():
         table.add_row(f"{size:,}", f"{agreement:.1%}")
     return table
+
+
+def _capacity_table(plan: Plan) -> Table:
+    """Memory of a cell's workers."""
+    capacity, positions = plan.capacity, plan.terms.positions
+    table = Table("worker", "weights", "activations", "slots", "a slot", "KV cache", "on the device", "pod's memory")
+    length = f"{positions or plan.target.memory.longest} positions"
+    table.title = f"a cell: one target and one draft worker, {capacity.slots} sequences of {length} at a time"
+    for model, needs in ((plan.target, capacity.target), (plan.chosen.model, capacity.draft)):
+        table.add_row(model.name, *_needs_row(model, needs, capacity.slots))
+    wanted = plan.terms.throughput
+    total = capacity.cells * plan.window.tokens_per_second
+    if wanted is not None:
+        table.caption = f"{_count(capacity.cells, 'cell')} for {wanted:g} tokens/s: {total:.1f} tokens/s predicted"
+    return table
+
+
+def _needs_row(model: Model, needs: WorkerNeeds, slots: int) -> list[str]:
+    memory = model.memory
+    figures = (memory.weights, memory.activations, needs.slot_bytes, needs.kv_bytes, needs.device_bytes)
+    weights, activations, slot, kv, device = (f"{count / 2**20:,.1f} MiB" for count in figures)
+    pod = f"{needs.request_bytes / 2**30:.1f} to {needs.limit_bytes / 2**30:.1f} GiB"
+    return [weights, activations, str(slots), slot, kv, device, pod]
 
 
 def _recommendation(plan: Plan) -> str:

@@ -39,7 +39,7 @@ PURE = {
     "coordinator/scheduling": {"coordinator.scheduling", "coordinator.text", "protocol"},
     "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "coordinator.counters", "protocol"},
 }
-PURE_IN_PLANNING = ("plan", "prediction", "scaling")
+PURE_IN_PLANNING = ("capacity", "plan", "prediction", "scaling", "values")
 IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 FILES_A_LEVEL = 14
 

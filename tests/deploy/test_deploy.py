@@ -96,8 +96,10 @@ def test_requirements_are_taken_from_the_project(tmp_path: Path) -> None:
     assert program == "python"
     subprocess.run([sys.executable, *arguments], cwd=tmp_path, check=True)
     metadata = project()["project"]
-    assert (tmp_path / "base.txt").read_text().splitlines() == metadata["dependencies"]
-    assert (tmp_path / "worker.txt").read_text().splitlines() == metadata["optional-dependencies"]["worker"]
+    extras = metadata["optional-dependencies"]
+    assert (tmp_path / "base.txt").read_text().splitlines() == metadata["dependencies"] + extras["otel"]
+    assert (tmp_path / "coordinator.txt").read_text().splitlines() == extras["smg"]
+    assert (tmp_path / "worker.txt").read_text().splitlines() == extras["worker"]
 
 
 def test_builder_is_sent_all_that_the_images_need() -> None:

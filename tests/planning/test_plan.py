@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from coordinator.drafting.costs import RoundCosts, StepTimes
 from distill.replay import acceptance_by_position, mean_acceptance_length
 from planning import main as command
-from planning.main import powers_of_two
-from planning.plan import Model, Plan, Terms, make_plan
+from planning import settings as plan_settings
+from planning.capacity import Memory
+from planning.models import MOST_ROWS, powers_of_two
+from planning.plan import Model, Plan, Terms, make_plan, replayed
 from planning.prediction import ENOUGH, MeasuredPair, Speed, enough, predict, workers
 from planning.scaling import fit, other_sizes
 
@@ -85,13 +87,14 @@ def test_draft_workers_can_feed_their_target_workers(pair: MeasuredPair, batch: 
 
 
 def model(name: str, step: float, parameters: int = 10**6, room: int = 32) -> Model:
-    return Model(name, "cpu", "float32", parameters, room, "same", {1: step, 64: 2 * step})
+    memory = Memory(10**6, 10**5, 64, positions=room * 512, multiple=64, max_model_len=512)
+    return Model(name, "cpu", "float32", parameters, memory, "same", {1: step, 64: 2 * step})
 
 
 def plan_of(*agreed: bool, room: int = 32, longest: int = 4) -> Plan:
     """Of two drafts of which the second never agrees."""
     target, first, second = model("target", 0.02, room=room), model("first", 0.001), model("second", 0.001, 10**7)
-    drafts = [(first, [list(agreed)]), (second, [[False] * len(agreed)])]
+    drafts = [(first, replayed([list(agreed)], longest)), (second, replayed([[False] * len(agreed)], longest))]
     return make_plan(target, drafts, Terms([1, 8, 32], longest, exchange_seconds=0.001, shared=False))
 
 
@@ -152,7 +155,7 @@ def test_other_sizes_lie_between_a_small_draft_and_the_target(sizes: list[int], 
 def test_measured_rows_reach_as_far_as_is_predicted_or_as_is_measured_at_all(most: int) -> None:
     rows = powers_of_two(most)
     assert len(rows) > 1
-    assert min(most, command.MOST_ROWS) <= rows[-1] < max(3, 2 * most)
+    assert min(most, MOST_ROWS) <= rows[-1] < max(3, 2 * most)
 
 
 # --- The command
@@ -234,5 +237,5 @@ def test_a_target_of_ones_own_needs_a_draft(
 def test_a_plot_needs_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(plan_settings, "find_spec", lambda name: None)
     assert "specpool[bench]" in refusal(monkeypatch, capsys, "--output", str(tmp_path))
