@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-cpus test-kernels lint protos bench pins sbom clean
+.PHONY: demo test test-cpus test-kernels test-hosts lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -18,6 +18,10 @@ test-cpus: .venv/ready
 # Compiles every kernel of a GPU's pass, for three architectures; needs no GPU.
 test-kernels: .venv/ready
 	$(BIN)/pytest -m all_kernels tests/benchmarks/test_compiled_kernels.py
+
+# Coordinator, draft and target on hosts of their own, as network namespaces, under load and faults; needs root.
+test-hosts: .venv/ready
+	$(BIN)/python -m deploy.trial --output build
 
 lint: .venv/ready
 	$(BIN)/ruff check .
