@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-cpus test-kernels test-images lint protos bench pins sbom clean
+.PHONY: demo test test-cpus test-kernels test-images test-hosts lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -23,6 +23,10 @@ test-kernels: .venv/ready
 # apt-get install podman buildah runc mmdebstrap. IMAGES=--keep keeps the images; `--help` names the other options.
 test-images: $(TOOLS)/ready
 	$(PYTHON) -m deploy.trial.images $(IMAGES)
+
+# Coordinator, draft and target on hosts of their own, as network namespaces, under load and faults; needs root.
+test-hosts: .venv/ready
+	$(BIN)/python -m deploy.trial --output build
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -1,0 +1,156 @@
+"""A trial on three hosts: coordinator, draft and target in network namespaces of their own, under load and faults.
+
+    python -m deploy.trial [--delay-ms 2] [--loss-percent 0.5] [--cut-seconds 10] [--output FOLDER]
+
+Needs Linux, root, and the commands `ip`, `tc` and `openssl`. The client has a namespace of its own, too; every hop has
+mutual TLS, and every packet is delayed and may be lost: by the kernel's netem where there is one, otherwise by the
+program that joins the namespaces. The pair of models is tiny and random. Hosts are cut off, processes are restarted,
+and every answer is compared with plain decoding on a good network. The exit status is 1 if any step found a fault. The
+last line printed is JSON.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import console, finish, output_folder, show
+from benchmarks.tiny_pair import make_tiny_pair
+from deploy.trial.load import Load, random_cases
+from deploy.trial.namespaces import TrialError, inside
+from deploy.trial.network import Network, network
+from deploy.trial.services import make_deployment, running
+from deploy.trial.steps import Step, Steps, leftovers
+from deploy.trial.timeline import BIN_SECONDS, Event, throughput_figure
+from specpool.cli.processes import ProcessFailedError
+from specpool.client import AsyncClient
+
+TOOLS = ("ip", "tc", "openssl")
+TUN = Path("/dev/net/tun")
+FOLDER = Path("/run/specpool-trial")
+CASES = 48
+"""Number of different requests."""
+END_SECONDS = 120.0
+"""Time that the last requests may take."""
+
+
+def main() -> None:
+    """Parses the command line, runs the trial, and prints what it found."""
+    options = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        require(os.geteuid() == 0, "needs root, to make network namespaces")
+        for tool in TOOLS:
+            require(shutil.which(tool), f"needs the command {tool}")
+        require(TUN.exists(), f"needs {TUN}")
+        with network(options.seed) as hosts, temporary_folder(), inside("client"):
+            result = asyncio.run(trial(options, hosts))
+    except (TrialError, ProcessFailedError) as error:
+        raise SystemExit(f"trial: {error}") from None
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise SystemExit(130) from None
+    steps = result["steps"]
+    show(f"three hosts, {result['link']}", steps)
+    events = [Event(**event) for event in result["events"]]
+    finish("hosts", result, options.output, throughput_figure(result["tokens_per_s"], events))
+    if result["faults"]:
+        raise SystemExit(f"the trial found {len(result['faults'])} faults")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.trial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--delay-ms", type=float, default=2.0, help="delay of every packet each way, 0 to 1000")
+    parser.add_argument("--loss-percent", type=float, default=0.5, help="share of packets lost each way, 0 to 20")
+    parser.add_argument("--cut-seconds", type=float, default=10.0, help="how long a host is cut off, 4 to 20")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests in flight, 1 to 32")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the packets that are lost")
+    parser.add_argument("--log-level", choices=("info", "warning", "error"), default="error", help="of the processes")
+    parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
+    options = parser.parse_args(arguments)
+    limits = {"delay_ms": (0, 1000), "loss_percent": (0, 20), "cut_seconds": (4, 20), "concurrency": (1, 32)}
+    for name, (least, most) in limits.items():
+        if not least <= getattr(options, name) <= most:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag}: {getattr(options, name):g} is not from {least} to {most}")
+    return options
+
+
+def require(holds: object, needs: str) -> None:
+    """TrialError with what the trial needs, unless it holds."""
+    if not holds:
+        raise TrialError(needs)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[None]:
+    """The folder of keys and models, which only root may read; what a killed trial has left there is removed."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(mode=0o700)
+    try:
+        yield
+    finally:
+        shutil.rmtree(FOLDER)
+
+
+async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
+    """Runs the service on its hosts, loads and disturbs it; returns all figures."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    began = time.monotonic()
+    console.print("starting the service")
+    deployment = make_deployment(FOLDER, *make_tiny_pair(FOLDER), options.log_level)
+    async with (
+        running(deployment),
+        AsyncClient(deployment.address, **deployment.client_security) as client,
+    ):
+        load = Load(client, random_cases(CASES, options.seed))
+        console.print("decoding plainly, on a good network")
+        await load.decode_plainly()
+        link = hosts.impair(options.delay_ms / 1000, options.loss_percent / 100)
+        console.print(f"{options.delay_ms:g} ms and {options.loss_percent:g}% loss each way, by {link}")
+        steps = await disturbed(load, Steps(hosts, deployment, client, load, options.cut_seconds), options.concurrency)
+        faults = [*(f"{step.event.name}: {fault}" for step in steps for fault in step.faults), *load.faults]
+        faults += await leftovers(client)
+    hosts.cut_off([])  # counts the packets once more
+    return {
+        "link": link,
+        "delay_ms": options.delay_ms,
+        "loss_percent": options.loss_percent,
+        "concurrency": options.concurrency,
+        "seconds": round(time.monotonic() - began, 1),
+        **vars(load.tally),
+        "packets": vars(hosts.counts),
+        "steps": [step.row for step in steps],
+        "bin_s": BIN_SECONDS,
+        "tokens_per_s": load.timeline.rates(steps[-1].event.ended),
+        "events": [vars(step.event) for step in steps[1:-1]],
+        "faults": faults,
+    }
+
+
+async def disturbed(load: Load, steps: Steps, concurrency: int) -> list[Step]:
+    """Makes all steps under load, and lets the last requests end."""
+    loading = load.start(concurrency)
+    try:
+        made = await steps.play()
+        load.finish()
+        async with asyncio.timeout(END_SECONDS):
+            await loading
+    finally:
+        loading.cancel()
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The trial on three hosts: its network, load and verdicts; the hosts themselves only where there are rights."""
+
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from serving import free_address, serving
+
+from deploy.trial import __main__ as trial
+from deploy.trial import steps
+from deploy.trial.load import Load, Tally, random_cases
+from deploy.trial.namespaces import ADDRESSES, TrialError, inside
+from deploy.trial.network import Network, network
+from deploy.trial.services import Deployment, make_deployment
+from deploy.trial.steps import Steps, has_recovered, leftovers, requests_gone_wrong
+from deploy.trial.switch import Conditions, Wire
+from deploy.trial.timeline import Event, Timeline, throughput_figure
+from rpc.channel import SecurityOptions
+from specpool.client import AsyncClient
+from specpool.v1 import generation_pb2 as pb
+
+CAN_MAKE_HOSTS = os.geteuid() == 0 and trial.TUN.exists() and all(map(shutil.which, trial.TOOLS))
+SETTINGS = {
+    "target": ("target_worker.server", "TargetWorkerSettings"),
+    "draft": ("draft_worker.server", "DraftWorkerSettings"),
+    "coordinator": ("coordinator.settings", "CoordinatorSettings"),
+}
+
+
+def wire(**conditions: Any) -> Wire:
+    its = Wire(seed=1)
+    its.conditions = Conditions(**conditions)
+    return its
+
+
+def test_packets_arrive_late_and_in_order() -> None:
+    its = wire(delay=0.002)
+    its.send("client", "draft", b"first", now=1.0)
+    its.send("draft", "client", b"second", now=1.001)
+    assert list(its.arrived(1.0019)) == []
+    assert its.seconds_to_next(1.0) == pytest.approx(0.002)
+    assert list(its.arrived(1.0021)) == [("draft", b"first")]
+    assert list(its.arrived(1.01)) == [("client", b"second")]
+    assert its.seconds_to_next(1.01) is None
+
+
+def test_a_share_of_the_packets_is_lost_the_same_with_the_same_seed() -> None:
+    arrived = []
+    for _ in range(2):
+        its = wire(loss=0.1)
+        for number in range(5000):
+            its.send("client", "draft", b"%d" % number, now=0.0)
+        arrived.append(list(its.arrived(0.0)))
+        assert its.counts.forwarded == len(arrived[-1]) == 5000 - its.counts.lost
+    assert arrived[0] == arrived[1]
+    assert 400 < its.counts.lost < 600
+
+
+def test_a_host_that_is_cut_off_neither_sends_nor_receives() -> None:
+    its = wire(cut_off=("draft",))
+    for source, destination in (("draft", "client"), ("client", "draft"), ("client", "target")):
+        its.send(source, destination, b"packet", now=0.0)
+    assert list(its.arrived(0.0)) == [("target", b"packet")]
+    assert its.counts.dropped == 2
+
+
+@pytest.mark.skipif(not CAN_MAKE_HOSTS, reason="needs root, a TUN device, and the commands ip, tc and openssl")
+def test_real_packets_are_late_and_lost_between_real_hosts() -> None:
+    try:
+        with network(seed=1) as hosts:
+            with inside("draft"):
+                receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+                receiver.bind((ADDRESSES["draft"], 7))
+            with inside("client"):
+                sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            with sender, receiver:
+                assert exchange(sender, receiver, 50)[0] == 50
+                hosts.impair(delay=0.05, loss=0.2)
+                arrived, seconds = exchange(sender, receiver, 50)
+                assert 25 < arrived < 50
+                assert seconds >= 0.05
+                hosts.cut_off(["draft"])
+                assert exchange(sender, receiver, 5)[0] == 0
+    except TrialError as error:
+        pytest.skip(str(error))  # another one runs, or root may not make namespaces here
+
+
+def exchange(sender: socket.socket, receiver: socket.socket, number: int) -> tuple[int, float]:
+    """Number of datagrams that arrive, and seconds until the first one did."""
+    receiver.settimeout(0.5)
+    began, arrived, seconds = time.monotonic(), 0, 0.0
+    for _ in range(number):
+        sender.sendto(b"datagram", (ADDRESSES["draft"], 7))
+    try:
+        while arrived < number:
+            receiver.recv(64)
+            seconds = seconds or time.monotonic() - began
+            arrived += 1
+    except TimeoutError:
+        pass
+    return arrived, seconds
+
+
+def test_rates_and_pauses_of_a_timeline() -> None:
+    timeline = Timeline()
+    for at, tokens in ((0.1, 3), (0.4, 1), (0.6, 2), (2.1, 5)):
+        timeline.add(at, tokens)
+    assert timeline.rates(ended=2.2) == [8.0, 4.0, 0.0, 0.0]
+    assert timeline.tokens(0.4, 2.1) == 3
+    assert timeline.longest_pause(0.0, 2.2) == pytest.approx(1.5)
+    assert timeline.longest_pause(0.7, 2.0) == pytest.approx(1.3)
+
+
+def test_the_plot_shows_each_event() -> None:
+    events = [Event("draft cut off", 1.0, 2.0), Event("target restarted", 3.0, 4.0)]
+    (axes,) = throughput_figure([8.0, 4.0, 0.0, 6.0], events).axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["draft cut off", "target restarted"]
+
+
+def test_verdicts_count_the_requests_of_their_step() -> None:
+    before = Tally(answered=10, wrong=1, failed=1)
+    assert requests_gone_wrong(before, Tally(12, 1, 1)) == []
+    assert requests_gone_wrong(before, Tally(12, 2, 3)) == ["1 answers were wrong", "2 requests failed"]
+
+
+def state(tokens: int, drafted: int, draft: str = "ready") -> pb.GetServerInfoResponse:
+    drafts = {"model": pb.DraftCounters(draft_tokens=drafted)}
+    counters = pb.ServerCounters(completion_tokens=tokens, drafts=drafts)
+    return pb.GetServerInfoResponse(
+        target=pb.WorkerState(state="ready"), draft=pb.WorkerState(state=draft), counters=counters
+    )
+
+
+@pytest.mark.parametrize(
+    ("info", "recovered"),
+    [
+        (state(11, 6), True),
+        (state(10, 6), False),
+        (state(11, 5), False),
+        (state(11, 6, draft="resting"), False),
+    ],
+)
+def test_a_service_has_recovered_once_both_workers_are_used_again(
+    info: pb.GetServerInfoResponse, recovered: bool
+) -> None:
+    assert has_recovered(state(10, 5).counters, info) is recovered
+
+
+class NoNetwork:
+    """A network that only notes what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[list[str]] = []
+
+    def cut_off(self, hosts: Iterable[str]) -> None:
+        self.told.append(list(hosts))
+
+
+async def test_a_load_on_a_service_that_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "SETTLE_SECONDS", 0.0)
+    async with serving() as served, AsyncClient(served.address) as client:
+        load, hosts = Load(client, random_cases(4, seed=1)), NoNetwork()
+        await load.decode_plainly()
+        loading = load.start(2)
+        its = Steps(cast(Network, hosts), Deployment({}, SecurityOptions()), client, load, cut_seconds=0.4)
+        assert await its.recover() == []
+        assert await its.cut_off("draft") == []
+        assert await its.cut_off("target") == ["tokens came without the target"]  # nothing was really cut off
+        assert hosts.told == [["draft"], [], ["target"], []]
+        load.finish()
+        await loading
+        assert await leftovers(client) == []
+    assert load.tally.answered > 0
+    assert (load.tally.wrong, load.tally.failed, load.faults) == (0, 0, [])
+    assert load.timeline.tokens(0, load.now) >= load.tally.answered * 20
+
+
+async def test_other_tokens_and_failures_are_found() -> None:
+    async with serving() as served, AsyncClient(served.address) as client:
+        (case,) = cases = random_cases(1, seed=1)
+        load = Load(client, cases)
+        await load.decode_plainly()
+        case.tokens[-1] += 1
+        loading = load.start(1)
+        load.finish()
+        await loading
+    assert load.tally == Tally(answered=1, wrong=1, failed=0)
+    async with AsyncClient(free_address(), retry_seconds=0) as client:
+        load = Load(client, cases)
+        loading = load.start(1)
+        load.finish()
+        await loading
+    assert load.tally == Tally(answered=0, wrong=0, failed=1)
+    assert "UNAVAILABLE" in load.faults[0]
+
+
+def test_each_process_takes_its_flags(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path, tmp_path, tmp_path, "error")
+    assert deployment.address == "10.77.0.2:50050"
+    for name, service in deployment.services.items():
+        module, settings = SETTINGS[name]
+        loaded = getattr(import_module(module), settings).load(name, service.arguments)
+        assert f"{loaded.host}:{loaded.port}" == service.address
+        assert loaded.tls_ca is not None  # mutual TLS
+        assert loaded.allowed_names == (() if name == "coordinator" else ("coordinator",))
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        (["--loss-percent", "21"], "--loss-percent: 21 is not from 0 to 20"),
+        (["--delay-ms", "-1"], "--delay-ms: -1 is not from 0 to 1000"),
+        (["--cut-seconds", "1"], "--cut-seconds: 1 is not from 4 to 20"),
+        (["--concurrency", "0"], "--concurrency: 0 is not from 1 to 32"),
+        (["--concurrency", "many"], "invalid int value: 'many'"),
+        (["--loss-percent", "nan"], "--loss-percent: nan is not from 0 to 20"),
+        (["--hosts", "3"], "unrecognized arguments: --hosts 3"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        trial.parse(flags)
+    assert ended.value.code == 2
+    assert refusal in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("user", "path", "says"), [(1000, "/usr/bin", "needs root"), (0, "/nowhere", "needs the command ip")]
+)
+def test_what_is_missing_is_said_in_one_line(user: int, path: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setattr(sys, "argv", ["trial"])
+    monkeypatch.setattr(trial.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match=f"^trial: {says}"):
+        trial.main()
