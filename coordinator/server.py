@@ -6,6 +6,7 @@ import logging
 import sys
 
 from coordinator.coordinator import Coordinator
+from coordinator.intake import Intake
 from coordinator.service import GenerationServicer
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.errors import MismatchError
@@ -28,7 +29,8 @@ class CoordinatorServer:
         self.coordinator = Coordinator(settings)
         self._target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
-        servicer = GenerationServicer(self.coordinator, self.server)
+        intake = Intake(self.coordinator, self.server)
+        servicer = GenerationServicer(self.coordinator, self.server, intake)
         self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
         self.coordinator.target.on_change = self._target_changed
         self._running: asyncio.Task[None] | None = None

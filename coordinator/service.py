@@ -3,40 +3,30 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from coordinator.coordinator import Coordinator
-from coordinator.generation import Generation, Piece, Sample
-from coordinator.prompts.reading import PromptReader
-from coordinator.prompts.slots import TokenizingSlots
-from coordinator.validation import Limits, check_request_id, parse_request, with_prompt
+from coordinator.generation import Piece, Sample
+from coordinator.intake import Intake
 from coordinator.workers.link import WorkerLink
 from protocol.codec import logprobs_message
-from protocol.errors import InvalidArgumentError, UnavailableError
 from rpc.callers import client_of
 from rpc.server import Server
 from rpc.unread import UnreadStream
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
-# Pieces whose log-probabilities are put into a response between two turns of the event loop.
-PIECES_AT_ONCE = 64
-
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """`specpool.v1.GenerationService`."""
 
-    def __init__(self, coordinator: Coordinator, server: Server) -> None:
-        self._coordinator, self._server = coordinator, server
-        settings = coordinator.settings
-        self._slots = TokenizingSlots(most_waiting=settings.usable_window + settings.queue_size)
+    def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
+        self._coordinator, self._server, self._intake = coordinator, server, intake
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
-        async with await self._begin(request, context) as generation:
+        async with await self._intake.begin(request, client_of(context)) as generation:
             first, *others = [await _response(sample) for sample in await generation.finished()]
             first.other_samples.extend(others)
             return first
@@ -45,7 +35,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Generates and sends every piece as it is committed, at the pace of the client."""
-        async with await self._begin(request, context) as generation:
+        async with await self._intake.begin(request, client_of(context)) as generation:
             request_id = generation.request_id
             async for sample, piece in generation.pieces(UnreadStream(context).end):
                 if piece is not None and not (piece.token_ids or piece.text):
@@ -57,10 +47,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends a request in flight of the same client."""
-        if not request.request_id:
-            raise InvalidArgumentError("request_id", "must not be empty")
-        check_request_id(request.request_id)
-        self._coordinator.abort(client_of(context), request.request_id)
+        self._intake.abort(request.request_id, client_of(context))
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
@@ -111,24 +98,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             speculation=pb.SpeculationState(**vars(coordinator.drafting.state())),
         )
 
-    async def _begin(self, request: pb.GenerateRequest, context: Any) -> AbstractAsyncContextManager[Generation]:
-        if self._server.stopping:
-            raise UnavailableError("the server is shutting down")
-        arrived = time.monotonic()
-        coordinator = self._coordinator
-        limits = Limits(
-            coordinator.settings,
-            coordinator.max_model_len,
-            coordinator.target.vocab_size,
-            coordinator.pool.window_size,
-        )
-        prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
-        parsed = replace(parse_request(request, coordinator.tokenizer.eos_token_ids, limits), client=client_of(context))
-        prompt.check(request)
-        coordinator.check_queue(parsed)
-        prompt_ids = await prompt.read(request, self._slots, before=lambda: coordinator.check_queue(parsed))
-        return coordinator.generate(with_prompt(parsed, prompt_ids, request.sampling_params, limits), arrived)
-
 
 def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
     return pb.GenerateChunk(
@@ -141,11 +110,8 @@ def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
 
 async def _response(sample: Sample) -> pb.GenerateResponse:
     response = _without_logprobs(sample)
-    if sample.sequence.request.logprobs is not None:
-        for start in range(0, len(sample.pieces), PIECES_AT_ONCE):
-            for piece in sample.pieces[start : start + PIECES_AT_ONCE]:
-                response.logprobs.extend(map(logprobs_message, piece.logprobs))
-            await asyncio.sleep(0)
+    async for logprobs in sample.logprobs():
+        response.logprobs.extend(map(logprobs_message, logprobs))
     return response
 
 

@@ -58,6 +58,7 @@ MAY_NAME_STATUS_CODES = {
 MAY_USE_PROTOBUF = {
     "protocol/answers.py",
     "protocol/codec.py",
+    "coordinator/intake.py",
     "coordinator/prompts/reading.py",
     "coordinator/server.py",
     "coordinator/service.py",
