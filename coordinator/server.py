@@ -32,6 +32,10 @@ class CoordinatorServer:
         intake = Intake(self.coordinator, self.server)
         servicer = GenerationServicer(self.coordinator, self.server, intake)
         self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
+        if settings.smg:
+            from coordinator.smg.service import add_engine_service  # its stubs come with an extra
+
+            add_engine_service(self.coordinator, self.server, intake)
         self.coordinator.target.on_change = self._target_changed
         self._running: asyncio.Task[None] | None = None
 

@@ -20,6 +20,7 @@ from protocol.errors import (
     TooManyCallsError,
     UnauthenticatedError,
     UnavailableError,
+    UnimplementedError,
     WorkerFailedError,
 )
 
@@ -34,6 +35,7 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     TooManyCallsError: StatusCode.RESOURCE_EXHAUSTED,
     SlowRequestError: StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: StatusCode.UNAVAILABLE,
+    UnimplementedError: StatusCode.UNIMPLEMENTED,
     WorkerFailedError: StatusCode.INTERNAL,
 }
 

@@ -62,6 +62,8 @@ MAY_USE_PROTOBUF = {
     "coordinator/prompts/reading.py",
     "coordinator/server.py",
     "coordinator/service.py",
+    "coordinator/smg/answers.py",
+    "coordinator/smg/requests.py",
     "coordinator/validation.py",
     "draft_worker/server.py",
     "draft_worker/service.py",
@@ -175,6 +177,14 @@ def test_protobuf_stays_at_the_edges() -> None:
     users |= {name_of(path) for path in files if "google" in top_levels(path)}
     assert {name for name in users - MAY_USE_PROTOBUF if not name.startswith(ALSO_AT_THE_EDGE)} == set()
     assert "coordinator/service.py" in users
+
+
+def test_only_one_folder_knows_the_gateway_and_it_is_loaded_when_asked_for() -> None:
+    files = [path for package in PACKAGES for path in sources(package)]
+    users = {name_of(path.parent) for path in files if "smg_grpc_proto" in top_levels(path)}
+    assert users == {"coordinator/smg"}
+    program = "import coordinator.server, specpool, sys; sys.exit('smg_grpc_proto' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 def test_what_a_user_imports_and_the_coordinator_load_no_torch() -> None:

@@ -1,10 +1,12 @@
 """Real weights in real processes: `specpool up` serves the tokens that plain decoding of the target gives."""
 
 import asyncio
-from typing import Unpack
+from typing import Any, Unpack
 
 import grpc
 import pytest
+from gateway import gateway
+from openai import AsyncOpenAI
 
 from specpool.cli.generate import answers
 from specpool.cli.prompts import own_prompts
@@ -41,10 +43,12 @@ SAMPLING: GenerateOptions = {"temperature": 0.8, "top_p": 0.95, "repetition_pena
 
 @pytest.mark.real_pair
 async def test_samples_in_mixed_batches_are_those_of_plain_decoding_alone() -> None:
-    """The batch also has greedy sequences, several samples share a prompt, and the cache already has the prompts."""
+    """The batch also has greedy sequences, several samples share a prompt, and the cache already has the prompts.
+    OpenAI's client gets the same through the gateway."""
     async with (
-        running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address,
+        running(UpSettings(port=0, drain_seconds=1, log_level="warning", smg=True)) as address,
         AsyncClient(address) as client,
+        gateway(address) as openai,
     ):
         alone = await all_answers(client, concurrency=1, k=0, part=0, **SAMPLING)
         greedy = all_answers(client, concurrency=2, k=3, part=1)
@@ -62,6 +66,19 @@ async def test_samples_in_mixed_batches_are_those_of_plain_decoding_alone() -> N
         first, *others = [sample.usage.cached_tokens for sample in samples]
         assert 0 < first < several.usage.prompt_tokens
         assert others == [several.usage.prompt_tokens - 1] * 3
+        for line, plain in list(zip(own_prompts()[::3], alone, strict=True))[:2]:
+            assert await texts_over_http(openai, line.prompt, **SAMPLING) == [plain.text] * 2
+
+
+async def texts_over_http(openai: AsyncOpenAI, chat: Any, **options: Unpack[GenerateOptions]) -> list[str | None]:
+    """The text of an answer through the gateway: at once, and streamed."""
+    extra = {"repetition_penalty": options.pop("repetition_penalty")}
+    asked: Any = {"model": "target", "messages": chat, "max_tokens": MAX_TOKENS, "extra_body": extra, **options}
+    asked |= {"logprobs": True, "top_logprobs": options["logprobs"]}
+    answer = await openai.chat.completions.create(**asked)
+    stream = await openai.chat.completions.create(stream=True, **asked)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    return [answer.choices[0].message.content, "".join(pieces)]
 
 
 async def all_answers(
