@@ -18,6 +18,8 @@ from protocol.sampling import TokenLogprobs
 
 # Unread tokens of a sample beyond which it pauses; it goes on when half of them are read.
 MOST_UNREAD = 256
+# Pieces whose log-probabilities are handed out between two turns of the event loop.
+PIECES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,16 @@ class Sample:
             first_token=first_token - self._arrived if first_token else 0.0,
             total=ended - self._arrived,
         )
+
+    async def logprobs(self) -> AsyncIterator[list[TokenLogprobs]]:
+        """Log-probabilities of the tokens so far, some at a time, so that no long answer holds up other requests; none
+        if they were not asked for."""
+        if self.sequence.request.logprobs is None:
+            return
+        for start in range(0, len(self.pieces), PIECES_AT_ONCE):
+            pieces = self.pieces[start : start + PIECES_AT_ONCE]
+            yield [logprobs for piece in pieces for logprobs in piece.logprobs]
+            await asyncio.sleep(0)
 
     def admit(self) -> None:
         """Notes that the sequence entered the window; again if it was set aside meanwhile."""

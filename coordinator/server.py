@@ -6,6 +6,7 @@ import logging
 import sys
 
 from coordinator.coordinator import Coordinator
+from coordinator.intake import Intake
 from coordinator.service import GenerationServicer
 from coordinator.settings import CoordinatorSettings
 from coordinator.telemetry.metrics import CoordinatorMetrics
@@ -32,9 +33,14 @@ class CoordinatorServer:
         self.coordinator = Coordinator(settings, self._tracer)
         self._target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
-        servicer = GenerationServicer(self.coordinator, self.server)
+        intake = Intake(self.coordinator, self.server)
+        servicer = GenerationServicer(self.coordinator, self.server, intake)
         self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
         self.server.registry.register(CoordinatorMetrics(self.coordinator))
+        if settings.smg:
+            from coordinator.smg.service import add_engine_service  # its stubs come with an extra
+
+            add_engine_service(self.coordinator, self.server, intake)
         self.coordinator.target.on_change = self._target_changed
         self._running: asyncio.Task[None] | None = None
 

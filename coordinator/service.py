@@ -3,71 +3,50 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from coordinator.coordinator import Coordinator
-from coordinator.generation import Generation, Piece, Sample
-from coordinator.prompts.reading import PromptReader
-from coordinator.prompts.slots import TokenizingSlots
-from coordinator.tracing.traces import Asked, RequestTrace
-from coordinator.validation import Limits, check_request_id, parse_request, with_prompt
+from coordinator.generation import Piece, Sample
+from coordinator.intake import Intake
 from coordinator.workers.link import WorkerLink
 from protocol.codec import logprobs_message
-from protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
-from rpc import logs
 from rpc.callers import client_of
 from rpc.server import Server
-from rpc.unread import UnreadStream
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
-
-# Pieces whose log-probabilities are put into a response between two turns of the event loop.
-PIECES_AT_ONCE = 64
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """`specpool.v1.GenerationService`."""
 
-    def __init__(self, coordinator: Coordinator, server: Server) -> None:
-        self._coordinator, self._server = coordinator, server
-        settings = coordinator.settings
-        self._slots = TokenizingSlots(most_waiting=settings.usable_window + settings.queue_size)
+    def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
+        self._coordinator, self._server, self._intake = coordinator, server, intake
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         """Generates to the end and answers once."""
-        with self._coordinator.traces.request(partial(_asked, request, context, False)) as trace:
-            async with await self._begin(request, context) as generation:
-                trace.follow(generation)
-                first, *others = [await _response(sample) for sample in await generation.finished()]
-                first.other_samples.extend(others)
-                return first
+        async with self._intake.generation(request, context) as (generation, _):
+            first, *others = [await _response(sample) for sample in await generation.finished()]
+            first.other_samples.extend(others)
+            return first
 
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Generates and sends every piece as it is committed, at the pace of the client."""
-        with self._coordinator.traces.request(partial(_asked, request, context, True)) as trace:
-            async with await self._begin(request, context) as generation:
-                trace.follow(generation)
-                request_id = generation.request_id
-                async for sample, piece in generation.pieces(partial(_give_up, trace, UnreadStream(context))):
-                    if piece is not None and not (piece.token_ids or piece.text):
-                        continue  # an end that leaves nothing to show
-                    if piece is not None:
-                        yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
-                    else:
-                        yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
+        async with self._intake.generation(request, context, stream=True) as (generation, give_up):
+            request_id = generation.request_id
+            async for sample, piece in generation.pieces(give_up):
+                if piece is not None and not (piece.token_ids or piece.text):
+                    continue  # an end that leaves nothing to show
+                if piece is not None:
+                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
+                else:
+                    yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends a request in flight of the same client."""
-        if not request.request_id:
-            raise InvalidArgumentError("request_id", "must not be empty")
-        check_request_id(request.request_id)
-        self._coordinator.abort(client_of(context), request.request_id)
+        self._intake.abort(request.request_id, client_of(context))
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
@@ -118,43 +97,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             speculation=pb.SpeculationState(**vars(coordinator.drafting.state())),
         )
 
-    async def _begin(self, request: pb.GenerateRequest, context: Any) -> AbstractAsyncContextManager[Generation]:
-        if self._server.stopping:
-            raise UnavailableError("the server is shutting down")
-        arrived = time.monotonic()
-        coordinator = self._coordinator
-        limits = Limits(
-            coordinator.settings,
-            coordinator.max_model_len,
-            coordinator.target.vocab_size,
-            coordinator.pool.window_size,
-        )
-        prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
-        parsed = replace(parse_request(request, coordinator.tokenizer.eos_token_ids, limits), client=client_of(context))
-        logs.serves_request(parsed.request_id)
-        prompt.check(request)
-        coordinator.check_queue(parsed)
-        prompt_ids = await prompt.read(request, self._slots, before=lambda: coordinator.check_queue(parsed))
-        return coordinator.generate(with_prompt(parsed, prompt_ids, request.sampling_params, limits), arrived)
-
-
-def _asked(request: pb.GenerateRequest, context: Any, stream: bool) -> Asked:
-    """What the trace of a request needs to know of its call."""
-    is_chat = request.WhichOneof("input") == "chat"
-    texts = [("user", request.text)] if request.text else []
-    return Asked(
-        operation="chat" if is_chat else "text_completion",
-        stream=stream,
-        metadata=context.invocation_metadata() or (),
-        messages=lambda: [(message.role, message.content) for message in request.chat.messages] if is_chat else texts,
-    )
-
-
-def _give_up(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> None:
-    """Ends a stream that is not read; its handler will only see that it was cancelled."""
-    trace.failed(error)
-    stream.end(error)
-
 
 def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
     return pb.GenerateChunk(
@@ -167,11 +109,8 @@ def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
 
 async def _response(sample: Sample) -> pb.GenerateResponse:
     response = _without_logprobs(sample)
-    if sample.sequence.request.logprobs is not None:
-        for start in range(0, len(sample.pieces), PIECES_AT_ONCE):
-            for piece in sample.pieces[start : start + PIECES_AT_ONCE]:
-                response.logprobs.extend(map(logprobs_message, piece.logprobs))
-            await asyncio.sleep(0)
+    async for logprobs in sample.logprobs():
+        response.logprobs.extend(map(logprobs_message, logprobs))
     return response
 
 

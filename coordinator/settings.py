@@ -1,8 +1,9 @@
 """Settings of the coordinator."""
 
+from importlib.util import find_spec
 from typing import Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from coordinator.scheduling.sequence import DraftMethod
 from coordinator.worker_security import WorkerSecurity
@@ -98,6 +99,11 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     trace_prompts: bool = Field(False, description="traces include prompts and outputs")
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 
+    smg: bool = Field(
+        False,
+        description="serve vllm.grpc.engine.VllmEngine too, so that the gateway smg can speak HTTP for this server",
+    )
+
     @property
     def usable_window(self) -> int:
         """`window_size`, but no more than a batch where the window is one batch (eqspec)."""
@@ -107,6 +113,13 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     def least_group_size(self) -> int:
         """`min_group_size`, or its default."""
         return self.min_group_size or min(self.max_batch_size, max(2, self.max_batch_size // 2))
+
+    @field_validator("smg")
+    @classmethod
+    def _stubs_installed(cls, smg: bool) -> bool:
+        if smg and find_spec("smg_grpc_proto") is None:
+            raise ValueError("needs smg-grpc-proto: pip install 'specpool[smg]'")
+        return smg
 
     @model_validator(mode="after")
     def _groups_within_batch(self) -> Self:

@@ -12,6 +12,7 @@ ServiceError
 │   └── TooManyCallsError   too many calls, or too large ones, are in progress
 ├── SlowRequestError        a request takes too long to arrive
 ├── UnavailableError        a worker or the server cannot serve now
+├── UnimplementedError      the server does not offer this
 └── WorkerFailedError       a worker still fails after retries
 """
 
@@ -83,6 +84,10 @@ class SlowRequestError(ServiceError):
 
 class UnavailableError(ServiceError):
     """The server cannot serve now, but may soon."""
+
+
+class UnimplementedError(ServiceError):
+    """The server does not offer this, whatever the request says."""
 
 
 class WorkerFailedError(ServiceError):

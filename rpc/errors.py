@@ -21,6 +21,7 @@ from protocol.errors import (
     TooManyCallsError,
     UnauthenticatedError,
     UnavailableError,
+    UnimplementedError,
     WorkerFailedError,
 )
 
@@ -35,6 +36,7 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     TooManyCallsError: StatusCode.RESOURCE_EXHAUSTED,
     SlowRequestError: StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: StatusCode.UNAVAILABLE,
+    UnimplementedError: StatusCode.UNIMPLEMENTED,
     WorkerFailedError: StatusCode.INTERNAL,
 }
 

@@ -6,6 +6,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from hypothesis import strategies as st
+from smg_grpc_proto import vllm_engine_pb2
 
 from specpool.v1 import common_pb2, draft_worker_pb2, generation_pb2, target_worker_pb2
 
@@ -16,17 +17,23 @@ GENERATE = generation_pb2.GenerateRequest(
     sampling_params=generation_pb2.SamplingParams(max_tokens=3, stop=["x"], logit_bias={3: 1.0}, n=1),
     speculative=generation_pb2.SpeculativeParams(num_speculative_tokens=2),
 )
-VALID: dict[str, Message] = {
-    "GenerateRequest": GENERATE,
-    "AbortRequest": generation_pb2.AbortRequest(request_id="none"),
-    "ProposeRequest": draft_worker_pb2.ProposeRequest(
+REQUESTS: list[Message] = [
+    GENERATE,
+    generation_pb2.AbortRequest(request_id="none"),
+    draft_worker_pb2.ProposeRequest(
         coordinator_id="fuzz", round_id=1, items=[{**ITEM, "num_draft_tokens": 3, "min_chance": 0.1}], chances=[0, 1]
     ),
-    "VerifyRequest": target_worker_pb2.VerifyRequest(
+    target_worker_pb2.VerifyRequest(
         coordinator_id="fuzz", round_id=1, items=[{**ITEM, "draft_token_ids": [4, 5], "logprobs": 2}]
     ),
-    "ReleaseRequest": common_pb2.ReleaseRequest(coordinator_id="fuzz", sequence_ids=[1]),
-}
+    common_pb2.ReleaseRequest(coordinator_id="fuzz", sequence_ids=[1]),
+    vllm_engine_pb2.GenerateRequest(
+        tokenized=vllm_engine_pb2.TokenizedInput(input_ids=[1, 2, 3]),
+        sampling_params=vllm_engine_pb2.SamplingParams(max_tokens=3, stop=["x"], logit_bias={3: 1.0}, n=1, seed=1),
+    ),
+    vllm_engine_pb2.AbortRequest(request_ids=["none"]),
+]
+VALID = {message.DESCRIPTOR.full_name: message for message in REQUESTS}
 
 
 def integers(bits: int, signed: bool) -> st.SearchStrategy[int]:
@@ -54,6 +61,8 @@ def values_of(one: FieldDescriptor) -> st.SearchStrategy[Any]:
     if one.message_type is not None and one.message_type.GetOptions().map_entry:
         entry = one.message_type.fields_by_name
         return st.dictionaries(values_of(entry["key"]), values_of(entry["value"]), max_size=4)
+    if one.type == FieldDescriptor.TYPE_BYTES:
+        return st.binary(max_size=20)
     single = fields_of(one.message_type) if one.message_type is not None else VALUES[one.cpp_type]
     if not one.is_repeated:
         return single
@@ -104,7 +113,7 @@ def garbage(method: MethodDescriptor) -> st.SearchStrategy[list[bytes]]:
     """Random bytes, messages with some bytes changed, and messages of random fields."""
     kind = message_factory.GetMessageClass(method.input_type)
     edit = st.tuples(st.integers(0, 200), st.integers(0, 8), st.binary(max_size=8))
-    valid = VALID.get(method.input_type.name, kind()).SerializeToString()
+    valid = VALID.get(method.input_type.full_name, kind()).SerializeToString()
     changed = st.lists(edit, min_size=1, max_size=2).map(lambda edits: cut_and_pasted(valid, edits))
     random_fields = fields_of(method.input_type).map(lambda fields: kind(**fields).SerializeToString())
     return st.lists(st.binary(max_size=300) | changed | random_fields, min_size=1, max_size=1)
@@ -112,7 +121,7 @@ def garbage(method: MethodDescriptor) -> st.SearchStrategy[list[bytes]]:
 
 def almost_valid(method: MethodDescriptor) -> st.SearchStrategy[list[bytes]]:
     """Messages with one wrong field; to a stream, valid ones too."""
-    valid = VALID.get(method.input_type.name, message_factory.GetMessageClass(method.input_type)())
+    valid = VALID.get(method.input_type.full_name, message_factory.GetMessageClass(method.input_type)())
     wrong = with_one_wrong(valid).map(lambda message: message.SerializeToString())
     one = st.just(valid.SerializeToString()) | wrong if method.client_streaming else wrong
     return st.lists(one, min_size=1, max_size=3 if method.client_streaming else 1)

@@ -59,9 +59,12 @@ MAY_NAME_STATUS_CODES = {
 MAY_USE_PROTOBUF = {
     "protocol/answers.py",
     "protocol/codec.py",
+    "coordinator/intake.py",
     "coordinator/prompts/reading.py",
     "coordinator/server.py",
     "coordinator/service.py",
+    "coordinator/smg/answers.py",
+    "coordinator/smg/requests.py",
     "coordinator/validation.py",
     "draft_worker/server.py",
     "draft_worker/service.py",
@@ -180,6 +183,14 @@ def test_protobuf_stays_at_the_edges() -> None:
 def test_only_one_module_knows_opentelemetry() -> None:
     files = [path for package in PACKAGES for path in sources(package)]
     assert [name_of(path) for path in files if "opentelemetry" in top_levels(path)] == ["rpc/tracing.py"]
+
+
+def test_only_one_folder_knows_the_gateway_and_it_is_loaded_when_asked_for() -> None:
+    files = [path for package in PACKAGES for path in sources(package)]
+    users = {name_of(path.parent) for path in files if "smg_grpc_proto" in top_levels(path)}
+    assert users == {"coordinator/smg"}
+    program = "import coordinator.server, specpool, sys; sys.exit('smg_grpc_proto' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 def test_what_a_user_imports_and_the_coordinator_load_neither_torch_nor_opentelemetry() -> None:

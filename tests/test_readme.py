@@ -25,7 +25,9 @@ BIN = Path(sys.executable).parent
 BUF_COMMANDS = re.findall(r"^    (\.venv/bin/buf curl (?:.*\n)+?.*GenerationService/\w+)$", EVERYTHING, re.MULTILINE)
 # Number of samples that end in the output of each method.
 ANSWERS = {"Generate": 1, "GenerateStream": 2, "GetModelInfo": 0}
-PYTHON_EXAMPLES = set(re.findall(r"```python\n(.*?)```", EVERYTHING, re.DOTALL))
+PYTHON_EXAMPLES = {
+    example for example in re.findall(r"```python\n(.*?)```", EVERYTHING, re.DOTALL) if "import OpenAI" not in example
+}
 
 # Commands whose arguments are settings, and their settings classes; `specpool.cli.main.COMMANDS` has further commands.
 SETTINGS = {
@@ -37,7 +39,9 @@ SETTINGS = {
     "python -m distill.evaluate": "distill.evaluate.EvaluateSettings",
 }
 # Commands of other projects, and those that tests in this file or elsewhere run completely.
-NOT_OURS = ("pip install ", "cd examples/typescript ", "npm start ", ".venv/bin/buf curl ", "openssl ")
+NOT_OURS = (
+    "pip install ", "cd examples/typescript ", "npm start ", ".venv/bin/buf curl ", "openssl ", "smg launch ", "curl ",
+)  # fmt: skip
 TYPED = re.compile(r"(\.venv/bin/)?(specpool(-[a-z]+)*|python -m [\w.]+|make [\w-]+)( |$)")
 
 
@@ -160,7 +164,7 @@ def test_what_a_page_links_to_and_names_exists(page: str) -> None:
     assert {link for link in links if not (folder / link).exists()} == set()
     named = set(re.findall(r"`([\w.]+/(?:[\w./]*(?:/|\.py|\.c|\.md|run))?)`", PAGES[page]))
     inside = {"cache/", "passes/", "models/", "probes/", "native/", "prompts/", "scheduling/", "drafting/", "workers/"}
-    inside |= {"client/", "cli/", "v1/", "tracing/"}  # folders named relative to the one that contains them
+    inside |= {"client/", "cli/", "v1/", "smg/", "tracing/"}  # folders named relative to the one that contains them
     assert {path for path in named - inside if not (ROOT / path).exists()} == set()
 
 

@@ -1,6 +1,9 @@
 """Small tokenizers of the kinds that models have, and what they make of tokens."""
 
-from tokenizers import Tokenizer, decoders, models, normalizers
+import string
+from itertools import islice, product
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from coordinator.prompts.detokenizer import Detokenizer
 from coordinator.prompts.tokenizer import TargetTokenizer
@@ -24,6 +27,19 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 FALLBACK = byte_fallback_tokenizer()
+
+
+def ascii_tokenizer() -> Tokenizer:
+    """A tokenizer of as many tokens as the byte tokenizer, whose tokens make ASCII text in any order; most have two
+    letters."""
+    characters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for a space and a line's end
+    merges = list(islice(product(string.ascii_lowercase, repeat=2), EOS_TOKEN_ID - len(characters)))
+    vocab = {token: i for i, token in enumerate([*characters, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
 
 
 def make_tokenizer(chat_template: str = CHAT_TEMPLATE, **special_tokens: str) -> TargetTokenizer:

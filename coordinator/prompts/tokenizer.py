@@ -51,7 +51,7 @@ class TargetTokenizer:
 
         Ids of tokens that were added to the vocabulary may be beyond it: only a prompt with such a token is refused.
         """
-        self._files = files
+        self.files = files
         self._tokenizer = _read(files.tokenizer_json)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         own = self._tokenizer.get_vocab(with_added_tokens=False)
@@ -70,7 +70,7 @@ class TargetTokenizer:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation."""
-        return self._files.eos_token_ids
+        return self.files.eos_token_ids
 
     @property
     def has_chat_template(self) -> bool:

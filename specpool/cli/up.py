@@ -73,6 +73,7 @@ class UpSettings(ListeningSettings):
     draft_method: DraftMethod = Field(
         DraftMethod.BEST, description="draft method: model, ngram (prompt lookup), or best: whichever promises more"
     )
+    smg: bool = Field(False, description="let the coordinator serve the gateway smg too, which speaks HTTP to clients")
 
 
 class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
@@ -169,6 +170,7 @@ def _services(settings: UpSettings, target: str, draft: str | None) -> list[Serv
         arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
     arguments += ["--draft-method", settings.draft_method]
     arguments += ["--prefix-reuse" if settings.prefix_reuse else "--no-prefix-reuse"]
+    arguments += ["--smg"] if settings.smg else []
     for worker in workers:
         arguments += [f"--{worker.name.split()[0]}-address", worker.address]
     security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()

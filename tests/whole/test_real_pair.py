@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Unpack
+from typing import Any, Unpack
 
 import grpc
 import pytest
 import pytest_asyncio
+from gateway import gateway
+from openai import AsyncOpenAI
 
 from specpool.cli.generate import answers
 from specpool.cli.prompts import own_prompts
@@ -22,12 +24,16 @@ MAX_TOKENS = 24
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client() -> AsyncIterator[AsyncClient]:
-    """A client of `specpool up`."""
-    async with (
-        running(UpSettings(port=0, drain_seconds=1, log_level="warning")) as address,
-        AsyncClient(address) as client,
-    ):
+async def address() -> AsyncIterator[str]:
+    """The address of `specpool up`."""
+    async with running(UpSettings(port=0, drain_seconds=1, log_level="warning", smg=True)) as address:
+        yield address
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(address: str) -> AsyncIterator[AsyncClient]:
+    """A client of it."""
+    async with AsyncClient(address) as client:
         yield client
 
 
@@ -68,6 +74,25 @@ async def test_samples_in_mixed_batches_are_those_of_plain_decoding_alone(client
     first, *others = [sample.usage.cached_tokens for sample in samples]
     assert 0 < first < several.usage.prompt_tokens
     assert others == [several.usage.prompt_tokens - 1] * 3
+
+
+async def test_openai_s_client_gets_the_same_through_the_gateway(client: AsyncClient, address: str) -> None:
+    chats = own_prompts()[::3][:2]
+    async with gateway(address) as openai:
+        for line in chats:
+            own = await client.generate(line.prompt, max_tokens=MAX_TOKENS, **SAMPLING)
+            assert await texts_over_http(openai, line.prompt, **SAMPLING) == [own.text] * 2
+
+
+async def texts_over_http(openai: AsyncOpenAI, chat: Any, **options: Unpack[GenerateOptions]) -> list[str | None]:
+    """The text of an answer through the gateway: at once, and streamed."""
+    extra = {"repetition_penalty": options.pop("repetition_penalty")}
+    asked: Any = {"model": "target", "messages": chat, "max_tokens": MAX_TOKENS, "extra_body": extra, **options}
+    asked |= {"logprobs": True, "top_logprobs": options["logprobs"]}
+    answer = await openai.chat.completions.create(**asked)
+    stream = await openai.chat.completions.create(stream=True, **asked)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    return [answer.choices[0].message.content, "".join(pieces)]
 
 
 async def all_answers(

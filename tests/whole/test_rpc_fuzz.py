@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from pair_service import PairService, serving_pair
 from payloads import GENERATE, almost_valid, garbage
 from serving import free_address
+from smg_grpc_proto import vllm_engine_pb2
 
 from specpool.v1 import common_pb2, draft_worker_pb2, generation_pb2, target_worker_pb2
 
@@ -44,7 +45,11 @@ SERVICES = {
     "draft": draft_worker_pb2.DESCRIPTOR.services_by_name["DraftWorkerService"],
     "target": target_worker_pb2.DESCRIPTOR.services_by_name["TargetWorkerService"],
 }
-METHODS = [(process, method) for process, service in SERVICES.items() for method in service.methods]
+ENGINE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+METHODS = [
+    *((process, method) for process, service in SERVICES.items() for method in service.methods),
+    *(("coordinator", ENGINE.methods_by_name[name]) for name in ("Generate", "Abort")),
+]
 
 
 @dataclass
@@ -120,7 +125,7 @@ def processes(tiny_pair: tuple[Path, Path]) -> Iterator[Processes]:
         worker = {"max_model_len": MAX_MODEL_LEN, "max_sequences": 16}
         address = free_address()
         port = int(address.rpartition(":")[2])
-        async with serving_pair(*tiny_pair, worker=worker, default_max_tokens=4, port=port) as pair:
+        async with serving_pair(*tiny_pair, worker=worker, default_max_tokens=4, port=port, smg=True) as pair:
             coordinator = pair.process.coordinator
             assert coordinator.draft is not None
             workers = {"target": coordinator.target.address, "draft": coordinator.draft.address}

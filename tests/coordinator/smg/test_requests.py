@@ -1,0 +1,81 @@
+"""The gateway's requests in our own words."""
+
+from typing import Any
+
+import pytest
+from smg_grpc_proto import vllm_engine_pb2 as smg
+
+from coordinator.smg.requests import generate_request
+from protocol.errors import InvalidArgumentError
+from specpool.v1 import generation_pb2 as pb
+
+
+def params(**asked: Any) -> pb.SamplingParams:
+    request = smg.GenerateRequest(tokenized=smg.TokenizedInput(), sampling_params=smg.SamplingParams(**asked))
+    return generate_request(request).sampling_params
+
+
+def test_what_is_set_means_the_same() -> None:
+    same = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5,
+        "frequency_penalty": -0.5, "presence_penalty": 0.5, "max_tokens": 9, "min_tokens": 2, "stop": ["a", "b"],
+        "stop_token_ids": [3, 4], "ignore_eos": True, "seed": 5, "logprobs": 6, "logit_bias": {8: -1.5}, "n": 2,
+    }  # fmt: skip
+    assert params(**same) == pb.SamplingParams(**same)
+
+
+def test_what_is_not_set_is_neutral_but_for_the_temperature() -> None:
+    assert params() == pb.SamplingParams(temperature=1)
+    unset = {"top_p": 0, "top_k": 0, "repetition_penalty": 0, "n": 0}
+    assert params(**unset, skip_special_tokens=True, include_stop_str_in_output=True) == params()
+    assert params(temperature=0) == pb.SamplingParams(temperature=0)
+
+
+def test_numbers_of_other_ranges() -> None:
+    assert params(seed=-1).seed == 2**64 - 1
+    assert params(top_k=2**32 - 1).top_k == 2**31 - 1
+    assert params(logprobs=-1).logprobs == -1  # refused by name later
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("json_schema", "{}"),
+        ("regex", "a"),
+        ("grammar", "a"),
+        ("structural_tag", "a"),
+        ("json_object", True),
+        ("choice", smg.ChoiceConstraint()),
+        ("prompt_logprobs", 0),
+        ("truncate_prompt_tokens", 3),
+        ("logit_bias", {-1: 1.0}),
+    ],
+)
+def test_parameters_that_we_do_not_have_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^sampling_params.{field}: "):
+        params(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_transfer_params", smg.KvTransferParams()),
+        ("kv_transfer_params_json", ""),
+        ("mm_inputs", smg.MultimodalInputs()),
+        ("extra_mm_inputs", [smg.MultimodalInputs()]),
+        ("media_refs", smg.MediaRefs()),
+        ("data_parallel_rank", 0),
+    ],
+)
+def test_fields_that_we_do_not_have_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{field}: is not supported$"):
+        generate_request(smg.GenerateRequest(text="a", **{field: value}))
+
+
+def test_prompts() -> None:
+    assert generate_request(smg.GenerateRequest(request_id="x", text="a")).text == "a"
+    tokenized = smg.TokenizedInput(original_text="a", input_ids=[1, 2])
+    assert generate_request(smg.GenerateRequest(tokenized=tokenized)).tokenized.input_ids == [1, 2]
+    empty = generate_request(smg.GenerateRequest(tokenized=smg.TokenizedInput()))
+    assert empty.WhichOneof("input") == "tokenized"  # so that it is refused as empty
+    assert generate_request(smg.GenerateRequest()).WhichOneof("input") is None
