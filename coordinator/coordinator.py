@@ -18,6 +18,7 @@ from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.pool import DuplicateRequestError, Pool
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.settings import CoordinatorSettings
+from coordinator.telemetry.latencies import Latencies
 from coordinator.text import TextStream
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
@@ -55,7 +56,7 @@ class Coordinator:
             prefix_reuse=settings.prefix_reuse,
             sets_aside=settings.policy != "eqspec",  # a fixed batch admits no sequence
         )
-        self.in_flight = RequestsInFlight()
+        self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
         self.started = time.monotonic()
         self._sequence_ids = count(1)
         limits = GroupingLimits(

@@ -36,8 +36,7 @@ class GroupingCounters:
     def add(self, group: Group, same_length: bool) -> None:
         """Counts one round of a group that had `same_length` when it was chosen."""
         size = len(group.sequences)
-        self.group_sizes.extend([0] * (size - len(self.group_sizes)))
-        self.group_sizes[size - 1] += 1
+        _count(self.group_sizes, size - 1)
         self.same_length_rounds += size > 1 and same_length
         self.mixed_rounds += size > 1 and not same_length
         self.fallback_rounds += group.fallback
@@ -66,6 +65,8 @@ class Counters:
     grouping: GroupingCounters = field(default_factory=GroupingCounters)
     draft_lengths: list[int] = field(default_factory=list)
     """At index i: the times that a sequence had i draft tokens verified."""
+    accepted_lengths: list[int] = field(default_factory=list)
+    """At index i: the times that a sequence had draft tokens verified, and i of them accepted."""
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
     """Draft tokens by draft method."""
 
@@ -74,8 +75,9 @@ class Counters:
         self.completion_tokens += len(commit.token_ids)
         self.draft_tokens += commit.drafted
         self.accepted_draft_tokens += commit.accepted
-        self.draft_lengths.extend([0] * (commit.drafted + 1 - len(self.draft_lengths)))
-        self.draft_lengths[commit.drafted] += 1
+        _count(self.draft_lengths, commit.drafted)
+        if commit.drafted:
+            _count(self.accepted_lengths, commit.accepted)
         if commit.method is not None:
             drafts = self.drafts.setdefault(commit.method, DraftCounters())
             drafts.draft_tokens += commit.drafted
@@ -88,3 +90,9 @@ class Counters:
         self.stage_seconds["realign"] += proposed.realign + verified.realign
         self.stage_seconds["wire"] += proposed.wire + verified.wire
         self.stage_seconds["schedule"] += elapsed - proposed.elapsed - verified.elapsed
+
+
+def _count(counts: list[int], index: int) -> None:
+    """Adds one at the index, which may be beyond the end."""
+    counts.extend([0] * (index + 1 - len(counts)))
+    counts[index] += 1

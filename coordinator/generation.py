@@ -65,9 +65,12 @@ class Sample:
         self.unread = 0
         """Tokens published and not read yet."""
         self.paused = False
+        self.gap: float | None = None
+        """Seconds between the last tokens and those before them, which came in another piece."""
         self._arrived = arrived
         self._admitted: float | None = None
         self._first_token: float | None = None
+        self._last_token: float | None = None
         self._ended: float | None = None
 
     @property
@@ -95,8 +98,10 @@ class Sample:
 
     def add(self, piece: Piece) -> None:
         """Notes what was committed."""
-        if piece.token_ids and self._first_token is None:
-            self._first_token = time.monotonic()
+        if piece.token_ids:
+            now = time.monotonic()
+            self.gap = now - self._last_token if self._last_token is not None else None
+            self._first_token, self._last_token = self._first_token or now, now
         self.pieces.append(piece)
         self.unread += len(piece.token_ids)
 

@@ -6,12 +6,16 @@ from collections import Counter, deque
 from coordinator.generation import Generation, Piece, Sample
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import FinishReason, Sequence
+from coordinator.telemetry.latencies import Latencies
 from protocol.errors import WorkerFailedError
 
 # Past ends from which the rate of the next ones is estimated.
 LAST_ENDS = 32
 # Seconds after which a refused client is told to try again: at first, at least and at most.
 FIRST_RETRY, LEAST_RETRY, MOST_RETRY = 1.0, 0.05, 10.0
+
+# Ends of samples that nobody has cut short.
+BY_THEMSELVES = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 class EndRate:
@@ -41,7 +45,9 @@ class EndRate:
 class RequestsInFlight:
     """Hands what happens to a sequence to the generation that its caller reads: the `RoundEvents` of the round loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, latencies: Latencies | None = None) -> None:
+        """`latencies` observes the samples, if metrics are wanted."""
+        self.latencies = latencies
         self.requests = 0
         """Requests since the start."""
         self.finished: Counter[str] = Counter()
@@ -78,6 +84,8 @@ class RequestsInFlight:
             return
         generation, sample = self._samples[commit.sequence.sequence_id]
         generation.publish(sample, Piece(commit.token_ids, commit.shown, commit.logprobs))
+        if self.latencies is not None:
+            self.latencies.committed(sample)
         if commit.sequence.finish is not None:
             self._end(commit.sequence, commit.sequence.finish.reason)
 
@@ -100,3 +108,5 @@ class RequestsInFlight:
         if sequence.sequence_id in self._samples:
             generation, sample = self._samples[sequence.sequence_id]
             generation.end(sample, error)
+            if self.latencies is not None and how in BY_THEMSELVES:
+                self.latencies.ended(sample)

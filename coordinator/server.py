@@ -8,6 +8,7 @@ import sys
 from coordinator.coordinator import Coordinator
 from coordinator.service import GenerationServicer
 from coordinator.settings import CoordinatorSettings
+from coordinator.telemetry.metrics import CoordinatorMetrics
 from coordinator.workers.errors import MismatchError
 from rpc.server import Server, configure_logging
 from specpool.v1 import generation_pb2_grpc as pb_grpc
@@ -30,6 +31,7 @@ class CoordinatorServer:
         self.server = Server(settings, settings.max_request_bytes)
         servicer = GenerationServicer(self.coordinator, self.server)
         self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
+        self.server.registry.register(CoordinatorMetrics(self.coordinator))
         self.coordinator.target.on_change = self._target_changed
         self._running: asyncio.Task[None] | None = None
 

@@ -92,6 +92,9 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="a slower draft worker is left out for a while")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="a slower target worker counts as unreachable")
+    metrics_compat: Literal["vllm"] | None = Field(
+        None, description="metrics_port serves metrics under these names too, for tools that know no others"
+    )
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 
     @property
@@ -108,6 +111,12 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     def _groups_within_batch(self) -> Self:
         if self.least_group_size > self.max_batch_size:
             raise ValueError("min_group_size must not exceed max_batch_size")
+        return self
+
+    @model_validator(mode="after")
+    def _compatible_metrics_are_served(self) -> Self:
+        if self.metrics_compat is not None and self.metrics_port is None:
+            raise ValueError("metrics_compat needs a metrics_port")
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,6 @@ from protocol.rounds import Proposal
 from rpc.callers import client_of
 from specpool.v1 import draft_worker_pb2 as pb
 from specpool.v1 import draft_worker_pb2_grpc
-from worker.host import timed
 from worker.servicer import WorkerServicer
 
 
@@ -24,7 +23,9 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
         def propose(proposer: Proposer) -> tuple[list[Proposal], dict[str, int]]:
             items = read_propose_items(request, proposer.limits(request.coordinator_id))
             hints = read_chances(request), read_step_cost(request)
-            return timed(proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items, *hints))
+            return self._host.timed(
+                proposer, lambda: proposer.propose(request.coordinator_id, request.round_id, items, *hints)
+            )
 
         return propose_response(request.round_id, *await self._host.run(propose, request.coordinator_id, name))
 

@@ -60,6 +60,8 @@ class Engine:
         """Nanoseconds spent so far on bringing caches to the length and the columns that a pass needs."""
         self.passes = 0
         """Forward passes so far."""
+        self.tokens = 0
+        """Tokens run so far, each of which was a row of a pass."""
         self.weights_fingerprint = self.numerics_fingerprint = ""
         """The model's fingerprints, by `engine.models.fingerprints` and `engine.probes.numerics`."""
         self.bitwise = False
@@ -102,6 +104,7 @@ class Engine:
             wanted=[length - 1 for _, length in drafted],
             longest=max(span.end + length - 1 for span, length in drafted),
         )
+        self.tokens += sum(length - 1 for _, length in drafted)
         tokens, probabilities = found.permute(1, 2, 0).tolist()  # [sequences][steps]
         rows = iter(zip(tokens, probabilities, strict=True))
         each = [next(rows) if length else ([], []) for length in lengths]
@@ -183,6 +186,7 @@ class Engine:
             batch = replace(batch, attention=plan)
         logits: torch.Tensor = self.forward_pass(batch)[: batch.num_logits]
         self.passes += 1
+        self.tokens += sum(len(span.token_ids) for span in spans)
         return logits
 
     def _padded_rows(self, count: int) -> int:

@@ -56,6 +56,11 @@ class SequenceEngine:
         return self.engine.passes
 
     @property
+    def tokens(self) -> int:
+        """Tokens that these passes have run."""
+        return self.engine.tokens
+
+    @property
     def realign_ns(self) -> int:
         """Nanoseconds spent so far on bringing caches to the length and the place where a pass needs them."""
         return self.engine.realign_ns

@@ -37,6 +37,9 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
     WorkerFailedError: StatusCode.INTERNAL,
 }
 
+_GO_NAMES = {StatusCode.OK: "OK", StatusCode.CANCELLED: "Canceled"}
+_NAMES = {code.value[0]: _GO_NAMES.get(code, code.name.title().replace("_", "")) for code in StatusCode}
+
 # Bytes of a text in a status. Clients refuse more than 8 KiB of metadata, which has the message three times: with up to
 # three characters for each byte, and twice in base64.
 MOST_TEXT_BYTES = 1000
@@ -49,6 +52,11 @@ TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 ANSWERED = ("specpool-answered", "1")
 """In the trailing metadata of every error that a handler of ours ended in: all other errors are those of the transport,
 and say nothing about the request."""
+
+
+def code_name(number: int) -> str:
+    """The name of a status code, given by its number, as Go has it and as the metrics of most gRPC servers do."""
+    return _NAMES[number]
 
 
 def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:

@@ -18,6 +18,8 @@ from rpc.channel import join_address
 from rpc.connections import connection_options
 from rpc.health import HealthServicer
 from rpc.interceptor import CallInterceptor
+from rpc.metrics import CallCounter, server_registry
+from rpc.metrics_endpoint import MetricsEndpoint
 from rpc.settings import ServerSettings
 from rpc.signals import StopSignals
 from rpc.tls import server_credentials
@@ -72,14 +74,19 @@ class Server:
             settings.api_tokens, with_certificates=settings.tls_ca is not None, allowed_names=settings.allowed_names
         )
         self._credentials = server_credentials(settings.tls_files) if settings.tls_files is not None else None
+        self._counter = CallCounter()
+        counting = [self._counter] if settings.metrics_port is not None else []
+        self.registry = server_registry(self._counter)
+        """Collectors of metrics; they are asked only if the settings have a port for metrics."""
+        self._metrics = MetricsEndpoint(self.registry)
         self._server = grpc.aio.server(
-            interceptors=[authenticator, interceptor],
+            interceptors=[*counting, authenticator, interceptor],
             options=[*options, ("grpc.max_receive_message_length", max_message_bytes)],
         )
         self._health_server: grpc.aio.Server | None = None
         if settings.health_port is not None:  # neither TLS nor a flood of connections keeps a probe from an answer
             self._health_server = grpc.aio.server(
-                interceptors=[CallInterceptor(settings)], options=[*options, HEALTH_MESSAGE]
+                interceptors=[*counting, CallInterceptor(settings)], options=[*options, HEALTH_MESSAGE]
             )
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
@@ -91,8 +98,8 @@ class Server:
         """Listens, and returns the port. OSError says why if it cannot."""
         for server in self._servers():
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
         if self._settings.reflection:
-            names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         self._health.set(LIVE, True)
         self.set_serving(False)
@@ -100,6 +107,9 @@ class Server:
         port = _listen(host, self._settings.port, self._add_port)
         if self._health_server is not None and health_port is not None:
             _listen(host, health_port, self._health_server.add_insecure_port)
+        if self._settings.metrics_port is not None:
+            self._counter.add_services(names)
+            self._metrics.start(host, self._settings.metrics_port)
         for server in self._servers():
             await server.start()
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
@@ -166,6 +176,7 @@ class Server:
             await asyncio.wait_for(self._calls.idle.wait(), LAST_CALLS_SECONDS)
         for server in self._servers():
             await server.stop(None)
+        await self._metrics.close()
         log.info("stopped")
         if self._signals is not None:
             self._signals.server_stopped()

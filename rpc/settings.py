@@ -131,6 +131,9 @@ class ServerSettings(ListeningSettings, ServerSecurity):
         le=65535,
         description="a second port, for health checks alone, without TLS and with bounds of its own; default: none",
     )
+    metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="a port for Prometheus: GET /metrics, over HTTP without TLS; default: none"
+    )
     max_connections: int = Field(
         1024, ge=1, le=MAX_CONNECTIONS, description="connections open at a time; further ones are closed at once"
     )

@@ -9,7 +9,6 @@ from rpc.callers import client_of
 from specpool.v1 import target_worker_pb2 as pb
 from specpool.v1 import target_worker_pb2_grpc
 from target_worker.verifier import Verifier
-from worker.host import timed
 from worker.servicer import WorkerServicer
 
 
@@ -23,7 +22,7 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
 
         def verify(verifier: Verifier) -> tuple[list[Verdict], dict[str, int]]:
             items = read_verify_items(request, verifier.limits(request.coordinator_id))
-            return timed(verifier, lambda: verifier.verify(request.coordinator_id, request.round_id, items))
+            return self._host.timed(verifier, lambda: verifier.verify(request.coordinator_id, request.round_id, items))
 
         return verify_response(request.round_id, *await self._host.run(verify, request.coordinator_id, name))
 

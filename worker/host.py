@@ -33,6 +33,10 @@ class Backend(Protocol):
     def passes(self) -> int:
         """Number of forward passes so far. Read by any thread."""
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that these passes have run. Read by any thread."""
+
     def info(self) -> WorkerInfo:
         """Description of the model and its present load. Called after each work item, so it takes microseconds."""
 
@@ -59,6 +63,9 @@ class WorkerHost:
         self.instance_id = uuid.uuid4().hex
         """Id of the process; a new one after each start."""
         self.streams = RoundStreams(self._orphan)
+        self.rounds = 0
+        self.forward_ns = 0
+        """Nanoseconds that rounds have taken, without those of realignment."""
         self._load = load
         self._thread = ModelThread()
         self._backend: Backend | None = None
@@ -89,6 +96,11 @@ class WorkerHost:
         return self._info
 
     @property
+    def waiting(self) -> int:
+        """Number of calls that wait for the model thread."""
+        return self._thread.waiting
+
+    @property
     def hanging(self) -> str | None:
         """What the model thread has been found to hang in, as a message for callers; None if it does not hang."""
         return self._watchdog.hanging if self._watchdog is not None else None
@@ -108,6 +120,17 @@ class WorkerHost:
         if (hanging := self.hanging) is not None:
             raise UnavailableError(hanging)
         return await self._thread.run(name, partial(self._serve, backend, work, coordinator_id))
+
+    def timed(self, backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:
+        """Runs the work of a round, on the model thread; returns its result and its duration under the field names of
+        responses."""
+        began, realigned = time.perf_counter_ns(), backend.realign_ns
+        result = work()
+        realign_ns = backend.realign_ns - realigned
+        forward_ns = time.perf_counter_ns() - began - realign_ns
+        self.rounds += 1
+        self.forward_ns += forward_ns
+        return result, {"forward_ns": forward_ns, "realign_ns": realign_ns}
 
     async def watch(self, seconds: float, on_change: Callable[[bool], None]) -> None:
         """Watches the model thread for ever. `on_change`: called with True when a work item has made no progress for
@@ -153,11 +176,3 @@ class WorkerHost:
             if coordinator_id is not None:  # the work may have taken longer than the lease
                 backend.renew_lease(coordinator_id, time.monotonic())
             self._info = backend.info()
-
-
-def timed(backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:
-    """Runs `work()`; returns its result and its duration under the field names of responses."""
-    began, realigned = time.perf_counter_ns(), backend.realign_ns
-    result = work()
-    realign_ns = backend.realign_ns - realigned
-    return result, {"forward_ns": time.perf_counter_ns() - began - realign_ns, "realign_ns": realign_ns}

@@ -64,6 +64,11 @@ class ModelThread:
         # A daemon, so that a function that never ends does not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
 
+    @property
+    def waiting(self) -> int:
+        """Number of functions that wait for the thread."""
+        return len(self._waiting)
+
     async def run(self, name: str, function: Callable[[], T]) -> T:
         """The function's result. UnavailableError if too many wait.
 

@@ -11,6 +11,7 @@ from typing import Any
 from rpc.channel import MAX_ROUND_BYTES
 from rpc.server import Server, configure_logging
 from worker.host import Backend, WorkerHost
+from worker.metrics import WorkerMetrics
 from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
 
@@ -35,9 +36,14 @@ def run_worker(
     configure_logging(settings.log_level)
     settings.log_resolved()
     host = WorkerHost(load)
+
+    def add_service(server: Server) -> None:
+        server.add(service, register, servicer(host))
+        server.registry.register(WorkerMetrics(program.removeprefix("specpool-").removesuffix("-worker"), host))
+
     expected: tuple[type[BaseException], ...] = (*refusals, OSError)
     try:
-        asyncio.run(_serve(settings, host, lambda server: server.add(service, register, servicer(host))))
+        asyncio.run(_serve(settings, host, add_service))
     except expected as error:
         sys.exit(f"{program}: {error}")
 

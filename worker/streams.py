@@ -30,6 +30,11 @@ class RoundStreams:
         self._reading: set[asyncio.Future[Any]] = set()
         self._draining = False
 
+    @property
+    def open(self) -> int:
+        """Number of open streams."""
+        return self._open.total()
+
     async def each(
         self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]], client: str = ""
     ) -> AsyncIterator[Any]:

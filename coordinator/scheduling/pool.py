@@ -79,6 +79,23 @@ class Pool:
         return max(0, self.window_size - len(self._reserved))
 
     @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of the sequences in the queue."""
+        return self._queue.tokens
+
+    @property
+    def occupied(self) -> int:
+        """Places of the window that are taken: by sequences being generated, or leaving."""
+        return len(self._reserved)
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the target worker's KV cache that is kept for the sequences in the window, 0 to 1."""
+        if self.kv_capacity.positions:
+            return sum(self._reserved.values()) / self.kv_capacity.positions
+        return len(self._reserved) / self.slots
+
+    @property
     def is_empty(self) -> bool:
         """Whether no sequence is queued, is generated, or still holds a slot."""
         return not (self._queue or self._reserved or self._aside)

@@ -1,0 +1,143 @@
+"""Metrics of a process for Prometheus: what every server counts, and the families that collectors of metrics build.
+
+Nothing is set as it happens: collectors read counters that the code keeps anyway, on the event loop, when a scrape asks
+for them.
+"""
+
+import platform
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.descriptor_pool import Default as descriptor_pool
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from rpc.errors import code_name
+
+PREFIX = "specpool:"
+NO_LABELS: Mapping[str, str] = {}
+UNKNOWN_METHOD = ("unknown", "unknown")
+"""Service and method of calls that name none of this server's: whatever callers invent becomes no label."""
+
+OK, CANCELLED, UNKNOWN, DEADLINE_EXCEEDED = 0, 1, 2, 4
+"""Numbers of the status codes in which calls end that a handler has set none for."""
+
+Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
+Values: TypeAlias = float | Mapping[Any, float]
+"""One value, or one for each value of a label; of several labels, tuples of their values."""
+
+
+class Families:
+    """Builds metric families with one prefix and with labels that all samples share."""
+
+    def __init__(self, prefix: str = PREFIX, labels: Mapping[str, str] = NO_LABELS) -> None:
+        self._prefix, self._names, self._values = prefix, tuple(labels), tuple(labels.values())
+
+    def counter(self, name: str, text: str, values: Values, *by: str) -> Metric:
+        """A counter, whose samples are called `name` with `_total`. `by`: the labels that tell its values apart."""
+        return self._filled(CounterMetricFamily(self._prefix + name, text, labels=(*self._names, *by)), values)
+
+    def gauge(self, name: str, text: str, values: Values, *by: str) -> Metric:
+        """A gauge."""
+        return self._filled(GaugeMetricFamily(self._prefix + name, text, labels=(*self._names, *by)), values)
+
+    def histogram(self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+        """A histogram. `counts`: observations up to each bound and beyond the one before it, and of those beyond the
+        last. `total`: the sum of all observations."""
+        family = HistogramMetricFamily(self._prefix + name, text, labels=self._names)
+        limits = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+        family.add_metric(self._values, list(zip(limits, accumulate(counts), strict=True)), total)
+        return family
+
+    def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+        by_label = values if isinstance(values, Mapping) else {(): values}
+        for own, value in by_label.items():
+            family.add_metric((*self._values, *((own,) if isinstance(own, str) else own)), value)
+        return family
+
+
+class BuildInfo:
+    """Collector of what runs here."""
+
+    def collect(self) -> Iterable[Metric]:
+        """`build_info`."""
+        labels = {"version": version("specpool"), "python_version": platform.python_version()}
+        yield Families(labels=labels).gauge("build_info", "Version of the process; always 1.", 1)
+
+
+def server_registry(calls: "CallCounter") -> CollectorRegistry:
+    """A registry with the metrics of every server."""
+    registry = CollectorRegistry()
+    for collector in (BuildInfo(), calls):
+        registry.register(collector)
+    ProcessCollector(registry=registry)
+    return registry
+
+
+class CallCounter(grpc.aio.ServerInterceptor):
+    """Counts calls by method and status code, refused ones too if it comes before the interceptors that refuse them.
+
+    Also the collector of these counts. A stream counts once, when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._methods: dict[str, tuple[str, str]] = {}
+        """Service and method by the path of a call."""
+
+    def add_services(self, names: Iterable[str]) -> None:
+        """Notes the methods of services, whose calls are counted apart."""
+        for name in names:
+            for method in descriptor_pool().FindServiceByName(name).methods:
+                self._methods[f"/{name}/{method.name}"] = (name, method.name)
+
+    def collect(self) -> Iterable[Metric]:
+        """`grpc_server_handled_total`, with the labels that go-grpc-middleware has."""
+        text = "Calls that ended, by method and status code."
+        yield Families().counter(
+            "grpc_server_handled", text, dict(self._counts), "grpc_service", "grpc_method", "grpc_code"
+        )
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]], details: grpc.HandlerCallDetails
+    ) -> Handler:
+        handler = await continuation(details)
+        if handler is None:  # gRPC answers by itself
+            return None
+        method = self._methods.get(details.method, UNKNOWN_METHOD)
+        if handler.response_streaming:
+
+            async def stream(requests: AsyncIterator[bytes], context: Any) -> None:
+                with self._counted(method, context):
+                    await handler.stream_stream(requests, context)
+
+            return grpc.stream_stream_rpc_method_handler(stream, response_serializer=handler.response_serializer)
+
+        async def respond(requests: AsyncIterator[bytes], context: Any) -> Any:
+            with self._counted(method, context):
+                return await handler.stream_unary(requests, context)
+
+        return grpc.stream_unary_rpc_method_handler(respond, response_serializer=handler.response_serializer)
+
+    @contextmanager
+    def _counted(self, method: tuple[str, str], context: Any) -> Iterator[None]:
+        """Counts a call. Handlers here read their requests as streams, whatever the method."""
+        code = OK
+        try:
+            yield
+            code = context.code() or OK
+        except Exception:
+            code = context.code() or UNKNOWN
+            raise
+        except BaseException:  # the client has left, or a stream that is not read was ended with a status
+            left = context.time_remaining()
+            code = context.code() or (DEADLINE_EXCEEDED if left is not None and left <= 0 else CANCELLED)
+            raise
+        finally:
+            self._counts[*method, code_name(code)] += 1

@@ -1,0 +1,60 @@
+"""A worker's metrics: read from its host when a scrape asks for them, also while a pass runs or hangs."""
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics_core import Metric
+
+from protocol.worker_info import WorkerInfo
+from rpc.metrics import Families
+from worker.host import Backend, WorkerHost
+
+
+class WorkerMetrics:
+    """Collector. Metrics of the model and its cache begin when the model is loaded."""
+
+    def __init__(self, worker: str, host: WorkerHost) -> None:
+        """`worker`: "draft" or "target"."""
+        self._worker, self._host = worker, host
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics."""
+        host, families = self._host, Families(labels={"worker": self._worker})
+        counter, gauge = families.counter, families.gauge
+        yield gauge("worker_loaded", "Whether the model is loaded; 0 or 1.", host.is_loaded)
+        yield gauge("worker_hanging", "Whether the model hangs in a pass; 0 or 1.", host.hanging is not None)
+        yield gauge("worker_streams_open", "Streams of rounds that coordinators have open.", host.streams.open)
+        yield gauge("worker_calls_waiting", "Calls that wait for the model, behind the one it runs.", host.waiting)
+        yield counter("worker_rounds", "Rounds served.", host.rounds)
+        text = "Seconds that rounds took in the model, without realignment."
+        yield counter("worker_forward_seconds", text, host.forward_ns / 1e9)
+        if host.is_loaded:
+            yield from _of_backend(families, host.backend)
+            yield from _of_model(families, host.info)
+
+
+def _of_backend(families: Families, backend: Backend) -> Iterator[Metric]:
+    text = "Seconds spent on bringing caches to the length and place that a pass needs."
+    yield families.counter("worker_realign_seconds", text, backend.realign_ns / 1e9)
+    yield families.counter("worker_passes", "Forward passes.", backend.passes)
+    yield families.counter(
+        "worker_tokens", "Tokens run, those of prompts and rejected drafts included.", backend.tokens
+    )
+
+
+def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
+    gauge = families.gauge
+    yield gauge("worker_slots_total", "Sequences that can hold a slot at a time.", info.slots_total)
+    yield gauge("worker_slots_used", "Sequences that hold a slot.", info.slots_in_use)
+    yield gauge("worker_kv_positions_total", "Positions that the KV cache has room for.", info.kv_positions_total)
+    used = info.kv_positions_total - info.kv_positions_free
+    yield gauge("worker_kv_positions_used", "Positions of the KV cache reserved for sequences.", used)
+    memory = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
+    yield gauge("worker_memory_bytes", "Memory taken by weights and KV cache, and at most by a pass.", memory, "part")
+    model = {
+        "model_name": info.model,
+        "dtype": info.dtype,
+        "device": info.device,
+        "kv_layout": info.kv_layout,
+        "equivalence": "bitwise" if info.bitwise else "numeric",
+    }
+    yield gauge("worker_model_info", "The model and how it runs; always 1.", {tuple(model.values()): 1}, *model)
