@@ -108,7 +108,7 @@ async def _run(client: AsyncClient, options: argparse.Namespace) -> dict[str, fl
 
 async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
     """Waits until the coordinator has its target, and its `draft` if it has one."""
-    for _ in range(100):
+    for _ in range(600):
         with contextlib.suppress(grpc.aio.AioRpcError):  # it is still starting
             info = await client.server_info()
             if info.target.state == "ready" and (info.draft.state == "ready" or not draft):

@@ -38,7 +38,9 @@ STATUS_CODES: dict[type[ServiceError], StatusCode] = {
 }
 
 _GO_NAMES = {StatusCode.OK: "OK", StatusCode.CANCELLED: "Canceled"}
-_NAMES = {code.value[0]: _GO_NAMES.get(code, code.name.title().replace("_", "")) for code in StatusCode}
+_NAMES: dict[StatusCode | int | None, str] = {None: "OK"}
+for _code in StatusCode:
+    _NAMES[_code] = _NAMES[_code.value[0]] = _GO_NAMES.get(_code, _code.name.title().replace("_", ""))
 
 # Bytes of a text in a status. Clients refuse more than 8 KiB of metadata, which has the message three times: with up to
 # three characters for each byte, and twice in base64.
@@ -54,9 +56,10 @@ ANSWERED = ("specpool-answered", "1")
 and say nothing about the request."""
 
 
-def code_name(number: int) -> str:
-    """The name of a status code, given by its number, as Go has it and as the metrics of most gRPC servers do."""
-    return _NAMES[number]
+def code_name(code: StatusCode | int | None) -> str:
+    """The name of a status code as Go has it, and so the metrics of most gRPC servers. `code`: as the context of a call
+    gives it, which may be its number, or None as long as none is set."""
+    return _NAMES[code]
 
 
 def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:

@@ -25,7 +25,7 @@ NO_LABELS: Mapping[str, str] = {}
 UNKNOWN_METHOD = ("unknown", "unknown")
 """Service and method of calls that name none of this server's: whatever callers invent becomes no label."""
 
-OK, CANCELLED, UNKNOWN, DEADLINE_EXCEEDED = 0, 1, 2, 4
+CANCELLED, UNKNOWN, DEADLINE_EXCEEDED = 1, 2, 4
 """Numbers of the status codes in which calls end that a handler has set none for."""
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
@@ -128,10 +128,10 @@ class CallCounter(grpc.aio.ServerInterceptor):
     @contextmanager
     def _counted(self, method: tuple[str, str], context: Any) -> Iterator[None]:
         """Counts a call. Handlers here read their requests as streams, whatever the method."""
-        code = OK
+        code = None
         try:
             yield
-            code = context.code() or OK
+            code = context.code()
         except Exception:
             code = context.code() or UNKNOWN
             raise

@@ -43,11 +43,11 @@ def _of_backend(families: Families, backend: Backend) -> Iterator[Metric]:
 
 def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
     gauge = families.gauge
-    yield gauge("worker_slots_total", "Sequences that can hold a slot at a time.", info.slots_total)
+    yield gauge("worker_slots", "Sequences that can hold a slot at a time.", info.slots_total)
     yield gauge("worker_slots_used", "Sequences that hold a slot.", info.slots_in_use)
-    yield gauge("worker_kv_positions_total", "Positions that the KV cache has room for.", info.kv_positions_total)
+    yield gauge("worker_kv_positions", "Positions that the KV cache has room for.", info.kv_positions_total)
     used = info.kv_positions_total - info.kv_positions_free
-    yield gauge("worker_kv_positions_used", "Positions of the KV cache reserved for sequences.", used)
+    yield gauge("worker_kv_positions_used", "Positions of the KV cache taken, also by what is kept for reuse.", used)
     memory = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
     yield gauge("worker_memory_bytes", "Memory taken by weights and KV cache, and at most by a pass.", memory, "part")
     model = {

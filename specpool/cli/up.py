@@ -62,6 +62,13 @@ class UpSettings(ListeningSettings):
         le=MAX_SPECULATIVE_TOKENS,
         description="draft tokens per round unless a request says otherwise; default: as many as save time",
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=1,
+        le=65533,
+        description="port on which the coordinator serves metrics to Prometheus; the next one is the target worker's, "
+        "and the one after that the draft worker's; default: none",
+    )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST, description="draft method: model, ngram (prompt lookup), or best: whichever promises more"
     )
@@ -150,12 +157,12 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
 def _services(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
     shared = ["--max-model-len", str(settings.max_model_len), "--max-sequences", str(settings.window_size)]
     shared += ["--kv-layout", settings.kv_layout, "--threads", str(settings.threads), *_server_flags(settings)]
-    workers = [_worker("target", target, settings.target_device, shared)]
+    workers = [_worker("target", target, settings.target_device, [*shared, *_metrics_flags(settings, 1)])]
     if draft is not None:
-        workers.append(_worker("draft", draft, settings.draft_device, shared))
+        workers.append(_worker("draft", draft, settings.draft_device, [*shared, *_metrics_flags(settings, 2)]))
     port = settings.port or free_port()
     arguments = ["--host", settings.host, "--port", str(port), "--window-size", str(settings.window_size)]
-    arguments += ["--policy", settings.policy, *_server_flags(settings)]
+    arguments += ["--policy", settings.policy, *_server_flags(settings), *_metrics_flags(settings, 0)]
     arguments += ["--max-batch-size", str(settings.max_batch_size or settings.window_size)]
     if settings.num_speculative_tokens is not None:
         arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
@@ -177,6 +184,10 @@ def _worker(kind: str, model: str, device: str, shared: list[str]) -> Service:
 
 def _server_flags(settings: UpSettings) -> list[str]:
     return ["--drain-seconds", str(settings.drain_seconds), "--log-level", settings.log_level]
+
+
+def _metrics_flags(settings: UpSettings, process: int) -> list[str]:
+    return [] if settings.metrics_port is None else ["--metrics-port", str(settings.metrics_port + process)]
 
 
 def free_port() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from certificates import TOKEN, Authority
+from scraping import scrape
 from serving import PATIENCE_SECONDS, info_with_loads, serving
 
 from specpool.client import AsyncClient
@@ -70,6 +71,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def three_free_ports() -> list[int]:
+    """Three ports in a row."""
+    while True:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in (first + 1, first + 2):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return [first, first + 1, first + 2]
+
+
 async def until(holds: Callable[[], object]) -> None:
     """Returns as soon as it holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -94,6 +105,8 @@ async def test_no_process_outlives_it(tiny_pair: Pair, number: signal.Signals) -
 
 async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
     flags = ["--policy", "exspec", "--kv-layout", "padded", "--max-batch-size", "3", "--num-speculative-tokens", "2"]
+    ports = three_free_ports()
+    flags += ["--metrics-port", str(ports[0])]
     async with started(*up(tiny_pair, "--drain-seconds", "1", "--window-size", "5", *flags)) as process:
         async with AsyncClient(await address_of(process)) as client:
             await asyncio.gather(*(client.generate("abc" * i, max_tokens=20, ignore_eos=True) for i in range(1, 6)))
@@ -102,6 +115,14 @@ async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
             assert info.target.load.kv_layout == info.draft.load.kv_layout == "padded"
             assert len(info.counters.grouping.group_sizes) == 3
             assert (await client.model_info()).num_speculative_tokens == 2
+            coordinator, target, draft = [await scrape(port) for port in ports]
+            assert coordinator.value("specpool:generation_tokens_total") == 100
+            for worker, its in (("target", target), ("draft", draft)):
+                assert its.value("specpool:worker_slots", worker=worker) == 5
+                assert its.value("specpool:worker_rounds_total", worker=worker) > 0
+                service = f"specpool.v1.{worker.title()}WorkerService"
+                called = {"grpc_service": service, "grpc_method": "GetWorkerInfo", "grpc_code": "OK"}
+                assert its.value("specpool:grpc_server_handled_total", **called) > 0
         process.terminate()
         await process.communicate()
 
