@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-cpus test-kernels lint protos bench pins sbom clean
+.PHONY: demo test test-cpus test-kernels test-monitoring lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -18,6 +18,11 @@ test-cpus: .venv/ready
 # Compiles every kernel of a GPU's pass, for three architectures; needs no GPU.
 test-kernels: .venv/ready
 	$(BIN)/pytest -m all_kernels tests/benchmarks/test_compiled_kernels.py
+
+# Every query of the Grafana dashboard and of the alert rules, in a real Prometheus that reads three processes under load.
+test-monitoring: .venv/ready
+	@command -v prometheus promtool > /dev/null || { echo "needs prometheus and promtool; Debian: apt-get install prometheus"; exit 1; }
+	$(BIN)/pytest -m prometheus tests/deploy/test_prometheus.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .
