@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-cpus test-kernels test-images test-hosts lint protos bench pins sbom clean
+.PHONY: demo test test-cpus test-kernels test-images test-hosts test-monitoring lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -27,6 +27,11 @@ test-images: $(TOOLS)/ready
 # Coordinator, draft and target on hosts of their own, as network namespaces, under load and faults; needs root.
 test-hosts: .venv/ready
 	$(BIN)/python -m deploy.trial --output build
+
+# Every query of the Grafana dashboard and of the alert rules, in a real Prometheus that reads three processes under load.
+test-monitoring: .venv/ready
+	@command -v prometheus promtool > /dev/null || { echo "needs prometheus and promtool; Debian: apt-get install prometheus"; exit 1; }
+	$(BIN)/pytest -m prometheus tests/deploy/test_prometheus.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -11,12 +11,14 @@ from rpc.settings import Settings
 from specpool.cli.demo import DemoSettings, demo
 from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.processes import ProcessFailedError, require_torch, run_module
+from specpool.cli.top import TopSettings, top
 from specpool.cli.up import SecureUpSettings, up
 from worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "up": (SecureUpSettings, up),
     "generate": (GenerateSettings, generate),
+    "top": (TopSettings, top),
     "demo": (DemoSettings, demo),
 }
 

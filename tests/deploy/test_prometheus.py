@@ -1,0 +1,182 @@
+"""Dashboard and alert rules in a real Prometheus, which reads three real processes.
+
+Only `make test-monitoring` runs this: it needs `prometheus` and `promtool` (Debian: `apt-get install prometheus`).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import promql_parser
+import pytest
+import yaml
+from scraping import free_port
+from test_monitoring import ALERTS, PANELS, PROMETHEUS, ROOT, RULES
+
+from benchmarks.dashboard import Query, ask
+from specpool.cli.processes import Service, end
+from specpool.cli.up import UpSettings, _services
+from specpool.client import AsyncClient
+
+pytestmark = pytest.mark.prometheus
+
+PATIENCE_SECONDS = 120
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    for program in ("prometheus", "promtool"):
+        assert shutil.which(program), f"{program} is missing; on Debian: apt-get install prometheus"
+
+
+def promtool(*arguments: object) -> None:
+    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_rules_and_configuration() -> None:
+    promtool("check", "rules", ALERTS)
+    promtool("check", "config", PROMETHEUS)
+
+
+def test_alerts_fire_when_they_should_and_not_before() -> None:
+    promtool("test", "rules", ROOT / "tests/deploy/alerts_test.yaml")
+
+
+@asynccontextmanager
+async def specpool(pair: tuple[Path, Path], metrics_port: int) -> AsyncIterator[AsyncClient]:
+    """The processes of `specpool up`, with a short queue, after a request that came too early."""
+    settings = UpSettings(
+        metrics_port=metrics_port, port=free_port(), window_size=4, threads=1, max_model_len=512, log_level="error"
+    )
+    *workers, coordinator = _services(settings, *map(str, pair))
+    coordinator.arguments += ["--queue-size", "2"]
+    async with AsyncExitStack() as stack, AsyncClient(coordinator.address, retry_seconds=0) as client:
+        await start(coordinator, stack)
+        await reached(client)
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await client.generate("too early")
+        for worker in workers:
+            await start(worker, stack)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await asyncio.gather(*(service.wait_serving() for service in (*workers, coordinator)))
+        yield client
+
+
+async def reached(client: AsyncClient) -> None:
+    """Returns as soon as the coordinator answers."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await client.server_info()
+                return
+            await asyncio.sleep(0.1)
+
+
+async def start(service: Service, stack: AsyncExitStack) -> None:
+    await service.start()
+    assert service.process is not None
+    stack.push_async_callback(end, service.process, 10.0)
+
+
+@asynccontextmanager
+async def load(client: AsyncClient) -> AsyncIterator[None]:
+    """More clients than the pool and its queue have places for, with every way to draft."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"num_speculative_tokens": 3, "draft_method": "model"},
+        {"num_speculative_tokens": 3, "draft_method": "ngram"},
+    ]
+
+    async def work(index: int) -> None:
+        for number in itertools.count(index):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await client.generate("abc" * (1 + number % 4), max_tokens=40, ignore_eos=True, **ways[number % 3])
+            await asyncio.sleep(0.02)
+
+    tasks = [asyncio.create_task(work(index)) for index in range(8)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def prometheus(folder: Path, metrics_port: int) -> Iterator[str]:
+    """The address of a Prometheus with our configuration, but with these ports and an interval of a second."""
+    config = yaml.safe_load(PROMETHEUS.read_text())
+    config["global"] = dict.fromkeys(config["global"], "1s")
+    config["rule_files"] = [str(ALERTS)]
+    text = re.sub(r"127\.0\.0\.1:910(\d)", lambda found: f"127.0.0.1:{metrics_port + int(found[1])}", yaml.dump(config))
+    (folder / "prometheus.yml").write_text(text)
+    address = f"127.0.0.1:{free_port()}"
+    process = subprocess.Popen(
+        ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+         f"--web.listen-address={address}", "--log.level=warn"],
+    )  # fmt: skip
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def free_ports(count: int) -> int:
+    """The first of some ports in a row that are free now."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+def selectors() -> set[Query]:
+    """What the alert rules look at, whether or not they fire."""
+    found: list[Any] = []
+    for rule in RULES:
+        promql_parser.walk(promql_parser.parse(rule["expr"]), found.append)
+    return {Query(node.prettify(), "") for node in found if isinstance(node, promql_parser.VectorSelector)}
+
+
+def answered(url: str, query: Query, began: float) -> bool:
+    """Whether there is a number, in series that have all labels of the legend."""
+    span = {"start": str(began), "end": str(time.time()), "step": "1"}
+    try:
+        found = ask(url, "query_range", query=query.with_values("10s"), **span)["result"]
+    except OSError:  # it is starting
+        return False
+    for series in found:
+        assert set(re.findall(r"{{(\w+)}}", query.legend)) <= series["metric"].keys(), query
+    return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
+
+
+async def test_prometheus_answers_every_query_of_dashboard_and_rules(
+    tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    began, port = time.time(), free_ports(3)
+    missing = {query for panel in PANELS for query in panel.queries} | selectors()
+    async with specpool(tiny_pair, port) as client, load(client):
+        with prometheus(tmp_path, port) as url:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while missing and time.monotonic() < deadline:
+                missing = {query for query in missing if not await asyncio.to_thread(answered, url, query, began)}
+                await asyncio.sleep(0.5)
+            rules = [rule for group in ask(url, "rules")["groups"] for rule in group["rules"]]
+            targets = ask(url, "targets")["activeTargets"]
+    assert missing == set()
+    assert {rule["name"]: rule["health"] for rule in rules} == {rule["alert"]: "ok" for rule in RULES}
+    assert [target["health"] for target in targets] == ["up"] * 3

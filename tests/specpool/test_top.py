@@ -1,0 +1,246 @@
+"""`specpool top`: its numbers, its drawing, and the command against a coordinator with fake workers."""
+
+import asyncio
+import io
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from rich.console import Console
+from serving import PATIENCE_SECONDS, Serving, free_address, make_request, serving
+
+from coordinator.server import CoordinatorServer
+from specpool.cli.activity import activity
+from specpool.cli.top import TopSettings, top
+from specpool.cli.top_panels import FailurePanel, Panels
+from specpool.cli.top_view import view_of
+from specpool.v1 import common_pb2
+from specpool.v1 import generation_pb2 as pb
+
+
+def look(uptime_s: float, **counters: Any) -> pb.GetServerInfoResponse:
+    return pb.GetServerInfoResponse(uptime_s=uptime_s, counters=pb.ServerCounters(**counters))
+
+
+EARLIER = look(
+    100.0,
+    requests=10,
+    rounds=50,
+    completion_tokens=400,
+    prompt_tokens=1000,
+    cached_tokens=500,
+    cache_misses=1,
+    finished={"stop": 7},
+    refused={"RESOURCE_EXHAUSTED": 2},
+    stage_seconds={"draft": 1.0, "verify": 3.0},
+    draft_lengths=[20, 0, 10],
+    drafts={"model": pb.DraftCounters(draft_tokens=20, accepted_draft_tokens=15)},
+    grouping=pb.GroupingCounters(same_length_rounds=5, mixed_rounds=5, group_sizes=[40, 10]),
+)
+LATER = look(
+    104.0,
+    requests=14,
+    rounds=58,
+    completion_tokens=448,
+    prompt_tokens=1200,
+    cached_tokens=550,
+    cache_misses=1,
+    finished={"stop": 8, "length": 2},
+    refused={"RESOURCE_EXHAUSTED": 4},
+    stage_seconds={"draft": 2.0, "verify": 6.0},
+    draft_lengths=[24, 0, 18, 4],
+    drafts={
+        "model": pb.DraftCounters(draft_tokens=40, accepted_draft_tokens=25),
+        "ngram": pb.DraftCounters(draft_tokens=8, accepted_draft_tokens=8),
+    },
+    grouping=pb.GroupingCounters(same_length_rounds=8, mixed_rounds=6, group_sizes=[44, 12, 2]),
+)
+
+
+def test_rates_and_shares_are_those_between_two_looks() -> None:
+    done = activity(LATER, EARLIER)
+    assert (done.seconds, done.tokens_per_s, done.prompt_tokens_per_s) == (4.0, 12.0, 50.0)
+    assert (done.requests_per_s, done.rounds_per_s, done.cache_misses_per_s) == (1.0, 2.0, 0.0)
+    assert done.cached_share == 0.25
+    assert done.finished_per_s == {"stop": 0.25, "length": 0.5}
+    assert done.refused_per_s == {"RESOURCE_EXHAUSTED": 0.5}
+    assert done.stage_shares == {"draft": 0.25, "verify": 0.75}
+    assert done.methods["model"].tokens_per_s == 5.0
+    assert {method: drafts.acceptance_rate for method, drafts in done.methods.items()} == {"model": 0.5, "ngram": 1.0}
+    assert done.drafts.acceptance_rate == pytest.approx(18 / 28)
+    assert done.mean_acceptance_length == 1 + 18 / 12
+    assert done.draft_lengths == {0: 0.25, 2: 0.5, 3: 0.25}
+    assert done.group_sizes == {1: 0.5, 2: 0.25, 3: 0.25}
+    assert done.mean_group_size == 1.75
+    assert done.same_length_share == 0.75
+
+
+@pytest.mark.parametrize(
+    "restarted",
+    [
+        pytest.param(look(3.0, requests=20, rounds=60), id="sooner than its uptime before"),
+        pytest.param(look(120.0, requests=20, rounds=49), id="after an uptime that was short"),
+    ],
+)
+def test_counters_of_a_restarted_server_count_from_its_start(restarted: pb.GetServerInfoResponse) -> None:
+    done = activity(restarted, EARLIER)
+    assert done == activity(restarted)
+    assert (done.seconds, done.requests_per_s) == (restarted.uptime_s, 20 / restarted.uptime_s)
+
+
+def test_a_server_that_did_nothing_has_no_shares() -> None:
+    done = activity(EARLIER, EARLIER)
+    assert (done.seconds, done.tokens_per_s) == (0.0, 0.0)
+    assert done.drafts.acceptance_rate is done.mean_acceptance_length is done.cached_share is None
+    assert done.same_length_share is done.mean_group_size is None
+    assert [done.stage_shares, done.draft_lengths, done.methods, done.finished_per_s] == [{}, {}, {}, {}]
+
+
+def server(**changes: Any) -> pb.GetServerInfoResponse:
+    """A look at a server with both workers, of which the draft is resting."""
+    model = common_pb2.ModelInfo(
+        model="a/model", device="cpu", dtype="float32", equivalence=common_pb2.EQUIVALENCE_BITWISE
+    )
+    load = common_pb2.WorkerLoad(
+        slots_total=8, slots_in_use=2, kv_bytes_total=2**30, kv_positions_total=4096, kv_positions_free=1024
+    )
+    info = pb.GetServerInfoResponse(
+        version="1.2", policy="ragged", running=3, window_size=16, queued=40, queue_size=256,
+        target=pb.WorkerState(address="t:1", state="ready", model=model, load=load),
+        draft=pb.WorkerState(address="d:1", state="resting", reason="slow", model=model), **changes,
+    )  # fmt: skip
+    info.MergeFrom(LATER)
+    return info
+
+
+def test_what_is_not_known_of_a_worker_is_none() -> None:
+    target, draft = view_of("a:1", server(), None, None).workers
+    assert (target.slots_in_use, target.kv_usage, target.equivalence) == (2, 0.75, "bitwise")
+    assert (draft.slots_in_use, draft.kv_usage, draft.reason) == (None, None, "slow")
+    (unknown,) = view_of("a:1", pb.GetServerInfoResponse(), None, None).workers
+    assert (unknown.role, unknown.model, unknown.equivalence) == ("target", "", "")
+
+
+def drawn(view: Any, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(view)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 100, 200])
+def test_a_view_fits_any_terminal(width: int) -> None:
+    models = pb.GetModelInfoResponse(max_model_len=2048, num_speculative_tokens=5)
+    lines = drawn(Panels(view_of("a:1", server(), models, EARLIER)), width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(lines)
+    assert "Pool" in text
+    if width >= 80:
+        for part in ("40 of 256", "3 of 16", "draft tokens: 5", "resting", "slow", "75% of 1,024 MiB", "2.50", "ngram"):
+            assert part in text, part
+
+
+def test_the_words_of_a_server_do_not_command_the_terminal() -> None:
+    info = server()
+    info.draft.reason = "\x1b[2J[red]gone"
+    assert "  [2J[red]gone" in drawn(Panels(view_of("a:1", info, None, None)), 100)
+    assert "\x1b" not in drawn(FailurePanel("a:1", "\x1b]0;title\x07"), 100)
+
+
+async def once(address: str, capsys: pytest.CaptureFixture[str], **settings: Any) -> tuple[int, str, str]:
+    status = await asyncio.to_thread(top, TopSettings(address=address, interval=0.1, **settings))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+async def test_top_prints_one_view_where_the_output_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving() as served:
+        await served.expect(make_request())
+        status, out, err = await once(served.address, capsys)
+        assert (status, err) == (0, "")
+        assert f"at {served.address}" in out
+        status, out, _ = await once(served.address, capsys, json=True)
+        view, info = json.loads(out), await served.info()
+    since_start = view["since_start"]
+    assert since_start["requests_per_s"] * since_start["seconds"] == pytest.approx(1)
+    assert since_start["tokens_per_s"] * since_start["seconds"] == pytest.approx(info.counters.completion_tokens)
+    assert view["now"]["requests_per_s"] == 0.0
+    assert view["pool"]["draft_length"] == 4
+    assert [worker["state"] for worker in view["workers"]] == ["ready", "ready"]
+
+
+async def test_looking_at_a_server_without_workers_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(with_target=False, with_draft=False) as served:
+        status, out, _ = await once(served.address, capsys)
+        assert (await served.info()).counters.refused == {}
+    assert status == 0
+    assert "connecting" in out
+
+
+async def test_top_says_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = await once(free_address(), capsys)
+    assert (status, out) == (1, "")
+    assert re.fullmatch(r"specpool top: UNAVAILABLE: [^\n]*\n", err)
+
+
+class Terminal:
+    """`specpool top` on a terminal."""
+
+    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> None:
+        self.process, self._reader, self.text = process, reader, ""
+
+    async def until(self, text: str) -> None:
+        """Waits until this is written, after what was waited for before."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while text not in self.text:
+                self.text += (await self._reader.read(65536)).decode(errors="replace")
+        self.text = self.text.partition(text)[2]
+
+
+@asynccontextmanager
+async def terminal_of(address: str) -> AsyncIterator[Terminal]:
+    ours, its = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "specpool.cli.main", "top", "--address", address, "--interval", "0.1",
+        stdin=its, stdout=its, stderr=its, env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+    )  # fmt: skip
+    os.close(its)
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", 0)
+    )
+    try:
+        yield Terminal(process, reader)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        transport.close()
+
+
+async def restart(served: Serving) -> None:
+    """Another coordinator at the same address."""
+    settings = served.process.coordinator.settings.model_copy(update={"port": int(served.address.rpartition(":")[2])})
+    served.process = CoordinatorServer(settings)
+    await served.process.start()
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+async def test_top_outlives_its_server_and_leaves_the_terminal_as_it_was(end: signal.Signals) -> None:
+    async with serving(with_draft=False) as served, terminal_of(served.address) as terminal:
+        await terminal.until("Workers")
+        if end is signal.SIGINT:
+            served.process.server.stop()
+            await served.process.wait_stopped()
+            await terminal.until("No answer")
+            await restart(served)
+            await terminal.until("Workers")
+        terminal.process.send_signal(end)
+        await terminal.until("\x1b[?1049l")  # out of the alternate screen
+        assert await terminal.process.wait() == 0
+        assert "Traceback" not in terminal.text
