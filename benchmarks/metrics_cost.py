@@ -12,6 +12,8 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from specpool.client import AsyncClient
 
 PORTS = {"off": 50060, "on": 50061}
 METRICS_PORT = 50062
-OBSERVATIONS, SCRAPES = 20_000, 50
+OBSERVATIONS, SCRAPES, FLOOD, FLOOD_CLIENTS = 20_000, 6, 100, 8
 EMBEDDED_PAIR_ROUND_MS = {1: 18.0, 8: 28.2, 16: 39.2}
 """A plain step of the embedded pair by sequences: its shortest rounds (docs/benchmarks.md)."""
 
@@ -104,12 +106,34 @@ async def _run_all(pids: dict[str, int], options: argparse.Namespace) -> dict[st
 
 
 def measure_scrapes(pid: int) -> dict[str, float]:
-    """Processor time of a scrape, and the size of its answer."""
+    """Processor time of a scrape, beyond that of an idle process, the size of its answer, and the share of a core that
+    a flood of scrapes takes."""
+    idle = _spent(pid, lambda: None)
+    scraped = _spent(pid, _scrape)
+    with ThreadPoolExecutor(FLOOD_CLIENTS) as clients:
+        before, began = cpu_seconds(pid), time.perf_counter()
+        list(clients.map(lambda _: _scrape(), range(FLOOD)))
+        share = (cpu_seconds(pid) - before) / (time.perf_counter() - began)
+    return {
+        "scrape_cpu_ms": (scraped - idle) * 1000 / SCRAPES,
+        "scrape_kib": _scrape() / 1024,
+        "flood_cpu_percent": 100 * share,
+    }
+
+
+def _spent(pid: int, work: Callable[[], object]) -> float:
+    """Processor time of a process while the work is done every second."""
     before = cpu_seconds(pid)
     for _ in range(SCRAPES):
-        with urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics") as response:
-            size = len(response.read())
-    return {"scrape_cpu_ms": (cpu_seconds(pid) - before) * 1000 / SCRAPES, "scrape_kib": size / 1024}
+        work()
+        time.sleep(1)
+    return cpu_seconds(pid) - before
+
+
+def _scrape() -> int:
+    """Bytes of an answer."""
+    with urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=30) as response:
+        return len(response.read())
 
 
 def cpu_seconds(pid: int) -> float:

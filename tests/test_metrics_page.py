@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import promql_parser
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from scraping import Scrape, free_port, scrape
@@ -16,6 +17,7 @@ from worker.metrics import WorkerMetrics
 
 PAGE = (Path(__file__).parents[1] / "docs/metrics.md").read_text()
 ROW = re.compile(r"^\| `([\w:]+)` \| (\w+) \| (.*?) \| (.*) \|$", re.MULTILINE)
+EXPRESSIONS = re.findall(r"^\| [^|`]+ \| `(.*)` \|$", PAGE, re.MULTILINE)
 Rows = dict[str, tuple[str, frozenset[str], str]]
 
 
@@ -46,6 +48,12 @@ async def scrapes(tiny_pair: tuple[Path, Path]) -> list[Scrape]:
         registry = CollectorRegistry()
         registry.register(WorkerMetrics("target", worker.host))
         return [coordinator, Scrape.of(generate_latest(registry).decode())]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_the_expressions_are_promql_about_metrics_of_the_page(expression: str) -> None:
+    promql_parser.parse(expression)
+    assert set(re.findall(r"specpool:\w+", expression)) <= documented().keys()
 
 
 def test_the_page_and_the_metrics_agree(scrapes: list[Scrape]) -> None:
