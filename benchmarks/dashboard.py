@@ -125,8 +125,7 @@ def dashboard_figure(panels: list[Panel], answer: Callable[[Query], Series]) -> 
         if panel.kind == "row":
             figure.text(box[0] + 0.005, box[1] + size[1] / 2, panel.title, weight="bold", size=15, va="center")
             continue
-        inner = [box[0] + 0.15 * size[0], box[1] + 0.16 * size[1], 0.8 * size[0], 0.66 * size[1]]
-        axes = figure.add_axes((inner[0], inner[1], inner[2], inner[3]))
+        axes = figure.add_axes((box[0] + 0.13 * size[0], box[1] + 0.12 * size[1], 0.85 * size[0], 0.74 * size[1]))
         axes.set_title(panel.title, loc="left", fontsize=10)
         DRAWN[panel.kind](axes, panel, [series for query in panel.queries for series in answer(query)])
     return figure
@@ -184,7 +183,10 @@ def _states(axes: Axes, panel: Panel, series: Series) -> None:
     color = {"Links ready": "tab:green", "Models hanging": "tab:red"}.get(panel.title, "tab:orange")
     for row, (_, times, values) in enumerate(series):
         axes.fill_between(times, row - 0.4, row + 0.4, where=[value == 1 for value in values], color=color, step="post")
-    axes.set_yticks(range(len(series)), labels=[name for name, _, _ in series], fontsize=6)
+    for row, (name, times, _) in enumerate(series):
+        axes.text(times[0], row, name, fontsize=7, va="center")
+        axes.set_xlim(times[0], times[-1])
+    axes.set_yticks([])
     axes.set_ylim(-0.6, len(series) - 0.4)
     _times(axes)
 
@@ -198,7 +200,7 @@ def _number(axes: Axes, panel: Panel, series: Series) -> None:
 
 def _table(axes: Axes, panel: Panel, series: Series) -> None:
     axes.axis("off")
-    axes.text(0, 1, f"{len(series)} rows", size=9, va="top", transform=axes.transAxes)
+    axes.text(0, 1, "\n".join(name for name, _, _ in series), size=9, va="top", transform=axes.transAxes)
 
 
 def _times(axes: Axes) -> None:

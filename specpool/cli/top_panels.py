@@ -63,10 +63,10 @@ def clean(text: str) -> str:
 
 
 def _title(view: View) -> Text:
-    span = "since its start" if view.now is None else f"in the last {view.now.seconds:.1f} s"
+    span = "since its start" if view.now is None else f"of the last {view.now.seconds:.1f} s"
     return Text.assemble(
         ("specpool ", "bold"),
-        f"{clean(view.version)} at {view.address}, up {_duration(view.uptime_s)}. Shares: {span}.",
+        f"{clean(view.version)} at {view.address}, up {_duration(view.uptime_s)}. Shares {span}.",
     )
 
 
@@ -79,8 +79,8 @@ def _pool(pool: Pool) -> RenderableType:
     loads.add_row("running", f"{pool.running} of {pool.window_size}", _bar(pool.running, pool.window_size))
     loads.add_row("queued", f"{pool.queued} of {pool.queue_size}", _bar(pool.queued, pool.queue_size))
     length = "as many as save time" if pool.draft_length is None else str(pool.draft_length)
-    limits = f"policy {clean(pool.policy)}, draft tokens: {length}, at most {pool.max_model_len or NOTHING} positions"
-    return Group(loads, Text(limits, style="dim"))
+    most = "" if pool.max_model_len is None else f", at most {pool.max_model_len} positions"
+    return Group(loads, Text(f"policy {clean(pool.policy)}, draft tokens: {length}{most}", style="dim"))
 
 
 def _rates(view: View) -> Table:
@@ -95,10 +95,10 @@ def _rates(view: View) -> Table:
     add("requests/s", lambda done: _number(done.requests_per_s))
     add("finished/s", lambda done: _number(sum(done.finished_per_s.values())))
     add("refused/s", lambda done: _number(sum(done.refused_per_s.values())))
-    add("rounds/s", lambda done: _number(done.rounds_per_s))
-    add("cache misses/s", lambda done: _number(done.cache_misses_per_s))
     for code in view.since_start.refused_per_s:
         add(f"  {clean(code)}/s", lambda done, code=code: _number(done.refused_per_s.get(code, 0.0)))  # type: ignore[misc]
+    add("rounds/s", lambda done: _number(done.rounds_per_s))
+    add("cache misses/s", lambda done: _number(done.cache_misses_per_s))
     return rates
 
 
@@ -171,7 +171,7 @@ def _percent(share: float | None) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 or value == 0 else f"{value:.2g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
 def _duration(seconds: float) -> str:
