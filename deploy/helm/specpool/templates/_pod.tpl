@@ -5,7 +5,7 @@
 {{- $role := get .root.Values .role -}}
 {{- if kindIs "invalid" $role.preStopSeconds -}}
 {{- $coordinator := .root.Values.coordinator -}}
-{{- add $coordinator.preStopSeconds $coordinator.drainSeconds 5 -}}
+{{- add $coordinator.preStopSeconds (ceil $coordinator.drainSeconds) 5 -}}
 {{- else -}}
 {{- $role.preStopSeconds -}}
 {{- end -}}
