@@ -54,6 +54,7 @@ class Images:
         machine = [f"{CERTIFICATES}:{CERTIFICATES}:ro", f"{pip}:/etc/pip.conf:ro"]  # this machine may have a mirror
         options = [word for mount in machine for word in ("--volume", mount)]
         limit = f"nofile={open_files()}:{open_files()}"
+        # Without cached layers: buildah 1.28 mounts a stage from its cache without the files that its RUN steps made.
         self.podman(
             "build", "--layers=false", "--isolation", "chroot", "--network", "host", "--from", "localhost/base",
             *options, "--ulimit", limit, "--build-arg", f"TORCH_INDEX_URL={index}",
@@ -84,7 +85,7 @@ class Images:
     def content_mib(self, image: str, *folders: str) -> float:
         """MiB of the files in these folders of an image, or of all its files."""
         root = Path(self.podman("image", "mount", image, quiet=True).strip())
-        found = [str(path) for folder in folders or (".",) for path in root.glob(folder)]
+        found = [str(path) for folder in folders or (".",) if (path := root / folder).exists()]
         size = run("du", "--summarize", "--total", "--block-size=1", *found, quiet=True).split()[-2] if found else "0"
         self.podman("image", "unmount", image, quiet=True)
         return round(int(size) / 2**20, 1)

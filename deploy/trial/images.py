@@ -24,6 +24,7 @@ from deploy.trial.containers import ROOT, Images, run
 SERVING_SECONDS = 120
 TOOLS = ("podman", "buildah", "runc", "mmdebstrap")
 COORDINATOR, DRAFT, TARGET = "coordinator", "draft-worker", "target-worker"
+USER = 10001
 PACKAGES = "usr/local/lib/python3.12/site-packages/"
 GENERATE = "specpool generate --address 127.0.0.1:{port} --max-tokens 48 --json Hello"
 MAKE_PAIR = "from pathlib import Path; from benchmarks.tiny_pair import make_tiny_pair; make_tiny_pair(Path('/pair'))"
@@ -40,14 +41,13 @@ def require(true: bool, what: str) -> None:
 def check_content(images: Images) -> dict[str, object]:
     """Sizes of both images, and what must not be in them."""
     sizes: dict[str, object] = {"base_mib": images.content_mib("base")}
-    packages = "usr/local/lib/python3.12/site-packages/"
     for image in ("coordinator", "worker"):
         sizes[f"{image}_mib"] = images.content_mib(image)
         sizes[f"{image}_torch_mib"] = images.content_mib(
-            image, *(packages + name for name in ("torch", "nvidia", "triton"))
+            image, *(PACKAGES + name for name in ("torch", "nvidia", "triton"))
         )
         user = images.inside(image, "id", "-u").strip()
-        require(user == "10001", f"{image} runs as user {user}")
+        require(user == str(USER), f"{image} runs as user {user}")
         freeze = images.inside(image, "python", "-m", "pip", "freeze", "--all")
         (ROOT / "build").mkdir(exist_ok=True)
         (ROOT / f"build/{image}.txt").write_text(freeze)
@@ -107,13 +107,15 @@ def service(images: Images) -> Iterator[int]:
 
 def wait_serving(images: Images, name: str, port: int) -> None:
     """Waits until the health check of the image says that the process serves."""
-    command = ["exec", name, "sh", "-c", f"python -m rpc.healthcheck 127.0.0.1:{port} && echo serving || true"]
+    check = ["exec", name, "sh", "-c", f"python -m rpc.healthcheck 127.0.0.1:{port} && echo serving || true"]
+    state = ["container", "inspect", "--format", "{{.State.Running}}", name]
     deadline = time.monotonic() + SERVING_SECONDS
-    while "serving" not in images.podman(*command, quiet=True, stderr=subprocess.DEVNULL):
-        if time.monotonic() > deadline:
+    while True:
+        if images.podman(*state, quiet=True).strip() == "false" or time.monotonic() > deadline:
             sys.exit(f"images: {name} does not serve:\n{images.podman('logs', name, stderr=subprocess.STDOUT)}")
+        if "serving" in images.podman(*check, quiet=True, stderr=subprocess.DEVNULL):
+            return require(True, f"{name} serves, as its health check says")
         time.sleep(0.5)
-    require(True, f"{name} serves, as its health check says")
 
 
 def free_ports(count: int) -> list[int]:
@@ -155,25 +157,17 @@ def main() -> None:
     if os.geteuid() != 0 or missing or python is None:
         sys.exit(f"images: needs root, a Python 3.12 built from source (--python), and {', '.join(missing or TOOLS)}")
     images = Images(options.folder)
-    (options.folder / "pair").mkdir(parents=True, exist_ok=True)
+    pair = options.folder / "pair"
+    pair.mkdir(parents=True, exist_ok=True)
+    os.chown(pair, USER, USER)
     try:
         if not (options.keep and images.podman("images", "--quiet", "worker", quiet=True)):
             images.build_base(python)
             for target in ("coordinator", "worker"):
                 images.build(target, options.torch_index_url)
         sizes = check_content(images)
-        source = (
-            "--user",
-            "0",
-            "--cap-add",
-            "DAC_OVERRIDE",
-            "--volume",
-            f"{ROOT}:/source:ro",
-            "--env",
-            "PYTHONPATH=/source",
-        )
-        options_of_pair = [*images.pod_options("rw"), *source, "--entrypoint", "python", "worker"]
-        images.podman("run", "--rm", *options_of_pair, "-c", MAKE_PAIR)
+        source = ["--volume", f"{ROOT}:/source:ro", "--env", "PYTHONPATH=/source", "--entrypoint", "python"]
+        images.podman("run", "--rm", *images.pod_options("rw"), *source, "worker", "-c", MAKE_PAIR)
         check_service(images)
     finally:
         if not options.keep:
