@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -48,6 +49,9 @@ def run_worker(
         asyncio.run(_serve(settings, host, add_service, tracer))
     except expected as error:
         sys.exit(f"{program}: {error}")
+    finally:
+        # At exit Python would look for garbage among all objects of torch: a second or more without a successor.
+        gc.freeze()
 
 
 async def _serve(

@@ -134,7 +134,7 @@ async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
         "steps": [step.row for step in steps],
         "bin_s": BIN_SECONDS,
         "tokens_per_s": load.timeline.rates(steps[-1].event.ended),
-        "events": [vars(step.event) for step in steps[1:-1]],
+        "events": [step.event.rounded for step in steps[1:-1]],
         "faults": faults,
     }
 

@@ -15,6 +15,8 @@ from specpool.cli.processes import Service, kill, run_module, worker_environment
 PORTS = {"coordinator": 50050, "target": 50051, "draft": 50052}
 DRAIN_SECONDS = 2.0
 """Shorter than many requests take, so that a drain cuts some of them off."""
+END_SECONDS = 60.0
+"""Time that a process that is restarted has to end, on a machine that may be busy."""
 SLOTS = 32
 
 
@@ -31,7 +33,7 @@ class HostedService(Service):
 
     async def end(self) -> int:
         """Asks the process to drain and to end; returns its exit status, which is negative if it had to be killed."""
-        await self.stop(DRAIN_SECONDS)
+        await self.stop(END_SECONDS)
         assert self.process is not None
         assert self.process.returncode is not None
         return self.process.returncode

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -45,6 +46,11 @@ class Event:
     name: str
     began: float
     ended: float
+
+    @property
+    def rounded(self) -> dict[str, Any]:
+        """The event for a report."""
+        return {"name": self.name, "began": round(self.began, 1), "ended": round(self.ended, 1)}
 
 
 def throughput_figure(rates: Sequence[float], events: Sequence[Event]) -> Figure:

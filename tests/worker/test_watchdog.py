@@ -59,6 +59,19 @@ worker.process.run_worker(
 )
 """
 
+# A worker whose model cannot be loaded, and which says at exit how many objects the garbage collector leaves alone.
+FAILING = """
+import atexit, gc, worker.process
+from worker.servicer import WorkerServicer
+from worker.settings import WorkerSettings
+
+def load():
+    raise OSError("no model")
+
+atexit.register(lambda: print(gc.get_freeze_count()))
+worker.process.run_worker("worker", WorkerSettings.load("worker"), load, "service", lambda *_: None, WorkerServicer, ())
+"""
+
 NAMES = ["", LIVE, "specpool.v1.TargetWorkerService"]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -287,3 +300,12 @@ async def test_closing_waits_no_longer_than_it_may() -> None:
     stop.set()
     assert await call
     assert thread.close()
+
+
+async def test_a_process_ends_without_a_search_for_garbage() -> None:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FAILING, stdout=pipe, stderr=pipe)
+    printed, logged = await process.communicate()
+    assert int(printed) > 10_000
+    assert logged.splitlines()[-1] == b"worker: no model"
+    assert process.returncode == 1
