@@ -81,7 +81,6 @@ async def test_variables_that_opentelemetry_refuses_end_a_process_in_one_line(
         ("OTEL_BSP_MAX_QUEUE_SIZE", "x"),
         ("OTEL_RESOURCE_ATTRIBUTES", "garbage"),
         ("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "none"),
-        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/nowhere"),
         ("OTEL_EXPORTER_OTLP_HEADERS", "authorization: Bearer s3cret"),
     ],
 )
