@@ -27,12 +27,18 @@ TRACE, CALLER = 32 * "a", 16 * "b"
 
 
 @asynccontextmanager
-async def started(*arguments: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`specpool ...` as a process, which is gone afterwards."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **environment},
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+async def started(
+    *arguments: str, hangup: signal.Handlers = signal.SIG_DFL, **environment: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`specpool ...` as a process, which is gone afterwards. `hangup`: what it inherits as its handler of SIGHUP."""
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **environment},
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGHUP, before)
     try:
         async with asyncio.timeout(3 * PATIENCE_SECONDS):
             yield process
@@ -175,17 +181,14 @@ async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
 
 
 async def test_a_terminal_that_hangs_up_is_nothing_to_one_started_with_nohup(tiny_pair: Pair) -> None:
-    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes that we start inherit
-    try:
-        async with started(*up(tiny_pair, "--draft", "none", "--drain-seconds", "1")) as process:
-            address = await address_of(process)
-            process.send_signal(signal.SIGHUP)
-            async with AsyncClient(address) as client:
-                assert (await client.generate("abc", max_tokens=3)).token_ids
-            process.terminate()
-            await process.communicate()
-    finally:
-        signal.signal(signal.SIGHUP, ignored)
+    flags = ["--draft", "none", "--drain-seconds", "1"]
+    async with started(*up(tiny_pair, *flags), hangup=signal.SIG_IGN) as process:
+        address = await address_of(process)
+        process.send_signal(signal.SIGHUP)
+        async with AsyncClient(address) as client:
+            assert (await client.generate("abc", max_tokens=3)).token_ids
+        process.terminate()
+        await process.communicate()
 
 
 async def test_a_signal_while_the_embedded_pair_is_made_leaves_nothing(tmp_path: Path) -> None:
