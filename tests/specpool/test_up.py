@@ -99,7 +99,7 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 async def test_no_process_outlives_it(tiny_pair: Pair, number: signal.Signals) -> None:
     async with started(*up(tiny_pair, "--draft", "none", "--drain-seconds", "1")) as process:
         await address_of(process)
