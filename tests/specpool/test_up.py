@@ -16,9 +16,11 @@ import grpc
 import pytest
 from certificates import TOKEN, Authority
 from collector import Collector, collecting
+from pydantic import ValidationError
 from scraping import scrape
 from serving import PATIENCE_SECONDS, info_with_loads, serving
 
+from specpool.cli.up import UpSettings, services_of
 from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
 
@@ -245,6 +247,16 @@ async def test_its_coordinator_speaks_tls_and_asks_for_tokens(tiny_pair: Pair, t
                 await mallory.generate("abc", max_tokens=3)
         process.terminate()
         await process.communicate()
+
+
+def test_revisions_reach_the_workers() -> None:
+    settings = UpSettings(target="a/b", target_revision="0123abc", draft="c/d", draft_revision="main")
+    target, draft, _ = services_of(settings, "a/b", "c/d")
+    assert target.arguments[-2:] == ["--revision", "0123abc"]
+    assert draft.arguments[-2:] == ["--revision", "main"]
+    for missing in ({"target_revision": "x"}, {"target": "a/b", "draft": "none", "draft_revision": "x"}):
+        with pytest.raises(ValidationError, match=r"_revision needs a (target|draft) from the hub"):
+            UpSettings(**missing)
 
 
 async def test_what_cannot_be_run_is_refused_before_anything_is_started() -> None:
