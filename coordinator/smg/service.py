@@ -43,14 +43,10 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         async with self._intake.generation(asked, context, request.stream) as (generation, give_up):
             # The gateway answers its client with an error until it has these, and with a stream from then on.
             await context.send_initial_metadata(())
-            if not request.stream:
-                for sample in await generation.finished():
-                    yield await complete(sample)
-                return
             async for sample, piece in generation.pieces(give_up):
                 if piece is None:
-                    yield end(sample)
-                elif piece.token_ids:
+                    yield end(sample) if request.stream else await complete(sample)
+                elif piece.token_ids and request.stream:
                     yield chunk(sample, piece)
 
     async def Abort(self, request: smg.AbortRequest, context: Any) -> smg.AbortResponse:
