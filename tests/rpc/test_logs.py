@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -118,3 +119,12 @@ def test_every_line_of_a_process_is_json_whoever_writes_it(ending: str) -> None:
         "panicked": ("stderr", "WARNING"),
         "printed": ("stderr", "WARNING"),
     }
+
+
+def test_a_crash_in_native_code_leaves_the_stack_in_the_log() -> None:
+    crash = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()"
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM + crash], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr
