@@ -125,6 +125,17 @@ async def test_the_trace_of_the_caller_goes_on_and_decides_whether_there_is_one(
         assert len(traced) == len(collector.named("verify")) < len(served.target.requests)
 
 
+async def test_headers_that_cannot_be_read_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Each caller could fill the log with them."""
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url, with_draft=False) as served:
+            for parent, state in ((SAMPLED, CANARY), (SAMPLED, f"{CANARY}=" * 500), (CANARY * 500, "")):
+                metadata = (("traceparent", parent), ("tracestate", state))
+                await served.stub.Generate(make_request(max_tokens=1), metadata=metadata)
+        assert [span.trace_id == TRACE for span in requests(collector)] == [True, True, False]
+    assert CANARY not in caplog.text
+
+
 async def test_a_share_of_the_requests_is_traced() -> None:
     async with collecting() as (collector, url):
         async with serving(otlp_traces_endpoint=url, trace_sample_rate=0.5, with_draft=False) as served:
