@@ -178,8 +178,9 @@ async def test_prompts_and_outputs_are_in_a_trace_only_if_asked_for(prompts: boo
         async with serving(otlp_traces_endpoint=url, trace_prompts=prompts) as served:
             answer = await served.stub.Generate(chat())
             _, other = await stream(served, pb.GenerateRequest(text=CANARY))
+            await fails(served.stub.Generate(pb.GenerateRequest(text=CANARY * 10_000)))
         assert (CANARY in collector.everything()) is prompts
-        by_chat, by_text = requests(collector)
+        by_chat, by_text, _ = requests(collector)
         found = [name for span in collector.spans for name in span.attributes if name.endswith(".messages")]
         assert len(found) == (4 if prompts else 0)
         if prompts:
