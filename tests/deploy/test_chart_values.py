@@ -19,7 +19,7 @@ from helm_chart import (
     template,
     values_of,
 )
-from pod_settings import pod_settings
+from pod_settings import pod_environment, pod_settings
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -73,6 +73,11 @@ def test_pages_name_every_value_and_every_example() -> None:
         ("disaggregatedSet.enabled=true,cells=2", "cells: must be 1 with disaggregatedSet.enabled"),
         ("disaggregatedSet.enabled=true,draft.enabled=false", "draft.enabled: must be true with disaggregatedSet"),
         ("tls.enabled=true,tls.certManager.enabled=true", "tls.certManager.issuerRef.name: needed"),
+        ("tls.certManager.enabled=true", "tls.certManager.enabled: needs tls.enabled"),
+        ("metrics.compat=vllm", "metrics.compat: needs metrics.enabled"),
+        ("metrics.podMonitor.enabled=true", "metrics.podMonitor.enabled: needs metrics.enabled"),
+        ("metrics.prometheusRule.enabled=true", "metrics.prometheusRule.enabled: needs metrics.enabled"),
+        ("coordinator.preStopSeconds=null", "missing property 'preStopSeconds'"),
     ],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(values: str, said: str) -> None:
@@ -94,13 +99,17 @@ def test_any_setting_can_be_given() -> None:
     assert (target.kv_memory, target.max_sequences) == (8 * 2**30, 8)
 
 
-def test_changed_settings_restart_the_pods_that_they_concern() -> None:
-    def sums(*arguments: str) -> dict[str, str]:
-        made = template(*arguments) if arguments else render(DEFAULTS)
-        return {name: pod_template(made, name)["metadata"]["annotations"]["checksum/settings"] for name in COMPONENTS}
+def test_changed_settings_restart_the_pods_that_they_concern_and_reach_no_others() -> None:
+    changed = template("--set", "target.settings.max_sequences=8")
+    before = {name: pod_template(render(DEFAULTS), name) for name in COMPONENTS}
+    assert {name for name in COMPONENTS if pod_template(changed, name) != before[name]} == {"target-worker"}
+    # What pods of an earlier version would read at their next restart.
+    assert [item for item in changed if item["kind"] == "ConfigMap"] == []
 
-    changed = sums("--set", "target.settings.max_sequences=8")
-    assert {name for name in COMPONENTS if changed[name] != sums()[name]} == {"target-worker"}
+
+def test_settings_are_passed_on_as_they_are() -> None:
+    manifests = template("--set-json", 'target={"settings": {"model_alias": "$(HOME) $$ \\"x\\""}}')
+    assert pod_environment(manifests, "target-worker")["SPECPOOL_MODEL_ALIAS"] == '$(HOME) $$ "x"'
 
 
 def test_several_gpus_are_asked_for() -> None:

@@ -113,6 +113,7 @@ livenessProbe:
   value: {{ include "specpool.workerAddress" (dict "root" .root "role" "draft") }}
 {{- end }}
 {{- end }}
+{{- include "specpool.settings" . }}
 {{- with $role.extraEnv }}
 {{ toYaml . }}
 {{- end }}
@@ -130,16 +131,14 @@ metadata:
     {{- with merge (deepCopy $role.podLabels) $values.commonLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- $annotations := deepCopy $role.podAnnotations }}
+  {{- if and $values.metrics.enabled $values.metrics.annotations }}
+  {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString $values.metrics.port)) }}
+  {{- end }}
+  {{- with $annotations }}
   annotations:
-    # A change of the settings restarts the pods.
-    checksum/settings: {{ include "specpool.settings" . | sha256sum }}
-    {{- if and $values.metrics.enabled $values.metrics.annotations }}
-    prometheus.io/scrape: "true"
-    prometheus.io/port: {{ $values.metrics.port | quote }}
-    {{- end }}
-    {{- with $role.podAnnotations }}
     {{- toYaml . | nindent 4 }}
-    {{- end }}
+  {{- end }}
 spec:
   serviceAccountName: {{ include "specpool.serviceAccount" $root }}
   automountServiceAccountToken: false
@@ -166,9 +165,6 @@ spec:
       args:
         {{- toYaml . | nindent 8 }}
       {{- end }}
-      envFrom:
-        - configMapRef:
-            name: {{ include "specpool.roleName" . }}
       env:
         {{- include "specpool.env" . | trim | nindent 8 }}
       ports:

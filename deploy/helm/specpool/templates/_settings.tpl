@@ -32,6 +32,9 @@ worker_token: /worker-token/token
 smg: true
 {{- end }}
 {{- with $values.metrics.compat }}
+{{- if not $values.metrics.enabled }}
+{{- fail "metrics.compat: needs metrics.enabled" }}
+{{- end }}
 metrics_compat: {{ . }}
 {{- end }}
 {{- if and $values.tracing.endpoint $values.tracing.prompts }}
@@ -78,7 +81,10 @@ allowed_names: {{ include "specpool.roleName" (dict "root" .root "role" "coordin
 {{- end }}
 {{- end }}
 
-{{/* The data of a role's ConfigMap. Takes root and role. */}}
+{{/*
+Variables of a role's process. They stand in the pod's template, not in a ConfigMap, so that pods which an update has not
+reached yet keep their own settings when they restart. Kubernetes would replace $(NAME) in them. Takes root and role.
+*/}}
 {{- define "specpool.settings" -}}
 {{- $settings := include "specpool.chartSettings" . | fromYaml -}}
 {{- range $name, $value := (get .root.Values .role).settings -}}
@@ -88,6 +94,7 @@ allowed_names: {{ include "specpool.roleName" (dict "root" .root "role" "coordin
 {{- $_ := set $settings $name $value -}}
 {{- end -}}
 {{- range $name, $value := $settings }}
-SPECPOOL_{{ upper $name }}: {{ ternary (toJson $value) (toString $value) (kindIs "float64" $value) | quote }}
+- name: SPECPOOL_{{ upper $name }}
+  value: {{ ternary (toJson $value) (toString $value) (kindIs "float64" $value) | replace "$" "$$" | quote }}
 {{- end }}
 {{- end }}
