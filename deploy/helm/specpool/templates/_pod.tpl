@@ -5,7 +5,8 @@
 {{- $role := get .root.Values .role -}}
 {{- if kindIs "invalid" $role.preStopSeconds -}}
 {{- $coordinator := .root.Values.coordinator -}}
-{{- add $coordinator.preStopSeconds (ceil $coordinator.drainSeconds) 5 -}}
+{{- /* The last: the coordinator's pod may be deleted some seconds after its worker's. */ -}}
+{{- add $coordinator.preStopSeconds (ceil $coordinator.drainSeconds) 15 -}}
 {{- else -}}
 {{- $role.preStopSeconds -}}
 {{- end -}}
