@@ -199,7 +199,8 @@ def test_gateway_is_given_every_coordinator() -> None:
 @pytest.mark.parametrize("metrics", [True, False])
 def test_gateway_is_started_as_its_pod_expects(metrics: bool) -> None:
     launch = pytest.importorskip("smg.launch_router")
-    manifests = template(*values_of("openai"), "--set", f"metrics.enabled={json.dumps(metrics)}")
+    values = f"metrics.enabled={json.dumps(metrics)},coordinator.drainSeconds=100"
+    manifests = template(*values_of("openai"), "--set", values)
     gateway, spec = container_of(manifests, "smg"), pod_template(manifests, "smg")["spec"]
     made = launch.parse_router_args(gateway["args"][1:])
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
@@ -213,6 +214,7 @@ def test_gateway_is_started_as_its_pod_expects(metrics: bool) -> None:
     assert made.tenant_api_keys
     hook = gateway["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert spec["terminationGracePeriodSeconds"] > hook + made.shutdown_grace_period_secs
+    assert made.shutdown_grace_period_secs == 100
     assert {gateway[f"{probe}Probe"]["httpGet"]["port"] for probe in ("startup", "readiness", "liveness")} == {"health"}
 
 
