@@ -63,6 +63,9 @@ def test_pages_name_every_value_and_every_example() -> None:
         ("coordinator.settings.target_address=x", "coordinator.settings.target_address: the chart sets it"),
         ("target.modelCache.type=existingClaim", "target.modelCache.existingClaim: needed by type existingClaim"),
         ("target.modelCache.type=image", "target.modelCache.image.reference: needed by type image"),
+        ("coordinator.preStopSeconds=null", "missing property 'preStopSeconds'"),
+        ("tls.certManager.enabled=true", "tls.certManager.enabled: needs tls.enabled"),
+        ("metrics.compat=vllm", "metrics.compat: needs metrics.enabled"),
         ("smg.enabled=true", "smg.image.repository: no public image is known"),
         ("smg.enabled=true,tls.enabled=true", "smg calls engines without TLS and tokens"),
         ("smg.enabled=true,auth.apiTokens.existingSecret=x,tests.tokenSecret=x", "smg calls engines without TLS"),
@@ -73,11 +76,6 @@ def test_pages_name_every_value_and_every_example() -> None:
         ("disaggregatedSet.enabled=true,cells=2", "cells: must be 1 with disaggregatedSet.enabled"),
         ("disaggregatedSet.enabled=true,draft.enabled=false", "draft.enabled: must be true with disaggregatedSet"),
         ("tls.enabled=true,tls.certManager.enabled=true", "tls.certManager.issuerRef.name: needed"),
-        ("tls.certManager.enabled=true", "tls.certManager.enabled: needs tls.enabled"),
-        ("metrics.compat=vllm", "metrics.compat: needs metrics.enabled"),
-        ("metrics.podMonitor.enabled=true", "metrics.podMonitor.enabled: needs metrics.enabled"),
-        ("metrics.prometheusRule.enabled=true", "metrics.prometheusRule.enabled: needs metrics.enabled"),
-        ("coordinator.preStopSeconds=null", "missing property 'preStopSeconds'"),
     ],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(values: str, said: str) -> None:

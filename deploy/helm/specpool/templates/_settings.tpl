@@ -32,9 +32,6 @@ worker_token: /worker-token/token
 smg: true
 {{- end }}
 {{- with $values.metrics.compat }}
-{{- if not $values.metrics.enabled }}
-{{- fail "metrics.compat: needs metrics.enabled" }}
-{{- end }}
 metrics_compat: {{ . }}
 {{- end }}
 {{- if and $values.tracing.endpoint $values.tracing.prompts }}
