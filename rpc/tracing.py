@@ -97,6 +97,8 @@ class Tracer:
         logging.getLogger(_HEADERS_LOGGER).addFilter(_without_headers)
         for name, once_in_a_while in _EXPORT_LOGGERS.items():
             logging.getLogger(name).addFilter(once_in_a_while)
+        for name in _REQUEST_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
@@ -223,3 +225,9 @@ _ERROR_LOGGERS = (
 )
 """Loggers that complain about variables, and about all else that need not end the process."""
 _HEADERS_LOGGER = "opentelemetry.util.re"
+_REQUEST_LOGGERS = (
+    "opentelemetry.attributes",
+    "opentelemetry.trace.propagation.tracecontext",
+    "opentelemetry.trace.span",
+)
+"""Loggers that warn of each request whose texts are cut, or whose headers cannot be read, in its caller's words."""
