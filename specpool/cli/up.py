@@ -8,9 +8,9 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coordinator.scheduling.sequence import DraftMethod
 from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName
@@ -43,6 +43,10 @@ class UpSettings(ListeningSettings):
     draft: str | None = Field(
         None, description='draft model; "none": plain decoding; default: the embedded pair\'s, with its target only'
     )
+    target_revision: str | None = Field(
+        None, min_length=1, description="branch, tag or commit of a target from the hub; default: its main branch"
+    )
+    draft_revision: str | None = Field(None, min_length=1, description="the same for the draft")
     target_device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the draft; with two GPUs name cuda:1")
     threads: int = Field(
@@ -75,6 +79,13 @@ class UpSettings(ListeningSettings):
     )
     smg: bool = Field(False, description="let the coordinator serve the gateway smg too, which speaks HTTP to clients")
 
+    @model_validator(mode="after")
+    def _revisions_have_models(self) -> Self:
+        for kind, model in (("target", self.target), ("draft", self.draft)):
+            if getattr(self, f"{kind}_revision") is not None and model in (None, "none"):
+                raise ValueError(f"{kind}_revision needs a {kind} from the hub")
+        return self
+
 
 class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
     __doc__ = UpSettings.__doc__
@@ -90,7 +101,7 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
     watchers: list[asyncio.Task[None]] = []
     stop_signals = _cancel_on_signals()
     try:
-        services += _services(settings, *await _models(settings))
+        services += services_of(settings, *await _models(settings))
         for service in services:
             await service.start()
         await asyncio.gather(*(service.wait_serving() for service in services))
@@ -156,12 +167,13 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
     return pair["target"], pair["draft"] if settings.draft is None else draft
 
 
-def _services(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
+def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
+    """The processes for these models, in the order in which they start."""
     shared = ["--max-model-len", str(settings.max_model_len), "--max-sequences", str(settings.window_size)]
     shared += ["--kv-layout", settings.kv_layout, "--threads", str(settings.threads), *_server_flags(settings)]
-    workers = [_worker("target", target, settings.target_device, [*shared, *_metrics_flags(settings, 1)])]
+    workers = [_worker("target", target, settings, [*shared, *_metrics_flags(settings, 1)])]
     if draft is not None:
-        workers.append(_worker("draft", draft, settings.draft_device, [*shared, *_metrics_flags(settings, 2)]))
+        workers.append(_worker("draft", draft, settings, [*shared, *_metrics_flags(settings, 2)]))
     port = settings.port or free_port()
     arguments = ["--host", settings.host, "--port", str(port), "--window-size", str(settings.window_size)]
     arguments += ["--policy", settings.policy, *_server_flags(settings), *_metrics_flags(settings, 0)]
@@ -179,9 +191,11 @@ def _services(settings: UpSettings, target: str, draft: str | None) -> list[Serv
     return [*workers, Service("coordinator", "coordinator.server", arguments, address, own_security(security))]
 
 
-def _worker(kind: str, model: str, device: str, shared: list[str]) -> Service:
+def _worker(kind: str, model: str, settings: UpSettings, shared: list[str]) -> Service:
     port = free_port()
+    device, revision = getattr(settings, f"{kind}_device"), getattr(settings, f"{kind}_revision")
     arguments = ["--model", model, "--device", device, "--port", str(port), *shared]
+    arguments += ["--revision", revision] if revision is not None else []
     return Service(f"{kind} worker", f"{kind}_worker.server", arguments, f"127.0.0.1:{port}")
 
 

@@ -22,7 +22,8 @@ def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def named(context: Any) -> str:
         return str(dict(context.invocation_metadata()).get("client", ""))
 
-    monkeypatch.setattr("coordinator.service.client_of", named)
+    for module in ("coordinator.intake", "coordinator.service"):
+        monkeypatch.setattr(f"{module}.client_of", named)
 
 
 @asynccontextmanager

@@ -217,7 +217,6 @@ async def test_running_workers_are_planned_by_what_they_measured(
         assert result["target"]["memory"]["kv_per_position"] == target.info().kv_bytes_per_token
         settings = yaml.safe_load(file.read_text())["target"]["settings"]
         assert settings["max_sequences"] == result["recommended"]["window"]
-        assert load_engine(tiny_pair[0], **settings).slots.extents.columns >= 100 * settings["max_sequences"]
         assert "a cell: one target and one draft worker" in said.err
         exchanged = ["--target-address", second.address, "--draft-address", first.address, "--acceptance", "0.7"]
         assert "target-address: 127.0.0.1:" in await asyncio.to_thread(refusal, monkeypatch, capsys, *exchanged)
@@ -225,6 +224,7 @@ async def test_running_workers_are_planned_by_what_they_measured(
         assert "exists" in await asyncio.to_thread(refusal, monkeypatch, capsys, *wanted, *addresses)
         await asyncio.to_thread(run, monkeypatch, *wanted, *addresses, "--force", "--throughput", "1e6")
         assert yaml.safe_load(file.read_text())["cells"] > yaml.safe_load(before)["cells"] == 1
+    assert load_engine(tiny_pair[0], **settings).slots.extents.columns >= 100 * settings["max_sequences"]
 
 
 @pytest.mark.parametrize(

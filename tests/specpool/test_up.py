@@ -16,9 +16,11 @@ import grpc
 import pytest
 from certificates import TOKEN, Authority
 from collector import Collector, collecting
+from pydantic import ValidationError
 from scraping import scrape
 from serving import PATIENCE_SECONDS, info_with_loads, serving
 
+from specpool.cli.up import UpSettings, services_of
 from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
 
@@ -27,12 +29,18 @@ TRACE, CALLER = 32 * "a", 16 * "b"
 
 
 @asynccontextmanager
-async def started(*arguments: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`specpool ...` as a process, which is gone afterwards."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **environment},
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+async def started(
+    *arguments: str, hangup: signal.Handlers = signal.SIG_DFL, **environment: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`specpool ...` as a process, which is gone afterwards. `hangup`: what it inherits as its handler of SIGHUP."""
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "specpool.cli.main", *arguments, env={**os.environ, **environment},
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGHUP, before)
     try:
         async with asyncio.timeout(3 * PATIENCE_SECONDS):
             yield process
@@ -93,7 +101,7 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 async def test_no_process_outlives_it(tiny_pair: Pair, number: signal.Signals) -> None:
     async with started(*up(tiny_pair, "--draft", "none", "--drain-seconds", "1")) as process:
         await address_of(process)
@@ -175,17 +183,14 @@ async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
 
 
 async def test_a_terminal_that_hangs_up_is_nothing_to_one_started_with_nohup(tiny_pair: Pair) -> None:
-    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes that we start inherit
-    try:
-        async with started(*up(tiny_pair, "--draft", "none", "--drain-seconds", "1")) as process:
-            address = await address_of(process)
-            process.send_signal(signal.SIGHUP)
-            async with AsyncClient(address) as client:
-                assert (await client.generate("abc", max_tokens=3)).token_ids
-            process.terminate()
-            await process.communicate()
-    finally:
-        signal.signal(signal.SIGHUP, ignored)
+    flags = ["--draft", "none", "--drain-seconds", "1"]
+    async with started(*up(tiny_pair, *flags), hangup=signal.SIG_IGN) as process:
+        address = await address_of(process)
+        process.send_signal(signal.SIGHUP)
+        async with AsyncClient(address) as client:
+            assert (await client.generate("abc", max_tokens=3)).token_ids
+        process.terminate()
+        await process.communicate()
 
 
 async def test_a_signal_while_the_embedded_pair_is_made_leaves_nothing(tmp_path: Path) -> None:
@@ -242,6 +247,16 @@ async def test_its_coordinator_speaks_tls_and_asks_for_tokens(tiny_pair: Pair, t
                 await mallory.generate("abc", max_tokens=3)
         process.terminate()
         await process.communicate()
+
+
+def test_revisions_reach_the_workers() -> None:
+    settings = UpSettings(target="a/b", target_revision="0123abc", draft="c/d", draft_revision="main")
+    target, draft, _ = services_of(settings, "a/b", "c/d")
+    assert target.arguments[-2:] == ["--revision", "0123abc"]
+    assert draft.arguments[-2:] == ["--revision", "main"]
+    for missing in ({"target_revision": "x"}, {"target": "a/b", "draft": "none", "draft_revision": "x"}):
+        with pytest.raises(ValidationError, match=r"_revision needs a (target|draft) from the hub"):
+            UpSettings(**missing)
 
 
 async def test_what_cannot_be_run_is_refused_before_anything_is_started() -> None:

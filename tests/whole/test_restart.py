@@ -123,9 +123,3 @@ async def test_a_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path]) -> N
         response = await client.stub.Generate(request(k=3))
         assert response.speculative_decoding.num_draft_tokens > 0
         assert response.token_ids == truth.token_ids
-
-
-async def test_workers_drain_on_sigterm(tiny_pair: tuple[Path, Path]) -> None:
-    worker = WorkerProcess("target_worker.server", tiny_pair[0])
-    await worker.start()
-    assert await worker.end(signal.SIGTERM) == 0
