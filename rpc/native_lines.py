@@ -1,6 +1,6 @@
-"""What libraries in C++ and Rust write to stderr, past Python's logging, as events of the logger "stderr".
+"""Logs what libraries in C++ and Rust write to stderr, past Python's logging, as events of the logger "stderr".
 
-Only for logs that must be JSON in every line.
+Used only where every line of the log must be JSON.
 """
 
 import atexit
@@ -15,7 +15,7 @@ log = logging.getLogger("stderr")
 
 STDERR = 2
 END_SECONDS = 1.0
-# How gRPC's own lines begin, by their severity.
+# How gRPC's own lines begin; the letter is their severity.
 _SEVERITY = re.compile(r"([IWEF])\d{4} ")
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 
@@ -24,7 +24,7 @@ def follow_native_lines() -> TextIO:
     """Logs each line that is written to stderr from now on; returns the real stderr, for the log itself."""
     real = os.fdopen(os.dup(STDERR), "w", buffering=1, errors="backslashreplace")
     reading, writing = os.pipe()
-    # Who writes more than the pipe holds, and keeps Python from reading it, loses lines instead of waiting for ever.
+    # A library that fills the pipe while it keeps Python from reading loses lines, instead of waiting for ever.
     os.set_blocking(writing, False)
     os.dup2(writing, STDERR)
     os.close(writing)
@@ -43,7 +43,7 @@ def _log_lines(reading: int) -> None:
 
 
 def _end(real: TextIO, thread: threading.Thread) -> None:
-    """Gives stderr back, once what was written last is logged."""
+    """Restores stderr, once the last lines written to it are logged."""
     sys.stderr.flush()
     os.dup2(real.fileno(), STDERR)
     thread.join(END_SECONDS)
