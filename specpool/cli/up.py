@@ -77,7 +77,7 @@ class UpSettings(ListeningSettings):
     draft_method: DraftMethod = Field(
         DraftMethod.BEST, description="draft method: model, ngram (prompt lookup), or best: whichever promises more"
     )
-    smg: bool = Field(False, description="let the coordinator serve the gateway smg too, which speaks HTTP to clients")
+    smg: bool = Field(False, description="let the coordinator also serve the gateway smg, which speaks HTTP to clients")
 
     @model_validator(mode="after")
     def _revisions_have_models(self) -> Self:
