@@ -31,7 +31,8 @@ class TopSettings(Settings, ClientSecurity):
     address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between two looks at the server")
     once: bool = Field(
-        False, description="print one view, of one interval, and end; the default where the output is not a terminal"
+        False,
+        description="print one view, of one interval, and end, as also happens where the output is not a terminal",
     )
     json_object: bool = Field(False, alias="json", description="print that one view as a JSON object")
 
