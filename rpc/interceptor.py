@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
 from rpc.errors import ANSWERED, status_of
-from rpc.limits import Call, CallLimits, Calls
+from rpc.limits import ENDING_SECONDS, Call, CallLimits, Calls
 from rpc.logs import without_message
 from rpc.settings import ServerSettings
 from rpc.unread import status_sent
@@ -75,7 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     answers = answer_all(await _received(handler, calls, call, messages), context)
                     async with aclosing(answers) as responses:
                         async for response in responses:
-                            await context.write(response)
+                            await _write(context, response)
                     return
                 except BaseException as error:
                     await status_sent(context)  # of a stream that is not read: it counts until its client is gone
@@ -103,6 +103,14 @@ async def _received(handler: Handler, calls: Calls, call: Call, messages: AsyncI
     if handler.request_streaming:
         return (_parse(handler, payload) async for payload in messages)
     return await calls.read(call, messages, lambda payload: _parse(handler, payload))
+
+
+async def _write(context: Any, response: Any) -> None:
+    try:
+        await context.write(response)
+    except Exception:  # the client has left, which is no fault: gRPC cancels the call in a moment
+        await asyncio.sleep(ENDING_SECONDS)
+        raise
 
 
 def _failure(error: BaseException, calls: Calls) -> Exception:

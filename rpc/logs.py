@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from rpc.native_lines import follow_native_lines
 
@@ -90,17 +90,27 @@ def without_message(error: BaseException) -> Any:
 
 def configure_logging(level: str, log_format: LogFormat = "text") -> None:
     """Logs to stderr, one event per line; also what libraries log on their own."""
-    handler: logging.Handler = logging.StreamHandler()
+    handler = StderrHandler()
+    handler.setFormatter(TextFormatter())
     if log_format == "json":
-        handler = logging.StreamHandler(follow_native_lines())
+        handler.setStream(follow_native_lines())
+        handler.setFormatter(JsonFormatter())
         sys.excepthook = _log_uncaught
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("grpc._cython").setLevel(logging.INFO)  # at level debug it logs each step of its event loop
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and any(isinstance(h, logging.StreamHandler) for h in logger.handlers):
             logger.handlers.clear()
             logger.propagate = True
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, and drops what cannot be written: a complaint about it there would become another line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Reports a line that could not be made."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 class TextFormatter(logging.Formatter):

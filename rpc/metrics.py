@@ -65,10 +65,13 @@ class Families:
 class BuildInfo:
     """Collector of the versions that run here."""
 
+    def __init__(self) -> None:
+        # Once: looking for the version would be most of the time that a scrape takes.
+        self._labels = {"version": version("specpool"), "python_version": platform.python_version()}
+
     def collect(self) -> Iterable[Metric]:
         """`build_info`."""
-        labels = {"version": version("specpool"), "python_version": platform.python_version()}
-        yield Families(labels=labels).gauge("build_info", "Version of the process; always 1.", 1)
+        yield Families(labels=self._labels).gauge("build_info", "Version of the process; always 1.", 1)
 
 
 def server_registry(calls: "CallCounter") -> CollectorRegistry:

@@ -1,9 +1,11 @@
 """Logs what libraries in C++ and Rust write to stderr, past Python's logging, as events of the logger "stderr".
 
-Used only where every line of the log must be JSON.
+Used only where every line of the log must be JSON. When native code ends the process, its last words may be lost: instead,
+the stack of each thread is written, as text.
 """
 
 import atexit
+import faulthandler
 import logging
 import os
 import re
@@ -23,6 +25,7 @@ _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": log
 def follow_native_lines() -> TextIO:
     """Logs each line that is written to stderr from now on; returns the real stderr, for the log itself."""
     real = os.fdopen(os.dup(STDERR), "w", buffering=1, errors="backslashreplace")
+    faulthandler.enable(real)
     reading, writing = os.pipe()
     # A library that fills the pipe while it keeps Python from reading loses lines, instead of waiting for ever.
     os.set_blocking(writing, False)

@@ -99,6 +99,8 @@ class Tracer:
 
         for name, once_in_a_while in _EXPORT_LOGGERS.items():
             logging.getLogger(name).addFilter(once_in_a_while)
+        for name in _REQUEST_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
         self._exporter = OTLPSpanExporter(endpoint=endpoint)
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample_rate)), resource=_resource(service), shutdown_on_exit=False
@@ -189,3 +191,9 @@ _EXPORT_LOGGERS = {
     for name in ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
 }
 """Loggers that report a collector that does not answer."""
+_REQUEST_LOGGERS = (
+    "opentelemetry.attributes",
+    "opentelemetry.trace.propagation.tracecontext",
+    "opentelemetry.trace.span",
+)
+"""Loggers that warn of each request whose texts are cut, or whose headers cannot be read, in its caller's words."""

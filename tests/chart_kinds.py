@@ -34,7 +34,8 @@ def custom(api: str, kind: str, spec: Schema) -> Schema:
 
 EXPRESSION = record({"key": TEXT, "operator": {"enum": ["In", "NotIn", "Exists", "DoesNotExist"]}}, {"values": TEXTS})
 SELECTOR = record({}, {"matchLabels": STRINGS, "matchExpressions": many(EXPRESSION)})
-ENDPOINT = record({"port": TEXT}, {"interval": DURATION})
+RELABELING = record({"targetLabel": TEXT, "replacement": TEXT})
+ENDPOINT = record({"port": TEXT}, {"interval": DURATION, "relabelings": many(RELABELING)})
 RULE = record({"expr": {}}, {"alert": TEXT, "record": TEXT, "for": TEXT, "keep_firing_for": TEXT, "labels": STRINGS,
                              "annotations": STRINGS})  # fmt: skip
 MONITORING = "monitoring.coreos.com/v1"

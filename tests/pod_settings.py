@@ -12,6 +12,8 @@ from certificates import TOKEN, Authority
 from deployment import image_environment, settings_of
 from helm_chart import Manifest, container_of, of_kind, pod_template
 
+EXPANDED = re.compile(r"\$(?:\$|\((\w+)\))")
+"""What Kubernetes replaces in a value: $(NAME), and $$ by a dollar."""
 MOUNTED = re.compile(r"^/(tls|api-tokens|worker-token|token)/")
 
 
@@ -19,14 +21,14 @@ def pod_environment(manifests: list[Manifest], component: str, cell: int = 0) ->
     """The variables of a component's container in one of the cells."""
     server = container_of(manifests, component)
     environment = image_environment("coordinator" if component in ("coordinator", "test") else "worker")
-    for source in server.get("envFrom", []):
-        environment |= of_kind(manifests, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     for item in server["env"]:
         if item.get("valueFrom", {}).get("fieldRef"):
             assert item["valueFrom"]["fieldRef"] == {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}
             environment[item["name"]] = str(cell)
         elif "value" in item:
-            environment[item["name"]] = re.sub(r"\$\((\w+)\)", lambda name: environment[name[1]], item["value"])
+            environment[item["name"]] = EXPANDED.sub(
+                lambda found: environment[found[1]] if found[1] else "$", item["value"]
+            )
     return {name: _on_this_machine(manifests, component, value) for name, value in environment.items()}
 
 

@@ -43,15 +43,17 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         async with self._intake.generation(asked, context, request.stream) as (generation, give_up):
             # Until these arrive, the gateway can still answer its client with an error; afterwards only with a stream.
             await context.send_initial_metadata(())
-            if not request.stream:
-                for sample in await generation.finished():
-                    yield await complete(sample)
-                return
+            unfinished = len(generation.samples)
             async for sample, piece in generation.pieces(give_up):
-                if piece is None:
-                    yield end(sample)
-                elif piece.token_ids:
-                    yield chunk(sample, piece)
+                unfinished -= piece is None
+                if request.stream:
+                    if piece is None:
+                        yield end(sample)
+                    elif piece.token_ids:
+                        yield chunk(sample, piece)
+                elif not unfinished:
+                    for each in generation.samples:  # in this order, which the gateway keeps
+                        yield await complete(each)
 
     async def Abort(self, request: smg.AbortRequest, context: Any) -> smg.AbortResponse:
         """Ends requests of the same client, as far as they are in flight."""

@@ -44,9 +44,7 @@ class RecordedTraces(Traces):
         logs.is_traced(span.trace_id)
         span.note({"gen_ai.operation.name": call.operation, "gen_ai.provider.name": "specpool"})
         span.note({"gen_ai.request.stream": call.stream, **({"gen_ai.request.model": model} if model else {})})
-        if self._prompts and (messages := call.messages()):
-            span.note({"gen_ai.input.messages": _input_messages(messages)})
-        trace = RecordedRequest(span, began_ns, self._spans, self._prompts)
+        trace = RecordedRequest(span, began_ns, self._spans, call.messages if self._prompts else None)
         try:
             yield trace
         except BaseException as error:
@@ -64,15 +62,20 @@ class RecordedTraces(Traces):
 class RecordedRequest(RequestTrace):
     """The trace of a request that is sampled."""
 
-    def __init__(self, span: Span, began_ns: int, spans: dict[int, Span], prompts: bool) -> None:
-        self._span, self._began_ns, self._spans, self._prompts = span, began_ns, spans, prompts
+    def __init__(
+        self, span: Span, began_ns: int, spans: dict[int, Span], prompt: Callable[[], Messages] | None
+    ) -> None:
+        """`prompt`: the prompt, if it and the output are to be recorded."""
+        self._span, self._began_ns, self._spans, self._prompt = span, began_ns, spans, prompt
         self._samples: list[Sample] = []
         self._error: BaseException | None = None
 
     def follow(self, generation: Generation) -> None:
         self._samples = generation.samples
         self._spans.update(dict.fromkeys(self._ids, self._span))
-        self._span.note(_asked_for(generation.samples, self._prompts))
+        self._span.note(_asked_for(generation.samples, self._prompt is not None))
+        if self._prompt is not None and (messages := self._prompt()):  # no refused one, which may be of any length
+            self._span.note({"gen_ai.input.messages": _input_messages(messages)})
 
     def failed(self, error: BaseException) -> None:
         self._error = self._error or error
@@ -84,7 +87,7 @@ class RecordedRequest(RequestTrace):
         if self._samples:
             reasons = [_finish_reason(sample, self._error) for sample in self._samples]
             self._span.note(_answered(self._samples, reasons))
-            if self._prompts:
+            if self._prompt is not None:
                 self._span.note({"gen_ai.output.messages": _output_messages(self._samples, reasons)})
         for sample in self._samples:
             self._add_phases(sample)

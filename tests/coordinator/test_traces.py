@@ -125,6 +125,17 @@ async def test_the_trace_of_the_caller_goes_on_and_decides_whether_there_is_one(
         assert len(traced) == len(collector.named("verify")) < len(served.target.requests)
 
 
+async def test_headers_that_cannot_be_read_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Each caller could fill the log with them."""
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url, with_draft=False) as served:
+            for parent, state in ((SAMPLED, CANARY), (SAMPLED, f"{CANARY}=" * 500), (CANARY * 500, "")):
+                metadata = (("traceparent", parent), ("tracestate", state))
+                await served.stub.Generate(make_request(max_tokens=1), metadata=metadata)
+        assert [span.trace_id == TRACE for span in requests(collector)] == [True, True, False]
+    assert CANARY not in caplog.text
+
+
 async def test_a_share_of_the_requests_is_traced() -> None:
     async with collecting() as (collector, url):
         async with serving(otlp_traces_endpoint=url, trace_sample_rate=0.5, with_draft=False) as served:
@@ -167,8 +178,9 @@ async def test_prompts_and_outputs_are_in_a_trace_only_if_asked_for(prompts: boo
         async with serving(otlp_traces_endpoint=url, trace_prompts=prompts) as served:
             answer = await served.stub.Generate(chat())
             _, other = await stream(served, pb.GenerateRequest(text=CANARY))
+            await fails(served.stub.Generate(pb.GenerateRequest(text=CANARY * 10_000)))
         assert (CANARY in collector.everything()) is prompts
-        by_chat, by_text = requests(collector)
+        by_chat, by_text, _ = requests(collector)
         found = [name for span in collector.spans for name in span.attributes if name.endswith(".messages")]
         assert len(found) == (4 if prompts else 0)
         if prompts:

@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import generate_latest
+from scraping import Scrape, free_port
 from serving import PATIENCE_SECONDS, Serving, check_tokens, expected_tokens, make_request, serving, stream
 
 from coordinator.generation import MOST_UNREAD
@@ -142,3 +144,22 @@ async def test_unary_calls_never_pause() -> None:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             response = await stub.Generate(make_request([1], LONG))
         check_tokens(served.target, make_request([1], LONG), response)
+
+
+async def test_a_client_that_leaves_while_it_reads_nothing_is_no_error() -> None:
+    async with serving(with_draft=False, metrics_port=free_port()) as served:
+        async with unread(served, make_request([1], LONG)):
+            await until_paused(served)
+        ended = {"grpc_service": "specpool.v1.GenerationService", "grpc_method": "GenerateStream"}
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (codes := codes_of(served, **ended)):  # noqa: ASYNC110 - the end of a call has no event
+                await asyncio.sleep(0.01)
+        assert codes == {"Canceled"}
+        assert not (await served.info()).counters.refused
+
+
+def codes_of(served: Serving, **call: str) -> set[str]:
+    """The status codes in which calls have ended."""
+    seen = Scrape.of(generate_latest(served.process.server.registry).decode())
+    found = map(dict, seen.values("specpool:grpc_server_handled_total"))
+    return {labels["grpc_code"] for labels in found if call.items() <= labels.items()}

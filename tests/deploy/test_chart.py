@@ -105,6 +105,20 @@ def test_releases_share_nothing() -> None:
     assert names[0].isdisjoint(names[1])
 
 
+@pytest.mark.parametrize("release", ["x" * 53, f"{'x' * 36}.{'y' * 16}", "llm"])
+def test_any_release_has_names_that_kubernetes_accepts(release: str) -> None:
+    gateway = "cells=2,smg.enabled=true,smg.image.repository=smg"
+    tls = "tls.enabled=true,tls.clients=none,tls.certManager.enabled=true,tls.certManager.issuerRef.name=ca"
+    metrics = "metrics.enabled=true,metrics.serviceMonitor.enabled=true,metrics.dashboard.enabled=true"
+    manifests = template("--set", gateway, "--set", tls, "--set", metrics, release=release)
+    for item in manifests:
+        name = item["metadata"]["name"]
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name), name
+        if item["kind"] == "StatefulSet":  # the label controller-revision-hash of its pods, and their own names
+            assert len(f"{name}-0123456789") <= 63
+        assert max(map(len, item["metadata"]["labels"].values())) <= 63
+
+
 # --- Policies that every container keeps
 
 

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -134,10 +132,23 @@ def test_monitors_read_every_process() -> None:
     manifests = render("production")
     selector = of_kind(manifests, "PodMonitor")["specpool"]["spec"]["selector"]
     [among] = selector["matchExpressions"]
-    assert among["values"] == [*COMPONENTS]
+    assert among["values"] == [*COMPONENTS, "smg"]
     for component in COMPONENTS:
         assert selector["matchLabels"].items() <= pod_template(manifests, component)["metadata"]["labels"].items()
         assert "metrics" in {port["name"] for port in container_of(manifests, component)["ports"]}
+
+
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+def test_job_has_the_name_that_alerts_look_for_whatever_the_release_is_called(kind: str) -> None:
+    monitor = f"metrics.enabled=true,metrics.{kind[0].lower()}{kind[1:]}.enabled=true,fullnameOverride=llm"
+    [found] = of_kind(template("--set", monitor, "--namespace", "ai", release="llm"), kind).values()
+    jsonschema.validate(found, CUSTOM[kind])
+    [endpoint] = found["spec"].get("endpoints") or found["spec"]["podMetricsEndpoints"]
+    [relabeling] = endpoint["relabelings"]
+    assert relabeling == {"targetLabel": "job", "replacement": "specpool/ai/llm"}
+    jobs = re.findall(r'job=~"(.*?)"', (CHART / "monitoring/alerts.yaml").read_text())
+    assert jobs
+    assert all(re.fullmatch(job, relabeling["replacement"]) for job in jobs)
 
 
 def test_service_monitor_finds_a_service_of_every_process() -> None:
@@ -185,13 +196,38 @@ def test_gateway_is_given_every_coordinator() -> None:
     assert of_kind(render("openai"), "Service")["specpool-smg"]["spec"]["ports"][0]["port"] == port
 
 
-def test_gateway_knows_its_arguments() -> None:
-    smg = Path(sys.executable).parent / "smg"
-    if not smg.exists():
-        pytest.skip("smg is not installed")
-    shown = subprocess.run([str(smg), "launch", "--help"], capture_output=True, text=True, check=True).stdout
-    options = [item.partition("=")[0] for item in container_of(render("openai"), "smg")["args"] if item[:2] == "--"]
-    assert [option for option in options if option not in shown] == []
+@pytest.mark.parametrize("metrics", [True, False])
+def test_gateway_is_started_as_its_pod_expects(metrics: bool) -> None:
+    launch = pytest.importorskip("smg.launch_router")
+    values = f"metrics.enabled={json.dumps(metrics)},coordinator.drainSeconds=100"
+    manifests = template(*values_of("openai"), "--set", values)
+    gateway, spec = container_of(manifests, "smg"), pod_template(manifests, "smg")["spec"]
+    made = launch.parse_router_args(gateway["args"][1:])
+    ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
+    serving = {"http": made.port, "health": made.health_check_port} | (
+        {"metrics": made.prometheus_port} if metrics else {}
+    )
+    assert ports == serving
+    assert (made.host, made.prometheus_host) == ("0.0.0.0", "0.0.0.0" if metrics else "127.0.0.1")
+    assert made.policy == "power_of_two"
+    assert made.api_key is None  # it would open the control plane to users
+    assert made.tenant_api_keys
+    hook = gateway["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] > hook + made.shutdown_grace_period_secs
+    assert made.shutdown_grace_period_secs == 100
+    assert {gateway[f"{probe}Probe"]["httpGet"]["port"] for probe in ("startup", "readiness", "liveness")} == {"health"}
+
+
+def test_gateway_is_guarded_as_the_processes_are() -> None:
+    manifests = template(*values_of("openai"), "--set", "metrics.enabled=true")
+    labels = pod_template(manifests, "smg")["metadata"]["labels"]
+    policy = of_kind(manifests, "NetworkPolicy")["specpool-smg"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert [rule["ports"] for rule in policy["ingress"]] == [[{"port": "http"}], [{"port": "metrics"}]]
+    budget = of_kind(manifests, "PodDisruptionBudget")["specpool-smg"]["spec"]
+    assert budget["selector"]["matchLabels"].items() <= labels.items()
+    alone = template(*values_of("openai"), "--set", "smg.replicas=1")
+    assert "specpool-smg" not in of_kind(alone, "PodDisruptionBudget")
 
 
 @pytest.mark.parametrize("example", [DEFAULTS, *EXAMPLES])

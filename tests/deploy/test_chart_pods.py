@@ -119,6 +119,14 @@ def test_worker_outlasts_the_drain_of_its_coordinator(example: str, component: s
     assert hook(component) > hook("coordinator") + settings_in(example, "coordinator").drain_seconds
 
 
+@pytest.mark.parametrize("example", ["cells", "openai", "production"])
+def test_update_goes_on_only_when_the_old_target_of_a_cell_is_gone(example: str) -> None:
+    hook = container_of(render(example), "target-worker")["lifecycle"]["preStop"]["sleep"]["seconds"]
+    [ready] = {item["spec"]["minReadySeconds"] for item in of_kind(render(example), "StatefulSet").values()}
+    assert ready > hook
+    assert "minReadySeconds" not in set_of(DEFAULTS, "coordinator")
+
+
 @EVERY_COMPONENT
 @EVERY_EXAMPLE
 def test_pod_can_write_where_its_process_does(example: str, component: str) -> None:

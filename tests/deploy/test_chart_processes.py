@@ -1,6 +1,7 @@
 """Processes with the environment that the Helm chart gives them, started for real; and names in TLS certificates."""
 
 import contextlib
+import http.client
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from certificates import Authority
 from deployment import COMPONENTS, ROOT, WORKERS
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from helm_chart import DEFAULTS, container_of, of_kind, render
+from helm_chart import DEFAULTS, container_of, of_kind, render, template, values_of
 from pod_settings import pod_environment, pod_settings
 from serving import PATIENCE_SECONDS, free_address
 
@@ -89,6 +90,37 @@ def test_release_whose_answers_differ_fails_its_test(tmp_path: Path) -> None:
     (tmp_path / "specpool").chmod(0o755)
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PROMPT": "x y"}
     assert subprocess.run([*test["command"], *test["args"]], env=environment, check=False).returncode == 1
+
+
+@pytest.mark.skipif(not (BIN / "smg").exists(), reason="smg is not installed")
+@pytest.mark.parametrize("cells", [1, 2])
+def test_gateway_starts_before_its_coordinators_and_says_that_it_is_not_ready(cells: int) -> None:
+    gateway = container_of(template(*values_of("openai"), "--set", f"cells={cells}"), "smg")
+    ports = {port["name"]: free_address().rpartition(":")[2] for port in [*gateway["ports"], {"name": "metrics"}]}
+    changes = {"--host": "127.0.0.1", "--port": ports["http"], "--health-check-port": ports["health"],
+               "--prometheus-port": ports["metrics"]}  # fmt: skip
+    flags = [item.partition("=") for item in gateway["args"]]
+    args = [f"{flag}={changes[flag]}" if flag in changes else flag + equals + value for flag, equals, value in flags]
+    process = subprocess.Popen([BIN / gateway["command"][0], *args], stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (alive := status_of(ports["health"], gateway["livenessProbe"])) == 0:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert (alive, status_of(ports["health"], gateway["readinessProbe"])) == (200, 503)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status_of(port: str, probe: dict[str, dict[str, str]]) -> int:
+    """What the kubelet would be answered to a probe by HTTP; 0 for nothing."""
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=3)
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("GET", probe["httpGet"]["path"])
+        return connection.getresponse().status
+    return 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -180,6 +180,11 @@ def test_container_is_killed_only_after_its_drain(role: str) -> None:
     assert float(grace.removesuffix("s")) > service_settings(role).drain_seconds
 
 
+def test_workers_are_stopped_only_after_their_coordinator_has_drained() -> None:
+    assert {role for role in COMPONENTS if "depends_on" in service(role)} == {"coordinator"}
+    assert sorted(service("coordinator")["depends_on"]) == sorted(WORKERS)
+
+
 def test_container_of_the_coordinator_is_told_its_workers_and_published() -> None:
     settings = service_settings("coordinator")
     assert settings.target_address == f"target-worker:{service_settings('target-worker').port}"

@@ -3,11 +3,13 @@
 import io
 import json
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +120,33 @@ def test_every_line_of_a_process_is_json_whoever_writes_it(ending: str) -> None:
         "panicked": ("stderr", "WARNING"),
         "printed": ("stderr", "WARNING"),
     }
+
+
+def test_a_crash_in_native_code_leaves_the_stack_in_the_log() -> None:
+    crash = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()"
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM + crash], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr
+
+
+LOGS_ONE_LINE = """
+import logging, time
+from rpc.logs import configure_logging
+configure_logging("info", "json")
+lines = []
+logging.root.handlers[0].addFilter(lambda record: lines.append(record) or True)
+logging.info("lost")
+time.sleep(0.2)
+print(len(lines))
+"""
+
+
+def test_a_log_that_cannot_be_written_is_not_written_about() -> None:
+    """Nobody may read stderr any more, or its disk be full: what is said about that on stderr is logged in turn."""
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", LOGS_ONE_LINE], stdout=subprocess.PIPE, stderr=full, timeout=60, check=True
+        )
+    assert ended.stdout == b"1\n"

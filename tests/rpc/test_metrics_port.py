@@ -117,6 +117,17 @@ async def test_scrapes_soon_after_another_get_the_same_answer() -> None:
     assert len(asked) == 1
 
 
+async def test_an_answer_that_took_long_is_not_kept_for_long() -> None:
+    """Numbers that stand still for minutes would look like a process that does nothing."""
+    asked = []
+    with mock.patch.multiple("rpc.metrics_endpoint", KEPT_FOR=10**9, MOST_KEPT_SECONDS=0.0):
+        async with running() as (port, _, server):
+            server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
+            for _ in range(2):
+                await http(port, GET)
+    assert len(asked) == 2
+
+
 async def test_a_collector_that_fails_costs_its_scrape_only(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as (port, _, server):
         broken = mock.Mock(spec=["collect"], collect=mock.Mock(side_effect=[RuntimeError("broken"), []]))

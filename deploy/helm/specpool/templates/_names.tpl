@@ -5,7 +5,7 @@
 {{- .Values.fullnameOverride | trunc 38 | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 38 | trimSuffix "-" -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | replace "." "-" | trunc 38 | trimSuffix "-" -}}
 {{- end -}}
 {{- end }}
 
@@ -13,7 +13,7 @@
 {{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker") . -}}
 {{- end }}
 
-{{/* What belongs to a role: its StatefulSet, headless Service, ConfigMap and so on. Takes root and role. */}}
+{{/* What belongs to a role: its StatefulSet, headless Service and so on. Takes root and role. */}}
 {{- define "specpool.roleName" -}}
 {{- printf "%s-%s" (include "specpool.fullname" .root) (include "specpool.component" .role) -}}
 {{- end }}

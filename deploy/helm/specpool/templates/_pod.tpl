@@ -5,7 +5,8 @@
 {{- $role := get .root.Values .role -}}
 {{- if kindIs "invalid" $role.preStopSeconds -}}
 {{- $coordinator := .root.Values.coordinator -}}
-{{- add $coordinator.preStopSeconds (ceil $coordinator.drainSeconds) 5 -}}
+{{- /* The last: the coordinator's pod may be deleted some seconds after its worker's. */ -}}
+{{- add $coordinator.preStopSeconds (ceil $coordinator.drainSeconds) 15 -}}
 {{- else -}}
 {{- $role.preStopSeconds -}}
 {{- end -}}
@@ -113,6 +114,7 @@ livenessProbe:
   value: {{ include "specpool.workerAddress" (dict "root" .root "role" "draft") }}
 {{- end }}
 {{- end }}
+{{- include "specpool.settings" . }}
 {{- with $role.extraEnv }}
 {{ toYaml . }}
 {{- end }}
@@ -130,16 +132,14 @@ metadata:
     {{- with merge (deepCopy $role.podLabels) $values.commonLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- $annotations := deepCopy $role.podAnnotations }}
+  {{- if and $values.metrics.enabled $values.metrics.annotations }}
+  {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString $values.metrics.port)) }}
+  {{- end }}
+  {{- with $annotations }}
   annotations:
-    # A change of the settings restarts the pods.
-    checksum/settings: {{ include "specpool.settings" . | sha256sum }}
-    {{- if and $values.metrics.enabled $values.metrics.annotations }}
-    prometheus.io/scrape: "true"
-    prometheus.io/port: {{ $values.metrics.port | quote }}
-    {{- end }}
-    {{- with $role.podAnnotations }}
     {{- toYaml . | nindent 4 }}
-    {{- end }}
+  {{- end }}
 spec:
   serviceAccountName: {{ include "specpool.serviceAccount" $root }}
   automountServiceAccountToken: false
@@ -166,9 +166,6 @@ spec:
       args:
         {{- toYaml . | nindent 8 }}
       {{- end }}
-      envFrom:
-        - configMapRef:
-            name: {{ include "specpool.roleName" . }}
       env:
         {{- include "specpool.env" . | trim | nindent 8 }}
       ports:

@@ -78,7 +78,10 @@ allowed_names: {{ include "specpool.roleName" (dict "root" .root "role" "coordin
 {{- end }}
 {{- end }}
 
-{{/* The data of a role's ConfigMap. Takes root and role. */}}
+{{/*
+Variables of a role's process. They stand in the pod's template, not in a ConfigMap, so that pods which an update has not
+reached yet keep their own settings when they restart. Kubernetes would replace $(NAME) in them. Takes root and role.
+*/}}
 {{- define "specpool.settings" -}}
 {{- $settings := include "specpool.chartSettings" . | fromYaml -}}
 {{- range $name, $value := (get .root.Values .role).settings -}}
@@ -88,6 +91,7 @@ allowed_names: {{ include "specpool.roleName" (dict "root" .root "role" "coordin
 {{- $_ := set $settings $name $value -}}
 {{- end -}}
 {{- range $name, $value := $settings }}
-SPECPOOL_{{ upper $name }}: {{ ternary (toJson $value) (toString $value) (kindIs "float64" $value) | quote }}
+- name: SPECPOOL_{{ upper $name }}
+  value: {{ ternary (toJson $value) (toString $value) (kindIs "float64" $value) | replace "$" "$$" | quote }}
 {{- end }}
 {{- end }}
