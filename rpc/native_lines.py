@@ -1,7 +1,7 @@
 """Logs what libraries in C++ and Rust write to stderr, past Python's logging, as events of the logger "stderr".
 
-Used only where every line of the log must be JSON. When native code ends the process, its last words may be lost: instead,
-the stack of each thread is written, as text.
+Used only where every line of the log must be JSON. When native code ends the process, its last words may be lost:
+instead, the stack of each thread is written, as text.
 """
 
 import atexit
