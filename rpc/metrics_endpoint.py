@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 # Time between two connections that are accepted. The system keeps a few waiting, and refuses the rest.
 ACCEPT_SECONDS, MOST_WAITING = 0.05, 16
-# An answer is reused for this many times as long as it took to make, so that answers take 1% of the time at most; but no
-# longer than this many seconds, however long the process was held up while it made one.
+# An answer is reused for this many times as long as it took to make, so that answers take 1% of the time at most; but
+# no longer than this many seconds, however long the process was held up while it made one.
 KEPT_FOR, MOST_KEPT_SECONDS = 100, 5.0
 # A connection that takes longer to ask and read is closed; if there are more connections than this, so is the oldest.
 REQUEST_SECONDS, MOST_CONNECTIONS = 10.0, 16
