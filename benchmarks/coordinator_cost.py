@@ -83,7 +83,7 @@ async def _run_all(address: str, options: argparse.Namespace) -> list[dict[str, 
 
 
 async def run_once(client: AsyncClient, options: argparse.Namespace) -> dict[str, float]:
-    """Generates all answers at once; returns the rounds that took and milliseconds per round."""
+    """Generates all answers at once; returns the number of rounds and milliseconds per round."""
     before = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
     requests = [
         pb.GenerateRequest(

@@ -1,4 +1,4 @@
-"""The panels of the Grafana dashboard, drawn without Grafana: from the answers of a Prometheus to the same queries.
+"""Draws the panels of the Grafana dashboard without Grafana, from the answers of a Prometheus to the same queries.
 
 python -m benchmarks.dashboard [--prometheus http://127.0.0.1:9090] [--minutes 10] [--output docs/dashboard.png]
 """
@@ -31,7 +31,7 @@ MOST_MINUTES = 60 * 24 * 30
 
 SECONDS_PER_DAY = 86_400
 REFUSALS = (400, 422)
-"""HTTP status of a query that is wrong."""
+"""HTTP statuses of a query that is wrong."""
 
 Series: TypeAlias = list[tuple[str, list[float], list[float]]]
 """Name, times and values of each series; times in days since 1970, as matplotlib counts them."""
@@ -172,7 +172,7 @@ def _lines(axes: Axes, panel: Panel, series: Series) -> None:
 
 
 def _heat(axes: Axes, panel: Panel, series: Series) -> None:
-    """Buckets of a histogram, which Prometheus gives as sums up to each bound."""
+    """Draws the buckets of a histogram, which Prometheus gives as sums up to each bound."""
     ordered = sorted(series, key=lambda found: float(found[0]))
     if not ordered:
         return
@@ -188,7 +188,7 @@ def _heat(axes: Axes, panel: Panel, series: Series) -> None:
 
 
 def _states(axes: Axes, panel: Panel, series: Series) -> None:
-    """A bar for each series, where it is 1."""
+    """Draws a bar for each series, where it is 1."""
     color = {"Links ready": "tab:green", "Models hanging": "tab:red"}.get(panel.title, "tab:orange")
     for row, (_, times, values) in enumerate(series):
         axes.fill_between(times, row - 0.4, row + 0.4, where=[value == 1 for value in values], color=color, step="post")

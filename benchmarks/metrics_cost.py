@@ -3,7 +3,7 @@
     python -m benchmarks.metrics_cost [--sequences 8] [--tokens 1000] [--k 4] [--repeats 5]
 
 Rounds have fake workers that cost nothing; coordinators with and without metrics take turns. Beside the time of a round
-there is the processor time that the coordinator spent on it, which other processes of a busy machine change less. The
+there is the processor time that the coordinator spent on it, which depends less on what else the machine does. The
 last line printed is JSON.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measure_commit() -> float:
-    """Seconds that metrics add to a commit: of observing it, and of its clock."""
+    """Seconds that metrics add to a commit: to observe it, and to read the clock."""
     latencies, piece = Latencies(), Piece((1, 2), str)
     request = GenerationRequest("r", (1, 2, 3), 100, frozenset(), 4)
     sample = Sample(Sequence(1, request), 0, time.monotonic())
@@ -103,8 +103,8 @@ async def _run_all(pids: dict[str, int], options: argparse.Namespace) -> dict[st
 
 
 def measure_scrapes(pid: int) -> dict[str, float]:
-    """Processor time of a scrape, beyond that of an idle process, the size of its answer, and the share of a core that
-    a flood of scrapes takes."""
+    """Processor time of a scrape beyond that of an idle process, the size of its answer, and the share of a core that a
+    flood of scrapes takes."""
     idle = _spent(pid, lambda: None)
     scraped = _spent(pid, _scrape)
     with ThreadPoolExecutor(FLOOD_CLIENTS) as clients:

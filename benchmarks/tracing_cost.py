@@ -2,8 +2,8 @@
 
     python -m benchmarks.tracing_cost [--sequences 8] [--tokens 200] [--k 4] [--repeats 5]
 
-Processor time, unlike that on the wall, tells little of what else the machine does. The workers are fakes, so that a
-round is as short as it can be; a collector that throws all spans away is a process of its own, like all others. The
+Processor time, unlike wall time, hardly depends on what else the machine does. The workers are fakes, so that a round
+is as short as it can be. A collector that discards all spans runs in a process of its own, like everything else. The
 last line printed is JSON.
 """
 
@@ -68,7 +68,7 @@ def _first_line(stack: ExitStack, *arguments: str) -> Any:
 
 
 def _measure(fakes: list[str], flags: list[str], options: argparse.Namespace) -> float:
-    """Milliseconds of a fresh coordinator."""
+    """Milliseconds of processor time per round of a fresh coordinator."""
     target, draft = fakes
     own = ["--target-address", target, "--draft-address", draft, "--port", ADDRESS.split(":")[1], *flags]
     with ExitStack() as stack:
@@ -86,7 +86,7 @@ async def _run(pid: int, options: argparse.Namespace) -> float:
 
 
 def _processor_seconds(pid: int) -> float:
-    """Of all threads of a process so far."""
+    """Processor time of all threads of a process so far."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 

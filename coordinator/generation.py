@@ -68,7 +68,7 @@ class Sample:
         """Tokens published and not read yet."""
         self.paused = False
         self.gap: float | None = None
-        """Seconds between the last tokens and those before them, which came in another piece."""
+        """Seconds between the last piece with tokens and the one before it; None for the first."""
         self._arrived = arrived
         self._admitted: float | None = None
         self._first_token: float | None = None
@@ -95,8 +95,8 @@ class Sample:
         )
 
     async def logprobs(self) -> AsyncIterator[list[TokenLogprobs]]:
-        """Log-probabilities of the tokens so far, some at a time, so that no long answer holds up other requests; none
-        if they were not asked for."""
+        """Log-probabilities of the tokens so far, in parts, so that no long answer holds up other requests; nothing if
+        they were not asked for."""
         if self.sequence.request.logprobs is None:
             return
         for start in range(0, len(self.pieces), PIECES_AT_ONCE):
@@ -138,7 +138,7 @@ class Generation:
         self._last_read = 0.0
 
     def __str__(self) -> str:
-        """Numbers and reasons, for a log."""
+        """Finish reasons, token counts and duration, for the log."""
         sequences = [sample.sequence for sample in self.samples]
         reasons = [str(sequence.finish.reason) if sequence.finish else "unfinished" for sequence in sequences]
         generated = sum(sequence.num_generated for sequence in sequences)

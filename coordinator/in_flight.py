@@ -14,7 +14,7 @@ LAST_ENDS = 32
 # Seconds after which a refused client is told to try again: at first, at least and at most.
 FIRST_RETRY, LEAST_RETRY, MOST_RETRY = 1.0, 0.05, 10.0
 
-# Ends of samples that nobody has cut short.
+# Finish reasons of samples that nothing cut short.
 BY_THEMSELVES = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -46,7 +46,7 @@ class RequestsInFlight:
     """Hands what happens to a sequence to the generation that its caller reads: the `RoundEvents` of the round loop."""
 
     def __init__(self, latencies: Latencies | None = None) -> None:
-        """`latencies` observes the samples, if metrics are wanted."""
+        """`latencies`: observes the samples, if metrics are wanted."""
         self.latencies = latencies
         self.requests = 0
         """Requests since the start."""

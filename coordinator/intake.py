@@ -1,4 +1,4 @@
-"""The way of a request from its message to the pool, the same for every service that generates."""
+"""The path of a request from its message to the pool, the same for every service that generates."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +25,7 @@ GiveUp: TypeAlias = Callable[[ServiceError], None]
 
 
 class Intake:
-    """Takes in the requests of all services: they share its bounds, and each client its request ids."""
+    """Takes in the requests of all services, which share its bounds and each client's request ids."""
 
     def __init__(self, coordinator: Coordinator, server: Server) -> None:
         self._coordinator, self._server = coordinator, server
@@ -36,7 +36,7 @@ class Intake:
     async def generation(
         self, request: pb.GenerateRequest, context: Any, stream: bool = False
     ) -> AsyncIterator[tuple[Generation, GiveUp]]:
-        """The generation that answers a call, and what a stream of its pieces needs; it ends with the context.
+        """The generation that answers a call, and how to give up a stream that is not read. It ends with the context.
 
         InvalidArgumentError, AlreadyExistsError, QueueFullError, UnavailableError.
         """

@@ -103,7 +103,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="a slower draft worker is left out for a while")
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="a slower target worker counts as unreachable")
     metrics_compat: Literal["vllm"] | None = Field(
-        None, description="metrics_port serves metrics under these names too, for tools that know no others"
+        None, description="serve metrics under vLLM's names too, for tools that know no others"
     )
     trace_prompts: bool = Field(False, description="traces include prompts and outputs")
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")

@@ -57,7 +57,7 @@ class SequenceEngine:
 
     @property
     def tokens(self) -> int:
-        """Tokens that these passes have run."""
+        """Tokens that these passes have run so far."""
         return self.engine.tokens
 
     @property

@@ -1,10 +1,10 @@
-"""The memory that a pair needs where it is deployed: by slots on the devices, and of the pods. Pure."""
+"""The memory that a deployed pair needs: on its devices, by slots, and in its pods. Pure."""
 
 from dataclasses import dataclass
 
 GIB = 2**30
 HOST_BYTES, GPU_HOST_BYTES = 2 * GIB, 4 * GIB
-"""Memory of a worker's process besides weights, activations and cache, by experience: Python, torch, what it compiles
+"""Memory of a worker's process beyond weights, activations and cache, from experience: Python, torch, what it compiles
 into /tmp, and with a GPU the CUDA libraries."""
 
 
@@ -35,11 +35,11 @@ class Memory:
         return min(self.longest, -(-positions // self.multiple) * self.multiple)
 
     def room(self, positions: int | None) -> int:
-        """Sequences of this length that the KV cache had room for."""
+        """Sequences of this length that the measured KV cache has room for."""
         return self.positions // self.slot_positions(positions)
 
     def kv_bytes(self, slots: int, positions: int | None) -> int:
-        """Bytes of a KV cache for this number of sequences. One of full length always fits: a worker requires that."""
+        """Bytes of a KV cache for `slots` sequences, but at least for one of full length, which a worker requires."""
         return max(self.longest, slots * self.slot_positions(positions)) * self.kv_per_position
 
 

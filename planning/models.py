@@ -47,7 +47,7 @@ def measured(settings: PlanSettings, console: Console) -> tuple[Model, list[tupl
 
 
 def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOptions]]:
-    """How to run the target, and each draft."""
+    """Engine options of the target, and of each draft."""
     target, drafts = settings.target, settings.draft or []
     if target is None:
         with naming(PROGRAM, "target", OSError):
@@ -66,5 +66,5 @@ def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOption
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Numbers of rows to measure passes of: at least two, the last one no lower than `most` or MOST_ROWS."""
+    """Numbers of rows in the passes to measure: at least two, the last no lower than `most` or MOST_ROWS."""
     return [2**power for power in range(max(1, (min(most, MOST_ROWS) - 1).bit_length()) + 1)]

@@ -34,7 +34,7 @@ class Model:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it ran on a GPU."""
+        """Whether the model ran on a GPU."""
         return not self.device.startswith("cpu")
 
     def step_times(self, positions: int | None) -> StepTimes:
@@ -128,8 +128,8 @@ class Plan:
 def make_plan(target: Model, drafts: Sequence[tuple[Model, Acceptance]], terms: Terms) -> Plan:
     """Plans from measurements. `drafts`: each with its acceptance.
 
-    The chosen draft is the one that is fastest in any batch that fits in the target's KV cache, or in the smallest if
-    none does; the window is the smallest of these batches that reaches 95% of that speed.
+    The chosen draft is the one that is fastest in any batch that fits in the target's KV cache, or in the smallest
+    batch if none fits; the window is the smallest of these batches that reaches 95% of that speed.
     """
     plans = [_draft_plan(target, model, acceptance, terms) for model, acceptance in drafts]
     room = target.memory.room(terms.positions)

@@ -1,4 +1,4 @@
-"""A plan as tables, in one sentence, and as JSON."""
+"""A plan as tables, as a sentence, and as JSON."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models of running workers, by what each worker has measured of itself when it started. Needs no torch."""
+"""Models of running workers, from what each worker measured when it started. Needs no torch."""
 
 from planning.capacity import Memory
 from planning.plan import Acceptance, Model, constant

@@ -34,15 +34,15 @@ class PlanSettings(Settings, ClientSecurity):
         None,
         ge=0,
         le=1,
-        description="with running workers: share of draft tokens that are accepted, as GetServerInfo says",
+        description="with running workers: share of draft tokens that are accepted, as GetServerInfo reports it",
     )
     prompts: Path | None = Field(None, description="JSONL file, as for generate; default: a few of our own")
     num_prompts: int = Field(16, ge=1, le=4096, description="number of prompts that the target answers, in one batch")
-    max_tokens: int = Field(64, ge=2, description="tokens of an answer, at most")
+    max_tokens: int = Field(64, ge=2, description="most tokens of an answer")
     batches: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
         [1, 2, 4, 8, 16, 32], min_length=1, description="sequences of a round to predict for"
     )
-    longest: int = Field(8, ge=1, le=64, description="draft tokens of a round, at most")
+    longest: int = Field(8, ge=1, le=64, description="most draft tokens of a round")
     device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the drafts")
     dtype: Dtype = Field("auto", description="weights of the target")
@@ -58,8 +58,8 @@ class PlanSettings(Settings, ClientSecurity):
     sequence_positions: int | None = Field(
         None,
         ge=1,
-        description="positions that a sequence takes, prompt and answer; default: a cache for those of full length, "
-        "and speed as measured",
+        description="positions that a sequence takes, prompt and answer; default: a cache for sequences of full "
+        "length, and speed as measured",
     )
     throughput: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="tokens/s wanted of all cells together; default: those of one cell"
@@ -108,7 +108,7 @@ class PlanSettings(Settings, ClientSecurity):
 
 
 def refuse_unusable(file: Path, force: bool) -> None:
-    """ValueError if a file of values cannot be written here, so that no minute is spent on measuring in vain."""
+    """ValueError if the file of values cannot be written, so that no measurement is made in vain."""
     if file.is_dir():
         raise ValueError(f"output: {file} is a folder")
     if file.exists() and not force:

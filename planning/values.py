@@ -8,11 +8,11 @@ from planning.plan import Model, Plan
 
 MIB = 2**20
 BUSY = 0.75
-"""Share of a window that runs in each cell before an autoscaler adds one."""
+"""Share of the window that is in use in each cell when an autoscaler adds a cell."""
 
 
 def helm_values(plan: Plan) -> str:
-    """YAML of the values, with the figures that they follow from as comments."""
+    """YAML of the values, with comments that give the figures behind them."""
     capacity, window = plan.capacity, plan.window
     positions = plan.terms.positions or plan.target.memory.longest
     return f"""\

@@ -22,7 +22,7 @@ class ServiceError(Exception):
 
     @property
     def logged(self) -> str:
-        """The message as a log may have it: without a client's text."""
+        """The message for the log, without any text of a client."""
         return str(self)
 
 

@@ -60,8 +60,8 @@ and say nothing about the request."""
 
 
 def code_name(code: StatusCode | int | None) -> str:
-    """The name of a status code as Go has it, and so the metrics of most gRPC servers. `code`: as the context of a call
-    gives it, which may be its number, or None as long as none is set."""
+    """The name of a status code in Go, which the metrics of most gRPC servers use. `code`: as the context of a call
+    gives it, possibly its number, or None as long as none is set."""
     return _NAMES[code]
 
 

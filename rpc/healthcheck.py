@@ -28,7 +28,7 @@ def problem(connector: Connector, service: str, timeout: float) -> str | None:
 
 
 def seconds(text: str) -> float:
-    """A waiting time of the command line."""
+    """Reads a number of seconds to wait from the command line."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
@@ -36,7 +36,7 @@ def seconds(text: str) -> float:
 
 
 def utf8_text(text: str) -> str:
-    """A text of the command line that can be sent."""
+    """Reads a text from the command line that can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

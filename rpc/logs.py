@@ -1,6 +1,6 @@
 """The log of a process: one event per line on stderr, as text or as JSON, with the requests and the trace of each.
 
-Nothing that a client or another process wrote can begin a line of its own.
+No text from a client or another process can begin a line of its own.
 """
 
 import json
@@ -28,7 +28,7 @@ _requests: ContextVar[Callable[[], Iterable[str]]] = ContextVar("requests", defa
 _trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 
 _PLAIN_ID = re.compile(r"[\w.:/+-]+", re.ASCII)
-# What could end a line, or be obeyed by a terminal, but for the tabulator.
+# Characters that could end a line or control a terminal, except for the tab.
 _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(9), *range(10, 32), *range(127, 160), 0x2028, 0x2029)}
 _CONTROLS_IN_TRACES = {code: text for code, text in _CONTROLS.items() if code != ord("\n")}
 
@@ -39,10 +39,10 @@ def serves_request(request_id: str) -> None:
 
 
 class ServesRequests:
-    """A context whose lines belong to requests, whose ids are looked up only if there is a line.
+    """A context whose lines belong to requests. The ids of the requests are looked up only when a line is logged.
 
-    What is begun in the context may live on with it, such as a stream that stays open: afterwards the context refers to
-    no request.
+    Tasks begun in the context may outlive it, such as a stream that stays open: once the context has ended, their lines
+    belong to no request.
     """
 
     def __init__(self, request_ids: Callable[[], Iterable[str]]) -> None:
@@ -80,7 +80,7 @@ def about(*request_ids: str) -> dict[str, Any]:
 
 
 class WithheldError(Exception):
-    """Stands for an error whose message is not logged; has the name of its type as its own."""
+    """Stands in for an error whose message is not logged; its own message is the name of that error's type."""
 
 
 def without_message(error: BaseException) -> Any:
@@ -97,7 +97,7 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
         handler.setFormatter(JsonFormatter())
         sys.excepthook = _log_uncaught
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("grpc._cython").setLevel(logging.INFO)  # it tells of each step of its event loop
+    logging.getLogger("grpc._cython").setLevel(logging.INFO)  # at level debug it logs each step of its event loop
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and any(isinstance(h, logging.StreamHandler) for h in logger.handlers):
             logger.handlers.clear()
@@ -135,8 +135,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object per line: timestamp (RFC 3339, UTC), level, logger, message; where there are any request_id or, of
-    several, request_ids, trace_id, exception."""
+    """An object per line: timestamp (RFC 3339, UTC), level, logger and message; where they apply, request_id (or
+    request_ids, if there are several), trace_id and exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -156,7 +156,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line belongs to."""
+    """The requests and the trace that a line belongs to, by the names of their fields."""
     ids = [request_id[:MOST_ID_CHARACTERS] for request_id in getattr(record, "request_ids", None) or _requests.get()()]
     ids = list(dict.fromkeys(ids))[:MOST_IDS]
     fields: dict[str, Any] = {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids} if ids else {}

@@ -1,7 +1,7 @@
-"""Metrics of a process for Prometheus: what every server counts, and the families that collectors of metrics build.
+"""Metrics of a process for Prometheus: those that every server has, and a builder of metric families for collectors.
 
-Nothing is set as it happens: collectors read counters that the code keeps anyway, on the event loop, when a scrape asks
-for them.
+No metric is updated as things happen: when a scrape asks for them, collectors on the event loop read counters that the
+code keeps anyway.
 """
 
 import platform
@@ -23,14 +23,14 @@ from rpc.errors import code_name
 PREFIX = "specpool:"
 NO_LABELS: Mapping[str, str] = {}
 UNKNOWN_METHOD = ("unknown", "unknown")
-"""Service and method of calls that name none of this server's: whatever callers invent becomes no label."""
+"""Service and method of calls to any other method: no name that a caller invents becomes a label."""
 
 CANCELLED, UNKNOWN, DEADLINE_EXCEEDED = 1, 2, 4
-"""Numbers of the status codes in which calls end that a handler has set none for."""
+"""Numbers of the status codes of calls for which the handler has set none."""
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs know no asyncio
 Values: TypeAlias = float | Mapping[Any, float]
-"""One value, or one for each value of a label; of several labels, tuples of their values."""
+"""One value, or a mapping of label values to values; where there are several labels, its keys are tuples."""
 
 
 class Families:
@@ -40,7 +40,7 @@ class Families:
         self._prefix, self._names, self._values = prefix, tuple(labels), tuple(labels.values())
 
     def counter(self, name: str, text: str, values: Values, *by: str) -> Metric:
-        """A counter, whose samples are called `name` with `_total`. `by`: the labels that tell its values apart."""
+        """A counter, whose samples are named `name` plus `_total`. `by`: the labels that tell its values apart."""
         return self._filled(CounterMetricFamily(self._prefix + name, text, labels=(*self._names, *by)), values)
 
     def gauge(self, name: str, text: str, values: Values, *by: str) -> Metric:
@@ -48,8 +48,8 @@ class Families:
         return self._filled(GaugeMetricFamily(self._prefix + name, text, labels=(*self._names, *by)), values)
 
     def histogram(self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-        """A histogram. `counts`: observations up to each bound and beyond the one before it, and of those beyond the
-        last. `total`: the sum of all observations."""
+        """A histogram. `counts`: observations of each bucket, up to its bound and above the one before; the last bucket
+        is above all bounds. `total`: the sum of all observed values."""
         family = HistogramMetricFamily(self._prefix + name, text, labels=self._names)
         limits = [*(f"{bound:g}" for bound in bounds), "+Inf"]
         family.add_metric(self._values, list(zip(limits, accumulate(counts), strict=True)), total)
@@ -63,7 +63,7 @@ class Families:
 
 
 class BuildInfo:
-    """Collector of what runs here."""
+    """Collector of the versions that run here."""
 
     def __init__(self) -> None:
         # Once: looking for the version would be most of the time that a scrape takes.
@@ -84,9 +84,9 @@ def server_registry(calls: "CallCounter") -> CollectorRegistry:
 
 
 class CallCounter(grpc.aio.ServerInterceptor):
-    """Counts calls by method and status code, refused ones too if it comes before the interceptors that refuse them.
+    """Counts calls by method and status code, and refused ones too if it comes before the interceptors that refuse.
 
-    Also the collector of these counts. A stream counts once, when it ends.
+    It is also the collector of these counts. A stream counts once, when it ends.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class CallCounter(grpc.aio.ServerInterceptor):
         """Service and method by the path of a call."""
 
     def add_services(self, names: Iterable[str]) -> None:
-        """Notes the methods of services, whose calls are counted apart."""
+        """Notes the methods of services; calls of each are counted separately."""
         for name in names:
             for method in descriptor_pool().FindServiceByName(name).methods:
                 self._methods[f"/{name}/{method.name}"] = (name, method.name)
@@ -138,7 +138,7 @@ class CallCounter(grpc.aio.ServerInterceptor):
         except Exception:
             code = context.code() or UNKNOWN
             raise
-        except BaseException:  # the client has left, or a stream that is not read was ended with a status
+        except BaseException:  # the client has left, or an unread stream was ended with a status
             left = context.time_remaining()
             code = context.code() or (DEADLINE_EXCEEDED if left is not None and left <= 0 else CANCELLED)
             raise

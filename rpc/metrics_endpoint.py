@@ -1,7 +1,7 @@
 """The port on which Prometheus reads the metrics of a process: `GET /metrics`, and nothing else.
 
-Scrapes are answered on the event loop, where all that collectors read belongs. However many arrive, they take little
-from those whom the process serves: connections are accepted slowly, and scrapes soon after another get the same answer.
+Scrapes are answered on the event loop, which owns everything that collectors read. However many arrive, they take
+little time from other work: connections are accepted slowly, and scrapes soon after another get the same answer.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 # Time between two connections that are accepted. The system keeps a few waiting, and refuses the rest.
 ACCEPT_SECONDS, MOST_WAITING = 0.05, 16
-# An answer is given again for this many times as long as it took to make, so that answers take 1% of the time at most;
-# but no longer than this, however long the process was held up while it made one.
+# An answer is reused for this many times as long as it took to make, so that answers take 1% of the time at most; but
+# no longer than this many seconds, however long the process was held up while it made one.
 KEPT_FOR, MOST_KEPT_SECONDS = 100, 5.0
-# A connection that asks or reads more slowly is closed; of more connections than this the oldest is.
+# A connection that takes longer to ask and read is closed; if there are more connections than this, so is the oldest.
 REQUEST_SECONDS, MOST_CONNECTIONS = 10.0, 16
 MOST_REQUEST_BYTES = 16 * 2**10
 
@@ -38,7 +38,7 @@ class MetricsEndpoint:
         self._registry = registry
         self._text = b""
         self._kept_until = 0.0
-        """Time until which `_text` is given."""
+        """Time until which `_text` is reused."""
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._open: dict[asyncio.Task[None], None] = {}
@@ -65,7 +65,7 @@ class MetricsEndpoint:
 
     async def _accept(self, listening: socket.socket) -> None:
         while True:
-            with contextlib.suppress(OSError):  # a client that has left already, or no descriptor is free
+            with contextlib.suppress(OSError):  # the client has left already, or no descriptor is free
                 connection, _ = await asyncio.get_running_loop().sock_accept(listening)
                 if len(self._open) >= MOST_CONNECTIONS:
                     next(iter(self._open)).cancel()
@@ -106,7 +106,7 @@ class MetricsEndpoint:
         if method != "GET":
             return _response("405 Method Not Allowed", {"Allow": "GET"})
         try:
-            # Whatever format is accepted: the library's OpenMetrics turns the colons of names into underscores.
+            # Whatever format the scraper accepts: the library's OpenMetrics turns colons in names into underscores.
             return _response("200 OK", {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}, self._metrics())
         except Exception:
             log.exception("the metrics could not be collected")

@@ -1,7 +1,7 @@
-"""What libraries in C++ and Rust write to stderr, past Python's logging, as events of the logger "stderr".
+"""Logs what libraries in C++ and Rust write to stderr, past Python's logging, as events of the logger "stderr".
 
-Only for logs that must be JSON in every line. When native code ends the process, its last words may be lost: instead,
-the stack of each thread is written, as text.
+Used only where every line of the log must be JSON. When native code ends the process, its last words may be lost:
+instead, the stack of each thread is written, as text.
 """
 
 import atexit
@@ -17,7 +17,7 @@ log = logging.getLogger("stderr")
 
 STDERR = 2
 END_SECONDS = 1.0
-# How gRPC's own lines begin, by their severity.
+# How gRPC's own lines begin; the letter is their severity.
 _SEVERITY = re.compile(r"([IWEF])\d{4} ")
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 
@@ -27,7 +27,7 @@ def follow_native_lines() -> TextIO:
     real = os.fdopen(os.dup(STDERR), "w", buffering=1, errors="backslashreplace")
     faulthandler.enable(real)
     reading, writing = os.pipe()
-    # Who writes more than the pipe holds, and keeps Python from reading it, loses lines instead of waiting for ever.
+    # A library that fills the pipe while it keeps Python from reading loses lines, instead of waiting for ever.
     os.set_blocking(writing, False)
     os.dup2(writing, STDERR)
     os.close(writing)
@@ -46,7 +46,7 @@ def _log_lines(reading: int) -> None:
 
 
 def _end(real: TextIO, thread: threading.Thread) -> None:
-    """Gives stderr back, once what was written last is logged."""
+    """Restores stderr, once the last lines written to it are logged."""
     sys.stderr.flush()
     os.dup2(real.fileno(), STDERR)
     thread.join(END_SECONDS)

@@ -77,7 +77,7 @@ class Server:
         self._counter = CallCounter()
         counting = [self._counter] if settings.metrics_port is not None else []
         self.registry = server_registry(self._counter)
-        """Collectors of metrics; they are asked only if the settings have a port for metrics."""
+        """Collectors of metrics, used only if the settings have a `metrics_port`."""
         self._metrics = MetricsEndpoint(self.registry)
         self._server = grpc.aio.server(
             interceptors=[*counting, authenticator, interceptor],

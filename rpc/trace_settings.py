@@ -33,7 +33,7 @@ def _is_installed(package: str) -> bool:
 
 
 class TraceSettings(BaseModel, frozen=True):
-    """Where traces go, and how many there are."""
+    """Settings of where traces go and how many there are."""
 
     otlp_traces_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = Field(
         None,

@@ -1,7 +1,7 @@
-"""Traces by OpenTelemetry, sent to an OTLP collector. No other module imports it, and this one only if it is asked to.
+"""Traces by OpenTelemetry, sent to an OTLP collector. Only this module imports OpenTelemetry, and only when asked.
 
-A process without traces has no `Tracer`. Spans have explicit parents, since a round serves many requests at a time;
-nothing looks for a current one. Names of attributes are those of OpenTelemetry's semantic conventions where it has any.
+A process without traces has no `Tracer`. Spans have explicit parents, since a round serves many requests at a
+time, so there is no current span. Attributes are named by OpenTelemetry's semantic conventions where they have a name.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ _SAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f][13579bdf]")
 
 
 class Span:
-    """A span that is recorded; whoever begins one ends it."""
+    """A recorded span; the code that begins it also ends it."""
 
     def __init__(self, tracer: "Tracer", span: Any) -> None:
         self._tracer, self.recorded = tracer, span
-        """The span as OpenTelemetry knows it."""
+        """OpenTelemetry's own span."""
 
     @property
     def trace_id(self) -> str:
-        """Its trace, in hexadecimal digits."""
+        """Id of its trace, in hexadecimal digits."""
         return f"{self.recorded.get_span_context().trace_id:032x}"
 
     @property
@@ -50,8 +50,8 @@ class Span:
     def child(
         self, name: str, kind: Kind = "internal", began_ns: int | None = None, links: Iterable["Span"] = ()
     ) -> "Span":
-        """Begins a span within it. `began_ns`: nanoseconds since the epoch; None: now. `links`: other spans that it
-        belongs to."""
+        """Begins a child span. `began_ns`: nanoseconds since the epoch; None: now. `links`: other spans that the
+        child belongs to."""
         return self._tracer.child_of(self, name, kind, began_ns, links)
 
     def note(self, attributes: Attributes) -> None:
@@ -59,19 +59,19 @@ class Span:
         self.recorded.set_attributes(attributes)
 
     def failed(self, error: BaseException) -> None:
-        """Notes the error that it ended in; its message may quote a client, and is left out."""
+        """Notes the error in which the span ended, without its message, which may quote a client."""
         name, is_fault = error_type(error)
         self.recorded.set_attribute("error.type", name)
         if is_fault:
             self.recorded.set_status(self._tracer.error_status)
 
     def end(self, ended_ns: int | None = None) -> None:
-        """Ends it. `ended_ns`: nanoseconds since the epoch; None: now."""
+        """Ends the span. `ended_ns`: nanoseconds since the epoch; None: now."""
         self.recorded.end(ended_ns)
 
     @contextmanager
     def ending(self) -> Iterator["Span"]:
-        """A context at whose end it ends, with the error that the context ends in."""
+        """A context that ends the span when it ends, with the error of the context if there is one."""
         try:
             yield self
         except BaseException as error:
@@ -84,12 +84,12 @@ class Span:
 class Tracer:
     """Begins the spans of a process, and sends those that have ended to the collector in the background.
 
-    When the collector does not keep up, or is away, spans are lost, and nothing else happens.
+    If the collector does not keep up or cannot be reached, spans are lost, and nothing else happens.
     """
 
     def __init__(self, service: str, endpoint: str, sample_rate: float) -> None:
         """`service`: the name of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
-        `sample_rate`: share of the requests without a trace of their caller that are traced.
+        `sample_rate`: share of the requests that are traced, of those whose caller brings no trace.
 
         Any error of OpenTelemetry's if it does not understand its own variables."""
         for name in _ERROR_LOGGERS:
@@ -121,14 +121,14 @@ class Tracer:
         self.error_status = trace.Status(trace.StatusCode.ERROR)
 
     def request(self, name: str, metadata: Iterable[tuple[str, Any]], began_ns: int) -> Span | None:
-        """Begins the span of a request, as a part of its caller's trace if the metadata of the call names one; None if
-        it is not sampled."""
+        """Begins the span of a request, as a part of its caller's trace if the call's metadata names one. None if it is
+        not sampled."""
         headers = {key: value for key, value in metadata if key in _PARENT_HEADERS and isinstance(value, str)}
         return self._serving(name, headers, began_ns)
 
     def round(self, name: str, traceparent: str) -> Span | None:
-        """Begins the span of a call that is part of a round, of which the caller says that it is traced; None if it
-        does not say so."""
+        """Begins the span of a call that is part of a round. None if the caller's `traceparent` does not say that the
+        round is traced."""
         if not _SAMPLED.fullmatch(traceparent):
             return None
         return self._serving(name, {"traceparent": traceparent}, None)
@@ -150,7 +150,7 @@ class Tracer:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        # A thread that nobody need wait for: the library gives a collector that hangs half a minute.
+        # In a daemon thread, which need not be awaited: the library gives a hanging collector half a minute.
         flushing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECONDS)
@@ -216,14 +216,14 @@ _EXPORT_LOGGERS = {
     name: _OnceInAWhile()
     for name in ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
 }
-"""Loggers that complain about a collector which does not answer."""
+"""Loggers that report a collector that does not answer."""
 _ERROR_LOGGERS = (
     *_EXPORT_LOGGERS,
     "opentelemetry.context",
     "opentelemetry.sdk.resources",
     "opentelemetry.sdk.trace.export",
 )
-"""Loggers that complain about variables, and about all else that need not end the process."""
+"""Loggers that report wrong variables, and all else that need not end the process."""
 _HEADERS_LOGGER = "opentelemetry.util.re"
 _REQUEST_LOGGERS = (
     "opentelemetry.attributes",

@@ -65,7 +65,7 @@ class WorkerHost:
         self.streams = RoundStreams(self._orphan)
         self.rounds = 0
         self.forward_ns = 0
-        """Nanoseconds that rounds have taken, without those of realignment."""
+        """Nanoseconds that rounds have taken, without realignment."""
         self._load = load
         self._thread = ModelThread()
         self._backend: Backend | None = None

@@ -1,4 +1,4 @@
-"""A worker's metrics: read from its host when a scrape asks for them, also while a pass runs or hangs."""
+"""A worker's metrics, read from its host when a scrape asks for them, even while a pass runs or hangs."""
 
 from collections.abc import Iterator
 
@@ -47,9 +47,11 @@ def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
     yield gauge("worker_slots_used", "Sequences that hold a slot.", info.slots_in_use)
     yield gauge("worker_kv_positions", "Positions that the KV cache has room for.", info.kv_positions_total)
     used = info.kv_positions_total - info.kv_positions_free
-    yield gauge("worker_kv_positions_used", "Positions of the KV cache taken, also by what is kept for reuse.", used)
+    yield gauge("worker_kv_positions_used", "Positions of the KV cache in use, including what is kept for reuse.", used)
     memory = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
-    yield gauge("worker_memory_bytes", "Memory taken by weights and KV cache, and at most by a pass.", memory, "part")
+    yield gauge(
+        "worker_memory_bytes", "Memory of the weights and the KV cache, and the most that a pass takes.", memory, "part"
+    )
     model = {
         "model_name": info.model,
         "dtype": info.dtype,

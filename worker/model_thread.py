@@ -31,7 +31,7 @@ class WorkItem:
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Any]
     context: Context = field(default_factory=copy_context)
-    """Of the caller: what its log lines belong to."""
+    """Context of the caller, which says what its log lines belong to."""
     began: float = 0.0
     """When it began, in seconds of `time.monotonic`."""
 

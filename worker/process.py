@@ -51,7 +51,7 @@ def run_worker(
     except expected as error:
         sys.exit(f"{program}: {error}")
     finally:
-        # At exit Python would look for garbage among all objects of torch: a second or more without a successor.
+        # At exit, Python would search all of torch's objects for garbage: a second or more without a successor.
         gc.freeze()
 
 

@@ -85,7 +85,7 @@ class Pool:
 
     @property
     def occupied(self) -> int:
-        """Places of the window that are taken: by sequences being generated, or leaving."""
+        """Places of the window that are in use, by sequences that are being generated or leaving."""
         return len(self._reserved)
 
     @property

@@ -1,4 +1,4 @@
-"""What the coordinator generates and knows, as the gateway's messages."""
+"""The gateway's messages about what the coordinator generates and knows."""
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -12,8 +12,8 @@ from protocol.sampling import TokenLogprobs
 from specpool.v1 import common_pb2
 
 NO_TOKENIZER = "/dev/null"
-"""A path that exists and is no tokenizer, so that smg asks for ours. It would rather take one from a path that it finds
-on its own machine, or from the hub, where a model may have changed."""
+"""A path that exists and holds no tokenizer, so that smg asks for ours. Otherwise it would take one from a path that it
+finds on its own machine, or from the hub, where the model may have changed."""
 
 
 def chunk(sample: Sample, piece: Piece) -> smg.GenerateResponse:
@@ -68,7 +68,7 @@ def _add_logprobs(message: smg.OutputLogProbs, token_ids: Sequence[int], logprob
 
 
 def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
-    """The target as clients of the gateway see it. UnavailableError until the target worker was reached."""
+    """The target as clients of the gateway see it. UnavailableError until the target worker has been reached."""
     tokenizer, model = coordinator.tokenizer, coordinator.target.info
     assert model is not None
     return smg.GetModelInfoResponse(

@@ -1,5 +1,5 @@
-"""The gateway's requests as requests of our own API, which has all that is checked. What we cannot do is refused by
-name, fields of later versions included."""
+"""The gateway's requests, as requests of our own API, where they are validated. What we cannot do is refused by name,
+including fields of later versions."""
 
 from itertools import islice
 
@@ -16,7 +16,7 @@ SAME = {
     "min_tokens", "ignore_eos", "n", "logprobs",
 }  # fmt: skip
 CONVERTED = {"top_k", "seed", "stop", "stop_token_ids", "logit_bias"}
-# How tokens become text, which is the gateway's part.
+# How tokens become text, which is up to the gateway.
 OF_THE_GATEWAY = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 STRUCTURED = {"json_schema", "regex", "grammar", "structural_tag", "json_object", "choice", "grammar_from_first_token"}
 
@@ -26,7 +26,7 @@ INT32_MAX = 2**31 - 1
 
 
 def generate_request(asked: smg.GenerateRequest) -> pb.GenerateRequest:
-    """The same request in our own API. InvalidArgumentError for what that does not have."""
+    """The same request in our own API. InvalidArgumentError for a field that it does not have."""
     for field, _ in asked.ListFields():
         if field.name not in REQUEST_FIELDS:
             raise InvalidArgumentError(field.name, "is not supported")

@@ -1,4 +1,4 @@
-"""`vllm.grpc.engine.VllmEngine`, the service that the gateway smg expects of an engine, served by the coordinator."""
+"""`vllm.grpc.engine.VllmEngine`, the service that the gateway smg expects of an engine, served by a coordinator."""
 
 import contextlib
 import time
@@ -25,7 +25,7 @@ MOST_ABORTED = 1024
 
 
 def add_engine_service(coordinator: Coordinator, server: Server, intake: Intake) -> None:
-    """Lets the server serve the gateway too."""
+    """Adds the service for the gateway to the server."""
     servicer = EngineServicer(coordinator, server, intake)
     server.add(SERVICE, vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer)
 
@@ -38,10 +38,10 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         self._archive: TokenizerArchive | None = None
 
     async def Generate(self, request: smg.GenerateRequest, context: Any) -> AsyncIterator[smg.GenerateResponse]:
-        """Generates: one message for each sample, or with `stream` its pieces as they are committed and its end."""
+        """Sends each sample as one message, or with `stream` as its pieces when they are committed, and its end."""
         asked = generate_request(request)
         async with self._intake.generation(asked, context, request.stream) as (generation, give_up):
-            # The gateway answers its client with an error until it has these, and with a stream from then on.
+            # Until these arrive, the gateway can still answer its client with an error; afterwards only with a stream.
             await context.send_initial_metadata(())
             unfinished = len(generation.samples)
             async for sample, piece in generation.pieces(give_up):
@@ -74,11 +74,11 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         return smg.HealthCheckResponse(healthy=True, message="ok")
 
     async def GetModelInfo(self, request: smg.GetModelInfoRequest, context: Any) -> smg.GetModelInfoResponse:
-        """The target and its limits. UnavailableError until the target worker was reached."""
+        """The target and its limits. UnavailableError until the target worker has been reached."""
         return model_info(self._coordinator)
 
     async def GetServerInfo(self, request: smg.GetServerInfoRequest, context: Any) -> smg.GetServerInfoResponse:
-        """What the gateway asks when it takes in a server."""
+        """What the gateway asks when it registers a server."""
         coordinator = self._coordinator
         model = coordinator.target.info
         return smg.GetServerInfoResponse(
@@ -98,7 +98,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Any
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """The target's tokenizer, as a zip archive. UnavailableError until the target worker was reached."""
+        """The target's tokenizer, as a zip archive. UnavailableError until the target worker has been reached."""
         tokenizer, model = self._coordinator.tokenizer, self._coordinator.target.info
         assert model is not None
         if self._archive is None:  # the tokenizer never changes: a worker with another one is refused
@@ -107,7 +107,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
             yield piece
 
     async def Embed(self, request: smg.EmbedRequest, context: Any) -> smg.EmbedResponse:
-        raise UnimplementedError("Embed: this server generates text, and embeds none")
+        raise UnimplementedError("Embed: this server generates text, and computes no embeddings")
 
     async def FlushCache(self, request: Any, context: Any) -> Any:
         raise UnimplementedError("FlushCache: cached prefixes are dropped when their slots are needed")

@@ -25,7 +25,7 @@ class TokenizerArchive:
 
     async def chunks(self) -> Iterator[smg.GetTokenizerChunk]:
         """The archive in pieces, the last one with its SHA-256."""
-        async with self._making:  # in a thread, because a large vocabulary takes a while; once, however many ask
+        async with self._making:  # in a thread, because a large vocabulary takes a while; once for all callers
             data, fingerprint = await asyncio.to_thread(lambda: self._archive)
         starts = range(0, len(data), CHUNK_BYTES)
         return (
@@ -46,7 +46,7 @@ class TokenizerArchive:
         return data, hashlib.sha256(data).hexdigest()
 
     def _contents(self) -> dict[str, bytes]:
-        """Files by their names in a model's folder. Only what concerns text is in the two configurations."""
+        """Files, by their names in a model's folder. The two configurations hold only what concerns text."""
         files = self._files
         config = {"model_type": self._model_type, "eos_token_id": files.eos_token_ids}
         contents = {

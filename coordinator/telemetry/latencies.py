@@ -1,6 +1,6 @@
 """Latencies of requests, observed when tokens are committed and when a sample ends.
 
-The only work that metrics cause in a round: a microsecond or less for each commit.
+This is all that metrics add to a round: about a microsecond for each commit.
 """
 
 from bisect import bisect_left
@@ -25,7 +25,7 @@ TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in 
 
 
 class Histogram:
-    """Counts of observations by bucket, without the locks that an event loop has no use for."""
+    """Counts of observations by bucket, without locks, which an event loop does not need."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """`bounds`: the largest value of each bucket but the last."""
@@ -34,7 +34,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts a value."""
+        """Counts a value, once or `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -42,8 +42,8 @@ class Histogram:
 class Latencies:
     """Histograms of samples: seconds of their phases, and their tokens.
 
-    As in vLLM, a sample's tokens that come together are one observation of `between_tokens`. The phases are those of
-    samples that ended by themselves.
+    As in vLLM, tokens of a sample that come together are one observation of `between_tokens`. Phases are observed
+    only for samples that ended by themselves.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Latencies:
         self.whole, self.queue, self.prefill, self.decode = (Histogram(REQUEST_SECONDS) for _ in range(4))
         self.prompt_tokens, self.generation_tokens = Histogram(TOKENS), Histogram(TOKENS)
         self.prefilled_tokens = self.cached_tokens = 0
-        """Tokens of the prompts whose first token was committed, and those of them that were copied from a cache."""
+        """Prompt tokens of samples whose first token was committed, and how many of them were copied from a cache."""
 
     def committed(self, sample: Sample) -> None:
         """Observes the tokens that the sample has just gained."""

@@ -1,4 +1,4 @@
-"""The coordinator's metrics: read from its counters, its pool and its links when a scrape asks for them."""
+"""The coordinator's metrics, read from its counters, its pool and its links when a scrape asks for them."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,7 +18,7 @@ SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256)
 
 
 class CoordinatorMetrics:
-    """Collector. Metrics about requests and rounds begin when the target worker, whose model they name, was reached."""
+    """Collector. Metrics of requests and rounds begin once the target worker, whose model they name, is reached."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -51,7 +51,7 @@ class CoordinatorMetrics:
         return Families().gauge("worker_link_state", text, states, "worker", "state")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
-        """The metrics that vLLM has too, under its names and with its meanings."""
+        """Metrics that vLLM has too, with its names and meanings."""
         coordinator, pool = self._coordinator, self._coordinator.pool
         counter, gauge = families.counter, families.gauge
         yield gauge("num_requests_running", "Samples being generated.", pool.running)
@@ -108,7 +108,8 @@ class CoordinatorMetrics:
         yield gauge("prompt_tokens_waiting", "Prompt tokens of the samples in the queue.", pool.queued_tokens)
         yield gauge("prompt_tokens_waiting_limit", "Prompt tokens that may wait.", settings.queue_tokens)
         yield gauge("window_size", "Samples that can be generated at a time.", pool.window_size)
-        yield gauge("window_used", "Places of the window taken, also by samples that are leaving.", pool.occupied)
+        text = "Places of the window in use, including those of samples that are leaving."
+        yield gauge("window_used", text, pool.occupied)
         yield gauge("target_slots", "Sequences that the target worker can hold.", pool.slots)
 
     def _rounds(self, families: Families) -> Iterator[Metric]:
@@ -155,7 +156,7 @@ def _plan(families: Families, state: SpeculationState) -> Iterator[Metric]:
     yield gauge("expected_tokens_per_second", text, state.expected_tokens_per_s)
     text = "Tokens per second expected of plain decoding with as many sequences."
     yield gauge("plain_tokens_per_second", text, state.plain_tokens_per_s)
-    text = "Acceptance rate that is believed of the draft model's next tokens."
+    text = "Estimated acceptance rate of the draft model's next tokens."
     yield gauge("draft_acceptance_rate_estimate", text, state.model_acceptance_rate)
 
 

@@ -1,8 +1,9 @@
 """The traces of a coordinator that records them.
 
 A request has a span, with children for queue, prefill and decode. A round has one if a traced request is in it: it is a
-child of the first such request, and linked to all of them. So the trace of a request that is sampled alone has all of
-its rounds. The calls of a round to the workers are its children, and the spans of the workers theirs.
+child of the first such request, and linked to all of them. So a trace has all rounds of its request if no
+other traced request is in them. A round's calls to the workers are its children, and the workers' spans are children of
+those calls.
 """
 
 import json
@@ -20,12 +21,12 @@ from rpc import logs
 from rpc.tracing import Attributes, Span, Tracer
 
 _METHODS = {"propose": "specpool.v1.DraftWorkerService/Propose", "verify": "specpool.v1.TargetWorkerService/Verify"}
-# The largest integer of an attribute.
+# The largest integer that an attribute can hold.
 _INT64_MAX = 2**63 - 1
 
 
 class RecordedTraces(Traces):
-    """Records what the tracer samples."""
+    """Traces of the requests that the tracer samples, and of their rounds."""
 
     def __init__(self, tracer: Tracer, model: Callable[[], str], prompts: bool) -> None:
         """`model`: the name of the target model. `prompts`: whether prompts and outputs are recorded too."""
@@ -80,7 +81,7 @@ class RecordedRequest(RequestTrace):
         self._error = self._error or error
 
     def end(self) -> None:
-        """Ends the span, and makes its children from what the samples have noted."""
+        """Ends the span, and makes its child spans from the samples' timings."""
         for each in self._ids:
             del self._spans[each]
         if self._samples:
@@ -101,7 +102,7 @@ class RecordedRequest(RequestTrace):
     def _add_phases(self, sample: Sample) -> None:
         began_ns, timings = self._began_ns, sample.timings
         for name, seconds in (("queue", timings.queue), ("prefill", timings.prefill), ("decode", timings.decode)):
-            if not seconds:  # it was never begun
+            if not seconds:  # the phase never began
                 continue
             phase = self._span.child(name, began_ns=began_ns)
             if len(self._samples) > 1:
@@ -182,7 +183,7 @@ def _answered(samples: list[Sample], reasons: list[str]) -> Attributes:
 
 
 def _finish_reason(sample: Sample, error: BaseException | None) -> str:
-    """As the API names it; "error" for what was cut off by an error, which a client that leaves is not."""
+    """The API's name of the finish reason; "error" if an error cut the sample off. A client that leaves is no error."""
     finish = sample.sequence.finish
     if finish is None or (finish.reason is FinishReason.ABORT and isinstance(error, Exception)):
         return "error"

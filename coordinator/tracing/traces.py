@@ -1,4 +1,4 @@
-"""What the coordinator traces: requests and rounds. Nothing is recorded here, but by `coordinator.tracing.recorded`."""
+"""The coordinator's traces of requests and rounds. Here nothing is recorded; `coordinator.tracing.recorded` records."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,9 +21,9 @@ class Asked:
     """As the GenAI conventions name it: "chat" or "text_completion"."""
     stream: bool
     metadata: Iterable[tuple[str, Any]]
-    """Of the call: its caller's trace, if there is one."""
+    """Metadata of the call, with its caller's trace if there is one."""
     messages: Callable[[], Messages] = tuple
-    """The prompt, as far as it came as text."""
+    """The prompt, if it came as text; empty if it came as token ids."""
 
 
 class RequestTrace:
@@ -33,7 +33,7 @@ class RequestTrace:
         """Takes in the generation that answers the request, once it has begun."""
 
     def failed(self, error: BaseException) -> None:
-        """Notes why the request ends, if the call will only see that it was cancelled."""
+        """Notes why the request ends, where the call itself will only see a cancellation."""
 
 
 class RoundTrace:
@@ -45,7 +45,7 @@ class RoundTrace:
         return _CALLING_UNTRACED
 
     def committed(self, round_id: int, commits: Sequence[Commit], cache_misses: int) -> None:
-        """Notes what the round gained."""
+        """Notes the tokens that the round gained."""
 
 
 class Traces:

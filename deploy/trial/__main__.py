@@ -3,7 +3,7 @@
     python -m deploy.trial [--delay-ms 2] [--loss-percent 0.5] [--cut-seconds 10] [--output FOLDER]
 
 Needs Linux, root, and the commands `ip`, `tc` and `openssl`. The client has a namespace of its own, too; every hop has
-mutual TLS, and every packet is delayed and may be lost: by the kernel's netem where there is one, otherwise by the
+mutual TLS, and every packet is delayed and may be lost, by the kernel's netem where there is one, otherwise by the
 program that joins the namespaces. The pair of models is tiny and random. Hosts are cut off, processes are restarted,
 and every answer is compared with plain decoding on a good network. The exit status is 1 if any step found a fault. The
 last line printed is JSON.
@@ -72,8 +72,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--loss-percent", type=float, default=0.5, help="share of packets lost each way, 0 to 20")
     parser.add_argument("--cut-seconds", type=float, default=10.0, help="how long a host is cut off, 4 to 20")
     parser.add_argument("--concurrency", type=int, default=8, help="requests in flight, 1 to 32")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests and of the packets that are lost")
-    parser.add_argument("--log-level", choices=("info", "warning", "error"), default="error", help="of the processes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests and of lost packets")
+    parser.add_argument(
+        "--log-level", choices=("info", "warning", "error"), default="error", help="log level of the processes"
+    )
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args(arguments)
     limits = {"delay_ms": (0, 1000), "loss_percent": (0, 20), "cut_seconds": (4, 20), "concurrency": (1, 32)}
@@ -92,7 +94,7 @@ def require(holds: object, needs: str) -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[None]:
-    """The folder of keys and models, which only root may read; what a killed trial has left there is removed."""
+    """A folder for keys and models, which only root may read. What a killed trial has left there is removed."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(mode=0o700)
     try:
@@ -102,7 +104,7 @@ def temporary_folder() -> Iterator[None]:
 
 
 async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
-    """Runs the service on its hosts, loads and disturbs it; returns all figures."""
+    """Runs the service on its hosts, under load and disturbances; returns all figures."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -140,10 +142,10 @@ async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
 
 
 async def disturbed(load: Load, steps: Steps, concurrency: int) -> list[Step]:
-    """Makes all steps under load, and lets the last requests end."""
+    """Plays all steps under load, and lets the last requests end."""
     loading = load.start(concurrency)
     try:
-        made = await steps.play()
+        made = await steps.run()
         load.finish()
         async with asyncio.timeout(END_SECONDS):
             await loading

@@ -1,4 +1,4 @@
-"""Images and containers by podman, which needs no daemon, in a storage of their own."""
+"""Images and containers of podman, which needs no daemon, in a storage of their own."""
 
 import resource
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RELEASE = "trixie"
 MIRROR = "http://deb.debian.org"
-# What the modules of Python's own library need.
+# Packages that Python's standard library needs.
 LIBRARIES = (
     "ca-certificates,netbase,tzdata,libssl3t64,libffi8,libreadline8t64,libsqlite3-0,libbz2-1.0,liblzma5,zlib1g,"
     "libncursesw6,libuuid1"
@@ -27,7 +27,7 @@ class Images:
         self._podman += ["--runtime", "runc"]
 
     def podman(self, *arguments: str, quiet: bool = False, **options: object) -> str:
-        """Runs podman; what it prints on standard output."""
+        """Runs podman; returns what it prints on standard output."""
         return run(*self._podman, *arguments, quiet=quiet, **options)
 
     def build_base(self, python: Path) -> None:
@@ -51,7 +51,7 @@ class Images:
         """Runs the steps of a stage of the Dockerfile, and of all stages that it needs, every time."""
         pip = self.folder / "pip.conf"
         pip.write_text(f"[global]\ncert = {CERTIFICATES}\n")
-        machine = [f"{CERTIFICATES}:{CERTIFICATES}:ro", f"{pip}:/etc/pip.conf:ro"]  # this machine may have a mirror
+        machine = [f"{CERTIFICATES}:{CERTIFICATES}:ro", f"{pip}:/etc/pip.conf:ro"]  # this machine may use a mirror
         options = [word for mount in machine for word in ("--volume", mount)]
         limit = f"nofile={open_files()}:{open_files()}"
         # Without cached layers: buildah 1.28 mounts a stage from its cache without the files that its RUN steps made.
@@ -62,7 +62,7 @@ class Images:
         )  # fmt: skip
 
     def start(self, name: str, image: str, *arguments: str, **environment: str) -> None:
-        """Starts a container as Kubernetes would start the pod's."""
+        """Starts a container as Kubernetes would start that of a pod."""
         variables = [word for key, value in environment.items() for word in ("--env", f"{key}={value}")]
         self.podman("run", "--detach", "--name", name, *variables, *self.pod_options(), image, *arguments)
 
@@ -92,7 +92,7 @@ class Images:
 
 
 def run(*command: str, quiet: bool = False, **options: object) -> str:
-    """Runs a command, shows it, and returns its standard output; ends the script where it fails."""
+    """Shows a command, runs it, and returns its standard output; ends the script if it fails."""
     if not quiet:
         print("+", " ".join(command), file=sys.stderr, flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False, **options)  # type: ignore[call-overload]
@@ -102,7 +102,7 @@ def run(*command: str, quiet: bool = False, **options: object) -> str:
 
 
 def ignore_unused(folder: str, names: list[str]) -> list[str]:
-    """What the official image leaves out of Python, too."""
+    """Names that the official image leaves out of Python too."""
     return [name for name in names if name in UNUSED or name == "__pycache__" or name.startswith("config-3")]
 
 

@@ -35,14 +35,14 @@ ASK = "from specpool import Client; print(Client('127.0.0.1:{port}').model_info(
 
 
 def require(true: bool, what: str) -> None:
-    """Says that something holds, or ends the script."""
+    """Prints that something holds, or ends the script if it does not."""
     if not true:
         sys.exit(f"images: FAILED: {what}")
     print(f"ok: {what}", file=sys.stderr, flush=True)
 
 
 def check_content(images: Images) -> dict[str, object]:
-    """Sizes of both images, and what must not be in them."""
+    """Checks what is in both images, and what must not be; returns their sizes."""
     sizes: dict[str, object] = {"base_mib": images.content_mib("base")}
     for image in ("coordinator", "worker"):
         sizes[f"{image}_mib"] = images.content_mib(image)
@@ -65,7 +65,7 @@ def check_content(images: Images) -> dict[str, object]:
 
 
 def write_sbom(image: str) -> None:
-    """build/sbom-IMAGE.json (CycloneDX), from the packages that the image has; needs the tools of `make sbom`."""
+    """build/sbom-IMAGE.json (CycloneDX), from the packages in the image; needs the tools of `make sbom`."""
     tool = ROOT / ".venv/tools/bin/cyclonedx-py"
     if not tool.exists():
         return print("no .venv/tools (`make sbom`): no SBOM of the images", file=sys.stderr)
@@ -77,7 +77,7 @@ def write_sbom(image: str) -> None:
 
 @contextmanager
 def service(images: Images) -> Iterator[int]:
-    """The three processes; yields the coordinator's port. All must end by themselves on SIGTERM."""
+    """Runs the three processes; yields the coordinator's port. At the end all must exit on SIGTERM."""
     ports = free_ports(6)
     target, draft, coordinator, *health = ports
     common = {
@@ -122,7 +122,7 @@ def wait_serving(images: Images, name: str, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody uses now."""
+    """Free ports of the loopback interface."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

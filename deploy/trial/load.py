@@ -15,14 +15,14 @@ from specpool.testing import EOS_TOKEN_ID
 
 MOST_PROMPT, LEAST_TOKENS, MOST_TOKENS = 80, 20, 400
 DRAFT_LENGTHS = (None, 2, 4)
-"""Draft tokens a round that requests ask for; None: as many as save time."""
+"""Draft tokens per round that requests ask for; None: as many as save time."""
 PAUSE_SECONDS = 0.2
-"""Time after a failed request before its stream goes on with the next one."""
+"""Pause of a stream after a failed request."""
 
 
 @dataclass
 class Case:
-    """A request, and its right tokens once they are known."""
+    """A request, and its correct tokens once they are known."""
 
     prompt: list[int]
     options: GenerateOptions
@@ -40,22 +40,22 @@ class Tally:
 
 def random_cases(number: int, seed: int) -> list[Case]:
     """Requests that differ in prompt, length, sampling and draft length."""
-    chance = random.Random(seed)
-    return [_random_case(chance) for _ in range(number)]
+    rng = random.Random(seed)
+    return [_random_case(rng) for _ in range(number)]
 
 
-def _random_case(chance: random.Random) -> Case:
-    prompt = [chance.randrange(EOS_TOKEN_ID) for _ in range(chance.randint(1, MOST_PROMPT))]
+def _random_case(rng: random.Random) -> Case:
+    prompt = [rng.randrange(EOS_TOKEN_ID) for _ in range(rng.randint(1, MOST_PROMPT))]
     most = min(MOST_TOKENS, MAX_MODEL_LEN - len(prompt))
-    options = GenerateOptions(max_tokens=chance.randint(LEAST_TOKENS, most), ignore_eos=True)
-    if chance.random() < 0.5:
-        options["temperature"], options["seed"] = 0.8, chance.getrandbits(63)
-    options["num_speculative_tokens"] = chance.choice(DRAFT_LENGTHS)
+    options = GenerateOptions(max_tokens=rng.randint(LEAST_TOKENS, most), ignore_eos=True)
+    if rng.random() < 0.5:
+        options["temperature"], options["seed"] = 0.8, rng.getrandbits(63)
+    options["num_speculative_tokens"] = rng.choice(DRAFT_LENGTHS)
     return Case(prompt, options)
 
 
 class Load:
-    """Requests in flight, always as many, one after the other from the same cases."""
+    """A constant number of requests in flight, taken from the same cases in turn."""
 
     def __init__(self, client: AsyncClient, cases: list[Case]) -> None:
         self.timeline = Timeline()
@@ -77,7 +77,7 @@ class Load:
         return time.monotonic() - self._began
 
     async def decode_plainly(self) -> None:
-        """Finds the right tokens of all cases, by plain decoding."""
+        """Finds the correct tokens of all cases, by plain decoding."""
 
         async def decode(case: Case) -> None:
             plain: GenerateOptions = {**case.options, "num_speculative_tokens": 0}
@@ -92,7 +92,7 @@ class Load:
         return asyncio.gather(*(self._stream() for _ in range(concurrency)))
 
     def finish(self) -> None:
-        """Lets the streams end after the requests that they are at."""
+        """Lets each stream end after its present request."""
         self._is_over = True
 
     async def _stream(self) -> None:
@@ -116,7 +116,7 @@ class Load:
                 return
 
     async def _ask(self, case: Case) -> tuple[list[int], list[int]]:
-        """Tokens of the pieces of an answer, and those of its end. RpcError, DivergedError."""
+        """Tokens of an answer's pieces, and those that its end repeats. RpcError, DivergedError."""
         tokens: list[int] = []
         whole: list[int] = []
         async for message in self._client.stream(case.prompt, **case.options):

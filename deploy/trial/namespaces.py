@@ -1,4 +1,4 @@
-"""Hosts as network namespaces of Linux: making them, entering them, and removing all of them, with what runs inside."""
+"""Hosts as network namespaces of Linux: creating, entering and removing them, with the processes inside."""
 
 import contextlib
 import ctypes
@@ -66,7 +66,7 @@ def clear() -> None:
 
 @contextmanager
 def inside(host: str) -> Iterator[None]:
-    """Lets the calling thread use the network of this host, with the threads and processes that it starts meanwhile."""
+    """Lets the calling thread, and the threads and processes that it starts meanwhile, use the network of this host."""
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     there = os.open(f"/run/netns/{namespace(host)}", os.O_RDONLY)
     try:

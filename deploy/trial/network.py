@@ -35,7 +35,7 @@ class Network:
         return "netem"
 
     def cut_off(self, hosts: Iterable[str]) -> None:
-        """From now on drops every packet to and from these hosts, and no others."""
+        """Drops every packet to and from these hosts, and no others, from now on."""
         self._set(replace(self._conditions, cut_off=tuple(hosts)))
 
     def _set(self, conditions: Conditions) -> None:
@@ -53,9 +53,9 @@ class Network:
 
 @contextmanager
 def network(seed: int) -> Iterator[Network]:
-    """Hosts that reach each other. `seed`: of the packets that are lost."""
+    """Hosts that reach each other. `seed`: seed of the choice of lost packets."""
     command, pipe = [sys.executable, "-m", "deploy.trial.switch", str(seed)], subprocess.PIPE
-    # In a session of its own, so that a terminal's signals reach only us. If we are killed, its standard input ends.
+    # The switch has a session of its own, so that a terminal's signals reach only us; it ends with its input.
     with (
         namespaces(),
         subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as switch,

@@ -16,13 +16,13 @@ PORTS = {"coordinator": 50050, "target": 50051, "draft": 50052}
 DRAIN_SECONDS = 2.0
 """Shorter than many requests take, so that a drain cuts some of them off."""
 END_SECONDS = 60.0
-"""Time that a process that is restarted has to end, on a machine that may be busy."""
+"""Time for a restarted process to end, on a machine that may be busy."""
 SLOTS = 32
 
 
 @dataclass
 class HostedService(Service):
-    """A process on the host of its name."""
+    """A process on the host that has its name."""
 
     async def start(self) -> None:
         """Starts the process in the host's namespace; it ends by itself if we are killed."""
@@ -71,7 +71,7 @@ def make_deployment(folder: Path, target: Path, draft: Path, log_level: str) -> 
 
 @asynccontextmanager
 async def running(deployment: Deployment) -> AsyncIterator[None]:
-    """Runs the processes, which serve inside. ProcessFailedError. No process is started again if it ends."""
+    """A context in which all processes serve. None is started again if it ends. ProcessFailedError."""
     services = deployment.services
     try:
         for service in services.values():

@@ -18,7 +18,7 @@ from specpool.v1 import generation_pb2 as pb
 STEADY_SECONDS, SETTLE_SECONDS = 10.0, 5.0
 """Time without disturbance at the beginning and at the end, and after each recovery."""
 START_SECONDS, RECOVERY_SECONDS, POLL_SECONDS = 120.0, 30.0, 0.25
-"""Time that a process has to start, time that the service has to be as before, and pause between two looks at it."""
+"""Time for a process to start, time for the service to recover, and pause between two looks at it."""
 
 Disturbance = Callable[[], Awaitable[list[str]]]
 """Disturbs the service, and returns what was wrong meanwhile, one sentence each."""
@@ -26,7 +26,7 @@ Disturbance = Callable[[], Awaitable[list[str]]]
 
 @dataclass(frozen=True)
 class Step:
-    """What a disturbance did to the clients."""
+    """A disturbance and what it did to the clients."""
 
     event: Event
     recovered: float
@@ -60,8 +60,8 @@ class Steps:
         self._network, self._deployment, self._client, self._load = network, deployment, client, load
         self._cut_seconds = cut_seconds
 
-    async def play(self) -> list[Step]:
-        """Makes all steps, one after the other."""
+    async def run(self) -> list[Step]:
+        """Runs all steps, one after the other."""
         disturbances: dict[str, Disturbance] = {
             "before": self.steady,
             "draft cut off": partial(self.cut_off, "draft"),
@@ -93,7 +93,7 @@ class Steps:
         return []
 
     async def cut_off(self, host: str) -> list[str]:
-        """Cuts a host off for a while: without the draft tokens still come, without another host none does."""
+        """Cuts a host off for a while. Without the draft, tokens still come; without any other host, none may."""
         self._network.cut_off([host])
         await asyncio.sleep(self._cut_seconds / 2)
         half = self._load.now
@@ -118,7 +118,7 @@ class Steps:
         return [f"the {name} ended with status {status}"] if status else []
 
     async def recover(self) -> list[str]:
-        """Waits until both workers are ready, and more tokens are generated and drafted than at the first look."""
+        """Waits until both workers are ready, and tokens have been generated and drafted since the first look."""
         first: pb.ServerCounters | None = None
         seen = "the coordinator does not answer"
         ends = self._load.now + RECOVERY_SECONDS
@@ -145,7 +145,7 @@ def has_recovered(before: pb.ServerCounters, info: pb.GetServerInfoResponse) -> 
 
 
 def requests_gone_wrong(before: Tally, after: Tally) -> list[str]:
-    """What the requests that ended between two tallies say against the service."""
+    """Faults of the requests that ended between two tallies."""
     faults = []
     if wrong := after.wrong - before.wrong:
         faults.append(f"{wrong} answers were wrong")
@@ -155,7 +155,7 @@ def requests_gone_wrong(before: Tally, after: Tally) -> list[str]:
 
 
 async def leftovers(client: AsyncClient) -> list[str]:
-    """What is in use although all requests have ended; some seconds are given to free it."""
+    """What is still in use after all requests have ended and some seconds have passed."""
     for _ in range(round(RECOVERY_SECONDS / POLL_SECONDS)):
         info = await client.server_info()
         in_use = {

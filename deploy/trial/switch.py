@@ -1,8 +1,8 @@
-"""A switch between the hosts, as a process: it forwards the IP packets of their TUN devices, late and not all of them.
+"""A switch between the hosts, as a process: it forwards the IP packets of their TUN devices, with delay and loss.
 
     python -m deploy.trial.switch SEED
 
-Each line of standard input is a JSON object with `Conditions`, answered by one with the number of packets so far. The
+Each line of standard input is a JSON object with `Conditions`, answered by one with `Counts` so far. The
 devices vanish with the process, which ends with its standard input.
 """
 
@@ -38,7 +38,7 @@ class Conditions:
     loss: float = 0.0
     """Probability that a packet is lost."""
     cut_off: tuple[str, ...] = ()
-    """Hosts of which every packet, to them and from them, is dropped."""
+    """Hosts to and from which every packet is dropped."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Counts:
 
     forwarded: int = 0
     lost: int = 0
-    """Packets lost by chance."""
+    """Packets lost at random."""
     dropped: int = 0
     """Packets to or from a host that was cut off."""
 
@@ -56,22 +56,22 @@ class Wire:
     """The packets under way between all hosts."""
 
     def __init__(self, seed: int) -> None:
-        """`seed`: of the choice of the packets that are lost."""
+        """`seed`: seed of the choice of lost packets."""
         self.conditions, self.counts = Conditions(), Counts()
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._under_way: deque[tuple[float, str, bytes]] = deque()
 
     def send(self, source: str, destination: str, packet: bytes, now: float) -> None:
         """Takes a packet at `now`, in seconds of a monotonic clock."""
         if source in self.conditions.cut_off or destination in self.conditions.cut_off:
             self.counts.dropped += 1
-        elif self._chance.random() < self.conditions.loss:
+        elif self._rng.random() < self.conditions.loss:
             self.counts.lost += 1
         else:
             self._under_way.append((now + self.conditions.delay, destination, packet))
 
     def arrived(self, now: float) -> Iterator[tuple[str, bytes]]:
-        """Takes the packets off that have arrived, each with its destination."""
+        """Takes off the packets that have arrived, each with its destination."""
         while self._under_way and self._under_way[0][0] <= now:
             self.counts.forwarded += 1
             yield self._under_way.popleft()[1:]

@@ -26,12 +26,12 @@ class Timeline:
         return sum(tokens for at, tokens in self._arrivals if began <= at < ended)
 
     def longest_pause(self, began: float, ended: float) -> float:
-        """The most seconds of this time in which no token arrived."""
+        """Seconds of the longest pause between tokens in this time."""
         times = [began, *(at for at, tokens in self._arrivals if tokens and began <= at < ended), ended]
         return max(later - earlier for earlier, later in pairwise(times))
 
     def rates(self, ended: float) -> list[float]:
-        """Tokens per second in each `BIN_SECONDS` from 0 to `ended`; the last ones are complete."""
+        """Tokens per second in each interval of `BIN_SECONDS` from 0 to `ended`; an incomplete last one is left out."""
         bins = [0] * math.floor(ended / BIN_SECONDS)
         for at, tokens in self._arrivals:
             if (index := int(at / BIN_SECONDS)) < len(bins):

@@ -1,4 +1,4 @@
-"""What a server did between two looks at its counters, as rates and shares. Pure."""
+"""The activity of a server between two looks at its counters, as rates and shares. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ class Activity:
     mean_acceptance_length: float | None
     """Tokens gained per verified proposal, bonus included."""
     draft_lengths: Mapping[int, float]
-    """Share of each number of draft tokens that a sequence had verified in a round."""
+    """By draft length: its share of the verifications of sequences."""
     group_sizes: Mapping[int, float]
-    """Share of each number of sequences of a round."""
+    """By group size: its share of the rounds."""
     mean_group_size: float | None
     same_length_share: float | None
     """Share of the rounds of several sequences in which all had the same length."""
@@ -123,6 +123,6 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _shares(counts: Mapping[str, float]) -> dict[str, float]:
-    """Shares of the sum, of all that have one."""
+    """The share of each count in the sum, without counts of 0."""
     whole = sum(counts.values())
     return {key: count / whole for key, count in counts.items() if count}

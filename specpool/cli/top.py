@@ -1,4 +1,4 @@
-"""`specpool top`: what a server does now, again and again, from its public API alone."""
+"""`specpool top`: a live view of what a server does, from its public API alone."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,8 @@ class TopSettings(Settings, ClientSecurity):
     address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between two looks at the server")
     once: bool = Field(
-        False, description="print one view, of one interval, and end; so it is wherever the output is no terminal"
+        False,
+        description="print one view, of one interval, and end, as also happens where the output is not a terminal",
     )
     json_object: bool = Field(False, alias="json", description="print that one view as a JSON object")
 
@@ -60,7 +61,7 @@ async def _show(settings: TopSettings, console: Console) -> int:
 async def _print_once(settings: TopSettings, console: Console) -> int:
     async with contextlib.aclosing(_looks(settings)) as looks:
         seen = await anext(looks)
-        if isinstance(seen, View):  # without a look before, from which to count
+        if isinstance(seen, View):  # the first view has no earlier one to count from
             seen = await anext(looks)
     if isinstance(seen, str):
         print(f"specpool top: {settings.address}: {clean(seen)}", file=sys.stderr)

@@ -14,7 +14,7 @@ from specpool.cli.activity import Activity
 from specpool.cli.top_view import Plan, Pool, View, Worker
 
 WIDE_COLUMNS = 100
-"""Columns of a terminal from which on panels stand beside each other."""
+"""Terminal width, in columns, from which panels stand side by side."""
 MOST_SHARES = 8
 BAR_COLUMNS = 20
 NOTHING = "-"
@@ -58,7 +58,7 @@ class FailurePanel:
 
 
 def clean(text: str) -> str:
-    """The text without characters that would command the terminal."""
+    """The text without characters that would control the terminal."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -161,7 +161,7 @@ def _bar(part: float, whole: float = 1.0) -> Bar:
 
 
 def _share_list(shares: Mapping[int, float]) -> str:
-    """The greatest shares, in the order of what they are of."""
+    """The largest shares, in the order of their keys."""
     greatest: Iterable[int] = sorted(sorted(shares, key=lambda key: -shares[key])[:MOST_SHARES])
     return "  ".join(f"{key}: {_percent(shares[key])}" for key in greatest) or NOTHING
 

@@ -17,7 +17,7 @@ class Pool:
     queue_size: int
     policy: str
     draft_length: int | None
-    """Draft tokens per round of a request that does not say; None: as many as save time."""
+    """Draft tokens per round of a request that sets no number; None: as many as save time."""
     max_model_len: int | None
     """None while the target is not known."""
 
@@ -54,7 +54,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class View:
-    """What there is to see of a server."""
+    """Everything that is shown of a server."""
 
     address: str
     version: str
@@ -63,7 +63,7 @@ class View:
     plan: Plan
     workers: tuple[Worker, ...]
     now: Activity | None
-    """Since the look before; None if there was none."""
+    """Activity since the look before; None if there was none."""
     since_start: Activity
 
 

@@ -80,7 +80,7 @@ class UpSettings(ListeningSettings):
         DraftMethod.BEST, description="draft method: model, ngram (prompt lookup), or best: whichever promises more"
     )
     smg: ServesSmg = Field(
-        False, description="let the coordinator serve the gateway smg too, which speaks HTTP to clients"
+        False, description="let the coordinator also serve the gateway smg, which speaks HTTP to clients"
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What a running worker says about its model, its memory and its passes."""
+"""The description that a running worker gives of its model, its memory and its passes."""
 
 import grpc
 

@@ -18,7 +18,7 @@ from tiny_models import forget_all, load_engine
 from benchmarks.dashboard import DASHBOARD, dashboard_figure, read_panels
 from rpc.server import Server
 from rpc.settings import ServerSettings
-from specpool.cli.up import UpSettings, _services
+from specpool.cli.up import UpSettings, services_of
 from target_worker.verifier import Verifier
 from worker.host import WorkerHost
 from worker.metrics import WorkerMetrics
@@ -172,7 +172,7 @@ def test_prometheus_on_a_laptop_reads_the_ports_of_specpool_up() -> None:
     (job,) = config["scrape_configs"]
     assert re.fullmatch(".*specpool.*", job["job_name"])
     read = [target for group in job["static_configs"] for target in group["targets"]]
-    services = _services(UpSettings(metrics_port=9100), "target", "draft")
+    services = services_of(UpSettings(metrics_port=9100), "target", "draft")
     ports = {service.arguments[service.arguments.index("--metrics-port") + 1] for service in services}
     assert {f"127.0.0.1:{port}" for port in ports} == set(read)
 

@@ -26,7 +26,7 @@ from test_monitoring import ALERTS, PANELS, PROMETHEUS, ROOT, RULES
 
 from benchmarks.dashboard import Query, ask
 from specpool.cli.processes import Service, end
-from specpool.cli.up import UpSettings, _services
+from specpool.cli.up import UpSettings, services_of
 from specpool.client import AsyncClient
 
 pytestmark = pytest.mark.prometheus
@@ -61,7 +61,7 @@ async def specpool(pair: tuple[Path, Path], metrics_port: int) -> AsyncIterator[
     settings = UpSettings(
         metrics_port=metrics_port, port=free_port(), window_size=4, threads=1, max_model_len=512, log_level="error"
     )
-    *workers, coordinator = _services(settings, *map(str, pair))
+    *workers, coordinator = services_of(settings, *map(str, pair))
     coordinator.arguments += ["--queue-size", "2"]
     async with AsyncExitStack() as stack, AsyncClient(coordinator.address, retry_seconds=0) as client:
         await start(coordinator, stack)

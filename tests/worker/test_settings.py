@@ -14,7 +14,7 @@ from coordinator.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
 from specpool.cli.generate import GenerateSettings
 from specpool.cli.main import COMMANDS, known_keys
-from specpool.cli.up import UpSettings, _services
+from specpool.cli.up import UpSettings, services_of
 from target_worker.server import TargetWorkerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +131,7 @@ def load_up(*arguments: str) -> UpSettings:
 
 def test_what_up_allows_its_processes_allow_too(capsys: pytest.CaptureFixture[str]) -> None:
     settings = load_up("--window-size", "4096", "--num-speculative-tokens", "16", "--threads", "1024")
-    target, draft, coordinator = _services(settings, "target", "draft")
+    target, draft, coordinator = services_of(settings, "target", "draft")
     TargetWorkerSettings.load("target", target.arguments)
     DraftWorkerSettings.load("draft", draft.arguments)
     CoordinatorSettings.load("coordinator", coordinator.arguments)

@@ -58,7 +58,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* Probes ask the port where there is only health. Readiness asks for what the pod can do now. */}}
+{{/* Probes use the port that serves health checks alone. Readiness asks whether the pod can serve now. */}}
 {{- define "specpool.probes" -}}
 {{- $probes := (get .root.Values .role).probes -}}
 startupProbe:
