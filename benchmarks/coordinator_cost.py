@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 import grpc
 
-from benchmarks.report import finish, progress, seconds_of, show
+from benchmarks.report import add_load_arguments, finish, progress, seconds_of, show
 from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits, Policy
 from coordinator.scheduling.pool import Pool
@@ -34,10 +34,7 @@ PROMPT_LENGTHS = 20, 2_000
 def main() -> None:
     """Parses the command line, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    add_load_arguments(parser, tokens=200)
     parser.add_argument("--serve-fakes", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_fakes:

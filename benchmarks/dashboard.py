@@ -13,6 +13,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ POINTS = 120
 GRID_COLUMNS = 24
 INCHES_PER_COLUMN, INCHES_PER_ROW = 1.0, 0.42
 MOST_IN_LEGEND = 8
+MOST_MINUTES = 60 * 24 * 30
 
 SECONDS_PER_DAY = 86_400
 REFUSALS = (400, 422)
@@ -91,11 +93,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--output", type=Path, default=Path("docs/dashboard.png"))
     arguments = parser.parse_args()
+    if not 1 <= arguments.minutes <= MOST_MINUTES:
+        parser.error(f"--minutes: {arguments.minutes:g} is not from 1 to {MOST_MINUTES}")
     end = time.time()
     span = (end - 60 * arguments.minutes, end)
-    dashboard_figure(read_panels(), lambda query: answers(arguments.prometheus, query, span)).savefig(
-        arguments.output, dpi=60
-    )
+    try:
+        figure = dashboard_figure(read_panels(), lambda query: answers(arguments.prometheus, query, span))
+    except (OSError, ValueError, HTTPException) as error:
+        raise SystemExit(f"dashboard: --prometheus {arguments.prometheus}: {error}") from None
+    try:
+        figure.savefig(arguments.output, dpi=60)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"dashboard: --output {arguments.output}: {error}") from None
 
 
 def answers(prometheus: str, query: Query, span: tuple[float, float]) -> Series:

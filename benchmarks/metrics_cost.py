@@ -20,7 +20,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from benchmarks.coordinator_cost import run_once, start_process, wait_ready
-from benchmarks.report import finish, progress, seconds_of, show
+from benchmarks.report import add_load_arguments, finish, progress, seconds_of, show
 from coordinator.generation import Piece, Sample
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from coordinator.telemetry.latencies import Latencies
@@ -36,10 +36,7 @@ EMBEDDED_PAIR_ROUND_MS = {1: 18.0, 8: 28.2, 16: 39.2}
 def main() -> None:
     """Parses the command line, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    add_load_arguments(parser, tokens=1000)
     options = parser.parse_args()
     commit_us = min(measure_commit() for _ in range(options.repeats)) * 1e6
     rounds, scrape = measure_rounds(options)

@@ -28,6 +28,25 @@ def output_folder(name: str) -> Path:
     return folder
 
 
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A type of arguments: integers within these limits."""
+
+    def parsed(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
+        return int(text)
+
+    return parsed
+
+
+def add_load_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """Adds the load of a benchmark whose workers are fakes; by default every answer has this many tokens."""
+    parser.add_argument("--sequences", type=whole(1, 256), default=8)
+    parser.add_argument("--tokens", type=whole(1, 4000), default=tokens)
+    parser.add_argument("--k", type=whole(0, 16), default=4)
+    parser.add_argument("--repeats", type=whole(1, 1000), default=5)
+
+
 def progress(things: Sequence[T], what: str) -> Iterable[T]:
     """Iterates over the things, with a progress bar."""
     return track(things, what, console=console, transient=True)

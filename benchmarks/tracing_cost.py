@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from benchmarks.coordinator_cost import run_once, start_process, wait_ready
-from benchmarks.report import finish, progress, show
+from benchmarks.report import add_load_arguments, finish, progress, show
 from specpool.client import AsyncClient
 
 ADDRESS = "127.0.0.1:50058"
@@ -29,10 +29,7 @@ NAMES = ("off", "on")
 def main() -> None:
     """Parses the command line, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
+    add_load_arguments(parser, tokens=200)
     parser.add_argument("--collect", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.collect:

@@ -1,9 +1,9 @@
 """Settings of the coordinator."""
 
 from importlib.util import find_spec
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import AfterValidator, ByteSize, Field, model_validator
 
 from coordinator.scheduling.sequence import DraftMethod
 from coordinator.worker_security import WorkerSecurity
@@ -18,6 +18,15 @@ MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 Overlap = Literal["auto", "on", "off"]
 """Whether both workers may be busy at a time: "auto" where they have devices of their own."""
+
+
+def _check_stubs_installed(smg: bool) -> bool:
+    if smg and find_spec("smg_grpc_proto") is None:
+        raise ValueError("needs smg-grpc-proto: pip install 'specpool[smg]'")
+    return smg
+
+
+ServesSmg = Annotated[bool, AfterValidator(_check_stubs_installed)]
 
 
 class CoordinatorSettings(ServerSettings, WorkerSecurity):
@@ -99,7 +108,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     trace_prompts: bool = Field(False, description="traces include prompts and outputs")
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 
-    smg: bool = Field(
+    smg: ServesSmg = Field(
         False,
         description="serve vllm.grpc.engine.VllmEngine too, so that the gateway smg can speak HTTP for this server",
     )
@@ -114,13 +123,6 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         """`min_group_size`, or its default."""
         return self.min_group_size or min(self.max_batch_size, max(2, self.max_batch_size // 2))
 
-    @field_validator("smg")
-    @classmethod
-    def _stubs_installed(cls, smg: bool) -> bool:
-        if smg and find_spec("smg_grpc_proto") is None:
-            raise ValueError("needs smg-grpc-proto: pip install 'specpool[smg]'")
-        return smg
-
     @model_validator(mode="after")
     def _groups_within_batch(self) -> Self:
         if self.least_group_size > self.max_batch_size:
@@ -131,6 +133,12 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     def _compatible_metrics_are_served(self) -> Self:
         if self.metrics_compat is not None and self.metrics_port is None:
             raise ValueError("metrics_compat needs a metrics_port")
+        return self
+
+    @model_validator(mode="after")
+    def _traces_with_prompts_are_sent(self) -> Self:
+        if self.trace_prompts and self.otlp_traces_endpoint is None:
+            raise ValueError("trace_prompts needs an otlp_traces_endpoint")
         return self
 
     @model_validator(mode="after")

@@ -89,6 +89,8 @@ class PlanSettings(Settings, ClientSecurity):
             refuse_unusable(self.values_file, self.force)
         elif self.output is not None and find_spec("matplotlib") is None:
             raise ValueError("output: the plot needs matplotlib: pip install 'specpool[bench]'")
+        elif self.output is not None and self.output.is_dir() and not os.access(self.output, os.W_OK):
+            raise ValueError(f"output: {self.output} cannot be written")
         return self
 
     @model_validator(mode="after")

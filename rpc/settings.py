@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, ByteSize, Field, ValidationError
+from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -152,6 +152,13 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
     parent_pid: int | None = Field(
         None, ge=1, description="stop as soon as this process, which started this one, is gone; default: never"
     )
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        ports = [port for port in (self.port, self.health_port, self.metrics_port) if port]
+        if len(set(ports)) < len(ports):
+            raise ValueError("port, health_port and metrics_port must differ")
+        return self
 
 
 @contextmanager

@@ -16,8 +16,10 @@ def _check_endpoint(endpoint: str) -> str:
         known = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
     except ValueError:  # the port is no number
         known = False
-    if not known:
+    if not known or endpoint.split() != [endpoint]:
         raise ValueError("must be a URL of a collector, such as http://localhost:4317")
+    if parts.path.strip("/") or parts.query or parts.fragment:  # a URL for OTLP over HTTP, most likely
+        raise ValueError("must end with the port of a collector, since traces go over gRPC: http://localhost:4317")
     if not all(map(_is_installed, _PACKAGES)):
         raise ValueError("needs OpenTelemetry: pip install 'specpool[otel]'")
     return endpoint

@@ -89,7 +89,16 @@ class Tracer:
 
     def __init__(self, service: str, endpoint: str, sample_rate: float) -> None:
         """`service`: the name of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
-        `sample_rate`: share of the requests that are traced, of those whose caller brings no trace."""
+        `sample_rate`: share of the requests that are traced, of those whose caller brings no trace.
+
+        Any error of OpenTelemetry's if it does not understand its own variables."""
+        for name in _ERROR_LOGGERS:
+            logging.getLogger(name).addFilter(_in_one_line)
+        logging.getLogger(_HEADERS_LOGGER).addFilter(_without_headers)
+        for name, once_in_a_while in _EXPORT_LOGGERS.items():
+            logging.getLogger(name).addFilter(once_in_a_while)
+        for name in _REQUEST_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
@@ -97,10 +106,6 @@ class Tracer:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        for name, once_in_a_while in _EXPORT_LOGGERS.items():
-            logging.getLogger(name).addFilter(once_in_a_while)
-        for name in _REQUEST_LOGGERS:
-            logging.getLogger(name).setLevel(logging.ERROR)
         self._exporter = OTLPSpanExporter(endpoint=endpoint)
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample_rate)), resource=_resource(service), shutdown_on_exit=False
@@ -154,10 +159,17 @@ class Tracer:
 
 
 def tracer_of(settings: TraceSettings, service: str) -> Tracer | None:
-    """The tracer of a process; None if its settings ask for no traces."""
+    """The tracer of a process; None if its settings ask for no traces.
+
+    OSError if OpenTelemetry refuses the values of its own variables.
+    """
     if settings.otlp_traces_endpoint is None:
         return None
-    return Tracer(service, settings.otlp_traces_endpoint, settings.trace_sample_rate)
+    try:
+        return Tracer(service, settings.otlp_traces_endpoint, settings.trace_sample_rate)
+    except Exception as error:  # of whatever type: the library has none of its own for this
+        variables = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
+        raise OSError(f"otlp_traces_endpoint: OpenTelemetry refuses its variables ({variables}): {error}") from None
 
 
 def _resource(service: str) -> Any:
@@ -186,11 +198,33 @@ class _OnceInAWhile(logging.Filter):
         return True
 
 
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Puts an error that the library has survived behind its message, instead of the stack."""
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg = f"{record.getMessage()}: {record.exc_info[1]!r}"
+        record.args, record.exc_info = (), None
+    return True
+
+
+def _without_headers(record: logging.LogRecord) -> bool:
+    """Names the variable instead of quoting it: what is not a header may still be a password."""
+    record.args = ("OTEL_EXPORTER_OTLP_HEADERS",)
+    return True
+
+
 _EXPORT_LOGGERS = {
     name: _OnceInAWhile()
     for name in ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
 }
 """Loggers that report a collector that does not answer."""
+_ERROR_LOGGERS = (
+    *_EXPORT_LOGGERS,
+    "opentelemetry.context",
+    "opentelemetry.sdk.resources",
+    "opentelemetry.sdk.trace.export",
+)
+"""Loggers that report variables, and all else that need not end the process."""
+_HEADERS_LOGGER = "opentelemetry.util.re"
 _REQUEST_LOGGERS = (
     "opentelemetry.attributes",
     "opentelemetry.trace.propagation.tracecontext",

@@ -38,7 +38,7 @@ def run_worker(
     """
     configure_logging(settings.log_level, settings.log_format)
     settings.log_resolved()
-    host, tracer = WorkerHost(load), tracer_of(settings, program)
+    host = WorkerHost(load)
 
     def add_service(server: Server) -> None:
         server.add(service, register, servicer(host, tracer))
@@ -46,6 +46,7 @@ def run_worker(
 
     expected: tuple[type[BaseException], ...] = (*refusals, OSError)
     try:
+        tracer = tracer_of(settings, program)
         asyncio.run(_serve(settings, host, add_service, tracer))
     except expected as error:
         sys.exit(f"{program}: {error}")

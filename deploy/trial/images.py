@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,8 @@ SERVING_SECONDS = 120
 TOOLS = ("podman", "buildah", "runc", "mmdebstrap")
 COORDINATOR, DRAFT, TARGET = "coordinator", "draft-worker", "target-worker"
 USER = 10001
+CONTENT = {"base", "pair", "pip.conf", "run", "storage"}
+"""Names in the folder of the storage."""
 PACKAGES = "usr/local/lib/python3.12/site-packages/"
 GENERATE = "specpool generate --address 127.0.0.1:{port} --max-tokens 48 --json Hello"
 MAKE_PAIR = "from pathlib import Path; from benchmarks.tiny_pair import make_tiny_pair; make_tiny_pair(Path('/pair'))"
@@ -144,6 +147,16 @@ def check_service(images: Images) -> None:
         require("Read-only" in writes, "the root file system cannot be written")
 
 
+def check_storage(folder: Path) -> None:
+    """Ends the script if a folder, which is removed afterwards, holds anything but what an earlier run has left."""
+    try:
+        found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    except OSError as error:
+        sys.exit(f"images: --folder: {error}")
+    if others := found - CONTENT:
+        sys.exit(f"images: --folder: {folder} has {min(others)}, and would be removed; name a folder of its own")
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,6 +169,10 @@ def main() -> None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing or python is None:
         sys.exit(f"images: needs root, a Python 3.12 built from source (--python), and {', '.join(missing or TOOLS)}")
+    if not (python / "bin/python3.12").exists():
+        sys.exit(f"images: --python: there is no {python}/bin/python3.12")
+    check_storage(options.folder)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is built is removed
     images = Images(options.folder)
     pair = options.folder / "pair"
     pair.mkdir(parents=True, exist_ok=True)
@@ -169,6 +186,8 @@ def main() -> None:
         source = ["--volume", f"{ROOT}:/source:ro", "--env", "PYTHONPATH=/source", "--entrypoint", "python"]
         images.podman("run", "--rm", *images.pod_options("rw"), *source, "worker", "-c", MAKE_PAIR)
         check_service(images)
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         if not options.keep:
             shutil.rmtree(options.folder, ignore_errors=True)

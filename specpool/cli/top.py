@@ -40,7 +40,9 @@ class TopSettings(Settings, ClientSecurity):
 def top(settings: TopSettings) -> int:
     """Runs the command; returns its exit status."""
     console = Console()
-    live = console.is_terminal and not console.is_dumb_terminal and not settings.once and not settings.json_object
+    # FORCE_COLOR and its like make rich call a pipe a terminal.
+    is_terminal = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
+    live = is_terminal and not settings.once and not settings.json_object
     return asyncio.run(_show(settings, console) if live else _print_once(settings, console))
 
 
@@ -62,7 +64,7 @@ async def _print_once(settings: TopSettings, console: Console) -> int:
         if isinstance(seen, View):  # the first view has no earlier one to count from
             seen = await anext(looks)
     if isinstance(seen, str):
-        print(f"specpool top: {clean(seen)}", file=sys.stderr)
+        print(f"specpool top: {settings.address}: {clean(seen)}", file=sys.stderr)
         return 1
     if settings.json_object:
         print(json.dumps(asdict(seen)))

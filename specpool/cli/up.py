@@ -13,7 +13,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from coordinator.scheduling.sequence import DraftMethod
-from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName
+from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName, ServesSmg
 from rpc.channel import join_address
 from rpc.security import ServerSecurity
 from rpc.settings import UINT32_MAX, ListeningSettings
@@ -30,6 +30,8 @@ from specpool.cli.processes import (
 )
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+METRICS_PORTS = 3
+"""One for each process, from the setting on."""
 REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -70,14 +72,22 @@ class UpSettings(ListeningSettings):
     metrics_port: int | None = Field(
         None,
         ge=1,
-        le=65533,
+        le=65536 - METRICS_PORTS,
         description="port on which the coordinator serves metrics to Prometheus; the next one is the target worker's, "
         "and the one after that the draft worker's; default: none",
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST, description="draft method: model, ngram (prompt lookup), or best: whichever promises more"
     )
-    smg: bool = Field(False, description="let the coordinator also serve the gateway smg, which speaks HTTP to clients")
+    smg: ServesSmg = Field(
+        False, description="let the coordinator also serve the gateway smg, which speaks HTTP to clients"
+    )
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.metrics_port is not None and 0 <= self.port - self.metrics_port < METRICS_PORTS:
+            raise ValueError(f"port must not be metrics_port or one of the {METRICS_PORTS - 1} after it")
+        return self
 
     @model_validator(mode="after")
     def _revisions_have_models(self) -> Self:

@@ -4,6 +4,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict, Unpack, cast, get_args
 
+from google.protobuf.message import Message
+
 from specpool.v1 import generation_pb2 as pb
 
 Chat = Sequence[Mapping[str, str]]
@@ -45,7 +47,8 @@ class GenerateOptions(TypedDict, total=False):
 def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
     """Makes a request message. Draws a seed if the tokens depend on one: a repeated request gives the same tokens.
 
-    TypeError for an unknown option or a value of the wrong type, ValueError for one that no field can hold.
+    TypeError for an unknown option or a value of the wrong type, ValueError for one that no field can hold; both name
+    the option.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if unknown := given.keys() - GenerateOptions.__annotations__.keys():
@@ -54,16 +57,12 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
         given["stop"] = [given["stop"]]
     if given.get("temperature"):
         given.setdefault("seed", secrets.randbits(64))
-    request = pb.GenerateRequest(
-        request_id=cast(str, given.pop("request_id", "")),
-        priority=cast(int, given.pop("priority", 0)),
-        cache_salt=cast(str, given.pop("cache_salt", "")),
-        speculative=pb.SpeculativeParams(
-            num_speculative_tokens=cast(int | None, given.pop("num_speculative_tokens", None)),
-            method=_draft_method(given.pop("draft_method", None)),
-        ),
-        sampling_params=pb.SamplingParams(**given),  # type: ignore[arg-type]
-    )
+    if "draft_method" in given:
+        given["method"] = _draft_method(given.pop("draft_method"))
+    request = pb.GenerateRequest(sampling_params=pb.SamplingParams(), speculative=pb.SpeculativeParams())
+    parts: tuple[Message, ...] = (request.sampling_params, request.speculative, request)
+    for name, value in given.items():
+        _set(next(part for part in parts if name in part.DESCRIPTOR.fields_by_name), name, value)
     if isinstance(prompt, str):
         request.text = prompt
     elif isinstance(prompt, bytes):
@@ -75,9 +74,17 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
     return request
 
 
-def _draft_method(name: object) -> str | None:
-    if name is None:
-        return None
+def _set(message: Message, name: str, value: object) -> None:
+    """Sets a field. TypeError and ValueError say which."""
+    try:
+        message.MergeFrom(type(message)(**{name: value}))
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _draft_method(name: object) -> str:
     if name not in get_args(DraftMethodName):
         raise ValueError(f"draft_method is {name!r}, none of {', '.join(get_args(DraftMethodName))}")
     return f"DRAFT_METHOD_{str(name).upper()}"

@@ -191,6 +191,8 @@ async def test_without_the_port_nothing_is_observed() -> None:
         (["--metrics-port", "many"], "metrics-port: Input should be a valid integer"),
         (["--metrics-compat", "vllm"], "metrics_compat needs a metrics_port"),
         (["--metrics-port", "9000", "--metrics-compat", "tgi"], "metrics-compat: Input should be 'vllm'"),
+        (["--metrics-port", "50050"], "port, health_port and metrics_port must differ"),
+        (["--metrics-port", "9000", "--health-port", "9000"], "port, health_port and metrics_port must differ"),
     ],
 )
 def test_wrong_flags_are_refused_in_one_line(

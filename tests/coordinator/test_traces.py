@@ -12,8 +12,6 @@ import pytest
 from collector import Collector, Received, collecting
 from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, stream
 
-from coordinator.settings import CoordinatorSettings
-from rpc.trace_settings import TraceSettings
 from specpool.v1 import generation_pb2 as pb
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -246,20 +244,3 @@ async def test_headers_and_names_of_opentelemetry_are_respected(monkeypatch: pyt
         assert {span.service for span in collector.spans} == {"cell-7"}
         assert collector.metadata[0]["x-tenant"] == "blue"
         assert "deployment.environment.name" in collector.everything()
-
-
-def test_without_the_extra_the_setting_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("rpc.trace_settings.find_spec", lambda package: None)
-    with pytest.raises(SystemExit) as ended:
-        CoordinatorSettings.load("specpool-coordinator", ["--otlp-traces-endpoint", "http://localhost:4317"])
-    assert ended.value.code == 2
-    line = "specpool-coordinator: otlp-traces-endpoint: needs OpenTelemetry: pip install 'specpool[otel]'\n"
-    assert capsys.readouterr().err == line
-
-
-@pytest.mark.parametrize("endpoint", ["localhost:4317", "http://", "ftp://a:1", "http://a:b", "http://u:p@a:1", ""])
-def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="must be a URL of a collector"):
-        TraceSettings(otlp_traces_endpoint=endpoint)

@@ -37,7 +37,8 @@ PATIENCE_SECONDS = 120
 @pytest.fixture(autouse=True)
 def _installed() -> None:
     for program in ("prometheus", "promtool"):
-        assert shutil.which(program), f"{program} is missing; on Debian: apt-get install prometheus"
+        if shutil.which(program) is None:
+            pytest.fail(f"{program} is missing; on Debian: apt-get install prometheus", pytrace=False)
 
 
 def promtool(*arguments: object) -> None:

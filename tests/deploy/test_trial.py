@@ -14,7 +14,7 @@ import pytest
 from serving import free_address, serving
 
 from deploy.trial import __main__ as trial
-from deploy.trial import steps
+from deploy.trial import images, steps
 from deploy.trial.load import Load, Tally, random_cases
 from deploy.trial.namespaces import ADDRESSES, TrialError, inside
 from deploy.trial.network import Network, network
@@ -243,3 +243,15 @@ def test_what_is_missing_is_said_in_one_line(user: int, path: str, says: str, mo
     monkeypatch.setattr(trial.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit, match=f"^trial: {says}"):
         trial.main()
+
+
+def test_a_folder_with_files_of_others_is_no_storage_of_images(tmp_path: Path) -> None:
+    """It would be removed."""
+    images.check_storage(tmp_path / "new")
+    (tmp_path / "storage").mkdir()
+    images.check_storage(tmp_path)
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(SystemExit, match=r"^images: --folder: \S+ has thesis.txt, and would be removed"):
+        images.check_storage(tmp_path)
+    with pytest.raises(SystemExit, match=r"^images: --folder: .* Not a directory"):
+        images.check_storage(tmp_path / "thesis.txt")

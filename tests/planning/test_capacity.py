@@ -194,12 +194,13 @@ def test_what_cannot_be_planned_or_written_is_said_in_one_line(
     assert (tmp_path / "there.yaml").read_text() == "mine"
 
 
-def test_a_file_that_nobody_may_write_is_refused_before_measuring(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("name", ["values.yaml", ""])
+def test_what_nobody_may_write_is_refused_before_measuring(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
-    said = refusal(monkeypatch, capsys, "--output", str(tmp_path / "values.yaml"))
-    assert "values.yaml cannot be written" in said
+    said = refusal(monkeypatch, capsys, "--output", str(tmp_path / name))
+    assert f"{tmp_path / name} cannot be written" in said
 
 
 async def test_running_workers_are_planned_by_what_they_measured(

@@ -97,6 +97,27 @@ def test_an_unknown_option_is_named() -> None:
         library.make_request("a", temprature=1.0)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("priority", "high"),
+        ("priority", 1.5),
+        ("priority", 2**31),
+        ("cache_salt", 5),
+        ("cache_salt", "\ud800"),
+        ("request_id", 5),
+        ("seed", -1),
+        ("stop", 5),
+        ("logit_bias", {"a": 1}),
+        ("num_speculative_tokens", -1),
+        ("draft_method", "magic"),
+    ],
+)
+def test_an_option_that_no_field_can_hold_is_named(option: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^{option}\b"):
+        library.make_request("a", **{option: value})
+
+
 # --- Both clients, before a real coordinator
 
 

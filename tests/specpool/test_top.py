@@ -185,7 +185,15 @@ async def test_looking_at_a_server_without_workers_is_no_error(capsys: pytest.Ca
 async def test_top_says_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = await once(free_address(), capsys)
     assert (status, out) == (1, "")
-    assert re.fullmatch(r"specpool top: UNAVAILABLE: [^\n]*\n", err)
+    assert re.fullmatch(r"specpool top: 127\.0\.0\.1:\d+: UNAVAILABLE: [^\n]*\n", err)
+
+
+async def test_a_pipe_is_no_terminal_whatever_rich_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    async with serving() as served, asyncio.timeout(PATIENCE_SECONDS):
+        assert (await once(served.address, capsys))[0] == 0
 
 
 class Terminal:

@@ -137,6 +137,14 @@ def test_what_up_allows_its_processes_allow_too(capsys: pytest.CaptureFixture[st
     CoordinatorSettings.load("coordinator", coordinator.arguments)
 
 
+@pytest.mark.parametrize("port", [9100, 9102])
+def test_up_needs_its_port_for_itself(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_up("--metrics-port", "9100", "--port", str(port))
+    assert capsys.readouterr().err == "specpool up: port must not be metrics_port or one of the 2 after it\n"
+    assert load_up("--metrics-port", "9100", "--port", "9103").metrics_port == 9100
+
+
 def test_no_text_stands_for_no_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_up("--target", "None").target == "None"
     with pytest.raises(SystemExit):

@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 
 from coordinator.settings import CoordinatorSettings
 from coordinator.smg.answers import served_name
+from rpc.settings import Settings
+from specpool.cli.up import UpSettings
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, FakeTarget
 
 PROMPT = (1, 2, 3)
@@ -256,10 +258,13 @@ async def test_without_the_flag_only_our_own_service_is_served() -> None:
         assert error.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_the_flag_without_the_extra_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("settings", [CoordinatorSettings, UpSettings])
+def test_the_flag_without_the_extra_says_what_to_install(
+    settings: type[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
     with mock.patch("coordinator.settings.find_spec", return_value=None), pytest.raises(SystemExit):
-        CoordinatorSettings.load("specpool-coordinator", ["--smg"])
-    assert capsys.readouterr().err == ("specpool-coordinator: smg: needs smg-grpc-proto: pip install 'specpool[smg]'\n")
+        settings.load("a", ["--smg"])
+    assert capsys.readouterr().err == "a: smg: needs smg-grpc-proto: pip install 'specpool[smg]'\n"
 
 
 @pytest.mark.parametrize("stream", [False, True])

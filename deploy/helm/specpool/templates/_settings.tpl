@@ -34,7 +34,7 @@ smg: true
 {{- with $values.metrics.compat }}
 metrics_compat: {{ . }}
 {{- end }}
-{{- if and $values.tracing.endpoint $values.tracing.prompts }}
+{{- if $values.tracing.prompts }}
 trace_prompts: true
 {{- end }}
 {{- else if $values.auth.workerToken.existingSecret }}
