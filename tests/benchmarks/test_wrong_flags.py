@@ -4,7 +4,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from serving import free_address
 
 from benchmarks import dashboard
 
@@ -40,7 +39,7 @@ def refusal_of_dashboard(monkeypatch: pytest.MonkeyPatch, *flags: str) -> object
     return ended.value.code
 
 
-@pytest.mark.parametrize("prometheus", ["nothing", "http://a b", f"http://{free_address()}"])
+@pytest.mark.parametrize("prometheus", ["nothing", "http://a b", "http://127.0.0.1:1"])
 def test_a_prometheus_that_does_not_answer_is_named(prometheus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = str(refusal_of_dashboard(monkeypatch, "--prometheus", prometheus))
     assert refusal.startswith(f"dashboard: --prometheus {prometheus}: ")
