@@ -2,7 +2,8 @@
 
 Standard input: a JSON object of arguments for `vllm.LLM`, then one for each run: {"prompts": token ids of each,
 "max_tokens": number of tokens}. Standard output: a line once the engine is ready, then one for each run: {"outputs",
-"seconds", "draft_tokens", "accepted"}. Greedy decoding to the full length, all prompts of a run at a time.
+"seconds", "draft_tokens", "accepted", "preemptions"}. All prompts of a run are decoded at a time, greedily and to the
+full length.
 """
 
 import json
@@ -10,6 +11,12 @@ import os
 import sys
 import time
 from typing import Any
+
+COUNTERS = {
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+    "preemptions": "vllm:num_preemptions",
+}
 
 
 def main() -> None:
@@ -20,7 +27,7 @@ def main() -> None:
 
     engine = LLM(**json.loads(sys.stdin.readline()), disable_log_stats=False)
     _answer(answers, {"ready": True})
-    counted = (0, 0)
+    counted = _counts(engine)
     for line in sys.stdin:
         run = json.loads(line)
         sampling = SamplingParams(temperature=0.0, max_tokens=run["max_tokens"], ignore_eos=True, detokenize=False)
@@ -28,23 +35,15 @@ def main() -> None:
         began = time.perf_counter()
         done = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
-        drafted, accepted = now = _drafts(engine)
-        _answer(
-            answers,
-            {
-                "outputs": [list(request.outputs[0].token_ids) for request in done],
-                "seconds": seconds,
-                "draft_tokens": drafted - counted[0],
-                "accepted": accepted - counted[1],
-            },
-        )
-        counted = now
+        before, counted = counted, _counts(engine)
+        counts = {name: counted[name] - before[name] for name in COUNTERS}
+        _answer(answers, {"outputs": [list(its.outputs[0].token_ids) for its in done], "seconds": seconds, **counts})
 
 
-def _drafts(engine: Any) -> tuple[int, int]:
-    """Draft tokens and accepted ones since the start, as vLLM counts them."""
+def _counts(engine: Any) -> dict[str, int]:
+    """vLLM's counters since its start; 0 for those that it does not have."""
     values = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
-    return tuple(int(values.get(f"vllm:spec_decode_num_{what}", 0)) for what in ("draft_tokens", "accepted_tokens"))  # type: ignore[return-value]
+    return {name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}
 
 
 def _answer(answers: Any, message: dict[str, Any]) -> None:

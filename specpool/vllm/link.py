@@ -36,7 +36,7 @@ class ServedModel:
         """Returns at once."""
 
 
-class _StepLink(DraftLink):
+class RemoteDraftLink(DraftLink):
     """A link that never takes much longer than vLLM's own step."""
 
     step_seconds = 0.0
@@ -70,8 +70,8 @@ class BlockingDraftLink:
         self._idle: asyncio.TimerHandle | None = None
 
     @staticmethod
-    async def _make(*arguments: Any) -> _StepLink:
-        return _StepLink(*arguments)
+    async def _make(*arguments: Any) -> RemoteDraftLink:
+        return RemoteDraftLink(*arguments)
 
     def start(self, seconds: float) -> None:
         """Waits until the draft worker is ready. MismatchError: it must not be used. TimeoutError: it does not answer;
