@@ -29,8 +29,8 @@ class Batch:
         self.lengths: list[int] = num_tokens[: len(self.sampled)].tolist()
         """Tokens of each row, with those gained."""
         self._token_ids = token_ids
-        if len(self.lengths) < len(self.sampled) or (self.lengths and self.read(0, 0, 1) == []):
-            raise IndexError(f"{len(self.sampled)} rows gained tokens, and {len(self.lengths)} are there")
+        if len(self.lengths) < len(self.sampled):
+            raise IndexError(f"{len(self.sampled)} rows have tokens, but only {len(self.lengths)} have a length")
 
     def __len__(self) -> int:
         return len(self.sampled)
