@@ -13,6 +13,8 @@ from engine.models.embedded_pair import embedded_pair
 pytestmark = pytest.mark.vllm
 
 PROMPTS, TOKENS = 16, 48
+# With as many tokens, rows need a second block of vLLM's KV cache.
+MANY_TOKENS, LONG_ROWS = 112, 8
 # Compiling the model takes minutes, and changes nothing that is tested here.
 EAGER = {"enforce_eager": True}
 
@@ -23,10 +25,15 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain(prompts: list[list[int]]) -> list[list[int]]:
+def plain_to_the_end(prompts: list[list[int]]) -> list[list[int]]:
     with VllmEngine(embedded_pair().target, "plain", **EAGER) as engine:
-        answers: list[list[int]] = engine.wait_ready().run(prompts, TOKENS)["outputs"]
+        answers: list[list[int]] = engine.wait_ready().run(prompts, MANY_TOKENS)["outputs"]
     return answers
+
+
+@pytest.fixture(scope="module")
+def plain(plain_to_the_end: list[list[int]]) -> list[list[int]]:
+    return [answer[:TOKENS] for answer in plain_to_the_end]
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +58,15 @@ def test_answers_are_plain_vllms(engine: VllmEngine, prompts: list[list[int]], p
     assert done["accepted"] > 0
 
 
-def test_rows_that_are_preempted(draft: DraftProcess, prompts: list[list[int]], plain: list[list[int]]) -> None:
-    """A KV cache with room for a few rows only: vLLM preempts the others and resumes them."""
+def test_rows_that_are_preempted(
+    draft: DraftProcess, prompts: list[list[int]], plain_to_the_end: list[list[int]]
+) -> None:
+    """A KV cache with room for a few long rows only: vLLM preempts the others and resumes them."""
     little = {"max_model_len": 512, "num_gpu_blocks_override": 6}
     with VllmEngine(embedded_pair().target, "remote", draft.address, **little, **EAGER) as few:
-        done = few.wait_ready().run(prompts, TOKENS)
+        done = few.wait_ready().run(prompts[:LONG_ROWS], MANY_TOKENS)
     assert done["preemptions"] > 0
-    assert all(equal(done["outputs"], plain))
+    assert all(equal(done["outputs"], plain_to_the_end[:LONG_ROWS]))
 
 
 def test_kills_of_the_draft_worker_cost_drafts_only(
