@@ -1,6 +1,6 @@
 """What a draft worker gains for vLLM: plain vLLM, its own prompt lookup, and `specpool.vllm.RemoteDraft`.
 
-    python -m benchmarks.vllm [--concurrency 1,4,8,16] [--tokens 64] [--repeats 3] [--output DIR]
+    python -m benchmarks.vllm [--concurrency 1,4,8,16] [--tokens 64] [--repeats 3] [--eager] [--output DIR]
 
 The embedded pair, on the CPU; `SPECPOOL_VLLM_PYTHON` names the Python of an environment with vLLM. The three engines
 stay loaded and take turns. Draft and target share the cores of this machine, so that drafts cost time that another
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompts", type=Path, help="JSONL file; default: the prompts that come with Specpool")
+    parser.add_argument("--eager", action="store_true", help="vLLM's passes are not compiled, which takes minutes")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     concurrencies = [int(number) for number in options.concurrency.split(",")]
@@ -34,7 +35,9 @@ def main() -> None:
     except (OSError, RuntimeError) as error:
         parser.exit(2, f"benchmarks.vllm: {error}\n")
     show("tokens/s; ratio to plain vLLM, share of plain vLLM's answers", rows)
-    finish("vllm", {"tokens": options.tokens, "repeats": options.repeats, "rows": rows}, options.output)
+    finish(
+        "vllm", {**{name: vars(options)[name] for name in ("tokens", "repeats", "eager")}, "rows": rows}, options.output
+    )
 
 
 def measure(concurrencies: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -47,7 +50,7 @@ def measure(concurrencies: list[int], options: argparse.Namespace) -> list[dict[
         engines = {}
         for kind in SPECULATION:
             address = draft.address if kind == "remote" else None
-            engines[kind] = stack.enter_context(VllmEngine(pair.target, kind, address))
+            engines[kind] = stack.enter_context(VllmEngine(pair.target, kind, address, enforce_eager=options.eager))
         for engine in engines.values():
             engine.wait_ready().run(prompts[:1], options.tokens)  # the first run is slower
         return [row for concurrency in concurrencies for row in compare(engines, prompts[:concurrency], options)]
