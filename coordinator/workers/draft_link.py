@@ -1,7 +1,7 @@
 """The link to the draft worker."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -12,7 +12,6 @@ from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
 from coordinator.workers.link import LinkState, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
-from coordinator.workers.target_link import TargetLink
 from protocol.answers import MisfitError, read_proposals
 from protocol.codec import propose_request
 from protocol.rounds import Proposal, ProposeItem
@@ -27,12 +26,20 @@ PATIENCE, LEAST_TIMEOUT_SECONDS = 20, 1.0
 FIRST_ROUNDS = 8
 
 
+class Target(Protocol):
+    """The model that is drafted for; `coordinator.workers.target_link.TargetLink` knows it once it is ready."""
+
+    @property
+    def info(self) -> common_pb2.ModelInfo | None: ...
+    async def wait_ready(self) -> None: ...
+
+
 class DraftLink(WorkerLink):
     """The draft worker. After it was too slow or refused a round it rests for a while, longer each time."""
 
     _unknown_times = UNKNOWN_DRAFT
 
-    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: TargetLink) -> None:
+    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target) -> None:
         super().__init__(connector, coordinator_id, timeout_seconds)
         self._target = target
         self._served = 0
@@ -95,7 +102,10 @@ class DraftLink(WorkerLink):
         """Seconds that a round may take: the longest allowed, or less where its cost is known."""
         if self._served < FIRST_ROUNDS:
             return self._timeout
+        return min(self._timeout, max(LEAST_TIMEOUT_SECONDS, PATIENCE * self._expected(items)))
+
+    def _expected(self, items: list[ProposeItem]) -> float:
+        """Seconds that the passes of a round are expected to take."""
         longest = max(item.num_draft_tokens for item in items)
         steps = [sum(item.num_draft_tokens > step for item in items) for step in range(1, longest)]
-        expected = sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))
-        return min(self._timeout, max(LEAST_TIMEOUT_SECONDS, PATIENCE * expected))
+        return sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))

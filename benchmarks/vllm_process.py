@@ -1,0 +1,167 @@
+"""A vLLM engine and a draft worker as processes, for the test with the real vLLM and for its benchmark.
+
+vLLM has an environment of its own; `SPECPOOL_VLLM_PYTHON` names its Python (default: what `make test-vllm` builds).
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Self
+
+from transformers import AutoTokenizer
+
+from specpool.cli.prompts import PromptLine
+
+ROOT = Path(__file__).parents[1]
+PYTHON_VARIABLE = "SPECPOOL_VLLM_PYTHON"
+MAX_MODEL_LEN, MAX_ROWS = 1024, 16
+SPECULATION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    "remote": {"method": "custom_class", "model": "specpool.vllm.RemoteDraft"},
+}
+"""Ways to draft, as vLLM's `speculative_config`, without the number of tokens."""
+# Memory allocator and OpenMP that vLLM for CPU is meant to be run with, where the machine has them.
+PRELOADED = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
+
+
+def vllm_python() -> Path:
+    """The Python of vLLM's environment. FileNotFoundError."""
+    python = Path(os.environ.get(PYTHON_VARIABLE, ROOT / ".venv-vllm/bin/python"))
+    if not python.exists():
+        raise FileNotFoundError(f"{python}: no Python with vLLM; {PYTHON_VARIABLE} names another one")
+    return python
+
+
+def vllm_environment(python: Path, draft_address: str | None = None, cores: str = "0-1") -> dict[str, str]:
+    """Environment variables of a vLLM process on the CPU. `cores`: those of each rank, separated by "|"."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
+    libraries = [python.parents[1] / library for library in PRELOADED]  # joined to an absolute path: that path
+    return {
+        **inherited,
+        "PYTHONPATH": str(ROOT),
+        "LD_PRELOAD": ":".join(str(library) for library in libraries if library.exists()),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **({"SPECPOOL_DRAFT_ADDRESS": draft_address} if draft_address else {}),
+    }
+
+
+class VllmEngine:
+    """`benchmarks.vllm_engine` in a process of its own. It loads its model while others do: `wait_ready` then."""
+
+    def __init__(
+        self, model: Path, kind: str, draft_address: str | None = None, log: IO[str] | None = None, **arguments: Any
+    ) -> None:
+        """`kind`: of `SPECULATION`. `log`: for standard error. `arguments`: of `vllm.LLM`, beside or instead of ours,
+        and `cores` of `vllm_environment`."""
+        python = vllm_python()
+        speculation = SPECULATION[kind]
+        environment = vllm_environment(python, draft_address, arguments.pop("cores", "0-1"))
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.vllm_engine"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment,
+        )  # fmt: skip
+        self._send(
+            {
+                "model": str(model),
+                "dtype": "float32",
+                "max_model_len": MAX_MODEL_LEN,
+                "max_num_seqs": MAX_ROWS,
+                "enable_prefix_caching": False,
+                **({"speculative_config": {**speculation, "num_speculative_tokens": 4}} if speculation else {}),
+                **arguments,
+            }
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_ready(self) -> Self:
+        """Waits until the model is loaded. RuntimeError: the engine has ended."""
+        self._receive()
+        return self
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Generates for all prompts at a time. RuntimeError: the engine has ended."""
+        self._send({"prompts": prompts, "max_tokens": max_tokens})
+        return self._receive()
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(message), file=self._process.stdin, flush=True)
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class DraftProcess:
+    """A draft worker that can be killed and started again at the same address."""
+
+    def __init__(self, model: Path, threads: int = 2) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "draft_worker.server", "--model", str(model), "--port", str(port)]
+        self._command += ["--threads", str(threads), "--parent-pid", str(os.getpid()), "--log-level", "error"]
+        self.start()
+
+    def start(self) -> None:
+        """Starts the process, which serves after some seconds."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
+        self._process = subprocess.Popen(self._command, cwd=ROOT, env={**inherited, "PYTHONPATH": str(ROOT)})
+
+    def kill(self) -> None:
+        """Kills the process."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def draft_process(model: Path, threads: int = 2) -> Iterator[DraftProcess]:
+    """A draft worker that is killed at the end."""
+    draft = DraftProcess(model, threads)
+    try:
+        yield draft
+    finally:
+        draft.kill()
+
+
+def token_ids(model: Path, lines: list[PromptLine]) -> list[list[int]]:
+    """Token ids of prompts: texts, or conversations by the model's chat template."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    return [
+        list(tokenizer(line.prompt).input_ids)
+        if isinstance(line.prompt, str)
+        else list(tokenizer.apply_chat_template(line.prompt, add_generation_prompt=True, return_dict=False))
+        for line in lines
+    ]

@@ -1,0 +1,158 @@
+"""The coordinator's link to a draft worker, for a caller that waits: it lives on a thread of its own."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from coordinator.counters import Timed
+from coordinator.workers.draft_link import FIRST_ROUNDS, DraftLink
+from coordinator.workers.errors import MismatchError
+from coordinator.workers.link import LinkState
+from protocol.rounds import Proposal, ProposeItem
+from rpc.channel import Connector
+from specpool.v1 import common_pb2
+from specpool.vllm.drafter import DraftModel
+
+# A step's drafts may take as long as the step itself, this many times as long as expected, and this number of seconds.
+PATIENCE, LEAST_TIMEOUT_SECONDS = 4, 0.05
+# Time that the thread gets to answer beyond the deadline of a call, and to close.
+GRACE_SECONDS = 1.0
+# Without a step for this long, vLLM has no rows: the draft worker may use their slots for others.
+IDLE_SECONDS = 2.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """vLLM's model, as a `DraftLink` compares it with the draft."""
+
+    info: common_pb2.ModelInfo
+
+    async def wait_ready(self) -> None:
+        """Returns at once."""
+
+
+class RemoteDraftLink(DraftLink):
+    """A link that never takes much longer than vLLM's own step."""
+
+    step_seconds = 0.0
+    """Time of vLLM's last step."""
+    _ever_served = 0
+
+    async def propose(self, *arguments: Any, **more: Any) -> tuple[list[Proposal], Timed]:
+        answer = await super().propose(*arguments, **more)
+        self._ever_served += 1
+        return answer
+
+    def _timeout_of(self, items: list[ProposeItem]) -> float:
+        # A worker that hangs again and again would otherwise get the longest time after each rest.
+        if self._ever_served < FIRST_ROUNDS:
+            return self._timeout
+        least = max(LEAST_TIMEOUT_SECONDS, self.step_seconds)
+        return min(self._timeout, max(least, PATIENCE * self._expected(items)))
+
+
+class BlockingDraftLink:
+    """The link to the draft worker, for one thread. Nothing but `start` raises, or waits longer than for a round."""
+
+    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: ServedModel) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="specpool-draft", daemon=True)
+        self._thread.start()
+        self._timeout = timeout_seconds
+        self._link = self._wait(self._make(connector, coordinator_id, timeout_seconds, target), None)
+        self._connecting: asyncio.Future[None] | None = None
+        self._held: set[int] = set()
+        self._idle: asyncio.TimerHandle | None = None
+
+    @staticmethod
+    async def _make(*arguments: Any) -> RemoteDraftLink:
+        return RemoteDraftLink(*arguments)
+
+    def start(self, seconds: float) -> None:
+        """Waits until the draft worker is ready. MismatchError: it must not be used. TimeoutError: it does not answer;
+        the text says why."""
+        self._wait(self._start(seconds), None)
+
+    async def _start(self, seconds: float) -> None:
+        link = self._link
+        decided = asyncio.Event()
+        link.on_change = decided.set
+        self._connecting = asyncio.ensure_future(link.keep_connected())
+        try:
+            async with asyncio.timeout(seconds):
+                while not link.is_ready and link.state is not LinkState.REFUSED:
+                    await decided.wait()
+                    decided.clear()
+        except TimeoutError:
+            raise TimeoutError(f"no answer in {seconds:g} s: {link.reason}") from None
+        finally:
+            link.on_change = None
+        if link.state is LinkState.REFUSED:
+            raise MismatchError(link.reason)
+
+    @property
+    def model(self) -> DraftModel | None:
+        """The draft worker's model if it can be asked now."""
+        link = self._link
+        if not link.is_ready:
+            return None
+        return DraftModel(link.max_model_len, link.vocab_size, link.load_at_start.slots_total, link.step_times)
+
+    def propose(
+        self, round_id: int, items: list[ProposeItem], hints: tuple[list[float], float], step_seconds: float
+    ) -> tuple[list[Proposal], Timed]:
+        """A round's proposals, as `DraftLink.propose`, and its errors. `step_seconds`: the time of vLLM's last step."""
+        began = time.perf_counter()
+        self._link.step_seconds = step_seconds
+        proposals, timed = self._wait(self._propose(round_id, items, hints), self._timeout + GRACE_SECONDS)
+        return proposals, replace(timed, elapsed=time.perf_counter() - began)
+
+    async def _propose(
+        self, round_id: int, items: list[ProposeItem], hints: tuple[list[float], float]
+    ) -> tuple[list[Proposal], Timed]:
+        self._held.update(item.sequence_id for item in items)
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._release_all)
+        return await self._link.propose(round_id, items, *hints)
+
+    def release(self, sequence_ids: list[int]) -> None:
+        """Has sequences freed, soon."""
+        if sequence_ids:
+            self._loop.call_soon_threadsafe(self._release, sequence_ids)
+
+    def _release(self, sequence_ids: list[int]) -> None:
+        if released := self._held.intersection(sequence_ids):
+            self._held -= released
+            self._link.release_soon(released)
+
+    def _release_all(self) -> None:
+        self._release([*self._held])
+
+    def close(self) -> None:
+        """Frees all sequences if the draft worker can be reached, and ends the thread."""
+        try:
+            self._wait(self._close(), GRACE_SECONDS)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(GRACE_SECONDS)
+
+    async def _close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+        await self._link.release(self._held)
+        await self._link.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T], seconds: float | None) -> T:
+        """The result of what runs on the thread. TimeoutError after `seconds`."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            raise

@@ -1,0 +1,121 @@
+"""The class that vLLM loads: `--speculative-config '{"method": "custom_class", "model": "specpool.vllm.RemoteDraft"}'`.
+
+    vLLM's step -> propose: rows -> sequences -> round of the draft worker -> drafts -> vLLM's next step verifies them
+
+Whatever becomes of the draft worker after the start costs drafts only.
+"""
+
+import atexit
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from coordinator.workers.errors import MismatchError, WorkerRefusedError, WorkerUnreachableError
+from rpc.channel import Connector
+from specpool.vllm.drafter import Drafter
+from specpool.vllm.link import BlockingDraftLink, ServedModel
+from specpool.vllm.rows import Batch
+from specpool.vllm.served import TRIED, Served, vllm_version
+from specpool.vllm.settings import RemoteDraftSettings
+
+# Below vLLM's own logger, whose handlers and level serve here too.
+log = logging.getLogger("vllm.specpool")
+
+# Seconds between lines about errors that every step may have.
+SECONDS_BETWEEN_ERRORS = 60.0
+
+
+class RemoteDraft:
+    """Drafts of a Specpool draft worker for vLLM's batch."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Waits for the draft worker. ValueError, in one line: settings are wrong, the draft worker does not answer, or
+        its tokenizer is another one."""
+        self._settings = RemoteDraftSettings.of_environment()
+        served = Served(vllm_config)
+        self._drafter = Drafter(served.limits(self._settings.draft_max_length, self._settings.prefill_tokens))
+        self._link: BlockingDraftLink | None = None
+        self._ended = time.perf_counter()
+        self._complained = -SECONDS_BETWEEN_ERRORS
+        if served.drafts:
+            _warn_of_other_versions()
+            self._link = self._connected(served)
+
+    def _connected(self, served: Served) -> BlockingDraftLink:
+        settings = self._settings
+        connector = Connector(settings.draft_address, **settings.security)
+        link = BlockingDraftLink(
+            connector, f"vllm-{uuid.uuid4().hex}", settings.draft_timeout_seconds, ServedModel(served.info())
+        )
+        try:
+            link.start(settings.draft_start_seconds)
+        except (MismatchError, TimeoutError) as error:
+            link.close()
+            raise ValueError(f"the draft worker at {settings.draft_address} cannot be used: {error}") from None
+        log.info("The draft worker at %s drafts for vLLM", settings.draft_address)
+        atexit.register(self.close)
+        return link
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Loads nothing: the draft's weights are in the draft worker. vLLM calls it when its own are loaded."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]] = (),
+        num_tokens_no_spec: Any = None,
+        token_ids_cpu: Any = None,
+        *_: Any,
+        **__: Any,
+    ) -> list[list[int]]:
+        """The draft tokens of each row of vLLM's batch, at most `num_speculative_tokens`; never raises.
+
+        `sampled_token_ids`: the tokens that each row gained in this step, none while its prompt is being prefilled.
+        `num_tokens_no_spec`: [rows], tokens of each row with those. `token_ids_cpu`: [rows, max_model_len].
+        """
+        if self._link is None:
+            return _none(sampled_token_ids)
+        began = time.perf_counter()
+        try:
+            batch = Batch(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            return self._propose(self._link, batch, began - self._ended)
+        except Exception:  # drafts are never worth a request
+            if began - self._complained >= SECONDS_BETWEEN_ERRORS:
+                self._complained = began
+                log.exception("No drafts in this step (vLLM %s; tried: %s)", vllm_version(), ", ".join(TRIED))
+            self._link.release(self._drafter.forget_rows())
+            return _none(sampled_token_ids)
+        finally:
+            self._ended = time.perf_counter()
+
+    def _propose(self, link: BlockingDraftLink, batch: Batch, step_seconds: float) -> list[list[int]]:
+        drafter = self._drafter
+        items, gone = drafter.begin(batch, link.model, step_seconds)
+        link.release(gone)
+        if items:
+            # The link has logged what failed, and rests for a while.
+            with suppress(WorkerUnreachableError, WorkerRefusedError, TimeoutError):
+                proposals, timed = link.propose(drafter.round_id, items, drafter.drafting.hints, step_seconds)
+                drafter.take(items, proposals, timed)
+        return drafter.drafts()
+
+    def close(self) -> None:
+        """Frees what the draft worker holds for this process."""
+        link, self._link = self._link, None
+        if link is not None:
+            atexit.unregister(self.close)
+            with suppress(Exception):
+                link.close()
+
+
+def _none(sampled_token_ids: Any) -> list[list[int]]:
+    """No drafts for any row."""
+    return [[] for _ in sampled_token_ids or ()]
+
+
+def _warn_of_other_versions() -> None:
+    installed = vllm_version()
+    if installed is None or not installed.startswith(TRIED):
+        log.warning("vLLM %s has not been tried with Specpool, only %s", installed, ", ".join(TRIED))
