@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-cpus test-kernels test-images test-hosts test-monitoring test-vllm lint protos bench pins sbom clean
+.PHONY: demo test test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -10,6 +10,10 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Whole benchmarks in small: those that run on a GPU, answers against another engine, a soak.
+test-benchmarks: .venv/ready
+	$(BIN)/pytest -m rehearsal tests/benchmarks
 
 # Bitwise equality on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
 test-cpus: .venv/ready

@@ -23,6 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(round_weights(save_model(folder, tiny_config(max_position_embeddings=2048))))
 
 
+@pytest.mark.rehearsal
 @pytest.mark.parametrize(
     ("flags", "reference"),
     [

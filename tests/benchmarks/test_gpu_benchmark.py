@@ -70,6 +70,7 @@ def settings_for(folder: Path, seconds: float = 1e9) -> Settings:
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.rehearsal
 def test_a_rehearsal_measures_all_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +168,7 @@ def test_parts_without_time_are_skipped_and_named(
 # --- Processes
 
 
+@pytest.mark.rehearsal
 def test_a_part_is_a_process_of_its_own(tmp_path: Path) -> None:
     options = gpu.parse(["--rehearse", "--output", str(tmp_path)])
     result = gpu.run("device", options, str(tmp_path), gpu.time.monotonic() + 600)

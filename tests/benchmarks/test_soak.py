@@ -51,6 +51,7 @@ def test_a_queue_is_sent_at_once() -> None:
     assert options.requests == options.concurrency == 500
 
 
+@pytest.mark.rehearsal
 def test_a_short_soak_with_cuts_finds_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
