@@ -3,22 +3,21 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
-from engine.cache.memory import Footprint, activation_bytes, weight_bytes
+from engine.cache.memory import Footprint
 from engine.cache.spans import Location, Span
 from engine.models.facts import ModelFacts
 from engine.models.loading import LoadedModel
 from engine.numerics import Tiles
 from engine.options import EngineOptions
+from engine.parallel.leader import Leader
 from engine.passes.attention import LibraryModel
-from engine.passes.attention_plan import plan_attention
 from engine.passes.forward_pass import DraftLoop, ForwardPass
 from engine.passes.lean import why_not_lean
-from engine.passes.packing import pack
-from engine.reservation import reserve_cache
+from engine.reservation import ReservedCache, footprint_of, reserve_cache
+from engine.runner import PassRunner
 from protocol.worker_info import WorkerInfo
 
 STEP_CACHED = 128
@@ -38,8 +37,10 @@ class Engine:
         forward_pass: ForwardPass,
         tiles: Tiles,
         options: EngineOptions,
+        leader: Leader | None = None,
     ) -> None:
-        """Reserves the cache. `tiles`: the shapes of exact results, as far as the pass needs any."""
+        """Reserves the cache. `tiles`: the shapes of exact results, as far as the pass needs any. `leader`: tells the
+        other ranks what to run, if the model is divided."""
         self.loaded, self.facts, self.forward_pass = loaded, facts, forward_pass
         self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
         """What an operator should know, one sentence each; what is found out about the engine later is appended."""
@@ -50,9 +51,15 @@ class Engine:
         self.tiles = tiles
         most = options.forward_tokens(facts.device.type)
         self.max_forward_tokens = min(most, self.tiles.max_rows or most)
-        reserved = reserve_cache(facts, forward_pass.compute_dtype, self.tiles, options, self._footprint())
+        footprint = footprint_of(loaded, facts, forward_pass, self.max_forward_tokens)
+        reserved = self._reserved(options, footprint, leader)
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
+        self.leader = leader
+        """Rank 0's view of the other ranks; None: the model is not divided."""
+        self._runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups)
+        if leader is not None:
+            leader.begin(self.layout.arena, self.tiles)
         self._draft_loop: DraftLoop | None = None
         if not self.layout.spare_columns:  # in such a layout sequences stay in place
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
@@ -159,6 +166,11 @@ class Engine:
             numerics_fingerprint=self.numerics_fingerprint,
         )
 
+    def close(self) -> None:
+        """Ends the other ranks of a divided model; the engine cannot be used afterwards."""
+        if self.leader is not None:
+            self.leader.close()
+
     @contextmanager
     def realigning(self) -> Iterator[None]:
         """A context whose time is counted as realignment."""
@@ -176,28 +188,22 @@ class Engine:
         """Logits of spans that fit in one forward pass."""
         with self.realigning():
             starts = self.layout.align(spans)
-        arena = self.layout.arena
         locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
-        planned = self.forward_pass.plans_attention
-        batch = pack(spans, locations, arena, self._padded_rows, self.forward_pass.rows_per_tile, repeats=planned)
-        if planned:
-            gather = self.facts.device.type != "cpu"
-            plan = plan_attention(spans, locations, arena, self.tiles, self.facts.query_groups, gather)
-            batch = replace(batch, attention=plan)
-        logits: torch.Tensor = self.forward_pass(batch)[: batch.num_logits]
+        if self.leader is None:
+            logits = self._runner.run(spans, locations)
+        else:
+            logits = self.leader.run(self._runner, spans, locations)
         self.passes += 1
         self.tokens += sum(len(span.token_ids) for span in spans)
         return logits
 
-    def _padded_rows(self, count: int) -> int:
-        return self.tiles.rows(self.forward_pass.padded_rows(count))
-
-    def _footprint(self) -> Footprint:
-        """Memory of weights and activations."""
-        rows, dtype = self.max_forward_tokens, self.forward_pass.compute_dtype
-        activations = activation_bytes(self.loaded.config, dtype, self.vocab_size, rows)
-        scratch = self.forward_pass.scratch_bytes(rows, self.max_model_len)
-        return Footprint(weights=weight_bytes(self.forward_pass), activations=activations + scratch)
+    def _reserved(self, options: EngineOptions, footprint: Footprint, leader: Leader | None) -> ReservedCache:
+        """The cache; on a rank, for its share of heads, and no larger than all ranks can have it."""
+        own, others = self.facts, None
+        if leader is not None:
+            own = own.of_rank(leader.sharding.kv_heads.sizes[0])
+            others = min(report.kv_limit for report in leader.reports)
+        return reserve_cache(own, self.forward_pass.compute_dtype, self.tiles, options, footprint, others)
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:

@@ -1,10 +1,15 @@
-"""Chooses the forward pass of a model: compiled for the processor, of few torch operations, or the library's own."""
+"""Chooses the forward pass of a model - compiled for the processor, of few torch operations, or the library's own - and
+the shapes that make it exact."""
 
 import torch
 
 from engine.cache.memory import release_files
-from engine.models.loading import LoadedModel, first_line
+from engine.models.facts import ModelFacts
+from engine.models.loading import LoadedModel, UnsupportedModelError, first_line
+from engine.numerics import Tiles
 from engine.options import EngineOptions
+from engine.parallel.group import ALONE, Alone
+from engine.passes.activations import activate_in_pieces
 from engine.passes.attention import LibraryModel
 from engine.passes.forward_pass import ForwardPass
 from engine.passes.gpu.graphs import CudaGraphs
@@ -12,17 +17,35 @@ from engine.passes.gpu.model import GpuModel, try_kernels
 from engine.passes.gpu.recorded import RecordedModel
 from engine.passes.lean import LeanModel, is_lean
 from engine.passes.linear import can_prepack, prepack_linears
+from engine.passes.native.divided import DividedNativeModel
 from engine.passes.native.model import NativeModel, can_compile, lossless_dtype
+from engine.probes.exactness import ONE_SHAPE, choose_tiles
+from engine.probes.kernels import choose_products
 
 
-def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPass:
-    """The fastest pass that this model can have on its device. It takes over the weights of the library's model."""
+def build_exact_pass(
+    loaded: LoadedModel, facts: ModelFacts, options: EngineOptions, exact: bool, group: Alone = ALONE
+) -> tuple[ForwardPass, Tiles | None]:
+    """The forward pass of a model, or of a rank's share of it, and the shapes that make it exact; None: no shapes do.
+
+    `exact`: whether it shall be exact. `group`: the ranks that share the model. UnsupportedModelError.
+    """
+    forward_pass = build_forward_pass(loaded, options, group)
+    return forward_pass, _tiles(forward_pass, facts, options, exact)
+
+
+def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone = ALONE) -> ForwardPass:
+    """The fastest pass that this model can have on its device. It takes over the weights of the library's model.
+
+    `group`: the ranks that share the model, which `LeanModel` can run then. UnsupportedModelError: only some of them
+    could run the fastest pass.
+    """
     device, dtype = loaded.model.device, loaded.model.dtype
     forward_pass: ForwardPass = LibraryModel(loaded.model)
-    if options.lean and is_lean(loaded.config):
-        forward_pass = lean = LeanModel(loaded.model)
+    if (options.lean or group is not ALONE) and is_lean(loaded.config):
+        forward_pass = lean = LeanModel(loaded.model, group)
         if options.native and device.type == "cpu" and can_compile(lean, kept := lossless_dtype(lean)):
-            native = NativeModel(lean, kept)
+            native = NativeModel(lean, kept) if group is ALONE else DividedNativeModel(lean, kept)
             release_files(loaded.model)
             return native
         if runs_kernels(device):
@@ -30,6 +53,8 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions) -> ForwardPa
             if fallback is None:
                 kernels = GpuModel(lean, loaded.max_model_len)
                 return RecordedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
+            if group is not ALONE:
+                raise UnsupportedModelError(f"its kernels cannot run on every rank: {fallback}")
             lean.notes.append(f"runs slowly, by torch's operations, because its kernels cannot run here: {fallback}")
     if can_prepack(dtype, device):
         prepack_linears(forward_pass)
@@ -50,3 +75,28 @@ def why_no_kernels(lean: LeanModel) -> str | None:
     except Exception as error:  # the compiler for this GPU may raise anything
         return first_line(error)
     return None
+
+
+def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions, exact: bool) -> Tiles | None:
+    """Chooses the products of a pass where there is a choice, and finds the tiles that make it exact if it shall be.
+
+    None if no tiles do.
+    """
+    model = forward_pass.model if isinstance(forward_pass, RecordedModel) else forward_pass
+    if isinstance(model, GpuModel):
+        record = forward_pass.record if isinstance(forward_pass, RecordedModel) else None
+        wanted = None if options.products == "auto" else options.products
+        exists = choose_products(model, options.forward_tokens(facts.device.type), exact, wanted, record)
+        if facts.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was only tried must not count as used when the KV cache is sized
+        if exists:
+            return Tiles()
+        forward_pass.notes.append(
+            f"runs slowly, {ONE_SHAPE.max_rows} rows at a time: other products are not exact here"
+        )
+        return ONE_SHAPE
+    if not exact or forward_pass.exact_by_construction:
+        return Tiles()
+    activate_in_pieces(forward_pass)
+    attention = (facts.kv_heads, facts.query_groups, facts.head_dim)
+    return choose_tiles(forward_pass, attention if forward_pass.plans_attention else None)

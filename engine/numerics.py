@@ -5,6 +5,8 @@ shapes. So shapes are taken from a coarse grid: packed rows, query rows and atte
 that `engine.probes.exactness` finds sufficient on the device at hand.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -36,6 +38,21 @@ class Tiles:
     def rows(self, count: int) -> int:
         """Number of packed rows, padding included, for `count` tokens."""
         return max(self.min_rows, round_up(count, self.row_multiple))
+
+
+def coarsest(grids: Sequence[Tiles | None]) -> Tiles | None:
+    """A grid on which all shapes are on each of these grids; None if one of them is None."""
+    known = [grid for grid in grids if grid is not None]
+    if len(known) < len(grids):
+        return None
+    limits = [grid.max_rows for grid in known if grid.max_rows is not None]
+    return Tiles(
+        min_rows=max(grid.min_rows for grid in known),
+        row_multiple=math.lcm(*(grid.row_multiple for grid in known)),
+        query=math.lcm(*(grid.query for grid in known)),
+        kv=math.lcm(*(grid.kv for grid in known)),
+        max_rows=min(limits, default=None),
+    )
 
 
 def round_up(count: int, multiple: int) -> int:

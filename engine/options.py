@@ -4,6 +4,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ByteSize, Field, model_validator
 
+MAX_RANKS = 64
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -14,7 +16,11 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     revision: str | None = Field(
         None, min_length=1, description="branch, tag or commit of a model from the hub; a commit pins it"
     )
-    device: str = Field("auto", description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one')
+    device: str = Field(
+        "auto",
+        description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one; with tensor_parallel also one for '
+        'each rank of this node, such as "cuda:0,cuda:1"',
+    )
     dtype: Dtype = Field(
         "auto",
         description="of the weights, and of the KV cache unless the pass is compiled (then float32); "
@@ -52,11 +58,39 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         le=2**20,
         description="tokens in one forward pass; more take several; default: 512 on a CPU, 2048 on a GPU",
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of the model; default: torch's choice")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of the model, or of each of its ranks; default: torch's choice"
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks that share the model: processes, each with a device and a part of all weights",
+    )
+    tensor_parallel_sums: Literal["auto", "whole", "parts"] = Field(
+        "auto",
+        description='how ranks sum: "whole": each output on one rank, in the order it has on one device, so that bits '
+        'are those of any tensor_parallel; "parts": each rank its terms, added in the order of the ranks, with half '
+        'the exchanges; "auto": whole on CPUs, parts on GPUs',
+    )
+    nnodes: int = Field(1, ge=1, le=MAX_RANKS, description="nodes that share the ranks evenly")
+    node_rank: int = Field(0, ge=0, description="number of this node; node 0 serves, the others only compute")
+    master_addr: str | None = Field(None, min_length=1, description="host name of node 0, with several nodes")
+    master_port: int = Field(29500, ge=1, le=65535, description="port on which node 0 waits for the others")
 
     def forward_tokens(self, device_type: str) -> int:
         """`max_forward_tokens`, or its default on this type of device."""
         return self.max_forward_tokens or (512 if device_type == "cpu" else 2048)
+
+    @model_validator(mode="after")
+    def _nodes_agree(self) -> Self:
+        if self.tensor_parallel % self.nnodes:
+            raise ValueError(f"tensor_parallel {self.tensor_parallel} is no multiple of nnodes {self.nnodes}")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank must be below nnodes, which is {self.nnodes}")
+        if (self.master_addr is None) != (self.nnodes == 1):
+            raise ValueError("nnodes above 1 needs master_addr, and nothing else does")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:

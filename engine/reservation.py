@@ -8,12 +8,13 @@ import torch
 from engine.cache.arena import KVArena
 from engine.cache.extents import Extents
 from engine.cache.layout import LAYOUTS, KVLayout
-from engine.cache.memory import Footprint, KVLimit, default_kv_memory
+from engine.cache.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, weight_bytes
 from engine.cache.slots import SlotTable
 from engine.models.facts import ModelFacts
-from engine.models.loading import UnsupportedModelError, first_line
+from engine.models.loading import LoadedModel, UnsupportedModelError, first_line
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
+from engine.passes.forward_pass import ForwardPass
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,23 @@ class ReservedCache:
     footprint: Footprint
 
 
+def footprint_of(loaded: LoadedModel, facts: ModelFacts, forward_pass: ForwardPass, rows: int) -> Footprint:
+    """Memory of the weights and of the activations of a pass of this number of rows."""
+    activations = activation_bytes(loaded.config, forward_pass.compute_dtype, facts.vocab_size, rows)
+    scratch = forward_pass.scratch_bytes(rows, facts.max_model_len)
+    return Footprint(weights=weight_bytes(forward_pass), activations=activations + scratch)
+
+
 def reserve_cache(
-    facts: ModelFacts, dtype: torch.dtype, tiles: Tiles, options: EngineOptions, others: Footprint
+    facts: ModelFacts,
+    dtype: torch.dtype,
+    tiles: Tiles,
+    options: EngineOptions,
+    others: Footprint,
+    other_ranks: int | None = None,
 ) -> ReservedCache:
-    """Reserves a cache of this dtype. `others`: the memory of weights and activations.
+    """Reserves a cache of this dtype. `others`: the memory of weights and activations. `other_ranks`: bytes that their
+    caches may take, if the model is divided.
 
     UnsupportedModelError if the limit holds no sequence of full length, or the device has less memory than the limit.
     """
@@ -38,7 +52,8 @@ def reserve_cache(
     # Attended columns are a multiple of the tile, counted from the sequence's start.
     longest = round_up(facts.max_model_len, tiles.kv) + (tiles.kv if layout.spare_columns else 0)
     multiple = longest if layout.spare_columns else tiles.kv
-    columns = _affordable_columns(longest, multiple, per_token, options, _limit(options, others, facts.device))
+    limit = replace(kv_limit(options, others, facts.device), other_ranks=other_ranks)
+    columns = _affordable_columns(longest, multiple, per_token, options, limit)
     footprint = replace(others, kv=columns * per_token)
     log.info("memory: %s", footprint)
     try:
@@ -67,7 +82,7 @@ def _affordable_columns(longest: int, multiple: int, per_token: int, options: En
     return columns
 
 
-def _limit(options: EngineOptions, others: Footprint, device: torch.device) -> KVLimit:
+def kv_limit(options: EngineOptions, others: Footprint, device: torch.device) -> KVLimit:
     """The memory that the KV cache may take."""
     if options.memory_budget is not None:
         return KVLimit("memory_budget", int(options.memory_budget), others)

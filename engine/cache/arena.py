@@ -4,6 +4,8 @@ The arena does not know how many columns of an extent are valid (`engine.cache.s
 is cached (`engine.cache.layout`).
 """
 
+from collections.abc import Callable
+
 import torch
 
 from engine.cache.memory import zeros
@@ -22,6 +24,8 @@ class KVArena:
         self.columns, self.device = columns, device
         self._storage = zeros((layers, 2, kv_heads, columns, head_dim), dtype, device)
         self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
+        self.before_move: Callable[[int, int, int], None] = lambda source, destination, count: None
+        """Called with the arguments of every `move` before it is done."""
 
     def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens; those of token t in column `columns[t]`."""
@@ -32,6 +36,7 @@ class KVArena:
 
     def move(self, source: int, destination: int, count: int) -> None:
         """Copies `count` columns of all layers from column `source` to column `destination`; the ranges may overlap."""
+        self.before_move(source, destination, count)
         # Layer by layer, so that the temporary copy is of one layer and not of the whole extent.
         for cache in (*self.keys, *self.values):
             cache[:, destination : destination + count] = cache[:, source : source + count].clone()

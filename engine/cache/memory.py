@@ -40,11 +40,14 @@ class KVLimit:
     name: str
     given: int
     others: Footprint | None = None
+    other_ranks: int | None = None
+    """Bytes that the caches of other ranks may take, each."""
 
     @property
     def kv_bytes(self) -> int:
         """Bytes that are left for the KV cache."""
-        return max(0, self.given - (self.others.weights + self.others.activations if self.others else 0))
+        own = max(0, self.given - (self.others.weights + self.others.activations if self.others else 0))
+        return own if self.other_ranks is None else min(own, self.other_ranks)
 
     def __str__(self) -> str:
         if self.others is None:

@@ -1,6 +1,6 @@
 """What the engine has to know of a loaded model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,10 @@ class ModelFacts:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
 
+    def of_rank(self, kv_heads: int) -> "ModelFacts":
+        """Of a rank that has this number of KV heads."""
+        return replace(self, heads=kv_heads * self.query_groups, kv_heads=kv_heads)
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that a position takes in a KV cache of this dtype, in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
@@ -44,7 +48,7 @@ def read_facts(loaded: LoadedModel) -> ModelFacts:
         vocab_size=vocab_size,
         max_model_len=loaded.max_model_len,
         outputs=vocab_size if loaded.output_ids is None else len(loaded.output_ids),
-        parameters=sum(weight.numel() for weight in loaded.model.parameters()),
+        parameters=sum(weight.numel() for weight in loaded.described.parameters()),
         embedding_parameters=loaded.embedding_parameters,
         layers=int(config.num_hidden_layers),
         heads=heads,

@@ -1,76 +1,35 @@
-"""A fingerprint of a model's weights, computed as fast as they can be read from memory.
+"""A fingerprint of a model's weights.
 
 It detects change - another revision, another fine-tune, a broken download - and not forgery: weights with a given
 fingerprint can be made.
 """
 
 import hashlib
-from functools import cache
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 
 from engine.models.loading import LoadedModel
-
-WORDS = 1 << 16
-"""Words of a row: the multipliers and a row of products stay in a processor's cache."""
-ROWS = {"cpu": 32, "cuda": 256}
-"""Rows summed at a time, by type of device."""
-WORD_BYTES = 4
+from engine.models.words import word_sums
 
 
 @torch.inference_mode()
-def weights_fingerprint(loaded: LoadedModel) -> str:
+def weights_fingerprint(loaded: LoadedModel, sums: Mapping[str, bytes] | None = None) -> str:
     """SHA-256 over name, dtype, shape and bits of every weight, before a pass has taken over the model's weights.
 
-    Bits are those of the weights as they were loaded: another dtype gives another fingerprint, and the number of files
-    makes no difference. Each weight is summed up on its device: every row of its 32-bit words, times 64-bit
-    multipliers by position, in integers that wrap around (multilinear hashing; Lemire and Kaser, 2014).
+    Bits are those of the weights as they were loaded: another dtype gives another fingerprint, and neither the number
+    of files nor the number of ranks makes a difference. `sums`: by name, the `word_sums` of weights of which this rank
+    has only a part.
     """
-    weights = dict(loaded.model.state_dict())
+    weights, wholes = dict(loaded.model.state_dict()), dict(loaded.described.state_dict())
     if loaded.output_ids is not None:
-        weights["output_ids"] = loaded.output_ids
+        weights["output_ids"] = wholes["output_ids"] = loaded.output_ids
     digest, known = hashlib.sha256(), dict[tuple[object, ...], bytes]()
+    given = {weights[name].data_ptr(): its for name, its in (sums or {}).items()}  # of tied weights, one is named
     for name, weight in sorted(weights.items()):
-        facts = (str(weight.dtype), tuple(weight.shape))
+        facts = (str(weight.dtype), tuple(wholes[name].shape))
         same = (weight.data_ptr(), weight.stride(), *facts)  # tied weights have two names
         if same not in known:
-            known[same] = _sums(weight)
+            known[same] = given.get(weight.data_ptr()) or word_sums(weight)
         digest.update(repr((name, *facts)).encode() + known[same])
     return digest.hexdigest()
-
-
-def _sums(weight: torch.Tensor) -> bytes:
-    """One 64-bit sum for each row of words."""
-    words = _words(weight)
-    multipliers = _multipliers(words.device)
-    whole, step = len(words) // WORDS * WORDS, ROWS.get(words.device.type, 1) * WORDS
-    products = torch.empty(min(step, whole) // WORDS, WORDS, dtype=torch.int64, device=words.device)
-    parts = []
-    for start in range(0, whole, step):
-        rows = words[start : min(start + step, whole)].view(-1, WORDS)
-        parts.append(torch.mul(rows, multipliers, out=products[: len(rows)]).sum(1))
-    parts.append((words[whole:] * multipliers[: len(words) - whole]).sum(0, keepdim=True))
-    return torch.cat(parts).cpu().numpy().tobytes()
-
-
-def _words(weight: torch.Tensor) -> torch.Tensor:
-    """The bits of a weight as int32, filled up with zeros."""
-    flat = weight.detach().contiguous().view(-1)
-    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
-    size = flat.dtype.itemsize
-    if flat.numel() * size % WORD_BYTES or flat.storage_offset() * size % WORD_BYTES:
-        octets = flat.view(torch.uint8)
-        return torch.cat([octets, octets.new_zeros(-len(octets) % WORD_BYTES)]).view(torch.int32)
-    return flat.view(torch.int32)
-
-
-@cache
-def _multipliers(device: torch.device) -> torch.Tensor:
-    """Pseudo-random 64-bit integers, always the same ones: the outputs of SplitMix64."""
-    with np.errstate(over="ignore"):
-        z = np.arange(1, WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return torch.from_numpy(z.view(np.int64)).to(device)

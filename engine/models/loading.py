@@ -3,7 +3,8 @@
 import logging
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from engine.models.quantization import INSTEAD, are_scales, method_of, unpacking
 from engine.models.support import why_unsupported
 from engine.options import EngineOptions
+from engine.parallel.shares import Share
+from engine.parallel.weights import ShardConfig, sums_of
 from engine.passes.attention import PACKED_ATTENTION
 from protocol.tokenizer import TokenizerFiles
 
@@ -61,6 +64,15 @@ class LoadedModel:
     """The token of each row of the output head, if it has rows for some tokens only, as a trained draft may."""
     notes: tuple[str, ...] = ()
     """What an operator should know about how the weights were read."""
+    whole: PreTrainedModel | None = None
+    """The model without weights, if `model` has only a rank's share of them."""
+    sums: Mapping[str, bytes] = field(default_factory=dict)
+    """By name, sums of some whole weights of which `model` has a part (`engine.parallel.weights`)."""
+
+    @property
+    def described(self) -> PreTrainedModel:
+        """A model with the shapes of all weights."""
+        return self.model if self.whole is None else self.whole
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -70,19 +82,20 @@ class LoadedModel:
     @property
     def vocab_size(self) -> int:
         """Number of tokens the model knows: rows of the output head, or of the embeddings if the head has fewer."""
-        head: Any = self.model.get_output_embeddings() if self.output_ids is None else self.model.get_input_embeddings()
+        model = self.described
+        head: Any = model.get_output_embeddings() if self.output_ids is None else model.get_input_embeddings()
         return int(head.weight.shape[0])
 
     @property
     def embedding_parameters(self) -> int:
         """Number of parameters of embeddings and output head; shared weights count once."""
-        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        ends: list[Any] = [self.described.get_input_embeddings(), self.described.get_output_embeddings()]
         return sum(weight.numel() for weight in {end.weight for end in ends})
 
 
 def load_config(options: EngineOptions) -> PreTrainedConfig:
     """The configuration of a model. UnsupportedModelError if it tells that the model cannot be served."""
-    source = _source(options.model, options.revision)
+    source = source_of(options.model, options.revision)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
     except Exception as error:  # the files may contain anything
@@ -95,16 +108,20 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
     return config
 
 
-def load_model(options: EngineOptions) -> LoadedModel:
-    """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for files that are no model."""
+def load_model(options: EngineOptions, share: Share | None = None) -> LoadedModel:
+    """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for files that are no model.
+
+    `share`: of a model that `load_sharding` could divide.
+    """
     config, device = load_config(options), use_device(options.device)
     dtype: Any = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_source(options.model, options.revision))
+        tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
+        shards = {"quantization_config": ShardConfig(config, share)} if share is not None else {}
         model, report = read_weights(
-            options.model, config, device, dtype, options.revision, attn_implementation=PACKED_ATTENTION
+            options.model, config, device, dtype, options.revision, attn_implementation=PACKED_ATTENTION, **shards
         )
         refuse_made_up_weights(report)
         files = tokenizer_files(tokenizer, model)
@@ -115,7 +132,12 @@ def load_model(options: EngineOptions) -> LoadedModel:
     output_ids = _reduce_head(model, Path(options.model) / OUTPUT_HEAD)
     method, kept = method_of(config), str(dtype).removeprefix("torch.")
     notes = (f"its {method} weights are unpacked to {kept}: {dtype.itemsize} bytes each",) if method else ()
-    return LoadedModel(options.model, model.eval(), files, _max_model_len(config, options), output_ids, notes)
+    loaded = LoadedModel(options.model, model.eval(), files, _max_model_len(config, options), output_ids, notes)
+    if share is None:
+        return loaded
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    return replace(loaded, whole=whole, sums=sums_of(model))
 
 
 def read_weights(
@@ -130,10 +152,11 @@ def read_weights(
 
     `others`: further arguments for transformers. Any error of transformers passes through.
     """
-    source = _source(model, revision)
+    source = source_of(model, revision)
     quantized = unpacking(config, source)
-    # A GPU's weights are read tensor by tensor, so that the memory of the host never holds the whole model.
-    placed = {"device_map": {"": device}} if device.type == "cuda" else {}
+    # A GPU's weights are read tensor by tensor, so that the memory of the host never holds the whole model. Parts of
+    # tensors are cut on the host, which reads no more than these of the files.
+    placed = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in others else {}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         **{**source, **quantized, **placed, **others},
         dtype=dtype,
@@ -215,7 +238,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
     )
 
 
-def _source(model: str, revision: str | None) -> dict[str, Any]:
+def source_of(model: str, revision: str | None) -> dict[str, Any]:
     """Arguments of every call of transformers: where the model is, and that no code that comes with it is run."""
     path, safe = Path(model), {"trust_remote_code": False}
     if not path.exists() and (path.is_absolute() or path.suffix == ".gguf"):

@@ -2,15 +2,18 @@
 
 Queries, keys and values take one product, gate and up another, and rotary tables are looked up once for all layers. The
 differences between families are resolved when the weights are taken over, so that the pass is the same for all.
+
+A rank of a divided model has its share of the weights; what the others compute is gathered in between.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.parallel.group import ALONE, Alone
 from engine.passes.activations import in_pieces
 from engine.passes.attention import attend
 from engine.passes.forward_pass import ForwardPass
@@ -46,8 +49,10 @@ def why_not_lean(config: PreTrainedConfig) -> str | None:
 class LeanModel(ForwardPass):
     """Takes the weights out of a library's model, which cannot run afterwards, so that there is never a second copy."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, group: Alone = ALONE) -> None:
+        """`group`: the ranks that share the model."""
         super().__init__()
+        self.group = group
         config: Any = model.config
         inner: Any = model.model
         self.compute_dtype = model.dtype
@@ -58,7 +63,7 @@ class LeanModel(ForwardPass):
         order = head_order(len(inner.rotary_emb.inv_freq), self.head_dim, config.model_type in INTERLEAVED)
         self.layers = nn.ModuleList()
         for index in range(len(inner.layers)):
-            self.layers.append(LeanLayer(inner.layers[index], index, order))
+            self.layers.append(LeanLayer(inner.layers[index], index, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
         layer: Any = self.layers[0]
@@ -66,21 +71,21 @@ class LeanModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
-        hidden = embedding(batch.input_ids, self.embedding)  # [rows, hidden]
+        hidden = self.group.embedded(self.embedding, batch.input_ids)  # [rows, hidden]
         cos, sin = self.rotary(batch.longest)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
         for layer in self.layers:
             hidden = layer(hidden, batch, rotation)
         wanted = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
-        logits: torch.Tensor = self.head(wanted)
-        return logits
+        return self.group.gathered(self.head(wanted), "tokens")
 
 
 class LeanLayer(nn.Module):
     """One decoder layer of a lean model."""
 
-    def __init__(self, layer: Any, index: int, order: torch.Tensor) -> None:
+    def __init__(self, layer: Any, index: int, order: torch.Tensor, group: Alone) -> None:
         super().__init__()
+        self.group = group
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.head_dim, self.scaling = index, attention.head_dim, attention.scaling
         self.eps = layer.input_layernorm.variance_epsilon
@@ -103,10 +108,11 @@ class LeanLayer(nn.Module):
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         """The hidden states [rows, hidden] after this layer."""
-        attended = self.out(self._attend(self._normed(hidden, self.before_attention), batch, rotation))
-        hidden = hidden + self._normed(attended, self.after_attention)
+        attended = self._attend(self._normed(hidden, self.before_attention), batch, rotation)
+        hidden = hidden + self._normed(self.group.added(self.out, attended, "attended"), self.after_attention)
         gate, up = self.gate_up(self._normed(hidden, self.before_mlp)).chunk(2, dim=-1)
-        return hidden + self._normed(self.down(in_pieces(silu, gate) * up), self.after_mlp)
+        activated = in_pieces(silu, gate) * up
+        return hidden + self._normed(self.group.added(self.down, activated, "intermediate"), self.after_mlp)
 
     def _attend(
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]

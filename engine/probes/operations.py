@@ -52,7 +52,8 @@ class OperationProbe(TorchDispatchMode):
         """Runs the operation as requested, and probes it unless it was probed in this shape before."""
         kwargs = kwargs or {}
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if not (func.is_view or random or func._schema.name in _UNLIKE):
+        collective = func.namespace == "c10d"  # only all ranks together could repeat it
+        if not (func.is_view or random or collective or func._schema.name in _UNLIKE):
             call = _Call(func, args, kwargs, self._kept)
             if call.filled and (shape := call.shape) not in self._probed:
                 self._probed.add(shape)

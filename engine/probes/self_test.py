@@ -2,11 +2,15 @@
 
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
+from engine.cache.arena import KVArena
 from engine.cache.spans import Span
 from engine.engine import Engine
+from engine.passes.forward_pass import ForwardPass
 from engine.probes.kernels import attention_agrees
 from engine.probes.native_products import products_agree
 from engine.probes.operations import OperationProbe
@@ -34,20 +38,30 @@ def _operations_agree(engine: Engine) -> bool:
     """Whether each operation gives equal rows equal bits, in passes of one row up to the most that a pass may have."""
     forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
     if forward_pass.compiled_products is not None:
-        return products_agree(forward_pass.compiled_products)
+        reports = [] if engine.leader is None else engine.leader.reports
+        return products_agree(forward_pass.compiled_products) and all(report.agrees for report in reports)
     kernels = not forward_pass.plans_attention
     if kernels and not attention_agrees(cache, engine.facts.query_groups, engine.max_model_len):
         log.warning("self-test: the attention of a row depends on the rows beside it")
         return False
     tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_forward_tokens), seed=2)
-    kept = [*forward_pass.parameters(), *forward_pass.buffers(), *engine.layout.arena.keys]
-    with forward_pass.launched(), OperationProbe(kept) as probe:
+    others = engine.leader.probing() if engine.leader is not None else nullcontext(dict[str, None]())
+    with others as found, probing(forward_pass, engine.layout.arena) as probe:
         for size in dict.fromkeys(min(size, len(tokens)) for size in (*PROBED_PASSES, len(tokens))):
             engine.forward([Span(0, 0, tokens[:size], size)])
     log.debug("self-test: tested by whole passes only: %s", ", ".join(probe.skipped))
-    if probe.unequal:
-        log.warning("self-test: equal rows do not have equal bits after %s", ", ".join(probe.unequal))
-    return not probe.unequal
+    unequal = {**probe.unequal, **found}
+    if unequal:
+        log.warning("self-test: equal rows do not have equal bits after %s", ", ".join(unequal))
+    return not unequal
+
+
+@contextmanager
+def probing(forward_pass: ForwardPass, arena: KVArena) -> Iterator[OperationProbe]:
+    """A context in which the operations of passes on this rank are probed."""
+    kept = [*forward_pass.parameters(), *forward_pass.buffers(), *arena.keys]
+    with forward_pass.launched(), OperationProbe(kept) as probe:
+        yield probe
 
 
 def _rounds_agree(engine: Engine) -> bool:

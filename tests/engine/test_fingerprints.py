@@ -13,8 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.cache.spans import Span
-from engine.models.fingerprints import WORDS, _sums, weights_fingerprint
+from engine.models.fingerprints import weights_fingerprint
 from engine.models.loading import LoadedModel, load_model
+from engine.models.words import WORDS, word_sums
 from engine.options import EngineOptions
 from engine.probes.numerics import numerics_fingerprint
 
@@ -97,7 +98,7 @@ def test_changes_that_a_plain_sum_would_miss_show(size: int, change: Callable[[t
     changed = weight.clone()
     change(changed.view(torch.int32))
     assert not torch.equal(weight, changed)
-    assert _sums(weight) != _sums(changed)
+    assert word_sums(weight) != word_sums(changed)
 
 
 @pytest.mark.parametrize("size", [1, 3, WORDS - 1, 2 * WORDS + 1])
@@ -106,7 +107,7 @@ def test_the_bits_count_and_not_how_they_lie_in_memory(size: int, dtype: torch.d
     weight = torch.arange(size).to(dtype)
     strided = torch.stack([weight, weight], 1)[:, 0]
     behind = torch.cat([weight[:1], weight])[1:]
-    assert _sums(weight) == _sums(strided) == _sums(behind)
+    assert word_sums(weight) == word_sums(strided) == word_sums(behind)
 
 
 def test_tied_weights_are_a_model_of_their_own(loaded: LoadedModel) -> None:

@@ -6,7 +6,7 @@
    batch by construction, and no shape needs padding.
 
    HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and BFLOAT16 (the dtype of weights) are known at
-   compile time. The structures are mirrored in model.py. */
+   compile time. The structures are mirrored in structures.py. */
 
 #include <math.h>
 #include <stdint.h>
@@ -361,91 +361,169 @@ static void gate(const float *gate_up, int64_t size, float *out) {
     }
 }
 
-/* --- The pass */
+/* --- The pass, in parts: a whole one runs them all in one parallel region. The ranks of a divided model run part after
+   part, and exchange results in between. Parts are compiled once, so that both ways have the same bits. */
+
+/* Where a pass keeps its numbers: [rows, ...] each. */
+typedef struct {
+    float *hidden, *normed, *heads, *attended, *branch, *gate_up, *gated, *scores;
+} Space;
+
+static int64_t attended_stride(const Model *model) { return HEADS(model) * HEAD_DIM; }
 
 /* Floats of workspace that `forward` needs besides the scores of its threads. */
 int64_t workspace_floats(const Model *model, int64_t rows) {
     const Layer *layer = model->layers;
-    int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + HEADS(model) * HEAD_DIM +
+    int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + attended_stride(model) +
                       layer->out.outputs + layer->gate_up.outputs + model->intermediate;
     return rows * per_row;
 }
 
+Space space_of(const Model *model, const Batch *batch) {
+    const Layer *layer = model->layers;
+    Space space;
+    space.hidden = batch->workspace;
+    space.normed = space.hidden + batch->rows * model->hidden;
+    space.heads = space.normed + batch->rows * model->hidden;
+    space.attended = space.heads + batch->rows * layer->query_key_value.outputs;
+    space.branch = space.attended + batch->rows * attended_stride(model);
+    space.gate_up = space.branch + batch->rows * layer->out.outputs;
+    space.gated = space.gate_up + batch->rows * layer->gate_up.outputs;
+    space.scores = space.gated + batch->rows * model->intermediate;
+    return space;
+}
+
+static ONE_COPY void embed_rows(const Model *model, const Batch *batch, float *hidden) {
+#pragma omp for
+    for (int64_t row = 0; row < batch->rows; row++) embed(model, batch->token_ids[row], hidden + row * model->hidden);
+}
+
 /* hidden += norm(branch), for all rows. */
-static void add(const Model *model, int64_t rows, const Weight *norm, float *branch, int64_t stride, float *hidden) {
+static ONE_COPY void add(const Model *model, int64_t rows, const Weight *norm, float *branch, int64_t stride,
+                         float *hidden) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++) {
         float *from = branch + row * stride, *to = hidden + row * model->hidden;
         if (norm) normalise(from, norm, model->hidden, model->eps, from);
         for (int64_t i = 0; i < model->hidden; i += LANES) store(to + i, load(to + i) + load(from + i));
     }
+    END_OF(ROWS)
 }
 
-static void normalise_rows(const Model *model, const Weight *norm, int64_t rows, const int64_t *chosen,
-                           const float *hidden, float *out) {
+static ONE_COPY void normalise_rows(const Model *model, const Weight *norm, int64_t rows, const int64_t *chosen,
+                                    const float *hidden, float *out) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++)
         normalise(hidden + (chosen ? chosen[row] : row) * model->hidden, norm, model->hidden, model->eps,
                   out + row * model->hidden);
+    END_OF(ROWS)
+}
+
+/* Caches the keys and values of all rows. `attended`: what their queries find. */
+static ONE_COPY void attend_rows(const Model *model, const Layer *layer, const Batch *batch, const Space *space) {
+    int64_t rows = batch->rows, heads_stride = layer->query_key_value.outputs, stride = attended_stride(model);
+    normalise_rows(model, layer->before_attention, rows, 0, space->hidden, space->normed);
+    apply(&layer->query_key_value, rows, space->normed, space->heads);
+    END_OF(PRODUCTS)
+#pragma omp for
+    for (int64_t row = 0; row < rows; row++) cache(model, layer, batch, row, space->heads + row * heads_stride);
+    END_OF(ROWS)
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < rows * model->kv_heads; task++) {
+        int64_t head = task / rows, row = task % rows, seen = batch->positions[row] + 1;
+        int64_t first = head * model->columns + batch->columns[row] - batch->positions[row];
+        attend(space->heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first * HEAD_DIM,
+               layer->values + first * HEAD_DIM, seen, model->scaling,
+               space->scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores,
+               space->attended + row * stride + head * GROUPS * HEAD_DIM);
+    }
+    END_OF(ATTENTION)
+}
+
+static ONE_COPY void activate_rows(const Model *model, const Layer *layer, const Batch *batch, const Space *space) {
+    int64_t stride = layer->gate_up.outputs, size = model->intermediate;
+    normalise_rows(model, layer->before_mlp, batch->rows, 0, space->hidden, space->normed);
+    apply(&layer->gate_up, batch->rows, space->normed, space->gate_up);
+    END_OF(PRODUCTS)
+#pragma omp for
+    for (int64_t row = 0; row < batch->rows; row++)
+        gate(space->gate_up + row * stride, size, space->gated + row * size);
+    END_OF(ROWS)
+}
+
+/* out [rows, outputs] = the product of x, which is added to the hidden states. */
+static ONE_COPY void branch_of(const Linear *linear, const Batch *batch, const float *x, float *out) {
+    apply(linear, batch->rows, x, out);
+    END_OF(PRODUCTS)
+}
+
+static ONE_COPY void judge_rows(const Model *model, const Batch *batch, const Space *space) {
+    normalise_rows(model, model->norm, batch->results, batch->result_rows, space->hidden, space->normed);
+    apply(&model->head, batch->results, space->normed, batch->logits);
+    END_OF(PRODUCTS)
 }
 
 /* Caches the keys and values of all rows, and computes the logits of the result rows. */
 void forward(const Model *model, const Batch *batch) {
-    const Layer *last = model->layers + model->num_layers;
-    int64_t rows = batch->rows, heads_stride = model->layers->query_key_value.outputs;
-    int64_t attended_stride = HEADS(model) * HEAD_DIM, branch_stride = model->layers->out.outputs;
-    int64_t gate_stride = model->layers->gate_up.outputs;
-    float *hidden = batch->workspace, *normed = hidden + rows * model->hidden;
-    float *heads = normed + rows * model->hidden, *attended = heads + rows * heads_stride;
-    float *branch = attended + rows * attended_stride, *gate_up = branch + rows * branch_stride;
-    float *gated = gate_up + rows * gate_stride, *scores = gated + rows * model->intermediate;
-
+    const Space space = space_of(model, batch);
+    int64_t rows = batch->rows, stride = model->layers->out.outputs;
 #pragma omp parallel num_threads(batch->threads)
     {
         END_OF(-1)
-#pragma omp for
-        for (int64_t row = 0; row < rows; row++) embed(model, batch->token_ids[row], hidden + row * model->hidden);
-        for (const Layer *layer = model->layers; layer < last; layer++) {
-            normalise_rows(model, layer->before_attention, rows, 0, hidden, normed);
-            END_OF(ROWS)
-            apply(&layer->query_key_value, rows, normed, heads);
-            END_OF(PRODUCTS)
-#pragma omp for
-            for (int64_t row = 0; row < rows; row++) cache(model, layer, batch, row, heads + row * heads_stride);
-            END_OF(ROWS)
-#pragma omp for schedule(dynamic)
-            for (int64_t task = 0; task < rows * model->kv_heads; task++) {
-                int64_t head = task / rows, row = task % rows, seen = batch->positions[row] + 1;
-                int64_t first = head * model->columns + batch->columns[row] - batch->positions[row];
-                attend(heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first * HEAD_DIM,
-                       layer->values + first * HEAD_DIM, seen, model->scaling,
-                       scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores,
-                       attended + row * attended_stride + head * GROUPS * HEAD_DIM);
-            }
-            END_OF(ATTENTION)
-            apply(&layer->out, rows, attended, branch);
-            END_OF(PRODUCTS)
-            add(model, rows, layer->after_attention, branch, branch_stride, hidden);
-            normalise_rows(model, layer->before_mlp, rows, 0, hidden, normed);
-            END_OF(ROWS)
-            apply(&layer->gate_up, rows, normed, gate_up);
-            END_OF(PRODUCTS)
-#pragma omp for
-            for (int64_t row = 0; row < rows; row++)
-                gate(gate_up + row * gate_stride, model->intermediate, gated + row * model->intermediate);
-            END_OF(ROWS)
-            apply(&layer->down, rows, gated, branch);
-            END_OF(PRODUCTS)
-            add(model, rows, layer->after_mlp, branch, branch_stride, hidden);
+        embed_rows(model, batch, space.hidden);
+        for (const Layer *layer = model->layers; layer < model->layers + model->num_layers; layer++) {
+            attend_rows(model, layer, batch, &space);
+            branch_of(&layer->out, batch, space.attended, space.branch);
+            add(model, rows, layer->after_attention, space.branch, stride, space.hidden);
+            activate_rows(model, layer, batch, &space);
+            branch_of(&layer->down, batch, space.gated, space.branch);
+            add(model, rows, layer->after_mlp, space.branch, stride, space.hidden);
         }
-        normalise_rows(model, model->norm, batch->results, batch->result_rows, hidden, normed);
-        END_OF(ROWS)
-        apply(&model->head, batch->results, normed, batch->logits);
-        END_OF(PRODUCTS)
+        judge_rows(model, batch, &space);
     }
 }
 
-/* One product on its own, for probes. */
+/* --- The same parts, each in a parallel region of its own. */
+
+void embed_part(const Model *model, const Batch *batch, float *out) {
+#pragma omp parallel num_threads(batch->threads)
+    embed_rows(model, batch, out);
+}
+
+/* Adds the branch of the layer before, [rows, hidden], if there is one, and attends: `attended` of the space. */
+void attend_part(const Model *model, const Batch *batch, int64_t index, float *branch) {
+    const Space space = space_of(model, batch);
+    const Layer *layer = model->layers + index;
+#pragma omp parallel num_threads(batch->threads)
+    {
+        if (branch) add(model, batch->rows, layer[-1].after_mlp, branch, model->hidden, space.hidden);
+        attend_rows(model, layer, batch, &space);
+    }
+}
+
+/* Adds the branch of attention, [rows, hidden], and activates: `gated` of the space. */
+void activate_part(const Model *model, const Batch *batch, int64_t index, float *branch) {
+    const Space space = space_of(model, batch);
+    const Layer *layer = model->layers + index;
+#pragma omp parallel num_threads(batch->threads)
+    {
+        add(model, batch->rows, layer->after_attention, branch, model->hidden, space.hidden);
+        activate_rows(model, layer, batch, &space);
+    }
+}
+
+/* Adds the branch of the last layer, [rows, hidden], and computes the logits of the result rows. */
+void judge_part(const Model *model, const Batch *batch, float *branch) {
+    const Space space = space_of(model, batch);
+    const Layer *last = model->layers + model->num_layers - 1;
+#pragma omp parallel num_threads(batch->threads)
+    {
+        add(model, batch->rows, last->after_mlp, branch, model->hidden, space.hidden);
+        judge_rows(model, batch, &space);
+    }
+}
+
+/* One product on its own. */
 void multiply(const Linear *linear, int64_t rows, int64_t threads, const float *x, float *out) {
 #pragma omp parallel num_threads(threads)
     apply(linear, rows, x, out);

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from ctypes import CDLL, POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p
+from ctypes import CDLL, byref, c_double, c_int64, c_void_p
 from functools import partial
 from typing import Any
 
@@ -17,43 +17,12 @@ from engine.numerics import round_up
 from engine.passes.forward_pass import ForwardPass
 from engine.passes.lean import LeanModel
 from engine.passes.native.compiler import compile_decoder
+from engine.passes.native.structures import NORMS, PRODUCTS, Batch, Layer, Linear, Model
 from engine.passes.packing import PackedBatch
 
-# These and the structures below mirror decoder.c.
+# As in decoder.c.
 LANES, PANEL = 16, 32
 STAGES = ("products", "attention", "rows and cache")
-_NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
-
-
-class _Linear(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
-
-
-class _Layer(Structure):
-    _fields_ = (
-        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in (*_NORMS, "keys", "values")),
-    )
-
-
-class _Model(Structure):
-    _fields_ = (
-        ("layers", POINTER(_Layer)),
-        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "kv_heads", "columns")),
-        *((name, c_void_p) for name in ("cosines", "sines", "embedding", "norm")),
-        ("head", _Linear),
-        ("eps", c_float),
-        ("scaling", c_float),
-    )
-
-
-class _Batch(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "results", "threads")),
-        *((name, c_void_p) for name in ("token_ids", "positions", "columns", "result_rows", "workspace")),
-        ("scores", c_int64),
-        ("logits", c_void_p),
-    )
 
 
 class NativeModel(ForwardPass):
@@ -71,7 +40,7 @@ class NativeModel(ForwardPass):
         self._groups, self._compile = first.heads // first.kv_heads, _compiler_for(lean, dtype)
         library = self._compile()
         assert library is not None
-        self._forward, self._multiply = library.forward, library.multiply
+        self._library, self._forward, self._multiply = library, library.forward, library.multiply
         self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
         linears = (first.qkv, first.out, first.gate_up, first.down, lean.head)
@@ -79,17 +48,17 @@ class NativeModel(ForwardPass):
         self._rotary, self._outputs = lean.rotary.in_float32(), lean.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
-        self._layers = (_Layer * len(lean.layers))()
+        self._layers = (Layer * len(lean.layers))()
         # All weights lie in one tensor, for large pages: a step took up to a fifth longer when each weight had its own.
         elements = sum(_padded_elements(weight) for weight in _weights_of(lean))
         self.register_buffer("weights", zeros((elements,), dtype, lean.norm.device), persistent=False)
         self._used = 0
         tied = lean.embedding.data_ptr() == lean.head.weight.data_ptr()
-        self._model = _Model(
+        self._model = Model(
             layers=self._layers,
             num_layers=len(lean.layers),
             hidden=lean.norm.numel(),
-            intermediate=first.down.in_features,
+            intermediate=first.gate_up.out_features // 2,
             kv_heads=first.kv_heads,
             embedding=None if tied else self._kept(lean.embedding),
             norm=self._kept(lean.norm),
@@ -103,6 +72,12 @@ class NativeModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for."""
+        arguments, logits = self._prepared(batch)
+        self._forward(byref(self._model), byref(arguments))
+        return logits[:, : self._outputs]
+
+    def _prepared(self, batch: PackedBatch) -> tuple[Batch, torch.Tensor]:
+        """The arguments of a pass, and the logits [R, padded rows of the head] that it will write."""
         self._point_to(batch.arena)
         tables = self._rotary(batch.longest)
         self._model.cosines, self._model.sines = (table.data_ptr() for table in tables)
@@ -112,7 +87,7 @@ class NativeModel(ForwardPass):
         if floats > len(self._workspace):
             self._workspace = torch.empty(floats)
         logits = torch.empty(batch.num_logits, self._model.head.outputs)
-        arguments = _Batch(
+        arguments = Batch(
             rows=batch.tokens,
             results=batch.num_logits,
             threads=threads,
@@ -124,8 +99,7 @@ class NativeModel(ForwardPass):
             scores=scores,
             logits=logits.data_ptr(),
         )
-        self._forward(byref(self._model), byref(arguments))
-        return logits[:, : self._outputs]
+        return arguments, logits
 
     @property
     def compiled_products(self) -> "NativeModel":
@@ -151,7 +125,7 @@ class NativeModel(ForwardPass):
         panels = _panels(weight, self.weight_dtype).contiguous()
 
         def product(rows: torch.Tensor) -> torch.Tensor:
-            linear = _Linear(weight=panels.data_ptr(), bias=None, inputs=inputs, outputs=outputs)
+            linear = Linear(weight=panels.data_ptr(), bias=None, inputs=inputs, outputs=outputs)
             out = torch.empty(len(rows), outputs)
             sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
             self._multiply(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
@@ -179,17 +153,17 @@ class NativeModel(ForwardPass):
             for layer, keys, values in zip(self._layers, arena.keys, arena.values, strict=True):
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
-    def _layer(self, layer: Any) -> _Layer:
-        return _Layer(
-            **{name: self._linear(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")},
-            **{name: self._kept(getattr(layer, name)) for name in _NORMS},
+    def _layer(self, layer: Any) -> Layer:
+        return Layer(
+            **{name: self._linear(getattr(layer, name)) for name in PRODUCTS},
+            **{name: self._kept(getattr(layer, name)) for name in NORMS},
         )
 
-    def _linear(self, linear: nn.Linear) -> _Linear:
+    def _linear(self, linear: nn.Linear) -> Linear:
         outputs, inputs = linear.weight.shape
         missing, panels = -outputs % PANEL, _panels(linear.weight, self.weights.dtype)
         bias = None if linear.bias is None else pad(linear.bias, (0, missing))
-        return _Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
+        return Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
 
     def _kept(self, weight: torch.Tensor | None) -> int | None:
         """The address of a copy that lives as long as this model and does not lie in a mapped file."""
@@ -227,7 +201,7 @@ def lossless_dtype(lean: LeanModel) -> torch.dtype:
 def can_compile(lean: LeanModel, dtype: torch.dtype) -> bool:
     """Whether this machine can run a model as compiled code, with weights in this dtype."""
     layer: Any = lean.layers[0]
-    sizes = (layer.head_dim, lean.norm.numel(), layer.down.in_features)
+    sizes = (layer.head_dim, lean.norm.numel(), layer.gate_up.out_features // 2)
     suits = lean.norm.device.type == "cpu" and lean.norm.dtype in (torch.float32, torch.bfloat16)
     layers: list[Any] = list(lean.layers)
     shapes = {(x.qkv.weight.shape, x.out.weight.shape, x.gate_up.weight.shape, x.down.weight.shape) for x in layers}

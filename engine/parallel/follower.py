@@ -1,0 +1,126 @@
+"""A rank other than 0: it loads its share, then runs whatever rank 0 tells it. `python -m engine.parallel.follower FD`.
+
+It ends when rank 0 ends.
+"""
+
+import logging
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+
+import torch
+
+from engine.cache.arena import KVArena
+from engine.forward import build_exact_pass
+from engine.models.facts import read_facts
+from engine.models.loading import UnsupportedModelError, load_model
+from engine.options import EngineOptions
+from engine.parallel.commands import Move, Run, decoded
+from engine.parallel.connections import connect, receive, send, watch
+from engine.parallel.dividing import load_sharding
+from engine.parallel.group import Group
+from engine.parallel.messages import Begin, Loaded, Order, Probed, Report
+from engine.parallel.shares import Share
+from engine.parallel.start import use_threads
+from engine.parallel.store import open_store
+from engine.passes.gpu.cublas import restrict_cublas
+from engine.probes.native_products import products_agree
+from engine.probes.operations import OperationProbe
+from engine.probes.self_test import probing
+from engine.reservation import footprint_of, kv_limit
+from engine.runner import PassRunner
+
+log = logging.getLogger(__name__)
+
+
+def follow(connection: Connection, device: str | None = None) -> None:
+    """Serves rank 0 until it ends. `device`: of a rank on another node, which rank 0 does not know.
+
+    UnsupportedModelError: the share cannot be loaded or run.
+    """
+    order = receive(connection, Order)
+    watch({"rank 0": connection}, _on_hangup)
+    options = order.options if device is None else order.options.model_copy(update={"device": device})
+    with torch.inference_mode():
+        runner = _built(connection, order, options)
+        while True:
+            _obey(connection, runner)
+
+
+def _built(connection: Connection, order: Order, options: EngineOptions) -> PassRunner:
+    """Loads the share and builds its pass, in step with rank 0."""
+    use_threads(options)
+    if order.exact and options.device != "cpu":
+        restrict_cublas()
+    share = Share(load_sharding(options, order.sums), order.rank)
+    loaded = load_model(options, share)
+    whole = read_facts(loaded)
+    facts = whole.of_rank(share.sharding.kv_heads.sizes[share.rank])
+    send(connection, Loaded(sums={name: its.hex() for name, its in loaded.sums.items()}))
+    group = Group(order.rank, share.sharding, open_store(order.store, share.sharding.ranks), facts.device)
+    forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
+    footprint = footprint_of(loaded, facts, forward_pass, options.forward_tokens(facts.device.type))
+    compiled = forward_pass.compiled_products
+    send(
+        connection,
+        Report(
+            device=options.device,
+            forward_pass=type(forward_pass).__name__,
+            tiles=tiles,
+            agrees=compiled is None or products_agree(compiled),
+            kv_limit=kv_limit(options, footprint, facts.device).kv_bytes,
+            weight_bytes=footprint.weights,
+            activation_bytes=footprint.activations,
+        ),
+    )
+    begin = receive(connection, Begin)
+    arena = KVArena(
+        facts.layers, facts.kv_heads, begin.columns, facts.head_dim, forward_pass.compute_dtype, facts.device
+    )
+    return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups)
+
+
+def _obey(connection: Connection, runner: PassRunner) -> None:
+    """Runs what rank 0 tells, until the end of a probe."""
+    with ExitStack() as context:
+        probe: OperationProbe | None = None
+        while True:
+            command = decoded(connection.recv_bytes())
+            if isinstance(command, Run):
+                runner.run(command.spans, command.locations)
+            elif isinstance(command, Move):
+                runner.arena.move(command.source, command.destination, command.count)
+            elif probe is not None:
+                break
+            else:
+                probe = context.enter_context(probing(runner.forward_pass, runner.arena))
+    send(connection, Probed(unequal=list(probe.unequal)))
+
+
+def _on_hangup(name: str) -> None:
+    os._exit(0)  # whatever the other threads wait for
+
+
+def main() -> None:
+    """Runs a rank. Arguments: an inherited connection; or the host and port of rank 0, and the own device."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then ends this process
+    match sys.argv[1:]:
+        case [descriptor]:
+            connection, device = Connection(int(descriptor)), None
+        case [host, port, device]:
+            connection = connect(host, int(port))
+    try:
+        follow(connection, device)
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except (UnsupportedModelError, OSError) as error:
+        log.error("a rank cannot run: %s", error)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

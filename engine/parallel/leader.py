@@ -1,0 +1,130 @@
+"""Rank 0 of a divided model: it starts the ranks of its node, waits for those of others, and tells all what to run."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from engine.cache.arena import KVArena
+from engine.cache.spans import Location, Span
+from engine.models.loading import UnsupportedModelError
+from engine.numerics import Tiles
+from engine.options import EngineOptions
+from engine.parallel.commands import Move, Probe, Run
+from engine.parallel.connections import accept, end_process, hang_up, listen, receive, send, watch
+from engine.parallel.group import Group
+from engine.parallel.messages import Begin, Loaded, Order, Probed, Report
+from engine.parallel.shares import Sharding
+from engine.parallel.store import new_store
+from engine.runner import PassRunner
+
+LOOPBACK = "lo"
+
+
+class Leader:
+    """The other ranks, as rank 0 sees them. When one of them ends, this process ends, too."""
+
+    def __init__(self, options: EngineOptions, sharding: Sharding, devices: Sequence[str], exact: bool) -> None:
+        """Starts or awaits all other ranks, which begin to load. `devices`: of the ranks of this node, its own first.
+
+        UnsupportedModelError, before any rank is started.
+        """
+        self.sharding = sharding
+        self.reports: list[Report] = []
+        """Of all other ranks, once they were received."""
+        self._folder = tempfile.TemporaryDirectory(prefix="specpool-ranks-")
+        self._closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        server = None
+        if options.nnodes > 1:
+            assert options.master_addr is not None
+            try:
+                server = listen(options.master_addr, options.master_port)
+            except OSError as error:
+                address = f"{options.master_addr}:{options.master_port}"
+                raise UnsupportedModelError(f"cannot listen for other nodes at {address}: {error}") from error
+        if options.nnodes == 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        self._store, store = new_store(Path(self._folder.name), options.master_addr, sharding.ranks)
+        self._connections = [self._start() for _ in devices[1:]]
+        if server is not None:
+            self._connections += [accept(server) for _ in range(len(devices), sharding.ranks)]
+            server.close()
+        watch({f"rank {rank}": link for rank, link in enumerate(self._connections, 1)}, self._on_hangup)
+        for rank, link in enumerate(self._connections, 1):
+            # Ranks of other nodes know their devices themselves.
+            its = options.model_copy(update={"device": devices[rank] if rank < len(devices) else ""})
+            send(link, Order(rank=rank, sums=sharding.sums, options=its, exact=exact, store=store))
+
+    def group(self, device: torch.device) -> Group:
+        """Waits until all ranks have joined."""
+        return Group(0, self.sharding, self._store, device)
+
+    def receive_sums(self) -> dict[str, bytes]:
+        """Waits until all ranks have loaded their shares. Returns the sums of weights that they made, by name."""
+        loaded = [receive(link, Loaded) for link in self._connections]
+        return {name: bytes.fromhex(its) for report in loaded for name, its in report.sums.items()}
+
+    def receive_reports(self) -> None:
+        """Waits until all ranks have built their passes."""
+        self.reports = [receive(link, Report) for link in self._connections]
+
+    def begin(self, arena: KVArena, tiles: Tiles) -> None:
+        """Lets all ranks serve with a cache of as many columns."""
+        for link in self._connections:
+            send(link, Begin(columns=arena.columns, tiles=tiles))
+        arena.before_move = lambda *columns: self._tell(Move(*columns))
+
+    def run(self, runner: PassRunner, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
+        """`PassRunner.run` on all ranks."""
+        self._tell(Run(spans, locations))
+        return runner.run(spans, locations)
+
+    @contextmanager
+    def probing(self) -> Iterator[dict[str, None]]:
+        """A context in which all other ranks probe the operations of passes. At its end the dictionary has the names of
+        those that gave equal rows different bits."""
+        found: dict[str, None] = {}
+        self._tell(Probe())
+        yield found
+        self._tell(Probe(ends=True))
+        for link in self._connections:
+            found.update(dict.fromkeys(receive(link, Probed).unequal))
+
+    def close(self) -> None:
+        """Ends all other ranks."""
+        self._closing = True
+        for link in self._connections:
+            hang_up(link)
+        for process in self._processes:
+            process.wait()
+        distributed.destroy_process_group()
+        self._folder.cleanup()
+
+    def _tell(self, command: Run | Move | Probe) -> None:
+        message = command.encoded()
+        for link in self._connections:
+            link.send_bytes(message)
+
+    def _start(self) -> Connection:
+        """A rank of this node: a process whose connection is inherited, so that nothing listens for it."""
+        own, its = Pipe()
+        command = [sys.executable, "-P", "-m", "engine.parallel.follower", str(its.fileno())]
+        self._processes.append(subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL))
+        its.close()
+        return own
+
+    def _on_hangup(self, name: str) -> None:
+        if not self._closing:
+            with contextlib.suppress(OSError):
+                self._folder.cleanup()
+            end_process(f"{name} has ended")

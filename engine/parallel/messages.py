@@ -1,0 +1,56 @@
+"""What rank 0 and another rank tell each other before they serve, as JSON."""
+
+from pydantic import BaseModel
+
+from engine.numerics import Tiles
+from engine.options import EngineOptions
+from engine.parallel.shares import Sums
+
+
+class Order(BaseModel):
+    """To a rank: what it has to load, and where it finds the others."""
+
+    rank: int
+    sums: Sums
+    options: EngineOptions
+    """Those of the whole engine, but with the device of this rank."""
+    exact: bool
+    store: str
+    """A file, or host and port separated by a space."""
+
+
+class Loaded(BaseModel):
+    """From a rank that has loaded its share."""
+
+    sums: dict[str, str]
+    """Of some weights the sums of their words, for the fingerprint of all weights, as hexadecimal digits by name."""
+
+
+class Report(BaseModel):
+    """From a rank that has built its pass."""
+
+    device: str
+    forward_pass: str
+    """Kind of pass; all ranks must have the same one."""
+    tiles: Tiles | None
+    """Shapes that make its products exact; None: no shapes do."""
+    agrees: bool
+    """Whether its compiled products, if there are any, give a row the same bits beside any others."""
+    kv_limit: int
+    """Bytes that its KV cache may take."""
+    weight_bytes: int
+    activation_bytes: int
+
+
+class Begin(BaseModel):
+    """To a rank: begin to serve."""
+
+    columns: int
+    """Of the KV cache."""
+    tiles: Tiles
+
+
+class Probed(BaseModel):
+    """From a rank: the operations that gave equal rows different bits."""
+
+    unequal: list[str]

@@ -1,0 +1,96 @@
+"""Loads a rank's share of a model through transformers, tensor by tensor, so that no rank ever holds all weights.
+
+transformers lets a quantizer replace each tensor as it is read from its file; here a tensor is replaced by its piece.
+"""
+
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from engine.models.words import word_sums
+from engine.parallel.shares import ADDED, Piece, Share, piece_of
+
+METHOD = "specpool_shards"
+
+
+@register_quantization_config(METHOD)
+class ShardConfig(QuantizationConfigMixin):
+    """Asks transformers for a rank's share of a model."""
+
+    def __init__(self, config: PreTrainedConfig, share: Share) -> None:
+        """`config`: of the model."""
+        self.quant_method = METHOD  # type: ignore[assignment]
+        self.model, self.share = config, share
+        self.sums: dict[str, bytes] = {}
+        """Of the weights that it is this rank's turn to sum up, `word_sums` of the whole weight, by name."""
+
+    def piece(self, name: str) -> Piece | None:
+        """The rank's part of the weight of this name; None: it has all of it."""
+        return piece_of(name, self.model, self.share)
+
+    def is_its_turn(self, name: str) -> bool:
+        """Whether this rank sums up the weight of this name. The work is divided, since each weight is read whole."""
+        return zlib.crc32(name.encode()) % self.share.sharding.ranks == self.share.rank
+
+
+@register_quantizer(METHOD)
+class ShardReader(HfQuantizer):
+    """Cuts weights while transformers reads them."""
+
+    quantization_config: ShardConfig
+    requires_calibration = False
+    is_trainable = False
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        """Whether a weight is cut."""
+        return self.quantization_config.piece(param_name) is not None
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """What cuts it."""
+        return _Cut(self.quantization_config)
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """A share is never saved."""
+        return False
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        asked = self.quantization_config
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+                # Of partial sums, only the first one begins with the bias.
+                if asked.share.sharding.sums == "parts" and asked.share.rank > 0 and name.split(".")[-1] in ADDED:
+                    module.register_parameter("bias", None)
+        return model
+
+
+def sums_of(model: PreTrainedModel) -> dict[str, bytes]:
+    """`ShardConfig.sums` of a model that was read so."""
+    read: Any = model
+    sums: dict[str, bytes] = read.hf_quantizer.quantization_config.sums
+    return sums
+
+
+class _Cut(ConversionOps):
+    def __init__(self, asked: ShardConfig) -> None:
+        self._asked = asked
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        """The piece of a tensor, which does not keep the whole tensor in memory."""
+        (value,), full_layer_name = input_dict.values(), kwargs["full_layer_name"]
+        whole: torch.Tensor = value[0] if isinstance(value, list) else value
+        piece = self._asked.piece(full_layer_name)
+        assert piece is not None
+        if self._asked.is_its_turn(full_layer_name):
+            self._asked.sums[full_layer_name] = word_sums(whole)
+        parts = [whole.narrow(piece.dimension, its.start, len(its)) for its in piece.ranges]
+        return {full_layer_name: torch.cat(parts, piece.dimension)}

@@ -1,0 +1,62 @@
+"""The compiled pass of a rank of a divided model: the parts of decoder.c one by one, and exchanges in between."""
+
+from ctypes import byref, c_int64, c_void_p
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine.parallel.group import Group
+from engine.passes.lean import LeanModel
+from engine.passes.native.model import NativeModel
+from engine.passes.native.structures import Linear, Space
+from engine.passes.packing import PackedBatch
+
+
+class DividedNativeModel(NativeModel):
+    """Each product is divided by its outputs or inputs, and everything else is computed by every rank for all rows."""
+
+    def __init__(self, lean: LeanModel, dtype: torch.dtype) -> None:
+        first: Any = lean.layers[0]
+        added_features = first.out.out_features
+        super().__init__(lean, dtype)
+        assert isinstance(lean.group, Group)
+        self._group, self._added_features = lean.group, added_features
+        self._library.space_of.restype = Space
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, rows of the head] of the rows that the batch asks for."""
+        group, model, library = self._group, byref(self._model), self._library
+        own_tokens = group.own_tokens(batch.input_ids)
+        arguments, logits = self._prepared(batch)
+        arguments.token_ids = own_tokens.data_ptr()
+        numbers, rows = byref(arguments), batch.tokens
+        space = library.space_of(model, numbers)
+        hidden = self._view(space.hidden, rows, self._model.hidden)
+        attended = self._view(space.attended, rows, group.own("attended"))
+        gated = self._view(space.gated, rows, self._model.intermediate)
+        library.embed_part(model, numbers, c_void_p(space.hidden))
+        hidden.copy_(group.chosen(hidden, batch.input_ids[:rows]))
+        branch: torch.Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            library.attend_part(model, numbers, c_int64(index), _address(branch))
+            branch = group.added(partial(self._product, layer.out), attended, "attended")
+            library.activate_part(model, numbers, c_int64(index), _address(branch))
+            branch = group.added(partial(self._product, layer.down), gated, "intermediate")
+        library.judge_part(model, numbers, _address(branch))
+        return group.gathered(logits[:, : self._outputs], "tokens")
+
+    def _product(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), linear.outputs)
+        sizes = c_int64(len(x)), c_int64(torch.get_num_threads())
+        self._multiply(byref(linear), *sizes, c_void_p(x.data_ptr()), c_void_p(out.data_ptr()))
+        return out[:, : self._added_features]
+
+    def _view(self, address: int, rows: int, features: int) -> torch.Tensor:
+        """Numbers [rows, features] in the workspace."""
+        at = (address - self._workspace.data_ptr()) // self._workspace.itemsize
+        return self._workspace[at : at + rows * features].view(rows, features)
+
+
+def _address(tensor: torch.Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
