@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from rpc.settings import UINT32_MAX, LogLevel, Seconds
+from rpc.status import status_line
 from specpool.cli.equivalence import equivalence_name
 from specpool.cli.generate import sure_answers
 from specpool.cli.processes import ProcessFailedError, require_torch
@@ -76,7 +77,7 @@ def demo(settings: DemoSettings) -> int:
     except asyncio.CancelledError:  # by a stop signal
         return 130
     except grpc.aio.AioRpcError as error:
-        print(f"specpool demo: {error.code().name}: {error.details()}", file=sys.stderr)
+        print(f"specpool demo: {status_line(error)}", file=sys.stderr)
         return 1
     console = Console()
     console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)
