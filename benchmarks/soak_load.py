@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from benchmarks.tiny_pair import MAX_MODEL_LEN
+from rpc.status import status_line
 from specpool.client import AsyncClient
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
@@ -105,7 +106,7 @@ async def run_case(client: AsyncClient, case: Case, tally: Tally, keep: bool) ->
         is_late = error.code().name == "DEADLINE_EXCEEDED" and case.deadline is not None
         tally.outcomes["late" if is_late else error.code().name] += 1
         if not is_late:
-            tally.faults.append(f"{case.request.request_id}: {error.code().name}: {error.details()}")
+            tally.faults.append(f"{case.request.request_id}: {status_line(error)}")
     else:
         tally.outcomes["answered"] += 1
         tally.answered_ids[case.request.request_id] += 1

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from importlib.metadata import version
 from typing import Any
 
 from coordinator.coordinator import Coordinator
@@ -13,6 +12,7 @@ from coordinator.workers.link import WorkerLink
 from protocol.codec import logprobs_message
 from rpc.callers import client_of
 from rpc.server import Server
+from rpc.version import package_version
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
@@ -69,7 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         coordinator, counters = self._coordinator, self._coordinator.counters
         target, draft = await asyncio.gather(_worker_state(coordinator.target), _worker_state(coordinator.draft))
         return pb.GetServerInfoResponse(
-            version=version("specpool"),
+            version=package_version(),
             uptime_s=time.monotonic() - coordinator.started,
             policy=coordinator.settings.policy,
             window_size=coordinator.pool.window_size,

@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.channel import Connector
+from rpc.status import status_line
 
 
 def problem(connector: Connector, service: str, timeout: float) -> str | None:
@@ -21,7 +22,7 @@ def problem(connector: Connector, service: str, timeout: float) -> str | None:
             request = health_pb2.HealthCheckRequest(service=service)
             response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
         except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"
+            return status_line(error)
     if response.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))

@@ -8,7 +8,6 @@ import platform
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -19,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from rpc.errors import code_name
+from rpc.version import package_version
 
 PREFIX = "specpool:"
 NO_LABELS: Mapping[str, str] = {}
@@ -66,8 +66,7 @@ class BuildInfo:
     """Collector of the versions that run here."""
 
     def __init__(self) -> None:
-        # Once: looking for the version would be most of the time that a scrape takes.
-        self._labels = {"version": version("specpool"), "python_version": platform.python_version()}
+        self._labels = {"version": package_version(), "python_version": platform.python_version()}
 
     def collect(self) -> Iterable[Metric]:
         """`build_info`."""

@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any, Literal, TypeAlias
 
 from rpc.errors import error_type
 from rpc.trace_settings import TraceSettings
+from rpc.version import package_version
 
 Kind: TypeAlias = Literal["internal", "server", "client"]
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | list[str]]
@@ -111,7 +111,7 @@ class Tracer:
             sampler=ParentBased(TraceIdRatioBased(sample_rate)), resource=_resource(service), shutdown_on_exit=False
         )
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
-        self._tracer = self._provider.get_tracer("specpool", version("specpool"))
+        self._tracer = self._provider.get_tracer("specpool", package_version())
         self._api, self._propagator = trace, TraceContextTextMapPropagator()
         self._kinds = {
             "internal": trace.SpanKind.INTERNAL,
@@ -175,7 +175,7 @@ def tracer_of(settings: TraceSettings, service: str) -> Tracer | None:
 def _resource(service: str) -> Any:
     from opentelemetry.sdk.resources import Resource
 
-    found = Resource.create({"service.version": version("specpool")})
+    found = Resource.create({"service.version": package_version()})
     named = not str(found.attributes.get("service.name", "")).startswith("unknown_service")
     defaults: dict[str, str | int] = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
     return Resource(defaults).merge(found if named else found.merge(Resource({"service.name": service})))

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from importlib.metadata import version
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as smg
@@ -18,6 +17,7 @@ from coordinator.smg.tokenizer import TokenizerArchive
 from protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from rpc.callers import client_of
 from rpc.server import Server
+from rpc.version import package_version
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MOST_ABORTED = 1024
@@ -93,7 +93,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def GetLoads(self, request: smg.GetLoadsRequest, context: Any) -> smg.GetLoadsResponse:
         """The load, by which the gateway chooses among several servers."""
         target = self._coordinator.target
-        return loads(self._coordinator, await target.load() if target.is_ready else None, version("specpool"))
+        return loads(self._coordinator, await target.load() if target.is_ready else None, package_version())
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Any

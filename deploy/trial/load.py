@@ -10,6 +10,7 @@ import grpc
 
 from benchmarks.tiny_pair import MAX_MODEL_LEN
 from deploy.trial.timeline import Timeline
+from rpc.status import status_line
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
 from specpool.testing import EOS_TOKEN_ID
 
@@ -105,7 +106,7 @@ class Load:
                 self.faults.append(f"at {self.now:.1f} s: {error}")
             except grpc.RpcError as error:
                 self._failed += 1
-                self.faults.append(f"at {self.now:.1f} s: {error.code().name}: {error.details()}")
+                self.faults.append(f"at {self.now:.1f} s: {status_line(error)}")
                 await asyncio.sleep(PAUSE_SECONDS)
             else:
                 self._answered += 1

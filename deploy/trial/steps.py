@@ -11,6 +11,7 @@ from deploy.trial.load import Load, Tally
 from deploy.trial.network import Network
 from deploy.trial.services import Deployment
 from deploy.trial.timeline import Event
+from rpc.status import status_line
 from specpool.cli.processes import ProcessFailedError
 from specpool.client import AsyncClient
 from specpool.v1 import generation_pb2 as pb
@@ -126,7 +127,7 @@ class Steps:
             try:
                 info = await self._client.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=RECOVERY_SECONDS)
             except grpc.aio.AioRpcError as error:
-                seen = f"{error.code().name}: {error.details()}"
+                seen = status_line(error)
             else:
                 first = first or info.counters
                 if has_recovered(first, info):

@@ -15,12 +15,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from rpc.settings import UINT32_MAX, LogLevel, Seconds
+from rpc.status import status_line
+from specpool.cli.equivalence import equivalence_name
 from specpool.cli.generate import sure_answers
 from specpool.cli.processes import ProcessFailedError, require_torch
 from specpool.cli.prompts import PromptLine, own_prompts, read_prompt_file
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
-from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
 
@@ -76,7 +77,7 @@ def demo(settings: DemoSettings) -> int:
     except asyncio.CancelledError:  # by a stop signal
         return 130
     except grpc.aio.AioRpcError as error:
-        print(f"specpool demo: {error.code().name}: {error.details()}", file=sys.stderr)
+        print(f"specpool demo: {status_line(error)}", file=sys.stderr)
         return 1
     console = Console()
     console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)
@@ -140,5 +141,5 @@ def _result(plain: list[Run], speculative: list[Run], info: pb.GetModelInfoRespo
         "mean_acceptance_length": round(1 + accepted / rounds if rounds else 0.0, 3),
         "draft_acceptance_rate": round(accepted / drafted if drafted else 0.0, 3),
         "exact_match": equal / len(reference),
-        "equivalence": common_pb2.Equivalence.Name(info.target.equivalence).removeprefix("EQUIVALENCE_").lower(),
+        "equivalence": equivalence_name(info.target),
     }

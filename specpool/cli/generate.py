@@ -19,6 +19,7 @@ from coordinator.scheduling.sequence import DraftMethod
 from rpc.channel import Connector
 from rpc.security import ClientSecurity
 from rpc.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
+from rpc.status import status_line
 from specpool.cli.health import PROBE_SECONDS, is_serving
 from specpool.cli.prompts import PromptLine, read_prompt_file, read_standard_input
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
@@ -213,6 +214,4 @@ async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: T
 
 
 def _explain(error: grpc.aio.AioRpcError | DivergedError) -> str:
-    if isinstance(error, DivergedError):
-        return str(error)
-    return f"{error.code().name}: {error.details()}"
+    return str(error) if isinstance(error, DivergedError) else status_line(error)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rpc.security import ClientSecurity
 from rpc.settings import Seconds, Settings
+from rpc.status import status_line
 from specpool.cli.top_panels import FailurePanel, Panels, clean
 from specpool.cli.top_view import View, view_of
 from specpool.client import AsyncClient
@@ -83,7 +84,7 @@ async def _looks(settings: TopSettings) -> AsyncGenerator[View | str, None]:
                     info, models = await _look(client)
             except grpc.aio.AioRpcError as error:
                 earlier = None  # rates across an outage would mean little
-                yield f"{error.code().name}: {error.details()}"
+                yield status_line(error)
             except TimeoutError:
                 earlier = None
                 yield f"no answer within {ANSWER_SECONDS:g} seconds"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from specpool.cli.activity import Activity, activity
-from specpool.v1 import common_pb2
+from specpool.cli.equivalence import equivalence_name
 from specpool.v1 import generation_pb2 as pb
 
 
@@ -108,14 +108,10 @@ def _worker(role: str, state: pb.WorkerState) -> Worker:
         model=model.model,
         device=model.device,
         dtype=model.dtype,
-        equivalence=_equivalence(model) if state.HasField("model") else "",
+        equivalence=equivalence_name(model) if state.HasField("model") else "",
         notes=tuple(model.notes),
         slots_in_use=load.slots_in_use if load is not None else None,
         slots_total=load.slots_total if load is not None else None,
         kv_usage=1 - load.kv_positions_free / positions if load is not None and positions else None,
         kv_bytes=load.kv_bytes_total or None if load is not None else None,
     )
-
-
-def _equivalence(model: common_pb2.ModelInfo) -> str:
-    return common_pb2.Equivalence.Name(model.equivalence).removeprefix("EQUIVALENCE_").lower()

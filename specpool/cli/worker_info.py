@@ -4,6 +4,7 @@ import grpc
 
 from protocol.answers import MisfitError, check_worker_info
 from rpc.channel import Connector
+from rpc.status import status_line
 from specpool.v1 import common_pb2, draft_worker_pb2_grpc, target_worker_pb2_grpc
 
 ANSWER_SECONDS = 5.0
@@ -21,7 +22,7 @@ def worker_info(connector: Connector, drafts: bool) -> common_pb2.GetWorkerInfoR
             response = stub(channel).GetWorkerInfo(common_pb2.GetWorkerInfoRequest(), timeout=ANSWER_SECONDS)
             check_worker_info(response)
         except grpc.RpcError as error:
-            reason = " ".join(f"{error.code().name}: {error.details()}".split())
+            reason = " ".join(status_line(error).split())
             raise NoDescriptionError(f"{connector.address}: {reason}") from None
         except MisfitError as error:
             raise NoDescriptionError(f"{connector.address}: {error}") from None
