@@ -82,7 +82,8 @@ class RoundRunner:
         draft = self._workers.ready_draft
         if draft is None or self._settings.overlap == "off":
             return False
-        return self._settings.overlap == "on" or draft.host_and_device != self._workers.target.host_and_device
+        their = self._workers.target.hosts_and_devices
+        return self._settings.overlap == "on" or draft.hosts_and_devices.isdisjoint(their)
 
     async def run(self, group: Group) -> bool:
         """Runs one round. False if no sequence of the group made progress.

@@ -31,6 +31,9 @@ def _described(connector: Connector, drafts: bool) -> Model:
     costs, model, load = read_step_costs(response), response.model, response.load
     if len(costs.step_seconds) < 2:
         raise NoDescriptionError(f"{connector.address}: it has not measured its passes")
+    if load.ranks:
+        reason = f"its model is divided among {len(load.ranks)} ranks; plans are for workers with one device"
+        raise NoDescriptionError(f"{connector.address}: {reason}")
     return Model(
         name=model.model,
         device=model.device,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
 from protocol.sampling import TokenLogprobs
 from protocol.tokenizer import TokenizerFiles
-from protocol.worker_info import StepCosts
+from protocol.worker_info import TENSOR_PARALLEL_SUMS, StepCosts
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
 STATUSES = {common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}"): status for status in ItemStatus}
@@ -118,6 +118,10 @@ def check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:
     _require(0 < model.vocab_size <= MOST_VOCABULARY, f"its vocabulary has {model.vocab_size} tokens")
     _require(0 < model.max_model_len <= MOST_POSITIONS, f"its sequences have {model.max_model_len} positions")
     _require(load.slots_total <= MOST_SLOTS, f"it has {load.slots_total} slots")
+    ranks, described = max(1, model.tensor_parallel), len(load.ranks)
+    _require(described == (ranks if ranks > 1 else 0), f"it has {ranks} ranks and describes {described}")
+    sums = TENSOR_PARALLEL_SUMS if ranks > 1 else ("",)
+    _require(model.tensor_parallel_sums in sums, f"its tensor_parallel_sums are not those of {ranks} ranks")
 
 
 def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> TokenizerFiles:

@@ -193,7 +193,8 @@ def worker_info_response(info: WorkerInfo) -> common_pb2.GetWorkerInfoResponse:
     """The description of a worker as a message."""
     equivalence = common_pb2.EQUIVALENCE_BITWISE if info.bitwise else common_pb2.EQUIVALENCE_NUMERIC
     model = common_pb2.ModelInfo(equivalence=equivalence, **_named_as(common_pb2.ModelInfo, info))
-    load = common_pb2.WorkerLoad(**_named_as(common_pb2.WorkerLoad, info))
+    ranks = [common_pb2.RankMemory(**vars(rank)) for rank in info.ranks]
+    load = common_pb2.WorkerLoad(**{**_named_as(common_pb2.WorkerLoad, info), "ranks": ranks})
     costs = common_pb2.StepCosts(
         rows=info.step_seconds.keys(),
         seconds=info.step_seconds.values(),

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+TENSOR_PARALLEL_SUMS = ("whole", "parts")
+"""Ways in which ranks sum their products."""
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -13,6 +16,16 @@ class StepCosts:
     step_cached: int
     seconds_per_cached: float
     max_rows: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one of the ranks among which a model is divided, in bytes."""
+
+    device: str
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
 
 
 @dataclass(frozen=True)
@@ -51,3 +64,9 @@ class WorkerInfo:
     """Hash of the logits of fixed tokens; empty unless `bitwise`."""
     instance_id: str = ""
     """Id of the worker's process; a new one after each start."""
+    tensor_parallel: int = 1
+    """Ranks among which the model is divided; its bytes are those of all of them together."""
+    tensor_parallel_sums: str = ""
+    """One of `TENSOR_PARALLEL_SUMS` if the model is divided."""
+    ranks: tuple[RankMemory, ...] = ()
+    """Memory of each rank if the model is divided."""

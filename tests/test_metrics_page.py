@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from scraping import Scrape, free_port, scrape
 from serving import make_request, serving
-from tiny_models import load_engine
+from tiny_models import described_as_divided, load_engine
 from worker_service import TARGET
 from worker_service import serving as serving_worker
 
@@ -40,11 +40,11 @@ def served(scrapes: Iterable[Scrape]) -> Rows:
 
 @pytest.fixture
 async def scrapes(tiny_pair: tuple[Path, Path]) -> list[Scrape]:
-    """Scrapes of a coordinator, after a request, and of a worker."""
+    """Scrapes of a coordinator, after a request, and of a worker that is divided."""
     async with serving(metrics_port=free_port(), metrics_compat="vllm") as service:
         await service.expect(make_request(k=2))
         coordinator = await scrape(service.process.coordinator.settings.metrics_port or 0)
-    async with serving_worker(TARGET, load_engine(tiny_pair[0])) as worker:
+    async with serving_worker(TARGET, described_as_divided(load_engine(tiny_pair[0]))) as worker:
         registry = CollectorRegistry()
         registry.register(WorkerMetrics("target", worker.host))
         return [coordinator, Scrape.of(generate_latest(registry).decode())]

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.loading import OUTPUT_HEAD
 from engine.options import EngineOptions
+from protocol.worker_info import RankMemory
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE
 
 SMALL = {
@@ -73,6 +75,16 @@ def save_output_head(folder: Path, output_ids: list[int], weight: torch.Tensor |
 def load_engine(folder: Path, exact: bool = True, **options: Any) -> Engine:
     """An engine on one thread."""
     return startup.load_engine(EngineOptions(model=str(folder), **{"threads": 1, "max_sequences": 8, **options}), exact)
+
+
+def described_as_divided(engine: Engine) -> Engine:
+    """The engine, which says that its model is divided among two ranks."""
+    info = engine.info()
+    ranks = tuple(RankMemory("cpu", info.weight_bytes // 2, info.kv_bytes_total // 2, rank) for rank in range(2))
+    engine.info = lambda: replace(  # type: ignore[method-assign]
+        Engine.info(engine), tensor_parallel=2, tensor_parallel_sums="whole", ranks=ranks
+    )
+    return engine
 
 
 def forget_all(engine: Engine, slots: int) -> None:

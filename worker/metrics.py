@@ -1,10 +1,10 @@
 """A worker's metrics, read from its host when a scrape asks for them, even while a pass runs or hangs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.metrics_core import Metric
 
-from protocol.worker_info import WorkerInfo
+from protocol.worker_info import RankMemory, WorkerInfo
 from rpc.metrics import Families
 from worker.host import Backend, WorkerHost
 
@@ -52,6 +52,8 @@ def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
     yield gauge(
         "worker_memory_bytes", "Memory of the weights and the KV cache, and the most that a pass takes.", memory, "part"
     )
+    if info.ranks:
+        yield _of_ranks(families, info.ranks)
     model = {
         "model_name": info.model,
         "dtype": info.dtype,
@@ -60,3 +62,12 @@ def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
         "equivalence": "bitwise" if info.bitwise else "numeric",
     }
     yield gauge("worker_model_info", "The model and how it runs; always 1.", {tuple(model.values()): 1}, *model)
+
+
+def _of_ranks(families: Families, ranks: Sequence[RankMemory]) -> Metric:
+    memory: dict[tuple[str, str], float] = {}
+    for rank, its in enumerate(ranks):
+        parts = {"weights": its.weight_bytes, "kv_cache": its.kv_bytes, "activations": its.activation_bytes}
+        memory |= {(str(rank), part): value for part, value in parts.items()}
+    text = "Memory of each rank of a divided model; no samples if the model is not divided."
+    return families.gauge("worker_rank_memory_bytes", text, memory, "rank", "part")

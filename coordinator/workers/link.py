@@ -60,6 +60,8 @@ class WorkerLink:
         self.instance_id = ""
         """The worker's process as it described itself last; empty if it does not say."""
         self.load_at_start = common_pb2.WorkerLoad()
+        self.hosts_and_devices: frozenset[tuple[str, str]] = frozenset()
+        """Workers with a host and device in common share what they compute with. A divided model has several."""
         self.step_times = StepTimes(self._unknown_times)
         """Step times of the worker, measured anew whenever it was away."""
         self.on_change: Callable[[], None] | None = None
@@ -119,12 +121,6 @@ class WorkerLink:
     def is_ready(self) -> bool:
         """Whether calls are likely to succeed."""
         return self.state is LinkState.READY
-
-    @property
-    def host_and_device(self) -> str:
-        """Workers with the same host and device share what they compute with."""
-        host, _, _ = self.address.rpartition(":")
-        return f"{host} {self.info.device if self.info is not None else ''}"
 
     async def wait_ready(self) -> None:
         """Waits until the worker can be called."""
@@ -285,7 +281,14 @@ class WorkerLink:
         await self._check(response.model)
         self.step_times = self._believed(read_step_costs(response))
         self.info, self.load_at_start, self.instance_id = response.model, response.load, response.instance_id
+        self.hosts_and_devices = self._places(response)
         self._set_state(LinkState.READY, "")
+
+    def _places(self, response: common_pb2.GetWorkerInfoResponse) -> frozenset[tuple[str, str]]:
+        """Hosts and devices, without the names of GPUs, as in "cuda:0 (NVIDIA H200)"."""
+        host, _, _ = self.address.rpartition(":")
+        devices = [response.model.device, *(rank.device for rank in response.load.ranks)]
+        return frozenset((host, device.partition(" ")[0]) for device in devices)
 
     def _believed(self, costs: StepCosts) -> StepTimes:
         """Step times as the worker has measured them, as far as it has."""

@@ -128,7 +128,8 @@ def _rounds(done: Activity) -> Table:
 
 
 def _worker(worker: Worker) -> RenderableType:
-    known = [worker.model, worker.device, worker.dtype, worker.equivalence]
+    ranks = f"{worker.ranks} ranks" if (worker.ranks or 1) > 1 else ""
+    known = [worker.model, worker.device, ranks, worker.dtype, worker.equivalence]
     lines: list[RenderableType] = [
         Text.assemble(
             (worker.role, "bold"),

@@ -41,6 +41,8 @@ class Worker:
     reason: str
     model: str
     device: str
+    ranks: int | None
+    """Processes among which the model is divided; 1 if it is not."""
     dtype: str
     equivalence: str
     notes: tuple[str, ...]
@@ -107,6 +109,7 @@ def _worker(role: str, state: pb.WorkerState) -> Worker:
         reason=state.reason,
         model=model.model,
         device=model.device,
+        ranks=max(1, model.tensor_parallel) if state.HasField("model") else None,
         dtype=model.dtype,
         equivalence=equivalence_name(model) if state.HasField("model") else "",
         notes=tuple(model.notes),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -10,12 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from coordinator.scheduling.sequence import DraftMethod
 from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName, ServesSmg
 from rpc.channel import join_address
-from rpc.security import ServerSecurity
+from rpc.security import Names, ServerSecurity
 from rpc.settings import UINT32_MAX, ListeningSettings
 from rpc.trace_settings import TraceSettings
 from specpool.cli.own_tls import coordinator_flags, own_security
@@ -32,6 +33,7 @@ from specpool.cli.processes import (
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 METRICS_PORTS = 3
 """One for each process, from the setting on."""
+CPU = "cpu"
 REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -50,12 +52,18 @@ class UpSettings(ListeningSettings):
     )
     draft_revision: str | None = Field(None, min_length=1, description="the same for the draft")
     target_device: str = Field("auto", description="device of the target")
+    target_devices: Names = Field(
+        (),
+        description="devices among which the target is divided (tensor parallelism), such as cuda:0,cuda:1; instead of "
+        "target_device",
+    )
     draft_device: str = Field("auto", description="device of the draft; with two GPUs name cuda:1")
     threads: int = Field(
         default_factory=lambda: len(os.sched_getaffinity(0)),
         ge=1,
         le=1024,
-        description="CPU threads of each worker; default: all that may be used",
+        description="CPU threads of each worker, shared by the ranks of a target on the CPU; default: all that may be "
+        "used",
     )
     window_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time")
     max_batch_size: int | None = Field(None, ge=1, le=MAX_WINDOW_SIZE, description="sequences in a round; default: all")
@@ -82,6 +90,23 @@ class UpSettings(ListeningSettings):
     smg: ServesSmg = Field(
         False, description="let the coordinator also serve the gateway smg, which speaks HTTP to clients"
     )
+
+    @field_validator("target_devices")
+    @classmethod
+    def _devices_differ(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
+        if len(devices) > 1 and set(devices) != {CPU}:
+            for device in devices:
+                if re.fullmatch(r"cuda:(0|[1-9]\d*)", device) is None:
+                    raise ValueError(f'"{device}" is not one of several devices: all must be "cuda:N", or all "cpu"')
+                if devices.count(device) > 1:
+                    raise ValueError(f"{device} is named twice")
+        return devices
+
+    @model_validator(mode="after")
+    def _one_way_to_name_devices(self) -> Self:
+        if self.target_devices and "target_device" in self.model_fields_set:
+            raise ValueError("give target_device or target_devices, not both")
+        return self
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
@@ -180,7 +205,7 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
 def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
     """The processes for these models, in the order in which they start."""
     shared = ["--max-model-len", str(settings.max_model_len), "--max-sequences", str(settings.window_size)]
-    shared += ["--kv-layout", settings.kv_layout, "--threads", str(settings.threads), *_server_flags(settings)]
+    shared += ["--kv-layout", settings.kv_layout, *_server_flags(settings)]
     workers = [_worker("target", target, settings, [*shared, *_metrics_flags(settings, 1)])]
     if draft is not None:
         workers.append(_worker("draft", draft, settings, [*shared, *_metrics_flags(settings, 2)]))
@@ -203,10 +228,19 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
 
 def _worker(kind: str, model: str, settings: UpSettings, shared: list[str]) -> Service:
     port = free_port()
-    device, revision = getattr(settings, f"{kind}_device"), getattr(settings, f"{kind}_revision")
-    arguments = ["--model", model, "--device", device, "--port", str(port), *shared]
+    arguments = ["--model", model, *_device_flags(kind, settings), "--port", str(port), *shared]
+    revision = getattr(settings, f"{kind}_revision")
     arguments += ["--revision", revision] if revision is not None else []
     return Service(f"{kind} worker", f"{kind}_worker.server", arguments, f"127.0.0.1:{port}")
+
+
+def _device_flags(kind: str, settings: UpSettings) -> list[str]:
+    """A worker's devices and threads. The ranks of a target on the CPU share its cores; each has threads of its own."""
+    devices = settings.target_devices if kind == "target" else ()
+    ranks = len(devices)
+    threads = max(1, settings.threads // ranks) if CPU in devices else settings.threads
+    flags = ["--device", ",".join(devices) or getattr(settings, f"{kind}_device"), "--threads", str(threads)]
+    return [*flags, "--tensor-parallel", str(ranks)] if ranks > 1 else flags
 
 
 def _server_flags(settings: UpSettings) -> list[str]:

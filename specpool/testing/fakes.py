@@ -50,12 +50,14 @@ class FakeWorker:
         device: str = "cpu",
         pass_seconds: Callable[[int], float] | None = None,
         notes: Sequence[str] = (),
+        rank_devices: Sequence[str] = (),
     ) -> None:
         """`pass_seconds`: duration of a pass by its number of new tokens; None: no added delay.
 
-        `notes`: the notes of its model.
+        `notes`: the notes of its model. `rank_devices`: devices of the ranks, two or more, among which it claims
+        to be divided.
         """
-        self.notes = notes
+        self.notes, self.rank_devices = notes, rank_devices
         self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
         self.pass_seconds = pass_seconds
         self.busy = False
@@ -107,8 +109,14 @@ class FakeWorker:
                 tokenizer_fingerprint=self.fingerprint,
                 equivalence=common_pb2.EQUIVALENCE_BITWISE,
                 notes=self.notes,
+                tensor_parallel=len(self.rank_devices) or 1,
+                tensor_parallel_sums="whole" if self.rank_devices else "",
             ),
-            load=common_pb2.WorkerLoad(slots_total=self.slots, slots_in_use=len(self.caches)),
+            load=common_pb2.WorkerLoad(
+                slots_total=self.slots,
+                slots_in_use=len(self.caches),
+                ranks=[common_pb2.RankMemory(device=device) for device in self.rank_devices],
+            ),
             costs=common_pb2.StepCosts(rows=MEASURED_ROWS, seconds=map(self.pass_seconds, MEASURED_ROWS))
             if self.pass_seconds is not None
             else None,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from specpool.testing.faults import Answer, RefusedError, Table, entry
+from specpool.v1 import common_pb2
 
 DESCRIPTIONS: Table = {}
 TOKENIZERS: Table = {}
@@ -109,6 +110,22 @@ def info_indivisible_memory(answer: Answer) -> Any:
     """Reserves positions in multiples of 0."""
     answer.response.load.kv_positions_total = 2**20
     answer.response.load.kv_positions_multiple = 0
+    return answer.response
+
+
+@entry(DESCRIPTIONS)
+def info_missing_ranks(answer: Answer) -> Any:
+    """Is divided among 4 ranks, and describes 2 of them."""
+    answer.response.model.tensor_parallel, answer.response.model.tensor_parallel_sums = 4, "whole"
+    answer.response.load.ranks.extend([common_pb2.RankMemory(device="cpu")] * 2)
+    return answer.response
+
+
+@entry(DESCRIPTIONS)
+def info_unknown_sums(answer: Answer) -> Any:
+    """Is divided among 2 ranks, which sum in a way that the protocol does not know."""
+    answer.response.model.tensor_parallel, answer.response.model.tensor_parallel_sums = 2, "backwards"
+    answer.response.load.ranks.extend([common_pb2.RankMemory(device="cpu")] * 2)
     return answer.response
 
 

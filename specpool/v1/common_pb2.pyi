@@ -75,7 +75,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "device", "vocab_size", "max_model_len", "tokenizer_fingerprint", "equivalence", "parameters", "notes", "weights_fingerprint", "numerics_fingerprint")
+    __slots__ = ("model", "architecture", "dtype", "device", "vocab_size", "max_model_len", "tokenizer_fingerprint", "equivalence", "parameters", "notes", "weights_fingerprint", "numerics_fingerprint", "tensor_parallel", "tensor_parallel_sums")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,8 @@ class ModelInfo(_message.Message):
     NOTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SUMS_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -100,10 +102,24 @@ class ModelInfo(_message.Message):
     notes: _containers.RepeatedScalarFieldContainer[str]
     weights_fingerprint: str
     numerics_fingerprint: str
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., equivalence: _Optional[_Union[Equivalence, str]] = ..., parameters: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ...) -> None: ...
+    tensor_parallel: int
+    tensor_parallel_sums: str
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., equivalence: _Optional[_Union[Equivalence, str]] = ..., parameters: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., numerics_fingerprint: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., tensor_parallel_sums: _Optional[str] = ...) -> None: ...
+
+class RankMemory(_message.Message):
+    __slots__ = ("device", "weight_bytes", "kv_bytes", "activation_bytes")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    def __init__(self, device: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple")
+    __slots__ = ("slots_total", "slots_in_use", "kv_bytes_per_token", "kv_bytes_total", "kv_layout", "weight_bytes", "activation_bytes", "kv_positions_total", "kv_positions_free", "kv_positions_multiple", "ranks")
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     SLOTS_IN_USE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +130,7 @@ class WorkerLoad(_message.Message):
     KV_POSITIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     KV_POSITIONS_FREE_FIELD_NUMBER: _ClassVar[int]
     KV_POSITIONS_MULTIPLE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     slots_total: int
     slots_in_use: int
     kv_bytes_per_token: int
@@ -124,7 +141,8 @@ class WorkerLoad(_message.Message):
     kv_positions_total: int
     kv_positions_free: int
     kv_positions_multiple: int
-    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankMemory]
+    def __init__(self, slots_total: _Optional[int] = ..., slots_in_use: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., kv_layout: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., kv_positions_total: _Optional[int] = ..., kv_positions_free: _Optional[int] = ..., kv_positions_multiple: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "cached", "seconds_per_cached", "max_rows")

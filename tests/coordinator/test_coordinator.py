@@ -494,6 +494,15 @@ async def test_server_info_passes_on_what_workers_note() -> None:
         assert list((await served.stub.GetModelInfo(pb.GetModelInfoRequest())).target.notes) == ["runs slowly"]
 
 
+async def test_the_ranks_of_a_divided_target_are_passed_on() -> None:
+    devices = ["cuda:0", "cuda:1"]
+    async with serving(target=RecordingTarget(rank_devices=devices), with_draft=False) as served:
+        model = (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).target
+        assert (model.tensor_parallel, model.tensor_parallel_sums) == (2, "whole")
+        info = await served.until(lambda info: info.target.HasField("load"))
+        assert [rank.device for rank in info.target.load.ranks] == devices
+
+
 async def test_without_a_draft_worker_decoding_is_plain() -> None:
     async with serving(with_draft=False) as served:
         response = await served.expect(make_request(k=4))

@@ -63,6 +63,14 @@ async def test_workers_of_two_devices_do_not() -> None:
     assert draft.beside > 0
 
 
+@pytest.mark.parametrize(("device", "overlaps"), [("cuda:1", False), ("cuda:2", True)])
+async def test_a_draft_on_the_device_of_any_rank_takes_turns_with_the_target(device: str, overlaps: bool) -> None:
+    target = busy_target(device="cuda:0", rank_devices=["cuda:0", "cuda:1 (NVIDIA H200)"])
+    draft = watching_draft(target, device=device)
+    await generate(target, draft, 6)
+    assert (draft.beside > 0) is overlaps
+
+
 async def test_nothing_overlaps_where_halves_cost_as_much_as_all() -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 6 * MILLISECOND)
     draft = WatchingDraft(target, acceptance=0.5, pass_seconds=lambda rows: 8 * MILLISECOND)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from scraping import free_port, scrape
 from serving import make_request, serving
-from tiny_models import forget_all, load_engine
+from tiny_models import described_as_divided, forget_all, load_engine
 
 from benchmarks.dashboard import DASHBOARD, dashboard_figure, read_panels
 from rpc.server import Server
@@ -70,7 +70,8 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="module")
 def served(tiny_pair: tuple[Path, Path]) -> dict[str, list[dict[str, str]]]:
-    """Labels of the samples of each metric that a coordinator and a worker serve, after calls that end in any way."""
+    """Labels of the samples of each metric that a coordinator and a worker, whose model is divided, serve after calls
+    that end in any way."""
     return asyncio.run(serve_and_scrape(tiny_pair[0]))
 
 
@@ -87,7 +88,7 @@ async def serve_and_scrape(model: Path) -> dict[str, list[dict[str, str]]]:
         )
         assert any(isinstance(answer, grpc.aio.AioRpcError) for answer in answers)
         families = [*(await scrape(coordinator)).families.values()]
-    engine = load_engine(model)
+    engine = described_as_divided(load_engine(model))
     forget_all(engine, 1)
     host = WorkerHost(lambda: Verifier(engine))
     server = Server(ServerSettings(metrics_port=worker, drain_seconds=0), 2**20)

@@ -234,6 +234,7 @@ async def test_running_workers_are_planned_by_what_they_measured(
         ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "has another tokenizer than fake"),
         ({}, "it has not measured its passes"),
         ({"max_model_len": 0}, "its sequences have 0 positions"),
+        ({"pass_seconds": lambda rows: 0.01, "rank_devices": ["cuda:0", "cuda:1"]}, "divided among 2 ranks"),
     ],
 )
 async def test_a_worker_that_cannot_be_planned_with_is_named(

@@ -19,6 +19,7 @@ def verdict(**changes: Any) -> Any:
     return target_worker_pb2.VerifyResult(**fields)
 
 
+TWO_RANKS = [{"device": "cuda:0"}, {"device": "cuda:1"}]
 ITEM = VerifyItem(1, 10, (5,), draft_token_ids=(7, 8, 4))
 
 
@@ -145,9 +146,18 @@ def test_step_costs_that_make_no_sense_are_left_out() -> None:
         ({"notes": ["n" * 2**15] * 3}, {}),
         ({"max_model_len": 2**32 - 1}, {}),
         ({}, {"slots_total": 2**32 - 1}),
+        ({}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 0}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 1}, {"ranks": TWO_RANKS[:1]}),
+        ({"tensor_parallel": 1, "tensor_parallel_sums": "whole"}, {}),
+        ({"tensor_parallel": 2, "tensor_parallel_sums": "whole"}, {}),
+        ({"tensor_parallel": 3, "tensor_parallel_sums": "whole"}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 2**32 - 1, "tensor_parallel_sums": "whole"}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 2}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 2, "tensor_parallel_sums": "backwards"}, {"ranks": TWO_RANKS}),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(model: dict[str, Any], load: dict[str, int]) -> None:
+def test_a_description_that_cannot_be_is_refused(model: dict[str, Any], load: dict[str, Any]) -> None:
     good: dict[str, Any] = {"vocab_size": 10, "max_model_len": 10}
     check_worker_info(common_pb2.GetWorkerInfoResponse(model=common_pb2.ModelInfo(**good)))
     response = common_pb2.GetWorkerInfoResponse(

@@ -103,7 +103,7 @@ def test_a_server_that_did_nothing_has_no_shares() -> None:
 
 
 def server(**changes: Any) -> pb.GetServerInfoResponse:
-    """A look at a server with both workers, of which the draft is resting."""
+    """A look at a server with both workers: a target that is divided, and a draft that rests."""
     model = common_pb2.ModelInfo(
         model="a/model", device="cpu", dtype="float32", equivalence=common_pb2.EQUIVALENCE_BITWISE
     )
@@ -115,6 +115,7 @@ def server(**changes: Any) -> pb.GetServerInfoResponse:
         target=pb.WorkerState(address="t:1", state="ready", model=model, load=load),
         draft=pb.WorkerState(address="d:1", state="resting", reason="slow", model=model), **changes,
     )  # fmt: skip
+    info.target.model.tensor_parallel = 2
     info.MergeFrom(LATER)
     return info
 
@@ -123,8 +124,9 @@ def test_what_is_not_known_of_a_worker_is_none() -> None:
     target, draft = view_of("a:1", server(), None, None).workers
     assert (target.slots_in_use, target.kv_usage, target.equivalence) == (2, 0.75, "bitwise")
     assert (draft.slots_in_use, draft.kv_usage, draft.reason) == (None, None, "slow")
+    assert (target.ranks, draft.ranks) == (2, 1)
     (unknown,) = view_of("a:1", pb.GetServerInfoResponse(), None, None).workers
-    assert (unknown.role, unknown.model, unknown.equivalence) == ("target", "", "")
+    assert (unknown.role, unknown.model, unknown.equivalence, unknown.ranks) == ("target", "", "", None)
 
 
 def drawn(view: Any, width: int) -> str:
@@ -141,8 +143,10 @@ def test_a_view_fits_any_terminal(width: int) -> None:
     text = " ".join(lines)
     assert "Pool" in text
     if width >= 80:
-        for part in ("40 of 256", "3 of 16", "draft tokens: 5", "resting", "slow", "75% of 1,024 MiB", "2.50", "ngram"):
+        shown = ["40 of 256", "3 of 16", "draft tokens: 5", "resting", "slow", "75% of 1,024 MiB", "2.50", "ngram"]
+        for part in [*shown, "2 ranks"]:
             assert part in text, part
+        assert "1 ranks" not in text
 
 
 def test_the_words_of_a_server_do_not_command_the_terminal() -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -257,6 +258,62 @@ def test_revisions_reach_the_workers() -> None:
     for missing in ({"target_revision": "x"}, {"target": "a/b", "draft": "none", "draft_revision": "x"}):
         with pytest.raises(ValidationError, match=r"_revision needs a (target|draft) from the hub"):
             UpSettings(**missing)
+
+
+def target_and_draft(**settings: Any) -> list[dict[str, str]]:
+    """Flags of both workers, by name; each has a value."""
+    workers = [service.arguments for service in services_of(UpSettings(**settings), "a", "b")[:2]]
+    return [dict(zip(flags[::2], flags[1::2], strict=True)) for flags in workers]
+
+
+@pytest.mark.parametrize(
+    ("devices", "threads", "of_each_rank"),
+    [("cuda:0,cuda:1", 8, 8), ("cpu,cpu", 8, 4), ("cpu, cpu ,cpu", 8, 2), ("cpu,cpu,cpu", 2, 1)],
+)
+def test_a_target_is_divided_among_devices(devices: str, threads: int, of_each_rank: int) -> None:
+    target, draft = target_and_draft(target_devices=devices, draft_device="cuda:2", threads=threads)
+    assert target["--device"] == devices.replace(" ", "")
+    assert target["--tensor-parallel"] == str(len(devices.split(",")))
+    assert (target["--threads"], draft["--threads"]) == (str(of_each_rank), str(threads))
+    assert draft["--device"] == "cuda:2"
+    assert "--tensor-parallel" not in draft
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_a_single_device_may_be_named_either_way(device: str) -> None:
+    assert target_and_draft(target_devices=device, threads=3) == [
+        {**flags, "--port": mock.ANY} for flags in target_and_draft(target_device=device, threads=3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--target-devices", "cuda:0,cuda:1", "--target-device", "auto"], "give target_device or target_devices, not"),
+        (["--target-devices", ""], "target-devices.0: String should have at least 1 character"),
+        (["--target-devices", "cuda:0,,cuda:1"], "target-devices.1: String should have at least 1 character"),
+        (["--target-devices", "cuda:0,cuda:1,cuda:0"], "target-devices: cuda:0 is named twice"),
+        (["--target-devices", "cuda:0,cuda"], 'target-devices: "cuda" is not one of several devices: '),
+        (["--target-devices", "cpu,cuda:1"], 'target-devices: "cpu" is not one of several devices: '),
+    ],
+)
+def test_devices_that_cannot_be_those_of_a_target_are_named(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        UpSettings.load("specpool up", arguments)
+    said = capsys.readouterr().err
+    assert said.startswith(f"specpool up: {says}")
+    assert said.count("\n") == 1
+
+
+def test_devices_are_read_from_a_flag_a_variable_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "up.toml"
+    file.write_text('target_devices = ["cpu", "cpu"]')
+    assert UpSettings.load("specpool up", ["--config", str(file)]).target_devices == ("cpu", "cpu")
+    assert UpSettings.load("specpool up", ["--target-devices", "cpu,cpu,cpu"]).target_devices == ("cpu",) * 3
+    monkeypatch.setenv("SPECPOOL_TARGET_DEVICES", "cuda:0,cuda:1")
+    assert UpSettings.load("specpool up", []).target_devices == ("cuda:0", "cuda:1")
 
 
 async def test_what_cannot_be_run_is_refused_before_anything_is_started() -> None:

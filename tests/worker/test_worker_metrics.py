@@ -1,11 +1,14 @@
 """A worker's metrics: what it ran, what it holds, and whether it gets on."""
 
 import asyncio
+from dataclasses import replace
+from unittest import mock
 
 from prometheus_client import CollectorRegistry, generate_latest
 from scraping import Scrape
 from worker_service import DRAFT, Worker, held, until
 
+from protocol.worker_info import RankMemory
 from worker.host import WorkerHost
 from worker.metrics import WorkerMetrics
 
@@ -68,6 +71,18 @@ async def test_the_model_is_described(worker: Worker) -> None:
         "equivalence": "bitwise" if info.bitwise else "numeric",
     }
     assert scrape.value("specpool:worker_memory_bytes", worker=kind, part="weights") == info.weight_bytes > 0
+
+
+async def test_the_memory_of_ranks_is_told_apart_only_if_the_model_is_divided(target: Worker) -> None:
+    assert "specpool:worker_rank_memory_bytes" not in seen(target.host).families
+    ranks = RankMemory("cuda:0", 5, 6, 7), RankMemory("cuda:1", 15, 16, 17)
+    info = replace(target.host.info, tensor_parallel=2, tensor_parallel_sums="whole", ranks=ranks)
+    with mock.patch.object(target.host, "_info", info):
+        memory = seen(target.host).families["specpool:worker_rank_memory_bytes"].samples
+    assert [(sample.labels["rank"], sample.labels["part"], sample.value) for sample in memory] == [
+        ("0", "weights", 5), ("0", "kv_cache", 6), ("0", "activations", 7),
+        ("1", "weights", 15), ("1", "kv_cache", 16), ("1", "activations", 17),
+    ]  # fmt: skip
 
 
 async def test_a_pass_that_hangs_and_calls_that_wait_for_it_show(target: Worker) -> None:

@@ -399,6 +399,7 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
         parameters=info.parameters,
         weights_fingerprint=info.weights_fingerprint,
         numerics_fingerprint=info.numerics_fingerprint,
+        tensor_parallel=1,
     )
     assert bool(info.numerics_fingerprint) == (worker.role is TARGET)
     assert re.fullmatch("[0-9a-f]{32}", response.instance_id)

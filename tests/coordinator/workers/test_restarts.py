@@ -1,6 +1,7 @@
 """Workers that are replaced, by the same or by another one, and what a link makes sure of before it uses them again."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,8 @@ from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import common_pb2
 
 NEVER = 3600.0
+BITS_OF_ONE = {"weights_fingerprint": "weights", "numerics_fingerprint": "one"}
+BITS_OF_TWO = {"weights_fingerprint": "weights", "numerics_fingerprint": "two"}
 
 
 class OtherTarget(RecordingTarget):
@@ -121,11 +124,14 @@ async def test_a_target_that_is_replaced_by_one_of_the_same_model_loses_nothing(
 
 
 class DescribedTarget(FakeTarget):
-    """A target that describes its model as `changes` say."""
+    """A target that describes its model as `changes` say, or with `rank_devices`, which are the fake's own."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
-        self.changes = changes
+        self.change(**changes)
+
+    def change(self, rank_devices: Sequence[str] = (), **changes: Any) -> None:
+        self.rank_devices, self.changes = rank_devices, changes
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
         response = await super().GetWorkerInfo(request, context)
@@ -144,6 +150,10 @@ class DescribedTarget(FakeTarget):
         ({"max_model_len": 64}, {"max_model_len": 65}, None),
         ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype was float32, is bfloat16"),
         ({"notes": ["fast"]}, {"notes": ["slow"]}, None),
+        (BITS_OF_ONE, BITS_OF_ONE | {"rank_devices": ["cpu", "cpu"]}, None),
+        (BITS_OF_ONE | {"rank_devices": ["cpu"] * 3}, BITS_OF_ONE | {"rank_devices": ["cpu"] * 2}, None),
+        (BITS_OF_ONE | {"rank_devices": ["cpu", "cpu"]}, BITS_OF_ONE, None),
+        (BITS_OF_ONE, BITS_OF_TWO | {"rank_devices": ["cpu", "cpu"]}, "numerics_fingerprint was one, is two"),
     ],
 )
 async def test_a_target_must_come_back_as_sequences_in_flight_have_found_it(
@@ -153,7 +163,7 @@ async def test_a_target_must_come_back_as_sequences_in_flight_have_found_it(
     link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS)
     try:
         await link._probe()
-        target.changes = now
+        target.change(**now)
         link._lost(grpc.StatusCode.UNAVAILABLE, "told to be lost")
         if reason is None:
             await link._probe()
