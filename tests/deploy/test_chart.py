@@ -16,6 +16,7 @@ from helm_chart import (
     CHART,
     DEFAULTS,
     EXAMPLES,
+    WORKER_INDEX,
     Manifest,
     of_kind,
     pod_templates,
@@ -108,14 +109,17 @@ def test_releases_share_nothing() -> None:
 @pytest.mark.parametrize("release", ["x" * 53, f"{'x' * 36}.{'y' * 16}", "llm"])
 def test_any_release_has_names_that_kubernetes_accepts(release: str) -> None:
     gateway = "cells=2,smg.enabled=true,smg.image.repository=smg"
+    nodes = "target.nodes=2,target.tensorParallel=2"
     tls = "tls.enabled=true,tls.clients=none,tls.certManager.enabled=true,tls.certManager.issuerRef.name=ca"
     metrics = "metrics.enabled=true,metrics.serviceMonitor.enabled=true,metrics.dashboard.enabled=true"
-    manifests = template("--set", gateway, "--set", tls, "--set", metrics, release=release)
-    for item in manifests:
+    grouped = template("--set", gateway, "--set", nodes, release=release)
+    for item in template("--set", gateway, "--set", tls, "--set", metrics, release=release) + grouped:
         name = item["metadata"]["name"]
         assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name), name
         if item["kind"] == "StatefulSet":  # the label controller-revision-hash of its pods, and their own names
             assert len(f"{name}-0123456789") <= 63
+        if item["kind"] == "LeaderWorkerSet":  # it has a StatefulSet for the other nodes of each group
+            assert len(f"{name}-99-0123456789") <= 63
         assert max(map(len, item["metadata"]["labels"].values())) <= 63
 
 
@@ -148,5 +152,6 @@ def test_containers_may_do_little(example: str) -> None:
             assert {"cpu", "memory"} <= server["resources"]["requests"].keys(), component
             assert "memory" in server["resources"]["limits"], component
             assert re.fullmatch(r".+:(?!latest$)[\w.-]+|.+@sha256:[0-9a-f]{64}", server["image"]), component
-            if made["spec"].get("restartPolicy") != "Never":  # else it runs once
+            once = made["spec"].get("restartPolicy") == "Never"
+            if not once and made["metadata"]["labels"].get(WORKER_INDEX, "0") == "0":  # others of a group serve nothing
                 assert {"startupProbe", "readinessProbe", "livenessProbe"} <= server.keys(), component

@@ -12,6 +12,7 @@ from helm_chart import (
     EXAMPLES,
     Manifest,
     container_of,
+    hook_seconds,
     of_kind,
     pod_template,
     pod_templates,
@@ -104,7 +105,7 @@ def test_model_is_pinned(example: str, component: str) -> None:
 @EVERY_COMPONENT
 @EVERY_EXAMPLE
 def test_pod_is_killed_only_after_its_drain(example: str, component: str) -> None:
-    hook = container_of(render(example), component)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    hook = hook_seconds(container_of(render(example), component))
     drain = settings_in(example, component).drain_seconds
     assert pod_template(render(example), component)["spec"]["terminationGracePeriodSeconds"] > hook + drain
 
@@ -112,16 +113,13 @@ def test_pod_is_killed_only_after_its_drain(example: str, component: str) -> Non
 @BOTH_WORKERS
 @EVERY_EXAMPLE
 def test_worker_outlasts_the_drain_of_its_coordinator(example: str, component: str) -> None:
-    def hook(name: str) -> int:
-        seconds: int = container_of(render(example), name)["lifecycle"]["preStop"]["sleep"]["seconds"]
-        return seconds
-
-    assert hook(component) > hook("coordinator") + settings_in(example, "coordinator").drain_seconds
+    coordinator, worker = (hook_seconds(container_of(render(example), name)) for name in ("coordinator", component))
+    assert worker > coordinator + settings_in(example, "coordinator").drain_seconds
 
 
 @pytest.mark.parametrize("example", ["cells", "openai", "production"])
 def test_update_goes_on_only_when_the_old_target_of_a_cell_is_gone(example: str) -> None:
-    hook = container_of(render(example), "target-worker")["lifecycle"]["preStop"]["sleep"]["seconds"]
+    hook = hook_seconds(container_of(render(example), "target-worker"))
     [ready] = {item["spec"]["minReadySeconds"] for item in of_kind(render(example), "StatefulSet").values()}
     assert ready > hook
     assert "minReadySeconds" not in set_of(DEFAULTS, "coordinator")
@@ -136,16 +134,20 @@ def test_pod_can_write_where_its_process_does(example: str, component: str) -> N
     if component in WORKERS:
         models = volumes[image_environment("worker")["HF_HOME"]]
         claimed = "spec" in models or "persistentVolumeClaim" in models
-        assert claimed == (example in ("two-gpus", "production", "disaggregated-set"))
+        assert claimed == (
+            example in ("two-gpus", "production", "disaggregated-set", "one-node-four-gpus", "two-nodes")
+        )
 
 
 @BOTH_WORKERS
 @EVERY_EXAMPLE
-def test_worker_asks_for_its_gpu_and_uses_it(example: str, component: str) -> None:
+def test_worker_asks_for_its_gpus_and_uses_them(example: str, component: str) -> None:
     limits = container_of(render(example), component)["resources"]["limits"]
     resource = "nvidia.com/mig-3g.20gb" if (example, component) == ("mixed-gpus", "draft-worker") else GPU
     gpus = {name: count for name, count in limits.items() if "/" in name}
-    assert gpus == ({} if example == "cpu-kind" else {resource: 1})
+    ranks = settings_in(example, component).tensor_parallel
+    nodes = 2 if (example, component) == ("two-nodes", "target-worker") else 1
+    assert gpus == ({} if example == "cpu-kind" else {resource: ranks / nodes})
     assert settings_in(example, component).device == ("cuda" if gpus else "cpu")
 
 
@@ -188,6 +190,10 @@ def test_coordinator_is_told_the_workers_of_its_own_cell(example: str, component
     assert of_kind(render(example), "Service")[service]["spec"]["ports"][0]["port"] == int(port)
     if example != "disaggregated-set":
         assert host.startswith(f"specpool-{component}-{cell}.")
+    if (example, component) == ("two-nodes", "target-worker"):  # its leaders have the names of a StatefulSet's pods
+        [group] = of_kind(render(example), "LeaderWorkerSet").values()
+        assert (group["metadata"]["name"], group["spec"]["networkConfig"]) == (service, {"subdomainPolicy": "Shared"})
+    elif example != "disaggregated-set":
         assert set_of(example, component)["serviceName"] == service
 
 
@@ -197,6 +203,11 @@ def test_pods_of_a_cell_are_never_doubled(example: str, component: str) -> None:
     sets = of_kind(render(example), "StatefulSet")
     if example == "disaggregated-set" and component in WORKERS:  # its rollouts start a pair on further GPUs
         assert [*sets] == ["specpool-coordinator"]
+        return
+    if f"specpool-{component}" in of_kind(render(example), "LeaderWorkerSet"):
+        spec = of_kind(render(example), "LeaderWorkerSet")[f"specpool-{component}"]["spec"]
+        assert spec["replicas"] == 1
+        assert spec["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxSurge": 0, "maxUnavailable": 1}
         return
     spec = sets[f"specpool-{component}"]["spec"]
     assert spec["podManagementPolicy"] == "Parallel"  # else a failed rollout blocks the one that mends it

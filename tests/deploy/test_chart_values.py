@@ -11,7 +11,6 @@ from helm_chart import (
     CHART,
     DEFAULTS,
     EXAMPLES,
-    container_of,
     of_kind,
     pod_template,
     refusal,
@@ -124,11 +123,6 @@ def test_changed_settings_restart_the_pods_that_they_concern_and_reach_no_others
 def test_settings_are_passed_on_as_they_are() -> None:
     manifests = template("--set-json", 'target={"settings": {"model_alias": "$(HOME) $$ \\"x\\""}}')
     assert pod_environment(manifests, "target-worker")["SPECPOOL_MODEL_ALIAS"] == '$(HOME) $$ "x"'
-
-
-def test_several_gpus_are_asked_for() -> None:
-    target = container_of(template("--set", "target.gpus=4"), "target-worker")
-    assert target["resources"]["limits"]["nvidia.com/gpu"] == 4
 
 
 def test_coordinator_without_draft_workers() -> None:

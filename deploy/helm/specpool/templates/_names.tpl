@@ -1,11 +1,13 @@
 {{/* Names, labels and addresses. "Roles" are the keys of the values: coordinator, draft and target. */}}
 
+{{/* The names of a LeaderWorkerSet's pods are longer: they have a number for the group and one for the node. */}}
 {{- define "specpool.fullname" -}}
+{{- $most := ternary 35 38 (gt (int .Values.target.nodes) 1) -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 38 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc $most | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | replace "." "-" | trunc 38 | trimSuffix "-" -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | replace "." "-" | trunc $most | trimSuffix "-" -}}
 {{- end -}}
 {{- end }}
 
@@ -90,4 +92,24 @@ namespace is in the name because a certificate's wildcard needs a name of severa
 
 {{- define "specpool.scaled" -}}
 {{- if or (gt (int .Values.cells) 1) .Values.autoscaling.kind -}}true{{- end -}}
+{{- end }}
+
+{{- define "specpool.mostCells" -}}
+{{- ternary .Values.autoscaling.maxCells .Values.cells (not (not .Values.autoscaling.kind)) -}}
+{{- end }}
+
+{{/*
+Whether a worker is a group of pods, one for each node: a LeaderWorkerSet. It has the StatefulSet's name, and so its leaders
+have the names and addresses that the pods of a StatefulSet would have. Takes root and role.
+*/}}
+{{- define "specpool.grouped" -}}
+{{- if and (eq .role "target") (gt (int .root.Values.target.nodes) 1) -}}true{{- end -}}
+{{- end }}
+
+{{/* Labels of the pods that serve. Takes root and role. */}}
+{{- define "specpool.serving" -}}
+{{ include "specpool.selector" (dict "root" .root "component" (include "specpool.component" .role)) }}
+{{- if include "specpool.grouped" . }}
+leaderworkerset.sigs.k8s.io/worker-index: "0"
+{{- end }}
 {{- end }}

@@ -1,15 +1,44 @@
-{{/* Pods of the three roles. Every template here takes root and role. */}}
+{{/*
+Pods of the three roles. Every template here takes root and role. `follower`: a pod of a group of nodes other than its leader.
+It runs the same command, but serves nothing.
+*/}}
 
 {{/* How long a pod goes on serving before SIGTERM, in seconds. */}}
 {{- define "specpool.preStopSeconds" -}}
 {{- $role := get .root.Values .role -}}
-{{- if kindIs "invalid" $role.preStopSeconds -}}
+{{- if .follower -}}
+{{- /* The whole group ends with any of its pods, and the leader has to drain first. */ -}}
+{{- add (include "specpool.preStopSeconds" (omit . "follower")) (ceil $role.drainSeconds) 15 -}}
+{{- else if kindIs "invalid" $role.preStopSeconds -}}
 {{- $coordinator := .root.Values.coordinator -}}
 {{- /* The last: the coordinator's pod may be deleted some seconds after its worker's. */ -}}
 {{- add $coordinator.preStopSeconds (ceil $coordinator.drainSeconds) 15 -}}
 {{- else -}}
 {{- $role.preStopSeconds -}}
 {{- end -}}
+{{- end }}
+
+{{/*
+How long a pod has been ready before an update goes on to the next cell. A new coordinator is ready while its old target still
+serves, in its preStop hook. So the pods of a cell are replaced together, and no two cells are away. Takes the root.
+*/}}
+{{- define "specpool.minReadySeconds" -}}
+{{- add (include "specpool.preStopSeconds" (dict "root" . "role" "target")) 10 -}}
+{{- end }}
+
+{{- define "specpool.preStop" -}}
+{{- if include "specpool.grouped" . -}}
+# Only while the group serves: one that has lost a process is deleted as a whole, and its successor waits for that. A
+# command, not `sleep`, because it ends with the process, and all processes end when that of the leader has drained.
+exec:
+  command:
+    - sh
+    - -c
+    - python -m rpc.healthcheck "{{ ternary "$LWS_LEADER_ADDRESS" "127.0.0.1" (not (not .follower)) }}:50060" && sleep {{ include "specpool.preStopSeconds" . }} || true
+{{- else -}}
+sleep:
+  seconds: {{ include "specpool.preStopSeconds" . }}
+{{- end }}
 {{- end }}
 
 {{- define "specpool.securityContext" -}}
@@ -73,7 +102,13 @@ startupProbe:
 readinessProbe:
   grpc:
     port: 50060
+  {{- if and (include "specpool.grouped" .) (include "specpool.scaled" .root) }}
+  # In place of minReadySeconds, which a LeaderWorkerSet does not have. Coordinators ask for health themselves.
+  {{- $times := divf (include "specpool.minReadySeconds" .root) (default 10 $probes.readiness.periodSeconds) | ceil | add 1 }}
+  {{- toYaml (merge (deepCopy $probes.readiness) (dict "successThreshold" $times)) | nindent 2 }}
+  {{- else }}
   {{- toYaml $probes.readiness | nindent 2 }}
+  {{- end }}
 livenessProbe:
   grpc:
     port: 50060
@@ -89,6 +124,17 @@ livenessProbe:
 {{- $_ := set $resources "limits" $limits -}}
 {{- end -}}
 {{- toYaml $resources -}}
+{{- end }}
+
+{{- define "specpool.args" -}}
+{{- if include "specpool.grouped" . }}
+- --nnodes=$(LWS_GROUP_SIZE)
+- --node-rank=$(LWS_WORKER_INDEX)
+- --master-addr=$(LWS_LEADER_ADDRESS)
+{{- end }}
+{{- with (get .root.Values .role).extraArgs }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "specpool.env" -}}
@@ -133,7 +179,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- $annotations := deepCopy $role.podAnnotations }}
-  {{- if and $values.metrics.enabled $values.metrics.annotations }}
+  {{- if and $values.metrics.enabled $values.metrics.annotations (not .follower) }}
   {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" (toString $values.metrics.port)) }}
   {{- end }}
   {{- with $annotations }}
@@ -162,12 +208,13 @@ spec:
       image: {{ include "specpool.image" (dict "root" $root "image" $role.image) }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       command: [specpool-{{ $component }}]
-      {{- with $role.extraArgs }}
+      {{- with include "specpool.args" . | trim }}
       args:
-        {{- toYaml . | nindent 8 }}
+        {{- . | nindent 8 }}
       {{- end }}
       env:
         {{- include "specpool.env" . | trim | nindent 8 }}
+      {{- if not .follower }}
       ports:
         - name: grpc
           containerPort: {{ include "specpool.port" .role }}
@@ -178,12 +225,12 @@ spec:
           containerPort: {{ $values.metrics.port }}
         {{- end }}
       {{- include "specpool.probes" . | nindent 6 }}
+      {{- end }}
       lifecycle:
         # New calls are routed elsewhere before a coordinator begins to refuse them, and a worker serves until its
         # coordinator has drained.
         preStop:
-          sleep:
-            seconds: {{ include "specpool.preStopSeconds" . }}
+          {{- include "specpool.preStop" . | nindent 10 }}
       resources:
         {{- include "specpool.resources" . | nindent 8 }}
       securityContext:

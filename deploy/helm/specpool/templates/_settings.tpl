@@ -1,14 +1,37 @@
 {{/* The settings of a role's process, as SPECPOOL_* variables. A process refuses to start with one that it does not know. */}}
 
-{{/* What the chart sets, by the settings' own names. Takes root and role. */}}
+{{/* How many ranks share a worker's model, those of all its nodes. Takes root and role. */}}
+{{- define "specpool.tensorParallel" -}}
+{{- $role := get .root.Values .role -}}
+{{- $gpus := int $role.gpus -}}
+{{- $nodes := int (default 1 $role.nodes) -}}
+{{- $ranks := int $role.tensorParallel -}}
+{{- if and $gpus (ne $ranks (int (mul $gpus $nodes))) -}}
+{{- $given := printf "%s.gpus is %d" .role $gpus -}}
+{{- if hasKey $role "nodes" }}{{ $given = printf "%s x %s.nodes is %d x %d" (print .role ".gpus") .role $gpus $nodes }}{{ end -}}
+{{- fail (printf "%s.tensorParallel: must be the number of GPUs, one for each rank: it is %d, but %s" .role $ranks $given) -}}
+{{- else if mod $ranks $nodes -}}
+{{- fail (printf "%s.tensorParallel: must be a multiple of %s.nodes, which is %d, not %d" .role .role $nodes $ranks) -}}
+{{- end -}}
+{{- $ranks -}}
+{{- end }}
+
+{{/* What the chart sets, by the settings' own names. Takes root, role and follower. */}}
 {{- define "specpool.chartSettings" -}}
-{{- $values := .root.Values -}}
-{{- $role := get $values .role -}}
-port: {{ include "specpool.port" .role }}
-# Probes have a port of their own: the kubelet's gRPC probes speak no TLS, and clients may hold all connections of the
-# other port. No Service has this one.
-health_port: 50060
-drain_seconds: {{ $role.drainSeconds }}
+{{- if not .follower }}
+{{- include "specpool.serverSettings" . }}
+{{- end }}
+{{- include "specpool.modelSettings" . }}
+{{- with .root.Values.logLevel }}
+log_level: {{ . }}
+{{- end }}
+{{- with .root.Values.logFormat }}
+log_format: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "specpool.modelSettings" -}}
+{{- $role := get .root.Values .role -}}
 {{- if ne .role "coordinator" }}
 {{- if eq $role.modelCache.type "image" }}
 model: {{ clean (printf "/model/%s" $role.modelCache.image.path) }}
@@ -19,7 +42,21 @@ revision: {{ . }}
 {{- end }}
 {{- end }}
 device: {{ default (ternary "cuda" "cpu" (gt (int $role.gpus) 0)) $role.device }}
+{{- $ranks := include "specpool.tensorParallel" . | int }}
+{{- if gt $ranks 1 }}
+tensor_parallel: {{ $ranks }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "specpool.serverSettings" }}
+{{- $values := .root.Values }}
+{{- $role := get $values .role }}
+port: {{ include "specpool.port" .role }}
+# Probes have a port of their own: the kubelet's gRPC probes speak no TLS, and clients may hold all connections of the
+# other port. No Service has this one.
+health_port: 50060
+drain_seconds: {{ $role.drainSeconds }}
 {{- include "specpool.tlsSettings" . }}
 {{- if eq .role "coordinator" }}
 {{- if $values.auth.apiTokens.existingSecret }}
@@ -39,12 +76,6 @@ trace_prompts: true
 {{- end }}
 {{- else if $values.auth.workerToken.existingSecret }}
 api_tokens: /worker-token/tokens
-{{- end }}
-{{- with $values.logLevel }}
-log_level: {{ . }}
-{{- end }}
-{{- with $values.logFormat }}
-log_format: {{ . }}
 {{- end }}
 {{- if $values.metrics.enabled }}
 metrics_port: {{ $values.metrics.port }}
@@ -80,12 +111,13 @@ allowed_names: {{ include "specpool.roleName" (dict "root" .root "role" "coordin
 
 {{/*
 Variables of a role's process. They stand in the pod's template, not in a ConfigMap, so that pods which an update has not
-reached yet keep their own settings when they restart. Kubernetes would replace $(NAME) in them. Takes root and role.
+reached yet keep their own settings when they restart. Kubernetes would replace $(NAME) in them. Takes root, role and follower.
 */}}
 {{- define "specpool.settings" -}}
 {{- $settings := include "specpool.chartSettings" . | fromYaml -}}
+{{- $elsewhere := list "target_address" "draft_address" "tensor_parallel" "nnodes" "node_rank" "master_addr" -}}
 {{- range $name, $value := (get .root.Values .role).settings -}}
-{{- if or (hasKey $settings $name) (has $name (list "target_address" "draft_address")) -}}
+{{- if or (hasKey $settings $name) (has $name $elsewhere) -}}
 {{- fail (printf "%s.settings.%s: the chart sets it from other values" $.role $name) -}}
 {{- end -}}
 {{- $_ := set $settings $name $value -}}

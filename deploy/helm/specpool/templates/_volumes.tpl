@@ -1,4 +1,4 @@
-{{/* What the pods of a role mount. Every template here takes root and role. */}}
+{{/* What the pods of a role mount. Every template here takes root, role and follower. */}}
 
 {{- define "specpool.mounts" -}}
 {{- $values := .root.Values -}}
@@ -14,7 +14,13 @@
   readOnly: true
 {{- end }}
 {{- end }}
+{{- if gt (int $role.tensorParallel) 1 }}
+- name: shm
+  mountPath: /dev/shm
+{{- end }}
+{{- if not .follower }}
 {{- include "specpool.secretMounts" . }}
+{{- end }}
 {{- with $role.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -44,7 +50,16 @@
 {{- if ne .role "coordinator" }}
 {{- include "specpool.modelVolumes" . }}
 {{- end }}
+{{- if gt (int (get .root.Values .role).tensorParallel) 1 }}
+- name: shm
+  # NCCL's buffers between the GPUs of a node. A container's own /dev/shm has 64 MiB.
+  emptyDir:
+    medium: Memory
+    sizeLimit: 2Gi
+{{- end }}
+{{- if not .follower }}
 {{- include "specpool.secretVolumes" . }}
+{{- end }}
 {{- with (get .root.Values .role).extraVolumes }}
 {{ toYaml . }}
 {{- end }}
@@ -59,7 +74,7 @@
     sizeLimit: 256Mi
 {{- end }}
 
-{{/* A claim for each cell comes from the StatefulSet's volumeClaimTemplates. */}}
+{{/* A claim for each pod comes from volumeClaimTemplates. */}}
 {{- define "specpool.modelVolumes" }}
 {{- $cache := (get .root.Values .role).modelCache }}
 {{- if eq $cache.type "existingClaim" }}
@@ -78,6 +93,29 @@
   image:
     reference: {{ required (printf "%s.modelCache.image.reference: needed by type image" .role) $cache.image.reference }}
     pullPolicy: {{ $cache.image.pullPolicy }}
+{{- end }}
+{{- end }}
+
+{{/* Claims of a worker's pods, if each has its own. */}}
+{{- define "specpool.claims" -}}
+{{- with (get .root.Values .role).modelCache }}
+{{- if eq .type "persistentVolumeClaim" }}
+persistentVolumeClaimRetentionPolicy:
+  whenDeleted: Retain
+  whenScaled: Retain
+volumeClaimTemplates:
+  - metadata:
+      name: models
+    spec:
+      accessModes:
+        {{- toYaml .accessModes | nindent 8 }}
+      {{- with .storageClassName }}
+      storageClassName: {{ . }}
+      {{- end }}
+      resources:
+        requests:
+          storage: {{ .size }}
+{{- end }}
 {{- end }}
 {{- end }}
 
