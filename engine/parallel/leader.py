@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from engine.cache.arena import KVArena
+from engine.cache.memory import Footprint
 from engine.cache.spans import Location, Span
 from engine.models.loading import UnsupportedModelError
 from engine.numerics import Tiles
@@ -26,6 +27,7 @@ from engine.parallel.messages import Begin, Loaded, Order, Probed, Report
 from engine.parallel.shares import Sharding
 from engine.parallel.store import new_store
 from engine.runner import PassRunner
+from protocol.worker_info import RankMemory
 
 LOOPBACK = "lo"
 
@@ -83,6 +85,15 @@ class Leader:
         for link in self._connections:
             send(link, Begin(columns=arena.columns, tiles=tiles))
         arena.before_move = lambda *columns: self._tell(Move(*columns))
+
+    def memory(self, device: str, footprint: Footprint) -> tuple[RankMemory, ...]:
+        """The memory of all ranks. `device`, `footprint`: of this one."""
+        heads = self.sharding.kv_heads.sizes
+        others = (
+            RankMemory(its.device, its.weight_bytes, footprint.kv * its_heads // heads[0], its.activation_bytes)
+            for its, its_heads in zip(self.reports, heads[1:], strict=True)
+        )
+        return RankMemory(device, footprint.weights, footprint.kv, footprint.activations), *others
 
     def run(self, runner: PassRunner, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
         """`PassRunner.run` on all ranks."""
