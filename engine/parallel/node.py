@@ -15,14 +15,14 @@ POLL_SECONDS = 0.1
 
 def run_node(program: str, options: EngineOptions) -> NoReturn:
     """Runs until SIGTERM, or until the first of its ranks ends, as all do when rank 0 ends; then ends the process."""
-    assert options.master_addr is not None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         devices = devices_of(options)
     except UnsupportedModelError as error:
         sys.exit(f"{program}: {error}")
-    command = [sys.executable, "-P", "-m", "engine.parallel.follower", options.master_addr, str(options.master_port)]
-    ranks = [subprocess.Popen([*command, device], stdin=subprocess.DEVNULL) for device in devices]
+    command = [sys.executable, "-P", "-m", "engine.parallel.follower"]
+    each = [options.model_copy(update={"device": device}).model_dump_json() for device in devices]
+    ranks = [subprocess.Popen([*command, its], stdin=subprocess.DEVNULL) for its in each]
     try:
         while all(rank.poll() is None for rank in ranks):
             time.sleep(POLL_SECONDS)
