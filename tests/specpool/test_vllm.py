@@ -1,6 +1,7 @@
 """`RemoteDraft` against a fake draft worker over a real socket, called as vLLM calls it."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -321,22 +322,56 @@ async def test_a_vllm_of_another_shape_is_refused(tokenizer: str, monkeypatch: p
 @pytest.mark.parametrize(
     ("variables", "line"),
     [
-        ({}, "RemoteDraft: draft-address: Field required"),
+        ({}, "SPECPOOL_* variables: draft-address: Field required"),
         ({"SPECPOOL_DRAFT_ADDRESS": "a:1", "SPECPOOL_DRAFT_TIMEOUT_SECONDS": "0"}, "draft-timeout-seconds: "),
+        ({"SPECPOOL_PREFILL_TOKENS": "0"}, "draft-address: Field required; SPECPOOL_* variables: prefill-tokens: "),
         ({"SPECPOOL_DRAFT_ADDRESS": "a:1", "SPECPOOL_TLS_CERT": "x"}, "tls_"),
         ({"SPECPOOL_DRAFT_ADDRES": "a:1"}, "unknown environment variable SPECPOOL_DRAFT_ADDRES"),
     ],
 )
 async def test_wrong_settings_are_refused(
-    variables: dict[str, str], line: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    variables: dict[str, str],
+    line: str,
+    tokenizer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert "settings of RemoteDraft" in await refused(lambda: RemoteDraft(vllm_config(tokenizer)))
-    assert line in capsys.readouterr().err
+    assert line in await refused(lambda: RemoteDraft(vllm_config(tokenizer)))
+    (logged,) = caplog.messages
+    assert logged.startswith("RemoteDraft cannot start: SPECPOOL_* variables: ")
 
 
-def test_a_tokenizer_without_a_fast_form_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ValueError, match="tokenizer"):
-        RemoteDraft(vllm_config(str(tmp_path)))
+    text = await refused(lambda: RemoteDraft(vllm_config(str(tmp_path))))
+    assert text.startswith(f"the tokenizer {tmp_path} cannot be read: ")
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_code_of_a_model_runs_only_where_vllm_may_run_it(
+    trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tokenizer(tmp_path)
+    settings = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": [None, "odd.Odd"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    code = "from transformers import PreTrainedTokenizerFast\nclass Odd(PreTrainedTokenizerFast):\n    pass\n"
+    (tmp_path / "odd.py").write_text(f"{code}open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0")
+    config = vllm_config(str(tmp_path))
+    config.model_config.trust_remote_code = trusted
+    text = await refused(lambda: RemoteDraft(config))
+    assert ("contains custom code" in text) is not trusted
+    assert (tmp_path / "ran").exists() is trusted
+
+
+async def test_a_vllm_for_cpu_is_warned_of(
+    tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0")
+    await refused(lambda: RemoteDraft(vllm_config(tokenizer, device_type="cpu")))
+    assert any("greedy answers only" in message for message in caplog.messages)
