@@ -20,7 +20,7 @@ from specpool.cli.prompts import own_prompts
 pytestmark = pytest.mark.vllm
 
 TOKENS, FEW_TOKENS = 32, 16
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 600
 PROMPTS: list[Any] = [list(line.prompt) for line in own_prompts()[:8]]
 TEXTS = ["The capital of Norway is", "def fibonacci(n):\n"]
 SCHEMA = {
