@@ -36,9 +36,9 @@ test-hosts: .venv/ready
 test-monitoring: .venv/ready
 	$(BIN)/pytest -m prometheus tests/deploy/test_prometheus.py
 
-# Drafts for a real vLLM on the CPU, in an environment of its own (3 minutes), or in that of SPECPOOL_VLLM_PYTHON.
+# Drafts for a real vLLM on the CPU, in an environment of its own (5 minutes), or in that of SPECPOOL_VLLM_PYTHON.
 test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
-	$(BIN)/pytest -m vllm tests/specpool/test_real_vllm.py
+	$(BIN)/pytest -m vllm tests/specpool
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -103,12 +103,19 @@ async def serving_pair(
         address = await _serve(stack, target_settings, target_host, register, TargetWorkerServicer(target_host))
         draft_host = draft_address = None
         if draft is not None:
-            draft_settings = DraftWorkerSettings(model=str(draft), **options)
-            draft_host = WorkerHost(partial(load_proposer, draft_settings))
-            register = draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
-            draft_address = await _serve(stack, draft_settings, draft_host, register, DraftWorkerServicer(draft_host))
+            draft_address, draft_host = await stack.enter_async_context(serving_draft(draft, **options))
         client, process = await stack.enter_async_context(serving_coordinator(address, draft_address, **settings))
         yield PairService(client, process, target_host, draft_host)
+
+
+@asynccontextmanager
+async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str, WorkerHost]]:
+    """A draft worker with these settings; yields its address, too."""
+    async with AsyncExitStack() as stack:
+        draft = DraftWorkerSettings(model=str(model), **settings)
+        host = WorkerHost(partial(load_proposer, draft))
+        register = draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
+        yield await _serve(stack, draft, host, register, DraftWorkerServicer(host)), host
 
 
 @asynccontextmanager

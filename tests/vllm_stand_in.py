@@ -23,7 +23,7 @@ def save_tokenizer(folder: Path) -> str:
 
 
 def vllm_config(tokenizer: str, num_speculative_tokens: int = 4, rank: int = 0, **changes: Any) -> Any:
-    """What `RemoteDraft` reads of a `VllmConfig`. `changes`: of its `parallel_config` and `scheduler_config`."""
+    """What `RemoteDraft` reads of a `VllmConfig`. `changes`: of its parallel, scheduler and device configuration."""
     parallel = {"world_size": 1, "tensor_parallel_size": 1, "prefill_context_parallel_size": 1}
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -38,6 +38,7 @@ def vllm_config(tokenizer: str, num_speculative_tokens: int = 4, rank: int = 0, 
             **{**parallel, "rank": rank, "distributed_executor_backend": "mp", **changes}  # type: ignore[arg-type]
         ),
         scheduler_config=SimpleNamespace(async_scheduling=changes.get("async_scheduling", False)),
+        device_config=SimpleNamespace(device_type=changes.get("device_type", "cuda")),
         speculative_config=SimpleNamespace(num_speculative_tokens=num_speculative_tokens),
     )
 

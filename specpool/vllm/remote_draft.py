@@ -24,6 +24,10 @@ from specpool.vllm.settings import RemoteDraftSettings
 # Below vLLM's own logger, whose handlers and level serve here too.
 log = logging.getLogger("vllm.specpool")
 
+LOST_TEMPERATURES = (
+    "vLLM for CPU loses temperature, top_p and top_k where it verifies drafts, whoever made them: ask it for greedy "
+    "answers only (https://github.com/vllm-project/vllm/issues/55005)"
+)
 # Seconds between lines about errors that every step may have.
 SECONDS_BETWEEN_ERRORS = 60.0
 
@@ -34,14 +38,25 @@ class RemoteDraft:
     def __init__(self, vllm_config: Any) -> None:
         """Waits for the draft worker. ValueError, in one line: settings are wrong, the draft worker does not answer, or
         its tokenizer is another one."""
-        self._settings = RemoteDraftSettings.of_environment()
-        served = Served(vllm_config)
-        self._drafter = Drafter(served.limits(self._settings.draft_max_length, self._settings.prefill_tokens))
         self._link: BlockingDraftLink | None = None
         self._ended = time.perf_counter()
         self._complained = -SECONDS_BETWEEN_ERRORS
+        try:
+            self._start(vllm_config)
+        except ValueError as error:
+            # vLLM ends with the tracebacks of three processes, in which the reason is hard to find.
+            log.error("RemoteDraft cannot start: %s", error)
+            raise
+
+    def _start(self, vllm_config: Any) -> None:
+        self._settings = RemoteDraftSettings.of_environment()
+        served = Served(vllm_config)
+        self._drafter = Drafter(served.limits(self._settings.draft_max_length, self._settings.prefill_tokens))
         if served.drafts:
+            _log_as_vllm()
             _warn_of_other_versions()
+            if served.on_cpu:
+                log.warning(LOST_TEMPERATURES)
             self._link = self._connected(served)
 
     def _connected(self, served: Served) -> BlockingDraftLink:
@@ -113,6 +128,14 @@ class RemoteDraft:
 def _none(sampled_token_ids: Any) -> list[list[int]]:
     """No drafts for any row."""
     return [[] for _ in sampled_token_ids or ()]
+
+
+def _log_as_vllm() -> None:
+    """Has vLLM's handlers write what becomes of the draft worker, too."""
+    theirs, links = logging.getLogger("vllm"), logging.getLogger("coordinator.workers")
+    for handler in theirs.handlers:
+        links.addHandler(handler)
+    links.setLevel(theirs.level)
 
 
 def _warn_of_other_versions() -> None:

@@ -37,6 +37,8 @@ class Served:
             last_stage = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
             self.drafts = parallel.rank == parallel.world_size - last_stage
             """Whether vLLM reads the drafts of this process: it does of the first rank of the last pipeline stage."""
+            self.on_cpu = config.device_config.device_type == "cpu"
+            """Whether vLLM computes on the CPU."""
             launcher, is_async = parallel.distributed_executor_backend, bool(scheduler.async_scheduling)
         except AttributeError as error:
             tried = ", ".join(TRIED)
@@ -54,12 +56,16 @@ class Served:
         return Limits(self._longest, self._max_model_len, self._vocab_size, draft_max_length, prefill_tokens)
 
     def info(self) -> common_pb2.ModelInfo:
-        """The model and its tokenizer, as a draft worker is compared with them. ValueError, OSError."""
+        """The model and its tokenizer, as a draft worker is compared with them. ValueError."""
         from transformers import AutoTokenizer  # here: it imports torch, which only vLLM's process has
 
-        tokenizer = AutoTokenizer.from_pretrained(
-            self._tokenizer, revision=self._revision, trust_remote_code=self._trusted
-        )
+        try:  # as vLLM itself, so that a repository's own code runs where vLLM's user lets vLLM run it, and only there
+            tokenizer = AutoTokenizer.from_pretrained(
+                self._tokenizer, revision=self._revision, trust_remote_code=self._trusted
+            )
+        except (OSError, ValueError, ImportError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the tokenizer {self._tokenizer} cannot be read: {reason}") from None
         if not tokenizer.is_fast:
             raise ValueError(f"the tokenizer of {self._model} has no fast (tokenizer.json) form to compare")
         files = TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", {}, ())

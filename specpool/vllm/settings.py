@@ -1,5 +1,7 @@
 """Settings of `RemoteDraft`: `SPECPOOL_*` variables of the vLLM process."""
 
+import io
+from contextlib import redirect_stderr
 from typing import Self
 
 from pydantic import Field
@@ -31,8 +33,10 @@ class RemoteDraftSettings(Settings, ClientSecurity):
 
     @classmethod
     def of_environment(cls) -> Self:
-        """The settings of this process. ValueError: some are wrong, as has been said on standard error."""
-        try:
-            return cls.load("RemoteDraft", [])
-        except SystemExit:
-            raise ValueError("the settings of RemoteDraft are wrong: see the line above") from None
+        """The settings of this process. ValueError, in one line: some are wrong."""
+        # vLLM prints a hundred lines after those that `load` writes for a command of its own.
+        with redirect_stderr(io.StringIO()) as written:
+            try:
+                return cls.load("SPECPOOL_* variables", [])
+            except SystemExit:
+                raise ValueError("; ".join(written.getvalue().splitlines())) from None

@@ -5,7 +5,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,72 +270,3 @@ async def test_only_the_rank_whose_drafts_vllm_reads_asks(tokenizer: str, monkey
     monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0")
     with pytest.raises(ValueError, match="cannot be used"):
         RemoteDraft(vllm_config(tokenizer, rank=2, **ranks))
-
-
-async def refused(make: Callable[[], Any]) -> str:
-    """The one line in which a start ends."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - callers check the text
-        await asyncio.to_thread(make)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-async def test_another_tokenizer_is_refused(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = RecordingDraft(FakeTarget(), fingerprint="another")
-    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", await draft.start())
-    text = await refused(lambda: RemoteDraft(vllm_config(tokenizer)))
-    assert "the draft fake has another tokenizer than the target served" in text
-    await draft.stop()
-
-
-async def test_an_unreachable_draft_worker_is_refused(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0.3")
-    text = await refused(lambda: RemoteDraft(vllm_config(tokenizer)))
-    assert text.startswith("the draft worker at 127.0.0.1:1 cannot be used: no answer in 0.3 s: UNAVAILABLE")
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"async_scheduling": True}, "async_scheduling must be off"),
-        ({"distributed_executor_backend": "external_launcher"}, "external_launcher is not supported"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, not 0"),
-    ],
-)
-async def test_a_vllm_that_cannot_use_drafts_is_refused(
-    changes: dict[str, Any], text: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
-    assert text in await refused(lambda: RemoteDraft(vllm_config(tokenizer, **changes)))
-
-
-async def test_a_vllm_of_another_shape_is_refused(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
-    config = vllm_config(tokenizer)
-    del config.parallel_config.rank
-    assert "has no attribute 'rank' (tried: 0.32)" in await refused(lambda: RemoteDraft(config))
-
-
-@pytest.mark.parametrize(
-    ("variables", "line"),
-    [
-        ({}, "RemoteDraft: draft-address: Field required"),
-        ({"SPECPOOL_DRAFT_ADDRESS": "a:1", "SPECPOOL_DRAFT_TIMEOUT_SECONDS": "0"}, "draft-timeout-seconds: "),
-        ({"SPECPOOL_DRAFT_ADDRESS": "a:1", "SPECPOOL_TLS_CERT": "x"}, "tls_"),
-        ({"SPECPOOL_DRAFT_ADDRES": "a:1"}, "unknown environment variable SPECPOOL_DRAFT_ADDRES"),
-    ],
-)
-async def test_wrong_settings_are_refused(
-    variables: dict[str, str], line: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert "settings of RemoteDraft" in await refused(lambda: RemoteDraft(vllm_config(tokenizer)))
-    assert line in capsys.readouterr().err
-
-
-def test_a_tokenizer_without_a_fast_form_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ValueError, match="tokenizer"):
-        RemoteDraft(vllm_config(str(tmp_path)))

@@ -1,0 +1,21 @@
+"""A plugin of vLLM that mends its sampling for the CPU, so that sampled requests can be tested there with drafts.
+
+vLLM 0.32 for CPU verifies drafts of sampled requests with temperatures that it has not written (its issue 55005); on
+other devices it has a kernel for them. Greedy requests do not need them.
+"""
+
+from typing import Any
+
+
+def mend() -> None:
+    """Gives each draft token the sampling parameters of its row."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(
+        values: torch.Tensor, ends: torch.Tensor, count: int, replace_from: Any = 0, replace_to: Any = 0
+    ) -> torch.Tensor:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        return torch.where(values == replace_from, replace_to, values).repeat_interleave(counts, output_size=count)
+
+    rejection_sampler.expand_batch_to_tokens = expand
