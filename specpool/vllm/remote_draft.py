@@ -38,7 +38,8 @@ class RemoteDraft:
         served = Served(vllm_config)
         self._drafter = Drafter(served.limits(self._settings.draft_max_length, self._settings.prefill_tokens))
         self._link: BlockingDraftLink | None = None
-        self._ended = time.perf_counter()
+        self._ended, self._took = time.perf_counter(), 0.0
+        """When the last drafts were made, and the seconds that they took."""
         self._complained = -SECONDS_BETWEEN_ERRORS
         if served.drafts:
             _warn_of_other_versions()
@@ -89,10 +90,11 @@ class RemoteDraft:
             return _none(sampled_token_ids)
         finally:
             self._ended = time.perf_counter()
+            self._took = self._ended - began
 
     def _propose(self, link: BlockingDraftLink, batch: Batch, step_seconds: float) -> list[list[int]]:
         drafter = self._drafter
-        items, gone = drafter.begin(batch, link.model, step_seconds)
+        items, gone = drafter.begin(batch, link.model, step_seconds, self._took)
         link.release(gone)
         if items:
             # The link has logged what failed, and rests for a while.

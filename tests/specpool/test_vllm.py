@@ -87,7 +87,8 @@ async def test_drafts_are_accepted_and_caches_are_never_rebuilt(
         served.check(*rows)
         assert sum(row.accepted for row in rows) > 40
         assert len(served.first_contacts) == 3
-        assert all(len(item.token_ids) <= 8 for request in served.draft.requests for item in request.items)
+        items = [item for request in served.draft.requests for item in request.items]
+        assert all(len(item.token_ids) <= 8 for item in items if not item.HasField("sampling"))
 
 
 async def test_rows_come_go_move_and_swap(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
