@@ -15,7 +15,14 @@ from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.scheduling.commits import DraftOrder
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.scheduling.sequence import (
+    DRAFT_MAY_LACK,
+    DraftMethod,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Sequence,
+)
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 from specpool.vllm.costs import StepCosts
 from specpool.vllm.pacing import Mode, Pacing
@@ -101,6 +108,9 @@ class Drafter:
         """Takes in the draft worker's answer."""
         self._round.take_proposals(proposals, self._limits.vocab_size)
         self.drafting.observe_proposals(items, proposals, timed)
+        if any(len(item.token_ids) > DRAFT_MAY_LACK for item in items):
+            # The first drafts always catch up. A worker that measured itself while vLLM started is faster than it says.
+            self.drafting.costs.draft.observe_steps(_passes(items, proposals), timed.forward)
 
     def drafts(self) -> list[list[int]]:
         """The draft tokens of each row, for vLLM to verify in its next step; possibly none."""
@@ -173,6 +183,13 @@ class Drafter:
             sequence.draft_prefix = None  # else whole histories would be kept alive
             self._prefixes.finish(sequence)
         self.drafting.forget(sequence.sequence_id for sequence in gone)
+
+
+def _passes(items: list[ProposeItem], proposals: list[Proposal]) -> list[int]:
+    """Rows of the passes that the draft worker ran for these items."""
+    lengths = [len(proposal.draft_token_ids) for proposal in proposals]
+    later = [sum(length > step for length in lengths) for step in range(1, max(lengths, default=0))]
+    return [sum(len(item.token_ids) for item in items), *later]
 
 
 def _verdict(sequence: Sequence, batch: Batch, row: int) -> Verdict:

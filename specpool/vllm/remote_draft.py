@@ -38,9 +38,10 @@ class RemoteDraft:
         served = Served(vllm_config)
         self._drafter = Drafter(served.limits(self._settings.draft_max_length, self._settings.prefill_tokens))
         self._link: BlockingDraftLink | None = None
-        self._ended, self._took = time.perf_counter(), 0.0
-        """When the last drafts were made, and the seconds that they took."""
+        self._ended = time.perf_counter()
         self._complained = -SECONDS_BETWEEN_ERRORS
+        self._took = 0.0
+        """Seconds that the last drafts took."""
         if served.drafts:
             _warn_of_other_versions()
             self._link = self._connected(served)
