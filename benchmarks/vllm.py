@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.prompts import load_prompts
 from benchmarks.report import console, finish, output_folder, progress, show, whole
-from benchmarks.vllm_process import MAX_ROWS, VllmEngine, draft_process, token_ids
+from benchmarks.vllm_process import MAX_ROWS, VllmEngine, draft_process, token_ids, vllm_python
 from engine.models.embedded_pair import embedded_pair
 
 # Prompts of a run per request in flight: with fewer, the emptying batch at the end of a run counts for much.
@@ -68,6 +68,7 @@ def _concurrencies(text: str) -> list[int]:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each concurrency and way to draft."""
+    vllm_python()
     pair = embedded_pair()
     prompts = token_ids(pair.target, load_prompts(options.prompts, LOAD * max(options.concurrency)))
     with ExitStack() as stack:
