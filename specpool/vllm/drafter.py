@@ -82,14 +82,14 @@ class Drafter:
         return [sequence.sequence_id for sequence in gone]
 
     def begin(
-        self, batch: Batch, draft: DraftModel | None, step_seconds: float, draft_seconds: float
+        self, batch: Batch, draft: DraftModel | None, step_seconds: float, draft_seconds: float, skipped: int = 0
     ) -> tuple[list[ProposeItem], list[int]]:
         """Takes in what the rows have gained. Returns what to ask the draft worker, and sequences that it may free.
 
         `draft`: None if the draft worker cannot be asked now. `step_seconds`: the time that vLLM took for its step.
-        `draft_seconds`: the time that its drafts took before it.
+        `draft_seconds`: the time that its drafts took before it. `skipped`: steps since the last `begin`.
         """
-        gone = self._take_in(batch, step_seconds, draft_seconds)
+        gone = self._take_in(batch, step_seconds, draft_seconds, skipped)
         if draft is not None:
             self.drafting.costs.draft = draft.step_times
             self._prefixes.trim(draft.slots - len(self._sequences))
@@ -120,6 +120,13 @@ class Drafter:
         by_id = {item.sequence_id: item.draft_token_ids for item in items}
         return [list(by_id.get(sequence.sequence_id, ())) for sequence in self._sequences]
 
+    @property
+    def may_rest(self) -> bool:
+        """Whether nothing is drafted in this round, nor anything to be learned from the next step."""
+        rows = len(self._running)
+        is_plain = rows > 0 and not self._asked and sum(self._running.values()) == rows
+        return is_plain and self._pacing.knows(rows)
+
     def _orders(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
         """The draft order of each sequence id."""
         plan = self.drafting.lengths.plan
@@ -134,18 +141,20 @@ class Drafter:
             for s in group
         }
 
-    def _observe(self, found: Items[Sequence | None], batch: Batch, step_seconds: float, draft_seconds: float) -> None:
+    def _observe(
+        self, found: Items[Sequence | None], batch: Batch, step_seconds: float, draft_seconds: float, skipped: int
+    ) -> None:
         """Learns from the time of a step in which all rows decoded."""
         if not self._running or not all(batch.sampled) or None in found:
             return
         tokens = sum(self._running[sequence.sequence_id] for sequence in found if sequence is not None)
         spent = draft_seconds if self._asked else 0.0
-        self._pacing.observe(len(found), tokens, sum(batch.sampled), step_seconds, spent)
+        self._pacing.observe(len(found), tokens, sum(batch.sampled), step_seconds, spent, skipped)
 
-    def _take_in(self, batch: Batch, step_seconds: float, draft_seconds: float) -> list[Sequence]:
+    def _take_in(self, batch: Batch, step_seconds: float, draft_seconds: float, skipped: int) -> list[Sequence]:
         """Commits what the rows have gained. Returns the sequences whose rows are gone."""
-        found, gone = self._rows.match(batch)
-        self._observe(found, batch, step_seconds, draft_seconds)
+        found, gone = self._rows.match(batch, skipped > 0)
+        self._observe(found, batch, step_seconds, draft_seconds, skipped)
         verdicts = [
             _verdict(sequence, batch, row)
             for row, sequence in enumerate(found)

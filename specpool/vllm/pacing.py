@@ -56,10 +56,18 @@ class Pacing:
             return Mode.PROBE
         return Mode.PLANNED
 
-    def observe(self, rows: int, tokens: int, gained: int, step_seconds: float, draft_seconds: float) -> None:
+    def knows(self, rows: int) -> bool:
+        """Whether it is known what plain steps of this number of rows take, and what drafts would cost them."""
+        times = self.costs.verify
+        return times.seen(rows) >= PLAIN_STEPS and times.seen(2 * rows) >= PROBES
+
+    def observe(
+        self, rows: int, tokens: int, gained: int, step_seconds: float, draft_seconds: float, skipped: int = 0
+    ) -> None:
         """Takes in a step of rows that all decoded: the tokens that it ran and gained, and its time.
 
-        `draft_seconds`: the time that drafting took before it; 0 if nothing was asked of the draft worker.
+        `draft_seconds`: the time that drafting took before it; 0 if nothing was asked of the draft worker. `skipped`:
+        steps before it that were not looked at.
         """
         times = self.costs.verify
         times.observe(tokens, step_seconds)
@@ -68,4 +76,4 @@ class Pacing:
             saved = gained / rows - (step_seconds + draft_seconds) / times(rows)
         else:
             self._since_plain = 0
-        self.balance = min(MOST_BALANCE, max(-MOST_BALANCE, self.balance + ALLOWANCE + saved))
+        self.balance = min(MOST_BALANCE, max(-MOST_BALANCE, self.balance + (1 + skipped) * ALLOWANCE + saved))

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,3 +193,26 @@ def test_one_slow_step_changes_little() -> None:
         times.observe(4, 0.03)
     times.observe(4, 3.0)
     assert times(4) < 0.034
+
+
+def test_rows_are_hardly_looked_at_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skipped steps: the rows of the next one have gained several tokens, and some have left or come."""
+    server = VirtualServer(8, bent, slow_draft, 0.5)
+    server.run(1200)
+    begin: Callable[..., Any] = server.drafter.begin
+    drafts, looks, skipped = server.drafter.drafts, 0, 0
+
+    def sometimes(*arguments: Any) -> Any:
+        nonlocal looks, skipped
+        if server.drafter.may_rest and skipped < 3:
+            skipped += 1
+            return [], []
+        asked = begin(*arguments, skipped)
+        looks, skipped = looks + 1, 0
+        return asked
+
+    monkeypatch.setattr(server.drafter, "begin", sometimes)
+    monkeypatch.setattr(server.drafter, "drafts", lambda: [[]] * 8 if skipped else drafts())
+    steps = 400
+    assert server.run(8 * steps) > 0.96
+    assert looks < steps / 2
