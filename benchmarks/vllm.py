@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.prompts import load_prompts
 from benchmarks.report import console, finish, output_folder, progress, show, whole
-from benchmarks.vllm_process import MAX_ROWS, VllmEngine, draft_process, token_ids, vllm_python
+from benchmarks.vllm_process import VllmEngine, draft_process, token_ids, vllm_python
 from engine.models.embedded_pair import embedded_pair
 
 # Prompts of a run per request in flight: with fewer, the emptying batch at the end of a run counts for much.
@@ -43,7 +43,10 @@ def main() -> None:
     """Parses the command line, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--concurrency", type=_concurrencies, default="1,4,8,16", help="requests in flight, separated by commas"
+        "--concurrency",
+        type=_concurrencies,
+        default="1,4,8,16",
+        help="requests in flight, of which vLLM decodes 16 at a time",
     )
     parser.add_argument("--tokens", type=whole(2, 512), default=64, help="tokens of each answer")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
@@ -63,7 +66,7 @@ def main() -> None:
 
 
 def _concurrencies(text: str) -> list[int]:
-    return [whole(1, MAX_ROWS)(number) for number in text.split(",")]
+    return [whole(1, 256)(number) for number in text.split(",")]
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -131,13 +131,13 @@ class Drafter:
         """The draft order of each sequence id."""
         plan = self.drafting.lengths.plan
         mode = self._pacing.mode(len(group), plan.speed if plan.steps else 0.0)
-        if mode is Mode.PLANNED or not all(sequence.is_decoding for sequence in group):
+        is_probe = mode is Mode.PROBE and all(sequence.is_decoding for sequence in group)  # other steps are not timed
+        if mode is not Mode.PLAIN and not is_probe:
             return self.drafting.orders(group, worker)
         for sequence in group:  # so that it goes on to learn how often its tokens are right
             self.drafting.lookup.look_up(sequence, sequence.draft_limit)
-        probe = mode is Mode.PROBE
         return {
-            s.sequence_id: DraftOrder(lookup_ids=tuple(s.token_ids[-1:]) if probe and s.draft_limit else ())
+            s.sequence_id: DraftOrder(lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.draft_limit else ())
             for s in group
         }
 

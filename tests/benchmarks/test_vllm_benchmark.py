@@ -28,7 +28,7 @@ def test_ratios_are_taken_within_a_repeat_and_the_first_run_is_apart() -> None:
     assert remote["ratio_of_free_drafts"] == pytest.approx(4 / 1.7, abs=1e-3)
 
 
-@pytest.mark.parametrize("flag", ["--concurrency=0", "--concurrency=1,17", "--tokens=1", "--repeats=0"])
+@pytest.mark.parametrize("flag", ["--concurrency=0", "--concurrency=1,257", "--tokens=1", "--repeats=0"])
 def test_wrong_flags_are_named(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["vllm", flag])
     with pytest.raises(SystemExit) as ended:

@@ -12,10 +12,13 @@ import pytest
 from serving import RecordingDraft
 from vllm_stand_in import MAX_MODEL_LEN, STEP_SECONDS, Row, StandIn, save_tokenizer, vllm_config
 
+from coordinator.drafting.costs import UNKNOWN_VERIFY, StepTimes
 from coordinator.workers import link
 from protocol.tokenizer import TokenizerFiles
 from specpool.testing import FakeTarget, byte_tokenizer
 from specpool.vllm import RemoteDraft
+from specpool.vllm.costs import LearnedTimes
+from specpool.vllm.pacing import Mode, Pacing
 
 FINGERPRINT = TokenizerFiles(byte_tokenizer().to_str().encode(), "", {}, ()).fingerprint
 PATIENCE_SECONDS = 30
@@ -29,6 +32,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def _soon_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "PROBE_SECONDS", 0.05)
+
+
+@pytest.fixture(autouse=True)
+def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether drafts pay is tested in virtual time, not by the times of a busy machine."""
+    monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
+    monkeypatch.setattr(Pacing, "mode", lambda *_: Mode.PLANNED)
+    monkeypatch.setattr(Pacing, "observe", lambda *_: None)
 
 
 @dataclass
