@@ -1,9 +1,9 @@
 """A vLLM engine as a child process of tests and benchmarks, run by the Python of vLLM's own environment.
 
 Standard input: a JSON object of arguments for `vllm.LLM`, then one for each run: {"prompts": token ids of each,
-"max_tokens": number of tokens}. Standard output: a line once the engine is ready, then one for each run: {"outputs",
-"seconds", "draft_tokens", "accepted", "preemptions"}. All prompts of a run are decoded at a time, greedily and to the
-full length.
+"max_tokens": number of tokens, "at_a_time": requests in flight, default: all}. Standard output: a line once the engine
+is ready, then one for each run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the sums
+of `benchmarks.vllm_drafters.Clock`}. Prompts are decoded greedily and to the full length.
 """
 
 import json
@@ -11,6 +11,8 @@ import os
 import sys
 import time
 from typing import Any
+
+from benchmarks.vllm_drafters import clock
 
 COUNTERS = {
     "draft_tokens": "vllm:spec_decode_num_draft_tokens",
@@ -33,17 +35,33 @@ def main() -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=run["max_tokens"], ignore_eos=True, detokenize=False)
         prompts: Any = [{"prompt_token_ids": token_ids} for token_ids in run["prompts"]]
         began = time.perf_counter()
-        done = engine.generate(prompts, sampling, use_tqdm=False)
+        outputs, steps = _generate(engine.llm_engine, prompts, sampling, run.get("at_a_time") or len(prompts))
         seconds = time.perf_counter() - began
         before, counted = counted, _counts(engine)
-        counts = {name: counted[name] - before[name] for name in COUNTERS}
-        _answer(answers, {"outputs": [list(its.outputs[0].token_ids) for its in done], "seconds": seconds, **counts})
+        counts = {name: value - before[name] for name, value in counted.items()}
+        _answer(answers, {"outputs": outputs, "seconds": seconds, "steps": steps, **counts})
 
 
-def _counts(engine: Any) -> dict[str, int]:
-    """vLLM's counters since its start; 0 for those that it does not have."""
+def _generate(engine: Any, prompts: list[Any], sampling: Any, at_a_time: int) -> tuple[list[list[int]], int]:
+    """The tokens of each answer, and the number of steps that all took, with so many requests in flight."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    begun = finished = steps = 0
+    while finished < len(prompts):
+        for prompt in prompts[begun : finished + at_a_time]:
+            engine.add_request(str(begun), prompt, sampling)
+            begun += 1
+        steps += 1
+        for output in engine.step():
+            if output.finished:
+                outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
+                finished += 1
+    return outputs, steps
+
+
+def _counts(engine: Any) -> dict[str, float]:
+    """Counters since the start: vLLM's, 0 for those that it does not have, and ours."""
     values = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
-    return {name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}
+    return {**{name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}, **clock()}
 
 
 def _answer(answers: Any, message: dict[str, Any]) -> None:

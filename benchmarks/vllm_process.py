@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import IO, Any, Self
 
 from transformers import AutoTokenizer
 
+from rpc.channel import Connector
+from rpc.healthcheck import problem
+from specpool.cli.processes import worker_environment
 from specpool.cli.prompts import PromptLine
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +29,8 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "remote": {"method": "custom_class", "model": "specpool.vllm.RemoteDraft"},
+    "timed": {"method": "custom_class", "model": "benchmarks.vllm_drafters.TimedRemoteDraft"},
+    "none": {"method": "custom_class", "model": "benchmarks.vllm_drafters.NoDrafts"},
 }
 """Ways to draft, as vLLM's `speculative_config`, without the number of tokens."""
 # Memory allocator and OpenMP that vLLM for CPU is meant to be run with, where the machine has them.
@@ -52,6 +58,9 @@ def vllm_environment(python: Path, draft_address: str | None = None, cores: str 
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # As vLLM sets them where it has several processes: threads that spin for longer take a core from the draft.
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
         **({"SPECPOOL_DRAFT_ADDRESS": draft_address} if draft_address else {}),
     }
 
@@ -94,9 +103,9 @@ class VllmEngine:
         self._receive()
         return self
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Generates for all prompts at a time. RuntimeError: the engine has ended."""
-        self._send({"prompts": prompts, "max_tokens": max_tokens})
+    def run(self, prompts: list[list[int]], max_tokens: int, at_a_time: int | None = None) -> dict[str, Any]:
+        """Generates for all prompts, `at_a_time` of them in flight, or all. RuntimeError: the engine has ended."""
+        self._send({"prompts": prompts, "max_tokens": max_tokens, "at_a_time": at_a_time})
         return self._receive()
 
     def close(self) -> None:
@@ -137,8 +146,15 @@ class DraftProcess:
 
     def start(self) -> None:
         """Starts the process, which serves after some seconds."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
-        self._process = subprocess.Popen(self._command, cwd=ROOT, env={**inherited, "PYTHONPATH": str(ROOT)})
+        self._process = subprocess.Popen(self._command, cwd=ROOT, env={**worker_environment(), "PYTHONPATH": str(ROOT)})
+
+    def wait_ready(self, seconds: float = 120.0) -> None:
+        """Waits until it serves, and has measured itself. RuntimeError: it does not."""
+        until = time.monotonic() + seconds
+        while (reason := problem(Connector(self.address), "", 1.0)) is not None:
+            if time.monotonic() > until or self._process.poll() is not None:
+                raise RuntimeError(f"the draft worker does not serve: {reason}")
+            time.sleep(0.2)
 
     def kill(self) -> None:
         """Kills the process."""

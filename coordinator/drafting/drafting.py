@@ -54,8 +54,8 @@ class SpeculationState:
 class Drafting:
     """Draft orders, round after round. `longest`: most draft tokens of a sequence whose request fixes no number."""
 
-    def __init__(self, longest: int) -> None:
-        costs = RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
+    def __init__(self, longest: int, costs: RoundCosts | None = None) -> None:
+        costs = costs or RoundCosts(StepTimes(UNKNOWN_DRAFT), StepTimes(UNKNOWN_VERIFY), FIRST_EXCHANGE)
         self.lengths = DraftLengths(costs, longest)
         self.lookup = PromptLookup()
         self.calibration = Calibration()

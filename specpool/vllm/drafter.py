@@ -12,10 +12,20 @@ from itertools import count
 from coordinator.counters import Timed
 from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.drafting import Drafting, DraftWorker
+from coordinator.scheduling.commits import DraftOrder
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import DraftMethod, Finish, FinishReason, GenerationRequest, Sequence
+from coordinator.scheduling.sequence import (
+    DRAFT_MAY_LACK,
+    DraftMethod,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Sequence,
+)
 from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
+from specpool.vllm.costs import StepCosts
+from specpool.vllm.pacing import Mode, Pacing
 from specpool.vllm.rows import Batch, Rows
 
 
@@ -52,7 +62,8 @@ class Drafter:
     def __init__(self, limits: Limits) -> None:
         self.round_id = 0
         """Number of the present round."""
-        self.drafting = Drafting(limits.num_speculative_tokens)
+        costs = StepCosts()
+        self.drafting, self._pacing = Drafting(limits.num_speculative_tokens, costs), Pacing(costs)
         self._limits = limits
         self._ids = count(1)
         self._sequences: list[Sequence] = []
@@ -64,16 +75,21 @@ class Drafter:
         self.drafting.forget(sequence.sequence_id for sequence in gone)
         self._rows, self._prefixes = Rows(), PrefixIndex()
         self._round = Round(self.round_id, [], self._limits.prefill_tokens)
-        self._verified = 0
-        """Tokens that vLLM runs in its present step, if all of its rows decode; 0 if not."""
+        self._running: dict[int, int] = {}
+        """Tokens that vLLM runs in its present step, by sequence, if all of its rows decode; none if not."""
+        self._asked = False
+        """Whether the draft worker was asked before the present step."""
         return [sequence.sequence_id for sequence in gone]
 
-    def begin(self, batch: Batch, draft: DraftModel | None, seconds: float) -> tuple[list[ProposeItem], list[int]]:
+    def begin(
+        self, batch: Batch, draft: DraftModel | None, step_seconds: float, draft_seconds: float, skipped: int = 0
+    ) -> tuple[list[ProposeItem], list[int]]:
         """Takes in what the rows have gained. Returns what to ask the draft worker, and sequences that it may free.
 
-        `draft`: None if the draft worker cannot be asked now. `seconds`: the time that vLLM took for its step.
+        `draft`: None if the draft worker cannot be asked now. `step_seconds`: the time that vLLM took for its step.
+        `draft_seconds`: the time that its drafts took before it. `skipped`: steps since the last `begin`.
         """
-        gone = self._take_in(batch, seconds)
+        gone = self._take_in(batch, step_seconds, draft_seconds, skipped)
         if draft is not None:
             self.drafting.costs.draft = draft.step_times
             self._prefixes.trim(draft.slots - len(self._sequences))
@@ -81,30 +97,64 @@ class Drafter:
         group = [sequence for sequence in self._sequences if sequence.finish is None]
         longest = min(draft.max_model_len, self._limits.draft_max_length) if draft is not None else 0
         worker = DraftWorker(longest, self.round_id) if draft is not None else None
-        orders = self.drafting.orders(group, worker) if group else {}
+        orders = self._orders(group, worker) if group else {}
         chance = self.drafting.calibration.chance
         self._round = Round(self.round_id, group, self._limits.prefill_tokens, orders, chance)
         items = self._round.propose_items(longest, draft.vocab_size) if draft is not None else []
+        self._asked = bool(items)
         return items, [sequence.sequence_id for sequence in gone]
 
     def take(self, items: list[ProposeItem], proposals: list[Proposal], timed: Timed) -> None:
         """Takes in the draft worker's answer."""
         self._round.take_proposals(proposals, self._limits.vocab_size)
         self.drafting.observe_proposals(items, proposals, timed)
+        if any(len(item.token_ids) > DRAFT_MAY_LACK for item in items):
+            # The first drafts always catch up. A worker that measured itself while vLLM started is faster than it says.
+            self.drafting.costs.draft.observe_steps(_passes(items, proposals), timed.forward)
 
     def drafts(self) -> list[list[int]]:
         """The draft tokens of each row, for vLLM to verify in its next step; possibly none."""
         items = self._round.verify_items()
         decode = len(items) == len(self._sequences) and all(len(item.token_ids) == 1 for item in items)
-        self._verified = sum(1 + len(item.draft_token_ids) for item in items) if decode else 0
+        self._running = {item.sequence_id: 1 + len(item.draft_token_ids) for item in items} if decode else {}
         by_id = {item.sequence_id: item.draft_token_ids for item in items}
         return [list(by_id.get(sequence.sequence_id, ())) for sequence in self._sequences]
 
-    def _take_in(self, batch: Batch, seconds: float) -> list[Sequence]:
+    @property
+    def may_rest(self) -> bool:
+        """Whether nothing is drafted in this round, nor anything to be learned from the next step."""
+        rows = len(self._running)
+        is_plain = rows > 0 and not self._asked and sum(self._running.values()) == rows
+        return is_plain and self._pacing.knows(rows)
+
+    def _orders(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
+        """The draft order of each sequence id."""
+        plan = self.drafting.lengths.plan
+        mode = self._pacing.mode(len(group), plan.speed if plan.steps else 0.0)
+        is_probe = mode is Mode.PROBE and all(sequence.is_decoding for sequence in group)  # other steps are not timed
+        if mode is not Mode.PLAIN and not is_probe:
+            return self.drafting.orders(group, worker)
+        for sequence in group:  # so that it goes on to learn how often its tokens are right
+            self.drafting.lookup.look_up(sequence, sequence.draft_limit)
+        return {
+            s.sequence_id: DraftOrder(lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.draft_limit else ())
+            for s in group
+        }
+
+    def _observe(
+        self, found: Items[Sequence | None], batch: Batch, step_seconds: float, draft_seconds: float, skipped: int
+    ) -> None:
+        """Learns from the time of a step in which all rows decoded."""
+        if not self._running or not all(batch.sampled) or None in found:
+            return
+        tokens = sum(self._running[sequence.sequence_id] for sequence in found if sequence is not None)
+        spent = draft_seconds if self._asked else 0.0
+        self._pacing.observe(len(found), tokens, sum(batch.sampled), step_seconds, spent, skipped)
+
+    def _take_in(self, batch: Batch, step_seconds: float, draft_seconds: float, skipped: int) -> list[Sequence]:
         """Commits what the rows have gained. Returns the sequences whose rows are gone."""
-        found, gone = self._rows.match(batch)
-        if self._verified and all(sequence is not None for sequence in found) and all(batch.sampled):
-            self.drafting.costs.verify.observe(self._verified, seconds)
+        found, gone = self._rows.match(batch, skipped > 0)
+        self._observe(found, batch, step_seconds, draft_seconds, skipped)
         verdicts = [
             _verdict(sequence, batch, row)
             for row, sequence in enumerate(found)
@@ -142,6 +192,13 @@ class Drafter:
             sequence.draft_prefix = None  # else whole histories would be kept alive
             self._prefixes.finish(sequence)
         self.drafting.forget(sequence.sequence_id for sequence in gone)
+
+
+def _passes(items: list[ProposeItem], proposals: list[Proposal]) -> list[int]:
+    """Rows of the passes that the draft worker ran for these items."""
+    lengths = [len(proposal.draft_token_ids) for proposal in proposals]
+    later = [sum(length > step for length in lengths) for step in range(1, max(lengths, default=0))]
+    return [sum(len(item.token_ids) for item in items), *later]
 
 
 def _verdict(sequence: Sequence, batch: Batch, row: int) -> Verdict:

@@ -30,6 +30,9 @@ LOST_TEMPERATURES = (
 )
 # Seconds between lines about errors that every step may have.
 SECONDS_BETWEEN_ERRORS = 60.0
+# Where drafts do not pay, looking at the rows may take this share of vLLM's time. The steps between are not looked at,
+# at most so many.
+SHARE_OF_LOOKING, MOST_SKIPPED = 0.005, 16
 
 
 class RemoteDraft:
@@ -41,6 +44,10 @@ class RemoteDraft:
         self._link: BlockingDraftLink | None = None
         self._ended = time.perf_counter()
         self._complained = -SECONDS_BETWEEN_ERRORS
+        self._took = 0.0
+        """Seconds that the last drafts took."""
+        self._to_skip = self._skipped = 0
+        """Steps that are not looked at before the next one, and since the last one, that is."""
         try:
             self._start(vllm_config)
         except ValueError as error:
@@ -92,10 +99,16 @@ class RemoteDraft:
         """
         if self._link is None:
             return _none(sampled_token_ids)
+        if self._to_skip:
+            self._to_skip, self._skipped, self._ended = self._to_skip - 1, self._skipped + 1, time.perf_counter()
+            return _none(sampled_token_ids)
         began = time.perf_counter()
         try:
             batch = Batch(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-            return self._propose(self._link, batch, began - self._ended)
+            step_seconds = began - self._ended
+            drafts = self._propose(self._link, batch, step_seconds)
+            self._to_skip = self._steps_to_skip(step_seconds, time.perf_counter() - began)
+            return drafts
         except Exception:  # drafts are never worth a request
             if began - self._complained >= SECONDS_BETWEEN_ERRORS:
                 self._complained = began
@@ -104,10 +117,12 @@ class RemoteDraft:
             return _none(sampled_token_ids)
         finally:
             self._ended = time.perf_counter()
+            self._took = self._ended - began
 
     def _propose(self, link: BlockingDraftLink, batch: Batch, step_seconds: float) -> list[list[int]]:
         drafter = self._drafter
-        items, gone = drafter.begin(batch, link.model, step_seconds)
+        items, gone = drafter.begin(batch, link.model, step_seconds, self._took, self._skipped)
+        self._skipped = 0
         link.release(gone)
         if items:
             # The link has logged what failed, and rests for a while.
@@ -115,6 +130,12 @@ class RemoteDraft:
                 proposals, timed = link.propose(drafter.round_id, items, drafter.drafting.hints, step_seconds)
                 drafter.take(items, proposals, timed)
         return drafter.drafts()
+
+    def _steps_to_skip(self, step_seconds: float, seconds: float) -> int:
+        """Steps that need no look at the rows, which took so many seconds."""
+        if not self._drafter.may_rest:
+            return 0
+        return min(MOST_SKIPPED, int(seconds / (SHARE_OF_LOOKING * step_seconds)))
 
     def close(self) -> None:
         """Frees what the draft worker holds for this process."""

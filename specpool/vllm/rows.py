@@ -3,7 +3,7 @@
 vLLM names no requests: a row is told by its tokens. It keeps its place from step to step, and moves only when another
 row leaves, so the row that was in this place is looked at first, by a few tokens. Only a row that has moved is compared
 token by token: a step takes O(new tokens), however long the sequences are. Equal rows may be mistaken for each other,
-which changes nothing.
+which changes nothing. Where steps were not looked at, rows have gained more tokens than the last step gave them.
 """
 
 from collections.abc import Sequence as Items
@@ -69,10 +69,11 @@ class Held:
         """The length and the last tokens, by which a row that has moved is found."""
         return self.length, *self.sequence.token_ids[-MARKS:]
 
-    def stays(self, batch: Batch, row: int) -> bool:
+    def stays(self, batch: Batch, row: int, skipped: bool) -> bool:
         """Whether the row in this place goes on as the sequence."""
         tokens, length = self.sequence.token_ids, self.length
-        if length + batch.sampled[row] != batch.lengths[row]:
+        before = batch.lengths[row] - batch.sampled[row]
+        if before < length or (before > length and not skipped):
             return False
         start = max(0, length - MARKS)
         return batch.read(row, start, length) == tokens[start:] and batch.pick(row, self._positions) == self._marks
@@ -88,10 +89,14 @@ class Rows:
     def __init__(self) -> None:
         self._held: list[Held] = []
 
-    def match(self, batch: Batch) -> tuple[list[Sequence | None], list[Sequence]]:
-        """The sequence of each row, None for a new one; and the sequences whose rows are gone."""
+    def match(self, batch: Batch, skipped: bool = False) -> tuple[list[Sequence | None], list[Sequence]]:
+        """The sequence of each row, None for a new one; and the sequences whose rows are gone.
+
+        `skipped`: whether there were steps since the last one looked at. Rows that have moved then count as new.
+        """
         found: list[Held | None] = [
-            held if row < len(batch) and held.stays(batch, row) else None for row, held in enumerate(self._held)
+            held if row < len(batch) and held.stays(batch, row, skipped) else None
+            for row, held in enumerate(self._held)
         ][: len(batch)]
         found += [None] * (len(batch) - len(found))
         stayed = {id(held) for held in found if held is not None}

@@ -81,3 +81,10 @@ def test_equal_rows_are_each_matched_once() -> None:
 def test_an_empty_batch_frees_all() -> None:
     rows, sequences = rows_of([1], [2])
     assert rows.match(batch_of([])[0]) == ([], sequences)
+
+
+def test_rows_are_told_after_steps_that_were_not_looked_at() -> None:
+    contexts = [[at, 5, 6, at] for at in range(3)]
+    rows, sequences = rows_of(*contexts)
+    batch, _ = batch_of([[*contexts[0], 9, 8, 7], [*contexts[2], 4, 3], [1, 2, 3, 4, 5, 6]])
+    assert rows.match(batch, skipped=True) == ([sequences[0], None, None], [sequences[1], sequences[2]])
