@@ -21,12 +21,12 @@ class DividedNativeModel(NativeModel):
         added_features = first.out.out_features
         super().__init__(lean, dtype)
         assert isinstance(lean.group, Group)
-        self._group, self._added_features = lean.group, added_features
+        self.group, self._added_features = lean.group, added_features
         self._library.space_of.restype = Space
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for."""
-        group, model, library = self._group, byref(self._model), self._library
+        group, model, library = self.group, byref(self._model), self._library
         own_tokens = group.own_tokens(batch.input_ids)
         arguments, logits = self._prepared(batch)
         arguments.token_ids = own_tokens.data_ptr()
