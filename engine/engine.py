@@ -203,7 +203,7 @@ class Engine:
         return logits
 
     def _reserved(self, options: EngineOptions, footprint: Footprint, leader: Leader | None) -> ReservedCache:
-        """The cache; on a rank, for its share of heads, and no larger than all ranks can have it."""
+        """The cache; of a divided model rank 0's, for its share of heads, and no longer than every rank can hold."""
         own, others = self.facts, None
         if leader is not None:
             own = own.of_rank(leader.sharding.kv_heads.sizes[0])

@@ -28,7 +28,7 @@ def build_exact_pass(
 ) -> tuple[ForwardPass, Tiles | None]:
     """The forward pass of a model, or of a rank's share of it, and the shapes that make it exact; None: no shapes do.
 
-    `exact`: whether it shall be exact. `group`: the ranks that share the model. UnsupportedModelError.
+    `exact`: whether it is to be exact. `group`: the ranks that share the model. UnsupportedModelError.
     """
     forward_pass = build_forward_pass(loaded, options, group)
     return forward_pass, _tiles(forward_pass, facts, options, exact)
@@ -37,8 +37,8 @@ def build_exact_pass(
 def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone = ALONE) -> ForwardPass:
     """The fastest pass that this model can have on its device. It takes over the weights of the library's model.
 
-    `group`: the ranks that share the model, which `LeanModel` can run then. UnsupportedModelError: only some of them
-    could run the fastest pass.
+    `group`: the ranks that share the model, which `LeanModel` must then be able to run. UnsupportedModelError: this
+    rank cannot run the GPU's kernels, which the others may run.
     """
     device, dtype = loaded.model.device, loaded.model.dtype
     forward_pass: ForwardPass = LibraryModel(loaded.model)
@@ -54,7 +54,9 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone
                 kernels = GpuModel(lean, loaded.max_model_len)
                 return RecordedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
             if group is not ALONE:
-                raise UnsupportedModelError(f"its kernels cannot run on every rank: {fallback}")
+                raise UnsupportedModelError(
+                    f"a model cannot be divided among GPUs where its kernels cannot run: {fallback}"
+                )
             lean.notes.append(f"runs slowly, by torch's operations, because its kernels cannot run here: {fallback}")
     if can_prepack(dtype, device):
         prepack_linears(forward_pass)
@@ -78,7 +80,7 @@ def why_no_kernels(lean: LeanModel) -> str | None:
 
 
 def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions, exact: bool) -> Tiles | None:
-    """Chooses the products of a pass where there is a choice, and finds the tiles that make it exact if it shall be.
+    """Chooses the products of a pass where there is a choice, and finds the tiles that make it exact, if it is to be.
 
     None if no tiles do.
     """

@@ -41,7 +41,7 @@ class Tiles:
 
 
 def coarsest(grids: Sequence[Tiles | None]) -> Tiles | None:
-    """A grid on which all shapes are on each of these grids; None if one of them is None."""
+    """A grid whose shapes are on all of these grids; None if one of them is None."""
     known = [grid for grid in grids if grid is not None]
     if len(known) < len(grids):
         return None

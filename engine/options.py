@@ -18,8 +18,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     )
     device: str = Field(
         "auto",
-        description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one; with tensor_parallel also one for '
-        'each rank of this node, such as "cuda:0,cuda:1"',
+        description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one; with tensor_parallel, one for each '
+        'rank of this node, such as "cuda:0,cuda:1", or "cuda" for the first GPUs',
     )
     dtype: Dtype = Field(
         "auto",
@@ -32,11 +32,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     max_sequences: int = Field(16, ge=1, le=4096, description="slots wanted in the KV cache")
     kv_memory: ByteSize | None = Field(
         None,
-        description="KV cache, such as 8GiB; default: what max_sequences need, at most 80% of a GPU's or 40% of a "
-        "machine's free memory",
+        description="KV cache (of each rank), such as 8GiB; default: what max_sequences need, at most 80% of a GPU's "
+        "or 40% of a machine's free memory",
     )
     memory_budget: ByteSize | None = Field(
-        None, description="weights, activations and KV cache together, such as 16GiB; instead of kv_memory"
+        None,
+        description="weights, activations and KV cache together (of each rank), such as 16GiB; instead of kv_memory",
     )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",
@@ -59,23 +60,29 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         description="tokens in one forward pass; more take several; default: 512 on a CPU, 2048 on a GPU",
     )
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of the model, or of each of its ranks; default: torch's choice"
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of the model, or of each rank; default: torch's choice, or the processors divided "
+        "among the ranks of this node",
     )
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=MAX_RANKS,
-        description="ranks that share the model: processes, each with a device and a part of all weights",
+        description="number of ranks that share the model: processes, each with a device and a share of the weights",
     )
     tensor_parallel_sums: Literal["auto", "whole", "parts"] = Field(
         "auto",
-        description='how ranks sum: "whole": each output on one rank, in the order it has on one device, so that bits '
-        'are those of any tensor_parallel; "parts": each rank its terms, added in the order of the ranks, with half '
-        'the exchanges; "auto": whole on CPUs, parts on GPUs',
+        description='how ranks sum: "whole": each output on one rank, in the order of one device, so that bits are the '
+        'same for any number of ranks; "parts": each rank its terms, then added in the order of the ranks, with half '
+        'as many exchanges, but bits depend on the number of ranks; "auto": whole on CPUs, parts on GPUs',
     )
-    nnodes: int = Field(1, ge=1, le=MAX_RANKS, description="nodes that share the ranks evenly")
+    nnodes: int = Field(1, ge=1, le=MAX_RANKS, description="number of nodes; each has the same number of ranks")
     node_rank: int = Field(0, ge=0, description="number of this node; node 0 serves, the others only compute")
-    master_addr: str | None = Field(None, min_length=1, description="host name of node 0, with several nodes")
+    master_addr: str | None = Field(
+        None, min_length=1, description="host name or address of node 0, if there are several nodes"
+    )
     master_port: int = Field(29500, ge=1, le=65535, description="port on which node 0 waits for the others")
 
     @classmethod
@@ -94,7 +101,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank must be below nnodes, which is {self.nnodes}")
         if (self.master_addr is None) != (self.nnodes == 1):
-            raise ValueError("nnodes above 1 needs master_addr, and nothing else does")
+            raise ValueError("master_addr must be given if nnodes is above 1, and only then")
         return self
 
     @model_validator(mode="after")

@@ -43,8 +43,8 @@ def reserve_cache(
     others: Footprint,
     other_ranks: int | None = None,
 ) -> ReservedCache:
-    """Reserves a cache of this dtype. `others`: the memory of weights and activations. `other_ranks`: bytes that their
-    caches may take, if the model is divided.
+    """Reserves a cache of this dtype. `others`: the memory of weights and activations. `other_ranks`: bytes
+    that the cache of each other rank may take, if the model is divided.
 
     UnsupportedModelError if the limit holds no sequence of full length, or the device has less memory than the limit.
     """

@@ -65,7 +65,7 @@ class WorkerInfo:
     instance_id: str = ""
     """Id of the worker's process; a new one after each start."""
     tensor_parallel: int = 1
-    """Ranks among which the model is divided; its bytes are those of all of them together."""
+    """Number of ranks among which the model is divided; all bytes above are those of all ranks together."""
     tensor_parallel_sums: str = ""
     """One of `TENSOR_PARALLEL_SUMS` if the model is divided."""
     ranks: tuple[RankMemory, ...] = ()

@@ -41,7 +41,7 @@ class KVLimit:
     given: int
     others: Footprint | None = None
     other_ranks: int | None = None
-    """Bytes that the caches of other ranks may take, each."""
+    """Bytes that the cache of each other rank may take; None: the model is not divided."""
 
     @property
     def kv_bytes(self) -> int:

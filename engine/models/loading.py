@@ -111,7 +111,7 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 def load_model(options: EngineOptions, share: Share | None = None) -> LoadedModel:
     """Loads weights and tokenizer. Raises UnsupportedModelError, or OSError for files that are no model.
 
-    `share`: of a model that `load_sharding` could divide.
+    `share`: what this rank has of a model that `load_sharding` could divide.
     """
     config, device = load_config(options), use_device(options.device)
     dtype: Any = None if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -154,8 +154,8 @@ def read_weights(
     """
     source = source_of(model, revision)
     quantized = unpacking(config, source)
-    # A GPU's weights are read tensor by tensor, so that the memory of the host never holds the whole model. Parts of
-    # tensors are cut on the host, which reads no more than these of the files.
+    # A GPU's weights are read tensor by tensor, so that the memory of the host never holds the whole model. A rank's
+    # pieces are cut on the host, from files that are mapped, so that the rest need not be read.
     placed = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in others else {}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         **{**source, **quantized, **placed, **others},

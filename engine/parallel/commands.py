@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks while it serves, as bytes: passes to run, columns to move, probes to make."""
+"""Commands that rank 0 sends to the other ranks while it serves: passes to run, columns to move, probes to make."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from engine.cache.spans import Location, Span
 
 
 class Kind(IntEnum):
-    """What is to be done."""
+    """Kinds of commands; the first number of each."""
 
     RUN = auto()
     MOVE = auto()
@@ -21,13 +21,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """A pass."""
+    """Run a pass."""
 
     spans: Sequence[Span]
     locations: Sequence[Location]
 
     def encoded(self) -> bytes:
-        """Six numbers of each span, then all tokens."""
+        """Kind, number of spans, six numbers of each span, then all tokens: 64-bit integers, as in every command."""
         each = (
             (span.slot, span.start, len(span.token_ids), span.num_logits, location.origin, location.start)
             for span, location in zip(self.spans, self.locations, strict=True)
@@ -38,25 +38,25 @@ class Run:
 
 @dataclass(frozen=True)
 class Move:
-    """`KVArena.move`."""
+    """Move columns of the cache: the arguments of `KVArena.move`."""
 
     source: int
     destination: int
     count: int
 
     def encoded(self) -> bytes:
-        """Its numbers."""
+        """Kind and arguments."""
         return _bytes((Kind.MOVE, self.source, self.destination, self.count))
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Begin to probe the operations of passes, or end and report."""
+    """Begin to probe the operations of passes, or end it and report."""
 
     ends: bool = False
 
     def encoded(self) -> bytes:
-        """One number."""
+        """Kind alone."""
         return _bytes((Kind.END_PROBE if self.ends else Kind.PROBE,))
 
 

@@ -1,4 +1,4 @@
-"""Connections between rank 0 and the others. When one end closes, the other end notices: nobody waits for the dead."""
+"""Connections between rank 0 and the others. When one end closes, the other notices: no rank waits for a dead one."""
 
 import contextlib
 import logging
@@ -41,7 +41,7 @@ def watch(connections: Mapping[str, Connection], on_hangup: Callable[[str], None
 
 
 def hang_up(connection: Connection) -> None:
-    """Closes a connection, also while a thread watches it: what is polled stays open until it is shut down."""
+    """Closes a connection, even while a thread watches it: a socket that is polled stays open until it is shut down."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link, contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
     connection.close()

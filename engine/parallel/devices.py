@@ -16,10 +16,10 @@ def devices_of(options: EngineOptions) -> list[str]:
         raise UnsupportedModelError(f"device names {len(named)} devices for {ranks} ranks: {options.device}")
     picked = [pick_device(name) for name in named]
     if len({device.type for device in picked}) > 1:
-        raise UnsupportedModelError(f"ranks are all on GPUs or all on the CPU, not on {options.device}")
+        raise UnsupportedModelError(f"device: ranks must be all on GPUs or all on the CPU, not on {options.device}")
     gpus = [str(device) for device in picked if device.type == "cuda"]
     if len(set(gpus)) < len(gpus):
-        raise UnsupportedModelError(f"each rank needs a GPU of its own: {options.device}")
+        raise UnsupportedModelError(f"device: each rank needs a GPU of its own, not {options.device}")
     return [str(device) for device in picked]
 
 
@@ -29,7 +29,9 @@ def _numbered(name: str, ranks: int) -> list[str]:
         return [kind] * ranks
     count = torch.cuda.device_count()
     if kind != "cuda":
-        raise UnsupportedModelError(f"device {name} is one for {ranks} ranks: name all of them, with commas")
+        raise UnsupportedModelError(
+            f"device {name} is one GPU for {ranks} ranks: name one for each, separated by commas"
+        )
     if count < ranks:
-        raise UnsupportedModelError(f"{ranks} ranks need {ranks} GPUs, and this machine has {count}")
+        raise UnsupportedModelError(f"tensor_parallel: {ranks} ranks need {ranks} GPUs, but this machine has {count}")
     return [f"cuda:{index}" for index in range(ranks)]

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def follow(connection: Connection, device: str | None = None) -> None:
-    """Serves rank 0 until it ends. `device`: of a rank on another node, which rank 0 does not know.
+    """Serves rank 0 until it ends. `device`: that of a rank on another node, since rank 0 does not know it.
 
     UnsupportedModelError: the share cannot be loaded or run.
     """
@@ -52,7 +52,7 @@ def follow(connection: Connection, device: str | None = None) -> None:
 
 
 def _built(connection: Connection, order: Order, options: EngineOptions) -> PassRunner:
-    """Loads the share and builds its pass, in step with rank 0."""
+    """Loads this rank's share of the model and builds its pass, in step with rank 0."""
     use_threads(options)
     if order.exact and options.device != "cpu":
         restrict_cublas()
@@ -85,7 +85,7 @@ def _built(connection: Connection, order: Order, options: EngineOptions) -> Pass
 
 
 def _obey(connection: Connection, runner: PassRunner) -> None:
-    """Runs what rank 0 tells, until the end of a probe."""
+    """Runs the commands of rank 0, up to the end of a probe."""
     with ExitStack() as context:
         probe: OperationProbe | None = None
         while True:
@@ -106,7 +106,7 @@ def _on_hangup(name: str) -> None:
 
 
 def main() -> None:
-    """Runs a rank. Argument: the number of an inherited connection, or options as JSON, with the own device."""
+    """Runs a rank. Argument: the number of an inherited connection, or options as JSON, with this rank's device."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then ends this process
@@ -123,7 +123,7 @@ def main() -> None:
         log.error("a rank cannot run: %s", error)
     except Exception:
         log.exception("a rank has failed")
-    os._exit(1)  # the other ranks are in the middle of something, and so may be threads of libraries
+    os._exit(1)  # at once: the other ranks wait for this one, and threads of libraries may never end
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the ranks of a model exchange in a pass, by collectives of torch.distributed.
+"""Exchanges between the ranks of a model in a pass, by collectives of torch.distributed.
 
 Nothing is reduced on the way: an all-reduce adds in an order that depends on its size. Results are gathered, and every
 rank adds what is to be added, in the order of the ranks.
@@ -19,12 +19,12 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 # Torch 2.13 has renamed it.
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-# A rank that has ended is noticed by its connection, long before a collective gives up.
+# The end of a rank is noticed through its connection, so that no collective has to give up.
 PATIENCE = timedelta(days=365)
 
 
 class Alone:
-    """A model that is not divided: all of this is its own."""
+    """The only rank of a model that is not divided: it has all of everything, and exchanges nothing."""
 
     ranks = 1
 

@@ -46,7 +46,7 @@ class Leader:
         """
         self.sharding = sharding
         self.reports: list[Report] = []
-        """Of all other ranks, once they were received."""
+        """Reports of all other ranks, once they have been received."""
         self._folder = tempfile.TemporaryDirectory(prefix="specpool-ranks-")
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -72,22 +72,22 @@ class Leader:
         return Group(0, self.sharding, self._store, device)
 
     def receive_sums(self) -> dict[str, bytes]:
-        """Waits until all ranks have loaded their shares. Returns the sums of weights that they made, by name."""
+        """Waits until all other ranks have loaded their shares. Returns the sums of weights that they made, by name."""
         loaded = [receive(link, Loaded) for link in self._connections]
         return {name: bytes.fromhex(its) for report in loaded for name, its in report.sums.items()}
 
     def receive_reports(self) -> None:
-        """Waits until all ranks have built their passes."""
+        """Waits until all other ranks have built their passes."""
         self.reports = [receive(link, Report) for link in self._connections]
 
     def begin(self, arena: KVArena, tiles: Tiles) -> None:
-        """Lets all ranks serve with a cache of as many columns."""
+        """Lets all other ranks serve, with caches of as many columns as this one."""
         for link in self._connections:
             send(link, Begin(columns=arena.columns, tiles=tiles))
         arena.before_move = lambda *columns: self._tell(Move(*columns))
 
     def memory(self, device: str, footprint: Footprint) -> tuple[RankMemory, ...]:
-        """The memory of all ranks. `device`, `footprint`: of this one."""
+        """The memory of all ranks. `device`, `footprint`: those of rank 0."""
         heads = self.sharding.kv_heads.sizes
         others = (
             RankMemory(its.device, its.weight_bytes, footprint.kv * its_heads // heads[0], its.activation_bytes)

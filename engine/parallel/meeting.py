@@ -14,10 +14,10 @@ from engine.parallel.connections import receive, send
 
 log = logging.getLogger(__name__)
 
-# A host that is gone without a word is noticed after about 5 + 3 * 2 seconds.
+# A host that disappears without closing its connections is noticed after about 5 + 3 * 2 seconds.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 RETRY_SECONDS = 1.0
-# Who connects and says nothing is no rank.
+# A connection on which nothing is said for as long is not one of a rank.
 HELLO_SECONDS = 5.0
 # Options in which nodes may differ.
 OWN = {"device", "threads", "node_rank"}
@@ -31,7 +31,7 @@ class Hello(BaseModel):
 
     @classmethod
     def of(cls, options: EngineOptions) -> "Hello":
-        """Of a process of this version."""
+        """What a process of this version with these options says."""
         return cls(version=version("specpool"), options=options)
 
     def differs_from(self, other: "Hello") -> str | None:
@@ -43,17 +43,17 @@ class Hello(BaseModel):
 
 
 def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
-    """Waits until as many ranks of other nodes are connected. OSError: the port cannot be had."""
+    """Waits until `count` ranks of other nodes are connected. OSError: the port cannot be listened on."""
     links: list[Connection] = []
     with _server(str(options.master_addr), options.master_port) as server:
         log.info("waiting for %d ranks of other nodes at port %d", count, options.master_port)
         while len(links) < count:
             link = _kept_alive(server.accept()[0])
-            refusal = _why_turned_away(link, Hello.of(options))
+            refusal = _why_refused(link, Hello.of(options))
             if refusal is None:
                 links.append(link)
             else:
-                log.warning("turned away who connected as a rank: %s", refusal)
+                log.warning("refused a connection to the master port: %s", refusal)
                 link.close()
     return links
 
@@ -68,7 +68,7 @@ def join(options: EngineOptions) -> Connection:
         time.sleep(RETRY_SECONDS)
 
 
-def _why_turned_away(link: Connection, own: Hello) -> str | None:
+def _why_refused(link: Connection, own: Hello) -> str | None:
     if not link.poll(HELLO_SECONDS):
         return "it said nothing"
     try:
@@ -79,7 +79,7 @@ def _why_turned_away(link: Connection, own: Hello) -> str | None:
 
 
 def _server(host: str, port: int) -> socket.socket:
-    """Listens at a port; waits while the host's name is not known yet."""
+    """Listens on a port; waits while the host's name cannot be resolved yet."""
     while True:
         try:
             (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

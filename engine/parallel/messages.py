@@ -1,4 +1,4 @@
-"""What rank 0 and another rank tell each other before they serve, as JSON."""
+"""Messages between rank 0 and another rank before they serve, as JSON."""
 
 from pydantic import BaseModel
 
@@ -23,7 +23,7 @@ class Loaded(BaseModel):
     """From a rank that has loaded its share."""
 
     sums: dict[str, str]
-    """Of some weights the sums of their words, for the fingerprint of all weights, as hexadecimal digits by name."""
+    """Sums over the words of some weights, by name, as hexadecimal digits: for the fingerprint of all weights."""
 
 
 class Report(BaseModel):
@@ -31,7 +31,7 @@ class Report(BaseModel):
 
     device: str
     forward_pass: str
-    """Kind of pass; all ranks must have the same one."""
+    """Class of its pass; all ranks must have the same one."""
     tiles: Tiles | None
     """Shapes that make its products exact; None: no shapes do."""
     agrees: bool
@@ -46,7 +46,7 @@ class Begin(BaseModel):
     """To a rank: begin to serve."""
 
     columns: int
-    """Of the KV cache."""
+    """Columns of the KV cache."""
     tiles: Tiles
 
 

@@ -1,4 +1,4 @@
-"""A node other than 0 of a divided model: its ranks as processes, which serve rank 0 until it ends."""
+"""A node other than 0 of a divided model: it runs its ranks as processes, which serve rank 0 until it ends."""
 
 import signal
 import subprocess
@@ -14,7 +14,7 @@ POLL_SECONDS = 0.1
 
 
 def run_node(program: str, options: EngineOptions) -> NoReturn:
-    """Runs until SIGTERM, or until the first of its ranks ends, as all do when rank 0 ends; then ends the process."""
+    """Runs until SIGTERM, or until one of its ranks ends, as all do when rank 0 ends; then ends this process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         devices = devices_of(options)

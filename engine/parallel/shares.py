@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 Sums = Literal["whole", "parts"]
 """How the terms of an output are summed. `whole`: by one rank, in the order that they have on one device, so that the
 bits are the same for every number of ranks. `parts`: each rank sums the terms that it has, and these sums are added in
-the order of the ranks: half as many collectives, and the bits of one number of ranks."""
+the order of the ranks: half as many collectives, but the bits depend on the number of ranks."""
 
 Dimension = Literal["attended", "hidden", "intermediate", "tokens"]
 """Features of attention's result, of the hidden states and of the intermediate ones, and rows of the embedding and of
@@ -23,7 +23,7 @@ the output head."""
 
 ADDED: Mapping[str, Dimension] = {"o_proj": "attended", "down_proj": "intermediate"}
 """The products that are added to the hidden states, and their inputs."""
-# Shares of features are whole vectors of the compiled pass.
+# Shares of features are multiples of this, the length of a vector in the compiled pass.
 UNIT = 16
 
 
@@ -49,7 +49,7 @@ class Shares:
         return range(first, first + self.sizes[rank])
 
     def times(self, factor: int) -> "Shares":
-        """Shares of a dimension with `factor` indexes for each one of this one."""
+        """Shares of a dimension that has `factor` indexes for each index of this one."""
         return Shares(tuple(size * factor for size in self.sizes))
 
 
@@ -79,7 +79,7 @@ def shard(config: PreTrainedConfig, ranks: int, sums: Sums) -> Sharding:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if ranks > kv_heads:
-        raise ValueError(f"tensor_parallel {ranks} cannot divide its {kv_heads} KV heads")
+        raise ValueError(f"tensor_parallel {ranks} is more than its {kv_heads} KV heads")
     of_heads = deal(kv_heads, ranks)
     shares: dict[Dimension, Shares] = {
         "attended": of_heads.times(heads // kv_heads * head_dim_of(config)),
@@ -90,7 +90,7 @@ def shard(config: PreTrainedConfig, ranks: int, sums: Sums) -> Sharding:
     for dimension, its in shares.items():
         if not all(its.sizes):
             raise ValueError(
-                f"tensor_parallel {ranks} cannot divide its {its.total} {dimension} features in multiples of {UNIT}"
+                f"tensor_parallel {ranks} is too much for its {its.total} {dimension} features in multiples of {UNIT}"
             )
     return Sharding(sums, of_heads, shares)
 
@@ -111,14 +111,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of a weight: these indexes of one of its dimensions."""
+    """A rank's piece of a weight: these indexes of one of its dimensions."""
 
     dimension: int
     ranges: tuple[range, ...]
 
 
 def piece_of(name: str, config: PreTrainedConfig, share: Share) -> Piece | None:
-    """A rank's part of the weight or bias of this name in a model of the library; None: it has all of it."""
+    """A rank's piece of the weight or bias of this name in a model of the library; None: the rank has all of it."""
     sharding, rank = share.sharding, share.rank
     module, kind = name.split(".")[-2:]
     by_outputs, keys = sharding.shares, sharding.kv_heads.times(head_dim_of(config))

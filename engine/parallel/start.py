@@ -21,9 +21,9 @@ from engine.probes.self_test import self_test
 
 
 def start_divided_engine(options: EngineOptions, exact: bool) -> Engine:
-    """An engine whose other ranks it tells what to run; its passes are not measured. UnsupportedModelError.
+    """An engine that tells the other ranks what to run; its passes are not measured yet. UnsupportedModelError.
 
-    There is no model of the library to compare logits with, since no rank has all weights.
+    Its logits are not compared with those of the library's model, since no rank has all weights.
     """
     devices = devices_of(options)
     sharding = load_sharding(options, _sums(options, devices[0]))
@@ -40,7 +40,7 @@ def start_divided_engine(options: EngineOptions, exact: bool) -> Engine:
     for report in leader.reports:
         if report.forward_pass != type(forward_pass).__name__:
             raise UnsupportedModelError(
-                f"ranks differ in their passes: {type(forward_pass).__name__} and {report.forward_pass}"
+                f"ranks must have the same pass, but have {type(forward_pass).__name__} and {report.forward_pass}"
             )
     tiles = coarsest([tiles, *(report.tiles for report in leader.reports)])
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), own, leader)
@@ -50,7 +50,7 @@ def start_divided_engine(options: EngineOptions, exact: bool) -> Engine:
 
 
 def use_threads(options: EngineOptions) -> None:
-    """Sets the threads of this rank: by default its part of the processors that this node may use."""
+    """Sets the threads of this rank: by default, the ranks of a node divide the processors that it may use."""
     ranks = options.tensor_parallel // options.nnodes
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
 

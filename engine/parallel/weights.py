@@ -29,14 +29,14 @@ class ShardConfig(QuantizationConfigMixin):
         self.quant_method = METHOD  # type: ignore[assignment]
         self.model, self.share = config, share
         self.sums: dict[str, bytes] = {}
-        """Of the weights that it is this rank's turn to sum up, `word_sums` of the whole weight, by name."""
+        """`word_sums` of the whole weights that are this rank's to sum up, by name."""
 
     def piece(self, name: str) -> Piece | None:
-        """The rank's part of the weight of this name; None: it has all of it."""
+        """The rank's piece of the weight of this name; None: the rank has all of it."""
         return piece_of(name, self.model, self.share)
 
     def is_its_turn(self, name: str) -> bool:
-        """Whether this rank sums up the weight of this name. The work is divided, since each weight is read whole."""
+        """Whether this rank sums up the weight of this name. The work is divided, since it takes the whole weight."""
         return zlib.crc32(name.encode()) % self.share.sharding.ranks == self.share.rank
 
 

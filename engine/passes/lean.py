@@ -3,7 +3,7 @@
 Queries, keys and values take one product, gate and up another, and rotary tables are looked up once for all layers. The
 differences between families are resolved when the weights are taken over, so that the pass is the same for all.
 
-A rank of a divided model has its share of the weights; what the others compute is gathered in between.
+A rank of a divided model has its share of the weights, and gathers what the other ranks compute.
 """
 
 from typing import Any

@@ -62,8 +62,8 @@ class UpSettings(ListeningSettings):
         default_factory=lambda: len(os.sched_getaffinity(0)),
         ge=1,
         le=1024,
-        description="CPU threads of each worker, shared by the ranks of a target on the CPU; default: all that may be "
-        "used",
+        description="CPU threads of each worker, divided among the ranks of a target on the CPU; default: all that may "
+        "be used",
     )
     window_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time")
     max_batch_size: int | None = Field(None, ge=1, le=MAX_WINDOW_SIZE, description="sequences in a round; default: all")
@@ -97,7 +97,7 @@ class UpSettings(ListeningSettings):
         if len(devices) > 1 and set(devices) != {CPU}:
             for device in devices:
                 if re.fullmatch(r"cuda:(0|[1-9]\d*)", device) is None:
-                    raise ValueError(f'"{device}" is not one of several devices: all must be "cuda:N", or all "cpu"')
+                    raise ValueError(f'"{device}" cannot be one of several devices: all must be "cuda:N", or all "cpu"')
                 if devices.count(device) > 1:
                     raise ValueError(f"{device} is named twice")
         return devices
@@ -235,7 +235,7 @@ def _worker(kind: str, model: str, settings: UpSettings, shared: list[str]) -> S
 
 
 def _device_flags(kind: str, settings: UpSettings) -> list[str]:
-    """A worker's devices and threads. The ranks of a target on the CPU share its cores; each has threads of its own."""
+    """Flags of a worker's devices and threads, which each rank has for itself: ranks on the CPU divide its cores."""
     devices = settings.target_devices if kind == "target" else ()
     ranks = len(devices)
     threads = max(1, settings.threads // ranks) if CPU in devices else settings.threads

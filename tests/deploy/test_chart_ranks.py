@@ -43,9 +43,9 @@ def test_ranks_may_share_cpus() -> None:
         ("draft.gpus=2", "draft.tensorParallel: must be the number of GPUs, one for each rank: it is 1, but draft.gpus "
                          "is 2"),
         ("target.gpus=0,target.nodes=2,target.tensorParallel=3",
-         "target.tensorParallel: must be a multiple of target.nodes, which is 2, not 3"),
+         "target.tensorParallel: must be a multiple of target.nodes: it is 3, but target.nodes is 2"),
         ("target.gpus=0,target.nodes=2",
-         "target.tensorParallel: must be a multiple of target.nodes, which is 2, not 1"),
+         "target.tensorParallel: must be a multiple of target.nodes: it is 1, but target.nodes is 2"),
         ("target.tensorParallel=0", "at '/target/tensorParallel': minimum: got 0, want 1"),
         ("target.nodes=0", "at '/target/nodes': minimum: got 0, want 1"),
         ("draft.nodes=2", "at '/draft': additional properties 'nodes' not allowed"),

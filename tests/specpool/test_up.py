@@ -293,8 +293,8 @@ def test_a_single_device_may_be_named_either_way(device: str) -> None:
         (["--target-devices", ""], "target-devices.0: String should have at least 1 character"),
         (["--target-devices", "cuda:0,,cuda:1"], "target-devices.1: String should have at least 1 character"),
         (["--target-devices", "cuda:0,cuda:1,cuda:0"], "target-devices: cuda:0 is named twice"),
-        (["--target-devices", "cuda:0,cuda"], 'target-devices: "cuda" is not one of several devices: '),
-        (["--target-devices", "cpu,cuda:1"], 'target-devices: "cpu" is not one of several devices: '),
+        (["--target-devices", "cuda:0,cuda"], 'target-devices: "cuda" cannot be one of several devices: '),
+        (["--target-devices", "cpu,cuda:1"], 'target-devices: "cpu" cannot be one of several devices: '),
     ],
 )
 def test_devices_that_cannot_be_those_of_a_target_are_named(

@@ -14,7 +14,7 @@ from engine.passes.packing import PackedBatch
 
 
 class DividedNativeModel(NativeModel):
-    """Each product is divided by its outputs or inputs, and everything else is computed by every rank for all rows."""
+    """Products are divided by their outputs or inputs, attention by heads; every rank computes all hidden states."""
 
     def __init__(self, lean: LeanModel, dtype: torch.dtype) -> None:
         first: Any = lean.layers[0]

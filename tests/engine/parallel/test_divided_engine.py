@@ -1,4 +1,4 @@
-"""Ranks that share a model give the bits of one that has all of it, in every family and by every pass."""
+"""Ranks that share a model give the bits of an engine that has all of it, or are exact in every batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -16,10 +16,10 @@ from engine.options import EngineOptions
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 3}, "cannot be divided: tensor_parallel 3 cannot divide its 2 KV heads"),
+        ({"tensor_parallel": 3}, "cannot be divided: tensor_parallel 3 is more than its 2 KV heads"),
         ({"tensor_parallel": 2, "device": "cpu,cpu,cpu"}, "device names 3 devices for 2 ranks: cpu,cpu,cpu"),
-        ({"tensor_parallel": 2, "device": "cuda"}, "2 ranks need 2 GPUs, and this machine has 0"),
-        ({"tensor_parallel": 2, "device": "cuda:0"}, "device cuda:0 is one for 2 ranks: name all of them, with commas"),
+        ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel: 2 ranks need 2 GPUs, but this machine has 0"),
+        ({"tensor_parallel": 2, "device": "cuda:0"}, "device cuda:0 is one GPU for 2 ranks: name one for each"),
         ({"tensor_parallel": 2, "device": "cpu,gpu"}, "device gpu cannot be used"),
     ],
 )
@@ -43,8 +43,8 @@ def test_models_that_are_not_divided(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"tensor_parallel": 3, "nnodes": 2, "master_addr": "a"}, "tensor_parallel 3 is no multiple of nnodes 2"),
-        ({"tensor_parallel": 2, "nnodes": 2}, "nnodes above 1 needs master_addr"),
-        ({"tensor_parallel": 2, "master_addr": "a"}, "nnodes above 1 needs master_addr, and nothing else does"),
+        ({"tensor_parallel": 2, "nnodes": 2}, "master_addr must be given if nnodes is above 1"),
+        ({"tensor_parallel": 2, "master_addr": "a"}, "master_addr must be given if nnodes is above 1, and only then"),
         ({"tensor_parallel": 2, "nnodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank must be below nnodes"),
         ({"tensor_parallel": 0}, "greater than or equal to 1"),
     ],

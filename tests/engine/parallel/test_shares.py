@@ -39,14 +39,14 @@ def test_gate_and_up_in_one_weight_are_divided_alike() -> None:
     assert piece.ranges == (range(48, 96), range(144, 192))
 
 
-def test_norms_are_everybodys() -> None:
+def test_every_rank_has_all_of_the_norms() -> None:
     config = small_config("llama")
     assert piece_of("model.layers.0.input_layernorm.weight", config, Share(shard(config, 2, "whole"), 0)) is None
 
 
 def test_what_cannot_be_divided_is_named_with_its_number() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel 3 cannot divide its 2 KV heads"):
+    with pytest.raises(ValueError, match="tensor_parallel 3 is more than its 2 KV heads"):
         shard(small_config("llama"), 3, "whole")
     few = small_config("llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
-    with pytest.raises(ValueError, match="tensor_parallel 8 cannot divide its 64 hidden features in multiples of 16"):
+    with pytest.raises(ValueError, match="tensor_parallel 8 is too much for its 64 hidden features in multiples of 16"):
         shard(few, 8, "whole")

@@ -1,6 +1,6 @@
 {{/*
-Pods of the three roles. Every template here takes root and role. `follower`: a pod of a group of nodes other than its leader.
-It runs the same command, but serves nothing.
+Pods of the three roles. Every template here takes root, role and follower: whether the pod is one of a group of nodes, but not
+its leader. It runs the same command, but serves nothing.
 */}}
 
 {{/* How long a pod goes on serving before SIGTERM, in seconds. */}}
@@ -19,8 +19,9 @@ It runs the same command, but serves nothing.
 {{- end }}
 
 {{/*
-How long a pod has been ready before an update goes on to the next cell. A new coordinator is ready while its old target still
-serves, in its preStop hook. So the pods of a cell are replaced together, and no two cells are away. Takes the root.
+How long a pod must have been ready before an update goes on to the next cell, in seconds. A new coordinator is ready while its
+old target still serves, in its preStop hook. So the pods of a cell are replaced together, and no two cells are away. Takes the
+root.
 */}}
 {{- define "specpool.minReadySeconds" -}}
 {{- add (include "specpool.preStopSeconds" (dict "root" . "role" "target")) 10 -}}
@@ -29,7 +30,7 @@ serves, in its preStop hook. So the pods of a cell are replaced together, and no
 {{- define "specpool.preStop" -}}
 {{- if include "specpool.grouped" . -}}
 # Only while the group serves: one that has lost a process is deleted as a whole, and its successor waits for that. A
-# command, not `sleep`, because it ends with the process, and all processes end when that of the leader has drained.
+# command instead of `sleep`, because it ends with the process, and all processes end once the leader's has drained.
 exec:
   command:
     - sh

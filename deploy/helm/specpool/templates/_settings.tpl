@@ -11,7 +11,7 @@
 {{- if hasKey $role "nodes" }}{{ $given = printf "%s x %s.nodes is %d x %d" (print .role ".gpus") .role $gpus $nodes }}{{ end -}}
 {{- fail (printf "%s.tensorParallel: must be the number of GPUs, one for each rank: it is %d, but %s" .role $ranks $given) -}}
 {{- else if mod $ranks $nodes -}}
-{{- fail (printf "%s.tensorParallel: must be a multiple of %s.nodes, which is %d, not %d" .role .role $nodes $ranks) -}}
+{{- fail (printf "%s.tensorParallel: must be a multiple of %s.nodes: it is %d, but %s.nodes is %d" .role .role $ranks .role $nodes) -}}
 {{- end -}}
 {{- $ranks -}}
 {{- end }}
