@@ -30,10 +30,13 @@ def tiny_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**sizes, **changes})
 
 
-def make_tiny_pair(folder: Path) -> tuple[Path, Path]:
-    """Saves a target, and a draft that agrees with it often but not always; returns their folders."""
+def make_tiny_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """Saves a target, and a draft that agrees with it often but not always; returns their folders.
+
+    `changes`: of `tiny_config`.
+    """
     torch.manual_seed(0)
-    target = LlamaForCausalLM(tiny_config())
+    target = LlamaForCausalLM(tiny_config(**changes))
     with torch.no_grad():
         for weight in target.parameters():
             if weight.dim() > 1:

@@ -8,6 +8,7 @@ from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
+from engine.parallel.node import run_node
 from engine.startup import load_engine
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
 from worker.process import run_worker
@@ -26,13 +27,14 @@ class DraftWorkerSettings(WorkerSettings, EngineOptions):
 def load_proposer(settings: DraftWorkerSettings) -> Proposer:
     """Builds the backend. Runs on the model thread."""
     # A draft may differ from batch to batch, since verification decides.
-    options = EngineOptions(**settings.model_dump(include=set(EngineOptions.model_fields)))
-    return Proposer(load_engine(options, exact=False))
+    return Proposer(load_engine(EngineOptions.of(settings), exact=False))
 
 
 def main() -> None:
     """Entry point of `specpool-draft-worker`."""
     settings = DraftWorkerSettings.load(PROGRAM)
+    if settings.node_rank > 0:
+        run_node(PROGRAM, EngineOptions.of(settings))
     register = pb_grpc.add_DraftWorkerServiceServicer_to_server
     load = partial(load_proposer, settings)
     run_worker(PROGRAM, settings, load, SERVICE, register, DraftWorkerServicer, (UnsupportedModelError,))

@@ -18,7 +18,7 @@ from engine.passes.forward_pass import DraftLoop, ForwardPass
 from engine.passes.lean import why_not_lean
 from engine.reservation import ReservedCache, footprint_of, reserve_cache
 from engine.runner import PassRunner
-from protocol.worker_info import WorkerInfo
+from protocol.worker_info import RankMemory, WorkerInfo
 
 STEP_CACHED = 128
 """Cached positions of each sequence in the passes whose times are `Engine.step_seconds`."""
@@ -58,8 +58,10 @@ class Engine:
         self.leader = leader
         """Rank 0's view of the other ranks; None: the model is not divided."""
         self._runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups)
+        self._ranks: tuple[RankMemory, ...] = ()
         if leader is not None:
             leader.begin(self.layout.arena, self.tiles)
+            self._ranks = leader.memory(str(facts.device), self.footprint)
         self._draft_loop: DraftLoop | None = None
         if not self.layout.spare_columns:  # in such a layout sequences stay in place
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
@@ -155,8 +157,8 @@ class Engine:
             kv_positions_free=self.slots.extents.free,
             kv_positions_multiple=self.slots.extents.multiple,
             kv_layout=self.kv_layout,
-            weight_bytes=self.footprint.weights,
-            activation_bytes=self.footprint.activations,
+            weight_bytes=sum(rank.weight_bytes for rank in self._ranks) or self.footprint.weights,
+            activation_bytes=sum(rank.activation_bytes for rank in self._ranks) or self.footprint.activations,
             step_seconds=self.step_seconds,
             step_cached=STEP_CACHED,
             seconds_per_cached=self.seconds_per_cached,
@@ -164,6 +166,9 @@ class Engine:
             notes=tuple(self.notes),
             weights_fingerprint=self.weights_fingerprint,
             numerics_fingerprint=self.numerics_fingerprint,
+            tensor_parallel=max(1, len(self._ranks)),
+            tensor_parallel_sums="" if self.leader is None else self.leader.sharding.sums,
+            ranks=self._ranks,
         )
 
     def close(self) -> None:

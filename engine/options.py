@@ -78,6 +78,11 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     master_addr: str | None = Field(None, min_length=1, description="host name of node 0, with several nodes")
     master_port: int = Field(29500, ge=1, le=65535, description="port on which node 0 waits for the others")
 
+    @classmethod
+    def of(cls, settings: "EngineOptions") -> "EngineOptions":
+        """The options among settings that have more of them."""
+        return cls(**settings.model_dump(include=set(cls.model_fields)))
+
     def forward_tokens(self, device_type: str) -> int:
         """`max_forward_tokens`, or its default on this type of device."""
         return self.max_forward_tokens or (512 if device_type == "cpu" else 2048)

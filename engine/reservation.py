@@ -88,4 +88,6 @@ def kv_limit(options: EngineOptions, others: Footprint, device: torch.device) ->
         return KVLimit("memory_budget", int(options.memory_budget), others)
     if options.kv_memory is not None:
         return KVLimit("kv_memory", int(options.kv_memory))
-    return KVLimit("kv_memory", default_kv_memory(device))
+    # Ranks on GPUs have one each; ranks on the CPU share the memory of their node.
+    sharing = options.tensor_parallel // options.nnodes if device.type == "cpu" else 1
+    return KVLimit("kv_memory", default_kv_memory(device) // sharing)

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
+from engine.parallel.node import run_node
 from engine.startup import load_engine
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from target_worker.service import TargetWorkerServicer
@@ -25,13 +26,14 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
 
 def load_verifier(settings: TargetWorkerSettings) -> Verifier:
     """Builds the backend. Runs on the model thread."""
-    options = EngineOptions(**settings.model_dump(include=set(EngineOptions.model_fields)))
-    return Verifier(load_engine(options, exact=True))
+    return Verifier(load_engine(EngineOptions.of(settings), exact=True))
 
 
 def main() -> None:
     """Entry point of `specpool-target-worker`."""
     settings = TargetWorkerSettings.load(PROGRAM)
+    if settings.node_rank > 0:
+        run_node(PROGRAM, EngineOptions.of(settings))
     register = pb_grpc.add_TargetWorkerServiceServicer_to_server
     load = partial(load_verifier, settings)
     run_worker(PROGRAM, settings, load, SERVICE, register, TargetWorkerServicer, (UnsupportedModelError,))

@@ -87,12 +87,17 @@ class PairService:
 
 @asynccontextmanager
 async def serving_pair(
-    target: Path, draft: Path | None, worker: dict[str, Any] | None = None, **settings: Any
+    target: Path,
+    draft: Path | None,
+    worker: dict[str, Any] | None = None,
+    target_worker: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[PairService]:
-    """Starts workers (with `worker` settings) and a coordinator, all on ports that the system chooses."""
+    """Starts workers (with `worker` settings; the target's also with others) and a coordinator, all on ports that the
+    system chooses."""
     async with AsyncExitStack() as stack:
         options = {"threads": 2, "port": 0, **(worker or {})}
-        target_settings = TargetWorkerSettings(model=str(target), **options)
+        target_settings = TargetWorkerSettings(model=str(target), **{**options, **(target_worker or {})})
         target_host = WorkerHost(partial(load_verifier, target_settings))
         register = target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server
         address = await _serve(stack, target_settings, target_host, register, TargetWorkerServicer(target_host))

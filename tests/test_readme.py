@@ -164,7 +164,18 @@ def test_what_a_page_links_to_and_names_exists(page: str) -> None:
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", PAGES[page])}
     assert {link for link in links if not (folder / link).exists()} == set()
     named = set(re.findall(r"`([\w.]+/(?:[\w./]*(?:/|\.py|\.c|\.md|run))?)`", PAGES[page]))
-    inside = {"cache/", "passes/", "models/", "probes/", "native/", "prompts/", "scheduling/", "drafting/", "workers/"}
+    inside = {
+        "cache/",
+        "passes/",
+        "models/",
+        "parallel/",
+        "probes/",
+        "native/",
+        "prompts/",
+        "scheduling/",
+        "drafting/",
+        "workers/",
+    }
     inside |= {"client/", "cli/", "v1/", "smg/", "telemetry/", "tracing/"}  # named relative to the folder they are in
     assert {path for path in named - inside if not (ROOT / path).exists()} == set()
 

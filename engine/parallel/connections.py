@@ -6,18 +6,13 @@ import os
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel
 
 log = logging.getLogger(__name__)
-
-# A host that is gone without a word is noticed after about 5 + 3 * 2 seconds.
-KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
-RETRY_SECONDS = 1.0
 
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -52,41 +47,8 @@ def hang_up(connection: Connection) -> None:
     connection.close()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Waits for ranks of other nodes. OSError; but a name that is not known yet is waited for."""
-    while True:
-        try:
-            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            return socket.create_server(address[:2], family=family)
-        except socket.gaierror as error:
-            log.warning("%s: %s; trying again", host, error)
-            time.sleep(RETRY_SECONDS)
-
-
-def accept(server: socket.socket) -> Connection:
-    """The next connection."""
-    return _kept_alive(server.accept()[0])
-
-
-def connect(host: str, port: int) -> Connection:
-    """Connects to rank 0, and waits until it listens."""
-    while True:
-        with contextlib.suppress(OSError):
-            return _kept_alive(socket.create_connection((host, port)))
-        time.sleep(RETRY_SECONDS)
-
-
-def end_process(reason: str) -> None:
+def end_process(reason: str) -> NoReturn:
     """Ends this process at once, whatever its threads wait for."""
     log.error("%s: the process ends", reason)
     logging.shutdown()
     os._exit(1)
-
-
-def _kept_alive(link: socket.socket) -> Connection:
-    link.settimeout(None)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in KEEPALIVE.items():
-        link.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Connection(link.detach())

@@ -29,9 +29,7 @@ def _numbered(name: str, ranks: int) -> list[str]:
         return [kind] * ranks
     count = torch.cuda.device_count()
     if kind != "cuda":
-        raise UnsupportedModelError(
-            f"device {name} is one device for {ranks} ranks; name all of them, separated by commas"
-        )
+        raise UnsupportedModelError(f"device {name} is one for {ranks} ranks: name all of them, with commas")
     if count < ranks:
         raise UnsupportedModelError(f"{ranks} ranks need {ranks} GPUs, and this machine has {count}")
     return [f"cuda:{index}" for index in range(ranks)]

@@ -18,9 +18,8 @@ def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
     elif (Path(options.model) / OUTPUT_HEAD).is_file():
         reason = "it has an output head for some tokens only"
     try:
-        sharding = shard(config, options.tensor_parallel, sums) if reason is None else None
+        if reason is None:
+            return shard(config, options.tensor_parallel, sums)
     except ValueError as error:
         reason = str(error)
-    if sharding is None or reason is not None:
-        raise UnsupportedModelError(f"{options.model} cannot be divided: {reason}")
-    return sharding
+    raise UnsupportedModelError(f"{options.model} cannot be divided: {reason}")

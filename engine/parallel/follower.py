@@ -1,5 +1,6 @@
-"""A rank other than 0: it loads its share, then runs whatever rank 0 tells it. `python -m engine.parallel.follower FD`.
+"""A rank other than 0: it loads its share, then runs whatever rank 0 tells it.
 
+It is started by rank 0 or, on another node, by `engine.parallel.node`.
 It ends when rank 0 ends.
 """
 
@@ -18,9 +19,10 @@ from engine.models.facts import read_facts
 from engine.models.loading import UnsupportedModelError, load_model
 from engine.options import EngineOptions
 from engine.parallel.commands import Move, Run, decoded
-from engine.parallel.connections import connect, receive, send, watch
+from engine.parallel.connections import receive, send, watch
 from engine.parallel.dividing import load_sharding
 from engine.parallel.group import Group
+from engine.parallel.meeting import join
 from engine.parallel.messages import Begin, Loaded, Order, Probed, Report
 from engine.parallel.shares import Share
 from engine.parallel.start import use_threads
@@ -104,22 +106,24 @@ def _on_hangup(name: str) -> None:
 
 
 def main() -> None:
-    """Runs a rank. Arguments: an inherited connection; or the host and port of rank 0, and the own device."""
+    """Runs a rank. Argument: the number of an inherited connection, or options as JSON, with the own device."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then ends this process
-    match sys.argv[1:]:
-        case [descriptor]:
-            connection, device = Connection(int(descriptor)), None
-        case [host, port, device]:
-            connection = connect(host, int(port))
+    if sys.argv[1].isdecimal():
+        connection, device = Connection(int(sys.argv[1])), None
+    else:
+        options = EngineOptions.model_validate_json(sys.argv[1])
+        connection, device = join(options), options.device
     try:
         follow(connection, device)
     except (EOFError, ConnectionError):
         os._exit(0)
     except (UnsupportedModelError, OSError) as error:
         log.error("a rank cannot run: %s", error)
-        os._exit(1)
+    except Exception:
+        log.exception("a rank has failed")
+    os._exit(1)  # the other ranks are in the middle of something, and so may be threads of libraries
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Rank 0 of a divided model: it starts the ranks of its node, waits for those of others, and tells all what to run."""
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -15,17 +16,22 @@ import torch
 from torch import distributed
 
 from engine.cache.arena import KVArena
+from engine.cache.memory import Footprint
 from engine.cache.spans import Location, Span
 from engine.models.loading import UnsupportedModelError
 from engine.numerics import Tiles
 from engine.options import EngineOptions
 from engine.parallel.commands import Move, Probe, Run
-from engine.parallel.connections import accept, end_process, hang_up, listen, receive, send, watch
+from engine.parallel.connections import end_process, hang_up, receive, send, watch
 from engine.parallel.group import Group
+from engine.parallel.meeting import await_ranks
 from engine.parallel.messages import Begin, Loaded, Order, Probed, Report
 from engine.parallel.shares import Sharding
 from engine.parallel.store import new_store
 from engine.runner import PassRunner
+from protocol.worker_info import RankMemory
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "lo"
 
@@ -44,21 +50,17 @@ class Leader:
         self._folder = tempfile.TemporaryDirectory(prefix="specpool-ranks-")
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        server = None
+        others: list[Connection] = []
         if options.nnodes > 1:
-            assert options.master_addr is not None
             try:
-                server = listen(options.master_addr, options.master_port)
+                others = await_ranks(options, sharding.ranks - len(devices))
             except OSError as error:
                 address = f"{options.master_addr}:{options.master_port}"
                 raise UnsupportedModelError(f"cannot listen for other nodes at {address}: {error}") from error
-        if options.nnodes == 1:
+        else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         self._store, store = new_store(Path(self._folder.name), options.master_addr, sharding.ranks)
-        self._connections = [self._start() for _ in devices[1:]]
-        if server is not None:
-            self._connections += [accept(server) for _ in range(len(devices), sharding.ranks)]
-            server.close()
+        self._connections = [*(self._start() for _ in devices[1:]), *others]
         watch({f"rank {rank}": link for rank, link in enumerate(self._connections, 1)}, self._on_hangup)
         for rank, link in enumerate(self._connections, 1):
             # Ranks of other nodes know their devices themselves.
@@ -84,10 +86,23 @@ class Leader:
             send(link, Begin(columns=arena.columns, tiles=tiles))
         arena.before_move = lambda *columns: self._tell(Move(*columns))
 
+    def memory(self, device: str, footprint: Footprint) -> tuple[RankMemory, ...]:
+        """The memory of all ranks. `device`, `footprint`: of this one."""
+        heads = self.sharding.kv_heads.sizes
+        others = (
+            RankMemory(its.device, its.weight_bytes, footprint.kv * its_heads // heads[0], its.activation_bytes)
+            for its, its_heads in zip(self.reports, heads[1:], strict=True)
+        )
+        return RankMemory(device, footprint.weights, footprint.kv, footprint.activations), *others
+
     def run(self, runner: PassRunner, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
-        """`PassRunner.run` on all ranks."""
+        """`PassRunner.run` on all ranks. Should it fail here, the process ends: the others are in the middle of it."""
         self._tell(Run(spans, locations))
-        return runner.run(spans, locations)
+        try:
+            return runner.run(spans, locations)
+        except Exception:
+            log.exception("rank 0 failed in a pass")
+            end_process("rank 0 has failed")
 
     @contextmanager
     def probing(self) -> Iterator[dict[str, None]]:

@@ -4,30 +4,30 @@ import signal
 import subprocess
 import sys
 import time
+from typing import NoReturn
 
+from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.parallel.devices import devices_of
 
 POLL_SECONDS = 0.1
 
 
-def run_node(options: EngineOptions) -> int:
-    """Runs until the first of the ranks ends, or until SIGTERM; returns the exit status.
-
-    UnsupportedModelError: there are no devices for them.
-    """
-    assert options.master_addr is not None
-    devices = devices_of(options)
+def run_node(program: str, options: EngineOptions) -> NoReturn:
+    """Runs until SIGTERM, or until the first of its ranks ends, as all do when rank 0 ends; then ends the process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    command = [sys.executable, "-P", "-m", "engine.parallel.follower", options.master_addr, str(options.master_port)]
-    ranks = [subprocess.Popen([*command, device], stdin=subprocess.DEVNULL) for device in devices]
     try:
-        while True:
-            for rank in ranks:
-                if (status := rank.poll()) is not None:
-                    return status
+        devices = devices_of(options)
+    except UnsupportedModelError as error:
+        sys.exit(f"{program}: {error}")
+    command = [sys.executable, "-P", "-m", "engine.parallel.follower"]
+    each = [options.model_copy(update={"device": device}).model_dump_json() for device in devices]
+    ranks = [subprocess.Popen([*command, its], stdin=subprocess.DEVNULL) for its in each]
+    try:
+        while all(rank.poll() is None for rank in ranks):
             time.sleep(POLL_SECONDS)
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+    sys.exit(max(rank.returncode for rank in ranks))

@@ -63,11 +63,10 @@ def test_partial_sums_are_exact_in_every_batch(tmp_path: Path) -> None:
         assert torch.allclose(logits(engine), logits(alone), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("sums", ["whole", "parts"])
-def test_the_pass_of_torch_operations_is_divided_too(sums: str, tmp_path: Path) -> None:
+def test_the_pass_of_torch_operations_is_divided_too(tmp_path: Path) -> None:
     folder = save_model(tmp_path, small_config("llama", **UNEVEN, attention_bias=True, mlp_bias=True))
     alone = load_engine(folder, device="cpu", native=False)
-    with divided(folder, 2, native=False, tensor_parallel_sums=sums) as engine:
+    with divided(folder, 2, native=False) as engine:
         assert type(engine.forward_pass).__name__ == "LeanModel"
         assert engine.bitwise
         assert rows_that_differ(engine) == 0

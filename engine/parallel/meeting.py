@@ -1,0 +1,97 @@
+"""How the ranks of other nodes reach rank 0: over TCP, at its master port."""
+
+import contextlib
+import logging
+import socket
+import time
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+
+from pydantic import BaseModel, ValidationError
+
+from engine.options import EngineOptions
+from engine.parallel.connections import receive, send
+
+log = logging.getLogger(__name__)
+
+# A host that is gone without a word is noticed after about 5 + 3 * 2 seconds.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+RETRY_SECONDS = 1.0
+# Who connects and says nothing is no rank.
+HELLO_SECONDS = 5.0
+# Options in which nodes may differ.
+OWN = {"device", "threads", "node_rank"}
+
+
+class Hello(BaseModel):
+    """From a rank of another node: what it was started as."""
+
+    version: str
+    options: EngineOptions
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> "Hello":
+        """Of a process of this version."""
+        return cls(version=version("specpool"), options=options)
+
+    def differs_from(self, other: "Hello") -> str | None:
+        """The name of something that should be the same on both nodes; None if all is."""
+        if self.version != other.version:
+            return "version"
+        own, its = (hello.options.model_dump(exclude=OWN) for hello in (self, other))
+        return next((name for name, value in own.items() if its[name] != value), None)
+
+
+def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
+    """Waits until as many ranks of other nodes are connected. OSError: the port cannot be had."""
+    links: list[Connection] = []
+    with _server(str(options.master_addr), options.master_port) as server:
+        log.info("waiting for %d ranks of other nodes at port %d", count, options.master_port)
+        while len(links) < count:
+            link = _kept_alive(server.accept()[0])
+            refusal = _why_turned_away(link, Hello.of(options))
+            if refusal is None:
+                links.append(link)
+            else:
+                log.warning("turned away who connected as a rank: %s", refusal)
+                link.close()
+    return links
+
+
+def join(options: EngineOptions) -> Connection:
+    """Connects to rank 0, and waits until it listens."""
+    while True:
+        with contextlib.suppress(OSError):
+            link = _kept_alive(socket.create_connection((str(options.master_addr), options.master_port)))
+            send(link, Hello.of(options))
+            return link
+        time.sleep(RETRY_SECONDS)
+
+
+def _why_turned_away(link: Connection, own: Hello) -> str | None:
+    if not link.poll(HELLO_SECONDS):
+        return "it said nothing"
+    try:
+        different = own.differs_from(receive(link, Hello))
+    except (OSError, EOFError, ValidationError):
+        return "it is no rank"
+    return None if different is None else f"it was started with another {different}"
+
+
+def _server(host: str, port: int) -> socket.socket:
+    """Listens at a port; waits while the host's name is not known yet."""
+    while True:
+        try:
+            (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return socket.create_server(address[:2], family=family)
+        except socket.gaierror as error:
+            log.warning("%s: %s; trying again", host, error)
+            time.sleep(RETRY_SECONDS)
+
+
+def _kept_alive(link: socket.socket) -> Connection:
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in KEEPALIVE.items():
+        link.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Connection(link.detach())

@@ -1,0 +1,54 @@
+"""What cannot be divided is refused in one line, before anything is started or loaded."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from pydantic import ValidationError
+from tiny_models import load_engine, save_model, save_output_head, small_config
+
+from engine.models.loading import UnsupportedModelError
+from engine.options import EngineOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 3}, "cannot be divided: tensor_parallel 3 cannot divide its 2 KV heads"),
+        ({"tensor_parallel": 2, "device": "cpu,cpu,cpu"}, "device names 3 devices for 2 ranks: cpu,cpu,cpu"),
+        ({"tensor_parallel": 2, "device": "cuda"}, "2 ranks need 2 GPUs, and this machine has 0"),
+        ({"tensor_parallel": 2, "device": "cuda:0"}, "device cuda:0 is one for 2 ranks: name all of them, with commas"),
+        ({"tensor_parallel": 2, "device": "cpu,gpu"}, "device gpu cannot be used"),
+    ],
+)
+def test_options_that_no_ranks_can_have(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("llama"))
+    with mock.patch.object(subprocess, "Popen") as popen, pytest.raises(UnsupportedModelError, match=message):
+        load_engine(folder, **{"device": "cpu", **options})
+    popen.assert_not_called()
+
+
+def test_models_that_are_not_divided(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="cannot be divided: gemma2 is none of the families"):
+        load_engine(save_model(tmp_path / "gemma2", small_config("gemma2")), device="cpu", tensor_parallel=2)
+    folder = save_model(tmp_path / "llama", small_config("llama"))
+    save_output_head(folder, [3, 9])
+    with pytest.raises(UnsupportedModelError, match="cannot be divided: it has an output head for some tokens only"):
+        load_engine(folder, device="cpu", tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 3, "nnodes": 2, "master_addr": "a"}, "tensor_parallel 3 is no multiple of nnodes 2"),
+        ({"tensor_parallel": 2, "nnodes": 2}, "nnodes above 1 needs master_addr"),
+        ({"tensor_parallel": 2, "master_addr": "a"}, "nnodes above 1 needs master_addr, and nothing else does"),
+        ({"tensor_parallel": 2, "nnodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank must be below nnodes"),
+        ({"tensor_parallel": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EngineOptions(model="m", **options)
