@@ -8,7 +8,7 @@ import torch
 from interpreted_kernels import Recorder, imitate_kernels
 from ranks_in_turns import GroupInTurns, run_ranks
 from test_lean import save_random
-from tiny_models import random_tokens, transformers_logits
+from tiny_models import transformers_logits
 
 from engine.cache.arena import KVArena
 from engine.cache.spans import Location, Span
@@ -28,23 +28,24 @@ from engine.runner import PassRunner
 
 pytest.importorskip("triton")
 
-TOKENS = random_tokens(12)
+TOKENS = [1, 5, 9, 60, 33]
 LONGEST = 64
+ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 64}
 # Products of these have parts, and more parts where they are divided by the outputs of a rank alone.
-SPLIT = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+SPLIT = {"hidden_size": 256, "intermediate_size": 512, **ONE_LAYER, "head_dim": 64}
 BIASED = {"attention_bias": True, "mlp_bias": True}
-UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 1}
+UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, **ONE_LAYER}
 
 
 def run(forward_pass: ForwardPass, kv_heads: int, head_dim: int, repeats: int = 1) -> torch.Tensor:
-    """Logits of a prompt in two passes, the second one beside another sequence and with its prompt's cache."""
+    """Logits of a prompt in two passes, the second one beside another sequence that begins alike."""
     layers, groups = len(getattr(forward_pass, "model", forward_pass).layers), 2
     arena = KVArena(layers, kv_heads, 2 * LONGEST, head_dim, forward_pass.compute_dtype, torch.device("cpu"))
     runner = PassRunner(forward_pass, arena, Tiles(), groups)
     places = [Location(LONGEST), Location(0)]
     for _ in range(repeats):
-        found = [runner.run([Span(0, 0, TOKENS[:7], 7)], places[:1])]
-        found.append(runner.run([Span(0, 7, TOKENS[7:], 5), Span(1, 0, TOKENS[:2], 2)], places))
+        found = [runner.run([Span(0, 0, TOKENS[:3], 3)], places[:1])]
+        found.append(runner.run([Span(0, 3, TOKENS[3:], 2), Span(1, 0, TOKENS[:2], 2)], places))
     return torch.cat(found)
 
 
@@ -55,14 +56,12 @@ def alone(folder: Path) -> torch.Tensor:
 
 
 def of_kernels(lean: LeanModel, group: GroupInTurns) -> torch.Tensor:
-    try_kernels(lean)
     return run(GpuModel(lean, LONGEST), lean.kv_heads, lean.head_dim)
 
 
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "split products": ("llama", 2, {**SPLIT, **BIASED}),
     "uneven shares": ("qwen3", 2, {**UNEVEN, "tie_word_embeddings": True}),
-    "normed branches": ("glm4", 2, {"num_hidden_layers": 1}),
 }
 
 
@@ -71,7 +70,12 @@ def _split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_products, "PROGRAMS", 8)
 
 
-@pytest.mark.usefixtures("_split")
+@pytest.fixture
+def _unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuModel, "padded_rows", lambda self, count: count)  # the interpreter is slow
+
+
+@pytest.mark.usefixtures("_split", "_unpadded")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_whole_sums_have_the_bits_of_one_device(name: str, tmp_path: Path) -> None:
     architecture, ranks, changes = VARIANTS[name]
@@ -81,15 +85,26 @@ def test_whole_sums_have_the_bits_of_one_device(name: str, tmp_path: Path) -> No
         assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_sums_in_parts_are_the_same_on_every_rank(name: str, tmp_path: Path) -> None:
-    architecture, ranks, changes = VARIANTS[name]
+@pytest.mark.usefixtures("_unpadded")
+@pytest.mark.parametrize(("architecture", "changes"), [("llama", {**UNEVEN, **BIASED}), ("glm4", ONE_LAYER)])
+def test_sums_in_parts_are_the_same_on_every_rank(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_random(tmp_path, architecture, changes)
-    first, *others = run_ranks(folder, ranks, "parts", of_kernels)
-    assert all(torch.equal(logits, first) for logits in others)
+    first, second = run_ranks(folder, 2, "parts", of_kernels)
+    assert torch.equal(second, first)
     expected = transformers_logits(folder, TOKENS)
     torch.testing.assert_close(first, torch.cat([expected, expected[:2]]), atol=1e-4, rtol=1e-3)
-    assert torch.equal(first[12:], first[:2])
+    assert torch.equal(first[5:], first[:2])
+
+
+def test_all_ranks_try_their_kernels_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imitate_kernels(monkeypatch)
+
+    def tried(lean: LeanModel, group: GroupInTurns) -> list[tuple[int, ...]]:
+        try_kernels(lean)
+        return group.exchanged
+
+    shapes = run_ranks(save_random(tmp_path, "llama", UNEVEN), 2, "parts", tried)
+    assert shapes == [[(1, 96), (1, 1, 96), (1, 1, 96)]] * 2
 
 
 def test_terms_are_in_the_order_of_the_ranks_and_take_one_exchange(tmp_path: Path) -> None:
@@ -115,7 +130,7 @@ def test_terms_are_in_the_order_of_the_ranks_and_take_one_exchange(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("_split")
-@pytest.mark.parametrize(("sums", "expected"), [("whole", [1, 2, 1, 2, 1]), ("parts", [2, 1, 1, 1, 1])])
+@pytest.mark.parametrize(("sums", "expected"), [("whole", [1, 2, 1, 2]), ("parts", [2, 1, 1, 1])])
 def test_whole_sums_have_the_parts_of_the_whole_weight(sums: Sums, expected: list[int], tmp_path: Path) -> None:
     folder = save_random(tmp_path, "llama", {**SPLIT})
 
@@ -123,7 +138,7 @@ def test_whole_sums_have_the_parts_of_the_whole_weight(sums: Sums, expected: lis
         layer = GpuModel(lean, LONGEST).layers[0]
         return [its.parts for its in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
-    assert run_ranks(folder, 2, sums, parts) == [expected[:4]] * 2
+    assert run_ranks(folder, 2, sums, parts) == [expected] * 2
 
 
 def chosen(folder: Path, sums: Sums, wanted: gpu_products.Kind | None = None) -> set[str]:
@@ -139,7 +154,7 @@ def chosen(folder: Path, sums: Sums, wanted: gpu_products.Kind | None = None) ->
 def test_whole_sums_are_by_products_with_the_bits_of_the_whole_weight(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folder = save_random(tmp_path, "llama", {"num_hidden_layers": 1})
+    folder = save_random(tmp_path, "llama", ONE_LAYER)
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
     exact = gpu_products.multiply
@@ -152,12 +167,11 @@ def test_whole_sums_are_by_products_with_the_bits_of_the_whole_weight(
 
 def test_kinds_of_products_with_parts_are_never_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel after them adds up the parts, and rounds nothing before it goes on."""
-    x, product = torch.zeros(1), Product(torch.randn(64, 512).half())
+    product = Product(torch.randn(64, 256).half())
     assert product.parts == 2
     results = {kind: kernels._if_exact(product, kind, [8, 16]) for kind in gpu_products.KINDS}
     assert results["triton"] is not None
     assert results["triton"] != results["cublas"]
-    assert x is not None
 
 
 # --- Recorded passes
@@ -183,7 +197,7 @@ def test_all_ranks_record_the_same_passes(sums: Sums, monkeypatch: pytest.Monkey
     (logits, launched, *counts), (others, _, *same) = run_ranks(folder, 2, sums, recorded)
     assert torch.equal(logits, launched)
     assert torch.equal(others, launched)
-    assert counts == same == [2, 6]
+    assert counts == same == [1, 7]
 
 
 def test_a_rank_that_cannot_record_does_not_go_on_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
