@@ -64,7 +64,7 @@ class Group(Alone):
         self.rank, self.ranks, self.sharding = rank, sharding.ranks, sharding
         self.in_parts = sharding.sums == "parts"
         self.collectives = 0
-        """Collectives so far."""
+        """Collectives so far; those of recorded passes count when they are recorded."""
         self.collective_ns = 0
         """Nanoseconds that they took so far; on a GPU that is only their launch."""
         self._borders = torch.tensor(sharding.shares["tokens"].firsts[1:], device=device)
