@@ -1,9 +1,11 @@
 """What the compiler makes of the GPU's kernels: registers, spills, shared memory, kernels per layer. Needs no GPU.
 
     python -m benchmarks.kernels [--archs 80 90 100] [--dtypes bfloat16 float16 float32] [--shapes qwen3-8b ...]
+        [--ranks 1 4 8 --sums whole parts]
 
 Passes of a model of each shape run on tensors without memory (torch's "meta" device), with a driver of Triton that
-compiles what is launched and launches nothing. The last line printed is JSON.
+compiles what is launched and launches nothing. With several ranks, it is the pass of the last one, which has the
+smallest share. The last line printed is JSON.
 """
 
 import argparse
@@ -15,10 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from triton.backends.compiler import GPUTarget
 
@@ -26,6 +29,9 @@ from benchmarks.report import finish, output_folder, progress, show
 from benchmarks.shapes import SHAPES
 from engine.cache.arena import KVArena
 from engine.cache.spans import Location, Span
+from engine.parallel.group import ALONE, Alone, Group
+from engine.parallel.shares import Share, Sums, piece_of, shard
+from engine.parallel.weights import adapt, cut
 from engine.passes.attention import PACKED_ATTENTION
 from engine.passes.gpu.model import GpuModel
 from engine.passes.lean import LeanModel
@@ -48,6 +54,10 @@ _LLAMA = {
 HEADS: dict[str, dict[str, Any]] = {
     "llama3-8b": {
         **_LLAMA, "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "llama3-70b": {
+        **_LLAMA, "vocab_size": 128_256, "hidden_size": 8192, "intermediate_size": 28_672, "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
     "vicuna-7b": {
@@ -165,13 +175,37 @@ def compiling(arch: int) -> Iterator[Compiler]:
         triton.runtime.driver._active = None  # there is no other driver to go back to
 
 
-def model_of(shape: dict[str, Any], dtype: torch.dtype, layers: int = 1) -> GpuModel:
-    """A pass of this shape without memory for its weights."""
+class Imagined(Group):
+    """Ranks of which only one exists."""
+
+    def __init__(self, share: Share) -> None:
+        self.rank, self.ranks, self.sharding = share.rank, share.sharding.ranks, share.sharding
+        self.in_parts = share.sharding.sums == "parts"
+        self._borders = torch.tensor(self.sharding.shares["tokens"].firsts[1:], device="meta")
+
+    def stacked(self, x: torch.Tensor) -> torch.Tensor:
+        """What all ranks would give."""
+        return x.new_empty(self.ranks, *x.shape)
+
+
+def model_of(
+    shape: dict[str, Any], dtype: torch.dtype, layers: int = 1, ranks: int = 1, sums: Sums = "whole"
+) -> GpuModel:
+    """A pass of this shape, or that of its last rank, without memory for its weights."""
     sizes = {**shape, "num_hidden_layers": layers}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
-    return GpuModel(LeanModel(model), 64)
+    group: Alone = ALONE
+    if ranks > 1:
+        share = Share(shard(config, ranks, sums), ranks - 1)
+        for name, weight in model.named_parameters():
+            if (piece := piece_of(name, config, share)) is not None:
+                module, kind = name.rsplit(".", 1)
+                setattr(model.get_submodule(module), kind, nn.Parameter(cut(weight, piece), requires_grad=False))
+        adapt(model, share)
+        group = Imagined(share)
+    return GpuModel(LeanModel(model, group), 64)
 
 
 @torch.inference_mode()
@@ -192,10 +226,10 @@ def sample(vocab_size: int, dtype: torch.dtype) -> None:
         sample_rows(torch.empty(1, vocab_size, dtype=dtype, device="meta"), [(params, 1)])
 
 
-def measure(arch: int, dtype: str, shape: str) -> Row:
+def measure(arch: int, dtype: str, shape: str, ranks: int = 1, sums: Sums = "whole") -> Row:
     """What the compiler makes of the passes of a shape."""
     with compiling(arch) as compiler:
-        one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers) for layers in (1, 2))
+        one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers, ranks, sums) for layers in (1, 2))
         launches = {1: 0, 2: 0}
         for tokens, cached in product(PASSES, CONTEXTS):
             run(one, tokens, cached)
@@ -206,7 +240,8 @@ def measure(arch: int, dtype: str, shape: str) -> Row:
         sample(ALL_SHAPES[shape]["vocab_size"], getattr(torch, dtype))
     names = sorted({its.name for its in compiler.compiled})
     return {
-        "sm": arch, "dtype": dtype, "shape": shape, "kernels_a_layer": launches[2] - launches[1],
+        "sm": arch, "dtype": dtype, "shape": shape, "ranks": ranks, "sums": sums if ranks > 1 else "",
+        "kernels_a_layer": launches[2] - launches[1],
         "fused": compiler.fused, "shared_limit": SHARED[arch],
         "kernels": [most(name, [its for its in compiler.compiled if its.name == name]) for name in names],
     }  # fmt: skip
@@ -226,13 +261,18 @@ def main() -> None:
     parser.add_argument("--archs", type=int, nargs="+", choices=SHARED, default=list(SHARED), help="80 is sm_80")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--shapes", nargs="+", choices=ALL_SHAPES, default=list(ALL_SHAPES))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="of divided models")
+    parser.add_argument("--sums", nargs="+", choices=get_args(Sums), default=list(get_args(Sums)))
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
-    cells = list(product(options.archs, options.dtypes, options.shapes))
-    rows = [measure(*cell) for cell in progress(cells, "compiling")]
+    divisions = [(ranks, sums) for ranks in options.ranks for sums in options.sums[: None if ranks > 1 else 1]]
+    cells = list(product(options.archs, options.dtypes, options.shapes, divisions))
+    rows = [measure(*cell, *division) for *cell, division in progress(cells, "compiling")]
     for row in rows:
         show(
-            f"{row['shape']}, {row['dtype']}, sm_{row['sm']}: {row['kernels_a_layer']} kernels a layer", row["kernels"]
+            f"{row['shape']}, {row['dtype']}, sm_{row['sm']}, ranks: {row['ranks']} {row['sums']}: "
+            f"{row['kernels_a_layer']} kernels a layer",
+            row["kernels"],
         )
     finish("kernels", {"triton": triton.__version__, "passes": rows}, options.output)
 

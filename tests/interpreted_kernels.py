@@ -21,7 +21,7 @@ def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(forward, "runs_kernels", lambda device: True)
     patch.setattr(forward, "why_no_kernels", lambda lean: None)  # so that what stops them is raised
     patch.setattr(forward, "CudaGraphs", lambda: None)
-    patch.setattr(startup, "choose_products", lambda *_: True)
+    patch.setattr(forward, "choose_products", lambda *_: True)
     patch.setattr(attention, "BUSY", 8)
     patch.setattr(kernels, "POSITIONS", (20,))
     patch.setattr(self_test, "LONG_PASSES", (20,))

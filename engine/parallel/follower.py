@@ -15,7 +15,7 @@ import torch
 
 from engine.cache.arena import KVArena
 from engine.forward import build_exact_pass
-from engine.models.facts import read_facts
+from engine.models.facts import ModelFacts, read_facts
 from engine.models.loading import UnsupportedModelError, load_model
 from engine.options import EngineOptions
 from engine.parallel.commands import Move, Run, decoded
@@ -30,7 +30,7 @@ from engine.parallel.store import open_store
 from engine.passes.gpu.cublas import restrict_cublas
 from engine.probes.native_products import products_agree
 from engine.probes.operations import OperationProbe
-from engine.probes.self_test import probing
+from engine.probes.self_test import attention_suits, probing
 from engine.reservation import footprint_of, kv_limit
 from engine.runner import PassRunner
 
@@ -46,13 +46,13 @@ def follow(connection: Connection, device: str | None = None) -> None:
     watch({"rank 0": connection}, _on_hangup)
     options = order.options if device is None else order.options.model_copy(update={"device": device})
     with torch.inference_mode():
-        runner = _built(connection, order, options)
+        runner, facts = _built(connection, order, options)
         while True:
-            _obey(connection, runner)
+            _obey(connection, runner, facts)
 
 
-def _built(connection: Connection, order: Order, options: EngineOptions) -> PassRunner:
-    """Loads this rank's share of the model and builds its pass, in step with rank 0."""
+def _built(connection: Connection, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
+    """Loads this rank's share of the model and builds its pass, in step with rank 0. Returns the share's facts, too."""
     use_threads(options)
     if order.exact and options.device != "cpu":
         restrict_cublas()
@@ -81,10 +81,10 @@ def _built(connection: Connection, order: Order, options: EngineOptions) -> Pass
     arena = KVArena(
         facts.layers, facts.kv_heads, begin.columns, facts.head_dim, forward_pass.compute_dtype, facts.device
     )
-    return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups)
+    return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups), facts
 
 
-def _obey(connection: Connection, runner: PassRunner) -> None:
+def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> None:
     """Runs the commands of rank 0, up to the end of a probe."""
     with ExitStack() as context:
         probe: OperationProbe | None = None
@@ -98,7 +98,10 @@ def _obey(connection: Connection, runner: PassRunner) -> None:
                 break
             else:
                 probe = context.enter_context(probing(runner.forward_pass, runner.arena))
-    send(connection, Probed(unequal=list(probe.unequal)))
+    unequal = list(probe.unequal)
+    if not attention_suits(runner.forward_pass, runner.arena.keys[0], facts):
+        unequal.append("attention")
+    send(connection, Probed(unequal=unequal))
 
 
 def _on_hangup(name: str) -> None:

@@ -1,5 +1,6 @@
 """Rank 0 of a divided model: it starts the ranks of its node, waits for those of others, and tells all what to run."""
 
+import atexit
 import contextlib
 import logging
 import os
@@ -13,7 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from torch import distributed
 
 from engine.cache.arena import KVArena
 from engine.cache.memory import Footprint
@@ -49,6 +49,7 @@ class Leader:
         """Reports of all other ranks, once they have been received."""
         self._folder = tempfile.TemporaryDirectory(prefix="specpool-ranks-")
         self._closing = False
+        self._group: Group | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         others: list[Connection] = []
         if options.nnodes > 1:
@@ -69,7 +70,10 @@ class Leader:
 
     def group(self, device: torch.device) -> Group:
         """Waits until all ranks have joined."""
-        return Group(0, self.sharding, self._store, device)
+        self._group = Group(0, self.sharding, self._store, device)
+        if device.type == "cuda":
+            atexit.register(self.close)  # the interpreter would let NCCL wait for recorded passes without end
+        return self._group
 
     def receive_sums(self) -> dict[str, bytes]:
         """Waits until all other ranks have loaded their shares. Returns the sums of weights that they made, by name."""
@@ -116,13 +120,16 @@ class Leader:
             found.update(dict.fromkeys(receive(link, Probed).unequal))
 
     def close(self) -> None:
-        """Ends all other ranks."""
+        """Ends all other ranks. Nothing happens the second time."""
+        if self._closing:
+            return
         self._closing = True
         for link in self._connections:
             hang_up(link)
         for process in self._processes:
             process.wait()
-        distributed.destroy_process_group()
+        if self._group is not None:
+            self._group.leave()
         self._folder.cleanup()
 
     def _tell(self, command: Run | Move | Probe) -> None:

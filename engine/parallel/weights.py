@@ -61,14 +61,24 @@ class ShardReader(HfQuantizer):
         return False
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
-        asked = self.quantization_config
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear):
-                module.out_features, module.in_features = module.weight.shape
-                # Of partial sums, only the first one begins with the bias.
-                if asked.share.sharding.sums == "parts" and asked.share.rank > 0 and name.split(".")[-1] in ADDED:
-                    module.register_parameter("bias", None)
+        adapt(model, self.quantization_config.share)
         return model
+
+
+def adapt(model: PreTrainedModel, share: Share) -> None:
+    """Makes the modules of a model what a rank's share of their weights makes them."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+            # Of partial sums, only the first one begins with the bias.
+            if share.sharding.sums == "parts" and share.rank > 0 and name.split(".")[-1] in ADDED:
+                module.register_parameter("bias", None)
+
+
+def cut(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A rank's part of a weight, which does not keep the whole weight in memory."""
+    parts = [whole.narrow(piece.dimension, its.start, len(its)) for its in piece.ranges]
+    return torch.cat(parts, piece.dimension)
 
 
 def sums_of(model: PreTrainedModel) -> dict[str, bytes]:
@@ -85,12 +95,11 @@ class _Cut(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
-        """The piece of a tensor, which does not keep the whole tensor in memory."""
+        """The piece of a tensor."""
         (value,), full_layer_name = input_dict.values(), kwargs["full_layer_name"]
         whole: torch.Tensor = value[0] if isinstance(value, list) else value
         piece = self._asked.piece(full_layer_name)
         assert piece is not None
         if self._asked.is_its_turn(full_layer_name):
             self._asked.sums[full_layer_name] = word_sums(whole)
-        parts = [whole.narrow(piece.dimension, its.start, len(its)) for its in piece.ranges]
-        return {full_layer_name: torch.cat(parts, piece.dimension)}
+        return {full_layer_name: cut(whole, piece)}

@@ -36,15 +36,20 @@ def choose_products(
     `most_rows`: tokens of the longest pass. `exact`: only kinds are chosen that give a row the same bits for every
     number of rows. `wanted`: the kind to choose where it is possible; without it, the fastest is chosen. But of exact
     kinds with different bits it is always the same one, since times differ from start to start. `record`: how to record
-    products, so that their launches are not timed; None: launches are timed too.
+    products, so that their launches are not timed; None: launches are timed too. Nothing is exchanged with other ranks,
+    so that kinds may differ among them; where sums are whole, only kinds with the bits of the first one are chosen,
+    whose order of terms is that of the whole weight.
     """
     sizes = sorted({model.padded_rows(count) for count in range(1, most_rows + 1)})
-    found = True
+    found, whole = True, model.group.ranks > 1 and not model.group.in_parts
     for (outputs, inputs), products in _by_shape(model).items():
-        possible = dict.fromkeys(KINDS)
+        # Ranks exchange results of equal shapes, and only one kind has several parts.
+        kinds = KINDS if not whole or products[0].parts == 1 else KINDS[:1]
+        possible = dict.fromkeys(kinds)
         if exact:
-            results = {kind: _if_exact(products[0], kind, sizes) for kind in KINDS}
-            possible = {kind: bits for kind, bits in results.items() if bits is not None}
+            results = {kind: _if_exact(products[0], kind, sizes) for kind in kinds}
+            own = results[KINDS[0]]
+            possible = {kind: its for kind, its in results.items() if its and (its == own or not whole)}
             found &= bool(possible)
         alike = not exact or len(set(possible.values())) == 1
         if wanted in possible:
@@ -85,11 +90,11 @@ def _if_exact(product: Product, kind: Kind, sizes: Sequence[int]) -> bytes | Non
         return None
     if not same:
         return None
-    # As the kernel after it adds up the parts.
+    # As the kernel after it adds up the parts, and goes on without rounding the sum.
     summed = reference[0].float()
     for part in reference[1:]:
         summed = summed + part
-    return hashlib.sha256(summed.to(x.dtype).view(torch.uint8).cpu().numpy().tobytes()).digest()
+    return hashlib.sha256(summed.view(torch.uint8).cpu().numpy().tobytes()).digest()
 
 
 def _fastest(products: Sequence[Product], kinds: Sequence[Kind], sizes: Sequence[int], record: Record | None) -> Kind:

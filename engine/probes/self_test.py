@@ -10,6 +10,7 @@ import torch
 from engine.cache.arena import KVArena
 from engine.cache.spans import Span
 from engine.engine import Engine
+from engine.models.facts import ModelFacts
 from engine.passes.forward_pass import ForwardPass
 from engine.probes.kernels import attention_agrees
 from engine.probes.native_products import products_agree
@@ -40,8 +41,7 @@ def _operations_agree(engine: Engine) -> bool:
     if forward_pass.compiled_products is not None:
         reports = [] if engine.leader is None else engine.leader.reports
         return products_agree(forward_pass.compiled_products) and all(report.agrees for report in reports)
-    kernels = not forward_pass.plans_attention
-    if kernels and not attention_agrees(cache, engine.facts.query_groups, engine.max_model_len):
+    if not attention_suits(forward_pass, cache, engine.facts):
         log.warning("self-test: the attention of a row depends on the rows beside it")
         return False
     tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_forward_tokens), seed=2)
@@ -54,6 +54,15 @@ def _operations_agree(engine: Engine) -> bool:
     if unequal:
         log.warning("self-test: equal rows do not have equal bits after %s", ", ".join(unequal))
     return not unequal
+
+
+def attention_suits(forward_pass: ForwardPass, cache: torch.Tensor, facts: ModelFacts) -> bool:
+    """Whether the attention of a row is the same beside any others, as far as operations of torch do not show it.
+
+    `cache`: keys of a layer. `facts`: of the model, or of a rank's share of it.
+    """
+    kernels = not forward_pass.plans_attention and forward_pass.compiled_products is None
+    return not kernels or attention_agrees(cache, facts.query_groups, facts.max_model_len)
 
 
 @contextmanager

@@ -21,14 +21,15 @@ KERNELS = {
 }  # fmt: skip
 
 
-def compiled(archs: list[str], dtypes: list[str], shapes: list[str]) -> list[dict[str, Any]]:
+def compiled(archs: list[str], dtypes: list[str], shapes: list[str], ranks: int = 1) -> list[dict[str, Any]]:
     """What the benchmark says, in a process that does not interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.kernels", "--archs", *archs, "--dtypes", *dtypes, "--shapes", *shapes]
+    command += ["--ranks", str(ranks)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["passes"]
-    assert len(rows) == len(archs) * len(dtypes) * len(shapes)
+    assert len(rows) == len(archs) * len(dtypes) * len(shapes) * (1 if ranks == 1 else 2)
     return rows
 
 
@@ -44,6 +45,12 @@ def assert_good(rows: list[dict[str, Any]]) -> None:
 
 def test_the_kernels_of_a_pass_compile() -> None:
     assert_good(compiled(["90"], ["bfloat16"], ["qwen3-8b"]))
+
+
+@pytest.mark.all_kernels
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_kernels_of_a_large_divided_model_compile(ranks: int) -> None:
+    assert_good(compiled(["90"], ["bfloat16"], ["llama3-70b"], ranks))
 
 
 @pytest.mark.all_kernels

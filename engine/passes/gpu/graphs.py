@@ -15,6 +15,8 @@ Run = Callable[[], torch.Tensor]
 Record = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
 """Records work. Returns a function that repeats it on the same memory, and the tensor where its result then is."""
 
+# What other threads do meanwhile, such as the one that watches NCCL, is none of a recording's business.
+OWN_THREAD = "thread_local"
 MOST_RECORDINGS = 64
 """With more, the least recently used ones are dropped: they take memory."""
 
@@ -31,16 +33,17 @@ class Recording(Generic[Input]):
 class Recordings(Generic[Input]):
     """Recordings by shape, of which there are never more than MOST_RECORDINGS."""
 
-    def __init__(self, record: Record | None) -> None:
-        """`record`: None if nothing is to be recorded."""
-        self.record = record
+    def __init__(self, record: Record | None, needed: bool = False) -> None:
+        """`record`: None if nothing is to be recorded. `needed`: what cannot be recorded is an error, since the other
+        ranks of a divided model record it: a collective is recorded by all of them or by none."""
+        self.record, self._needed = record, needed
         self._seen: set[Hashable] = set()
         self._kept: OrderedDict[Hashable, Recording[Input]] = OrderedDict()
 
     def find(self, shape: Hashable, prepare: Callable[[], tuple[Input, Run]]) -> Recording[Input] | None:
         """The recording of a shape; None the first time, when its kernels are compiled, and if there can be none.
 
-        `prepare`: makes the input and the work on it.
+        `prepare`: makes the input and the work on it. RuntimeError: a recording is needed and cannot be made.
         """
         if self.record is None:
             return None
@@ -53,7 +56,10 @@ class Recordings(Generic[Input]):
         own, run = prepare()
         try:
             recording = Recording(own, *self.record(run))
-        except RuntimeError as error:  # not fatal: launched passes are only slower
+        except RuntimeError as error:
+            if self._needed:
+                raise RuntimeError(f"passes cannot be recorded; cuda_graphs=false launches them: {error}") from error
+            # Not fatal: launched passes are only slower.
             log.warning("passes cannot be recorded, and are launched: %s", error)
             self.record = None
             return None
@@ -61,6 +67,10 @@ class Recordings(Generic[Input]):
         if len(self._kept) > MOST_RECORDINGS:
             self._kept.popitem(last=False)
         return recording
+
+    def clear(self) -> None:
+        """Drops all recordings."""
+        self._kept.clear()
 
 
 class CudaGraphs:
@@ -71,7 +81,7 @@ class CudaGraphs:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         # The pool lives only as long as some graph uses it.
         self._keeper = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._keeper, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(self._keeper, pool=self._pool, stream=self._stream, capture_error_mode=OWN_THREAD):
             self._kept = torch.zeros(1, device="cuda")
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
@@ -79,7 +89,7 @@ class CudaGraphs:
         stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=OWN_THREAD):
                 result = run()
         except RuntimeError:
             torch.cuda.set_stream(stream)  # a failed capture does not restore it

@@ -2,6 +2,9 @@
 
 Products write their parts, which the kernel after each adds up. All kernels but those of products and attention handle
 one row, or one head of a row, by itself.
+
+A rank of a divided model has its share of the weights, and gathers what the others compute. Where each sums its own
+terms, theirs are further parts, so that the sum over ranks takes no kernel of its own.
 """
 
 from collections.abc import Callable
@@ -9,15 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
 
 from engine.cache.arena import KVArena
 from engine.cache.spans import Location, Span
 from engine.numerics import round_up
+from engine.parallel.shares import Dimension
 from engine.passes.forward_pass import ForwardPass
 from engine.passes.gpu import attention
 from engine.passes.gpu.attention import attend_extents, splits_for
 from engine.passes.gpu.draft_loop import GpuDraftLoop
+from engine.passes.gpu.graphs import Record
 from engine.passes.gpu.launching import triton
 from engine.passes.gpu.products import Product
 from engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
@@ -27,15 +31,17 @@ from engine.passes.packing import PackedBatch, pack
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
+@torch.inference_mode()
 def try_kernels(lean: LeanModel) -> None:
-    """Runs the kernels of a layer with one row. Raises anything if they cannot run this model on its device."""
+    """Runs the kernels of a layer with one row, on all ranks at once. Raises anything if they cannot run this model on
+    its device."""
     if triton is None:
         raise RuntimeError("Triton is not installed")
     layer, rows = GpuLayer(lean.layers[0], 0), 1
     weight, kv_heads = lean.embedding, lean.kv_heads
     arena = KVArena(1, kv_heads, rows, lean.head_dim, weight.dtype, weight.device)
     batch = pack([Span(0, 0, [0], 1)], [Location(0)], arena, lambda count: count)
-    layer(embedding(batch.input_ids, weight), None, batch, lean.rotary(rows)).parts.sum().item()
+    layer(lean.group.embedded(weight, batch.input_ids), None, batch, lean.rotary(rows)).parts.sum().item()
 
 
 class GpuModel(ForwardPass):
@@ -47,7 +53,7 @@ class GpuModel(ForwardPass):
         """`longest`: positions that a sequence can have; the tables of the rotary embedding have this length."""
         super().__init__()
         first: Any = lean.layers[0]
-        self.compute_dtype, self.eps = lean.compute_dtype, lean.eps
+        self.group, self.compute_dtype, self.eps = lean.group, lean.compute_dtype, lean.eps
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
         self.rotary = lean.rotary(longest)
@@ -60,12 +66,12 @@ class GpuModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
-        hidden, added = embedding(batch.input_ids, self.embedding), None
+        hidden, added = self.group.embedded(self.embedding, batch.input_ids), None
         for layer in self.layers:
             added = layer(hidden, added, batch, self.rotary)
         normed = add_and_norm(hidden, added, self.norm, self.eps)
         logits: torch.Tensor = self.head(normed[batch.logit_rows])[0]
-        return logits
+        return self.group.gathered(logits, "tokens")
 
     def products(self) -> list[Product]:
         """All products, in the order of the pass."""
@@ -75,16 +81,31 @@ class GpuModel(ForwardPass):
         """A few sizes for all batches: multiples of 8, and coarser ones where batches are large."""
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
 
-    def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> GpuDraftLoop:
-        """Steps that are launched one kernel at a time."""
-        return GpuDraftLoop(self, arena, token_ids, record=None)
+    def draft_loop(
+        self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor], record: Record | None = None
+    ) -> GpuDraftLoop | None:
+        """Steps that are recorded, or launched one kernel at a time; None if the model is divided: rank 0 tells the
+        others of each pass, and of nothing within one."""
+        return GpuDraftLoop(self, arena, token_ids, record) if self.group.ranks == 1 else None
 
     def scratch_bytes(self, rows: int, longest: int) -> int:
-        """Bytes of the parts of attention and of products, beyond their results."""
+        """Bytes of the parts of attention and of products, beyond their results, and of what ranks exchange."""
         parts = max(product.part_bytes(rows) for product in self.products())
-        return parts + attention.scratch_bytes(
-            rows, longest, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile
+        return (
+            parts
+            + attention.scratch_bytes(rows, longest, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile)
+            + self._exchanged_bytes(rows)
         )
+
+    def _exchanged_bytes(self, rows: int) -> int:
+        if self.group.ranks == 1:
+            return 0
+        state: int = rows * self.norm.numel()
+        embedded = self.group.ranks * state * self.compute_dtype.itemsize
+        if self.group.in_parts:  # what a layer adds, what its attention adds, and what the layer before has added
+            return 3 * embedded
+        parts = max(product.parts for product in self.products())
+        return max(embedded, 2 * parts * state * torch.float32.itemsize)  # before and after they are put in order
 
 
 class GpuLayer(nn.Module):
@@ -93,13 +114,12 @@ class GpuLayer(nn.Module):
     def __init__(self, lean: Any, index: int) -> None:
         """`lean`: the `LeanLayer` whose weights it takes over."""
         super().__init__()
+        self.group = lean.group
         self.index, self.heads, self.scaling, self.eps = index, lean.heads, lean.scaling, lean.eps
-        self.qkv, self.out, self.gate_up, self.down = (
-            Product(linear.weight) for linear in (lean.qkv, lean.out, lean.gate_up, lean.down)
-        )
-        self.qkv_bias, self.out_bias, self.gate_up_bias, self.down_bias = (
-            linear.bias for linear in (lean.qkv, lean.out, lean.gate_up, lean.down)
-        )
+        self.qkv, self.gate_up = self._product(lean.qkv, "attended"), self._product(lean.gate_up, "intermediate")
+        self.out, self.down = self._product(lean.out, "hidden"), self._product(lean.down, "hidden")
+        self.qkv_bias, self.gate_up_bias = lean.qkv.bias, lean.gate_up.bias
+        self.out_bias, self.down_bias = self._whole_bias(lean.out.bias), self._whole_bias(lean.down.bias)
         self.before_attention, self.after_attention = lean.before_attention, lean.after_attention
         self.before_mlp, self.after_mlp, self.head_norms = lean.before_mlp, lean.after_mlp, lean.head_norms
 
@@ -115,7 +135,30 @@ class GpuLayer(nn.Module):
         attended = attend_extents(
             query, keys, values, batch.tile_begins, batch.tile_sizes, positions, columns, self.scaling, splits
         )
-        added = Addend(self.out(attended.flatten(1)), self.out_bias, self.after_attention)
+        added = self._addend(self.out, attended.flatten(1), "attended", self.out_bias, self.after_attention)
         gate_up = self.gate_up(add_and_norm(hidden, added, self.before_mlp, self.eps))
         activated = activate(gate_up, self.gate_up_bias, hidden.dtype)
-        return Addend(self.down(activated), self.down_bias, self.after_mlp)
+        return self._addend(self.down, activated, "intermediate", self.down_bias, self.after_mlp)
+
+    def _addend(
+        self, product: Product, x: torch.Tensor, inputs: Dimension, bias: torch.Tensor | None, norm: torch.Tensor | None
+    ) -> Addend:
+        """A product that is added to the hidden states."""
+        if not self.group.in_parts or bias is None:
+            return Addend(self.group.terms(product, x, inputs), bias, norm)
+        # Only one rank has the bias. All of them have to add it, so it travels as a part of that rank's term.
+        return Addend(self.group.terms(lambda x: product(x).add_(bias), x, inputs), None, norm)
+
+    def _product(self, linear: nn.Linear, outputs: Dimension) -> Product:
+        """A product with this rank's share of outputs.
+
+        Where sums are whole, it has as many parts as on one device, so that their bits are the same. Where each rank
+        sums its own terms of what is added to the hidden states, it sends one part, rounded to the model's dtype: vLLM
+        sends no more, and each sum here is rounded once, not once for each rank that adds to it.
+        """
+        divided = not (self.group.in_parts and outputs == "hidden")
+        return Product(linear.weight, divided, self.group.whole(len(linear.weight), outputs))
+
+    def _whole_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The bias of what is added to the hidden states, of which a rank has its share of features."""
+        return bias if bias is None or self.group.in_parts else self.group.gathered(bias.detach(), "hidden")

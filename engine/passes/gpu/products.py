@@ -31,12 +31,13 @@ class Product(nn.Module):
     `forward`: rows [n, inputs] to parts [parts, n, outputs], whose sum is the product; float32 if there are several.
     """
 
-    def __init__(self, weight: torch.Tensor, divided: bool = True) -> None:
-        """`weight`: [outputs, inputs]. `divided`: there may be several parts."""
+    def __init__(self, weight: torch.Tensor, divided: bool = True, whole: int | None = None) -> None:
+        """`weight`: [outputs, inputs]. `divided`: there may be several parts. `whole`: outputs of the weight of which
+        this is a rank's share, if there shall be as many parts as it would have."""
         super().__init__()
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
         self.out_features, self.in_features = weight.shape
-        self.parts = parts_of(self.out_features, self.in_features) if divided else 1
+        self.parts = parts_of(whole or self.out_features, self.in_features) if divided else 1
         self.kind: Kind = "triton"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

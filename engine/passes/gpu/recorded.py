@@ -26,7 +26,9 @@ class RecordedModel(ForwardPass):
     def __init__(self, model: GpuModel, record: Record) -> None:
         super().__init__()
         self.model, self.compute_dtype, self.rows_per_tile = model, model.compute_dtype, model.rows_per_tile
-        self._recordings: Recordings[PackedBatch] = Recordings(record)
+        divided = model.group.ranks > 1
+        self._recordings: Recordings[PackedBatch] = Recordings(record, needed=divided)
+        model.group.before_leaving(self._recordings.clear)
         self._logits: torch.Tensor | None = None
         """Where all recordings leave their logits, so that only one of them takes memory for that."""
 
@@ -55,9 +57,9 @@ class RecordedModel(ForwardPass):
         """Scratch bytes of the recorded model."""
         return self.model.scratch_bytes(rows, longest)
 
-    def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> GpuDraftLoop:
-        """Draft steps that are recorded."""
-        return GpuDraftLoop(self.model, arena, token_ids, self.record)
+    def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> GpuDraftLoop | None:
+        """Draft steps that are recorded; None if the model is divided."""
+        return self.model.draft_loop(arena, token_ids, self.record)
 
     @contextmanager
     def launched(self) -> Iterator[None]:

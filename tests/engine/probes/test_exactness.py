@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_models import load_engine, rows_that_differ
 from torch import nn
 
-from engine import startup
+from engine import forward
 from engine.numerics import Tiles, round_up
 from engine.passes import attention
 from engine.passes.linear import PrepackedLinear, can_prepack, prepack_linears
@@ -270,7 +270,7 @@ def test_without_a_grid_the_engine_claims_no_more_than_is_true(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On most processors nothing is equal then, and the engine must say so."""
-    monkeypatch.setattr(startup, "choose_tiles", lambda *_: Tiles())
+    monkeypatch.setattr(forward, "choose_tiles", lambda *_: Tiles())
     careless = load_engine(tiny_pair[0], native=False)
     assert careless.tiles == Tiles()
     assert not careless.bitwise or rows_that_differ(careless) == 0

@@ -10,7 +10,7 @@ from interpreted_kernels import imitate_kernels
 from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
 from torch.nn.functional import silu
 
-from engine import forward, startup
+from engine import forward
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.numerics import Tiles
@@ -71,11 +71,11 @@ def _no_prepacked_products(patch: pytest.MonkeyPatch) -> None:
 
 def _plain_products_on_the_grid_of_prepacked_ones(patch: pytest.MonkeyPatch) -> None:
     _no_prepacked_products(patch)
-    patch.setattr(startup, "choose_tiles", lambda *_: Tiles(kv=64, max_rows=512))
+    patch.setattr(forward, "choose_tiles", lambda *_: Tiles(kv=64, max_rows=512))
 
 
 def _no_tiles(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(startup, "choose_tiles", lambda *_: Tiles())
+    patch.setattr(forward, "choose_tiles", lambda *_: Tiles())
 
 
 def _no_tiles_of_attention(patch: pytest.MonkeyPatch) -> None:
@@ -291,14 +291,14 @@ def test_products_that_depend_on_the_number_of_rows_are_not_chosen(
         return x.flip(-1) @ weight.flip(-1).T if differs(len(x)) else gpu_products.multiply(x, weight, 1)[0]
 
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(startup, "choose_products", choose_products)
+    monkeypatch.setattr(forward, "choose_products", choose_products)
     monkeypatch.setattr(gpu_products, "linear", linear)
     assert {product.kind for product in products_of(tmp_path)} == {"triton"}
 
 
 def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(startup, "choose_products", choose_products)
+    monkeypatch.setattr(forward, "choose_products", choose_products)
     monkeypatch.setattr(gpu_products, "linear", lambda x, weight: gpu_products.multiply(x, weight, 1)[0])
     monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
     assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
@@ -308,7 +308,7 @@ def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(startup, "choose_products", choose_products)
+    monkeypatch.setattr(forward, "choose_products", choose_products)
     monkeypatch.setattr(
         gpu_products, "linear", lambda x, weight: gpu_products.multiply(x.flip(-1), weight.flip(-1), 1)[0]
     )
@@ -323,7 +323,7 @@ def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
         raise RuntimeError("out of resource")
 
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(startup, "choose_products", choose_products)
+    monkeypatch.setattr(forward, "choose_products", choose_products)
     exact = gpu_products.multiply
     monkeypatch.setattr(gpu_products, "multiply", refuse)
     monkeypatch.setattr(gpu_products, "linear", lambda x, weight: exact(x, weight, 1)[0])
@@ -334,7 +334,7 @@ def test_without_an_exact_product_all_passes_have_one_shape(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(startup, "choose_products", lambda *_: False)
+    monkeypatch.setattr(forward, "choose_products", lambda *_: False)
     engine = load_engine(save_model(tmp_path, small_config("llama")), native=False, cuda_graphs=False)
     assert engine.max_forward_tokens == engine.tiles.max_rows == 64
     assert "64 rows at a time" in engine.notes[0]
