@@ -28,6 +28,10 @@ class Alone:
 
     ranks = 1
 
+    def total(self, size: int, dimension: Dimension) -> int:
+        """Size of a dimension of which this rank has `size`."""
+        return size
+
     def embedded(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows [n, features] of the embedding, of which each rank has its share of tokens, for tokens [n]."""
         return embedding(token_ids, weight)
@@ -45,7 +49,7 @@ class Group(Alone):
     """All ranks of a model, as one of them sees them. Every rank makes the same calls in the same order."""
 
     def __init__(self, rank: int, sharding: Sharding, store: Store, device: torch.device) -> None:
-        """Waits until all ranks have joined. `store`: where they find each other."""
+        """Waits until all ranks have joined. `store`: where they find each other. OSError: they cannot be reached."""
         self.rank, self.ranks, self.sharding = rank, sharding.ranks, sharding
         self.collectives = 0
         """Collectives so far."""
@@ -53,18 +57,25 @@ class Group(Alone):
         """Nanoseconds that they took so far; on a GPU that is only their launch."""
         self._borders = torch.tensor(sharding.shares["tokens"].firsts[1:], device=device)
         on_gpu = device.type == "cuda"
-        distributed.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=store,
-            rank=rank,
-            world_size=self.ranks,
-            timeout=PATIENCE,
-            device_id=device if on_gpu else None,
-        )
+        try:
+            distributed.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=store,
+                rank=rank,
+                world_size=self.ranks,
+                timeout=PATIENCE,
+                device_id=device if on_gpu else None,
+            )
+        except RuntimeError as error:
+            raise OSError(f"ranks cannot reach each other: {str(error).splitlines()[0]}") from error
 
     def embedded(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows [n, features] of the embedding, of which each rank has its share of tokens, for tokens [n]."""
         return self.chosen(embedding(self.own_tokens(token_ids), weight), token_ids)
+
+    def total(self, size: int, dimension: Dimension) -> int:
+        """Size of a dimension of which this rank has `size`."""
+        return self.sharding.shares[dimension].total
 
     def own(self, dimension: Dimension) -> int:
         """Size of this rank's share of a dimension."""
