@@ -1,16 +1,22 @@
 """What cannot be divided is refused in one line, before anything is started or loaded."""
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from tiny_models import load_engine, save_model, save_output_head, small_config
 
-from engine.models.loading import UnsupportedModelError
+from engine.models.loading import UnsupportedModelError, load_model
 from engine.options import EngineOptions
+from engine.parallel.group import Group
+from engine.parallel.shares import Share, shard
+from engine.parallel.store import file_store, new_file
 
 
 @pytest.mark.parametrize(
@@ -52,3 +58,24 @@ def test_models_that_are_not_divided(tmp_path: Path) -> None:
 def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EngineOptions(model="m", **options)
+
+
+def test_a_weight_of_another_shape_is_not_cut(tmp_path: Path) -> None:
+    config = small_config("llama")
+    folder = save_model(tmp_path, config)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = torch.cat([weights[name], weights[name]])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    options = EngineOptions(model=str(folder), device="cpu")
+    with pytest.raises(UnsupportedModelError, match=f"its files lack 1 of the weights that it needs: {name}"):
+        load_model(options, Share(shard(config, 2, "whole"), 1))
+
+
+def test_a_network_that_ranks_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    number = new_file()
+    store, _ = file_store(number, 2)
+    with pytest.raises(OSError, match=r"ranks cannot reach each other: .*none0"):
+        Group(0, shard(small_config("llama"), 2, "whole"), store, torch.device("cpu"))
+    os.close(number)
