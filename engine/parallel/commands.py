@@ -17,6 +17,7 @@ class Kind(IntEnum):
     MOVE = auto()
     PROBE = auto()
     END_PROBE = auto()
+    END = auto()
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,24 @@ class Probe:
         return _bytes((Kind.END_PROBE if self.ends else Kind.PROBE,))
 
 
-def decoded(message: bytes) -> Run | Move | Probe:
+@dataclass(frozen=True)
+class End:
+    """End the process: rank 0 stops in order."""
+
+    def encoded(self) -> bytes:
+        """One number."""
+        return _bytes((Kind.END,))
+
+
+def decoded(message: bytes) -> Run | Move | Probe | End:
     """The command of a message."""
     kind, *numbers = np.frombuffer(message, np.int64).tolist()
     if kind == Kind.RUN:
         return _run(numbers)
     if kind == Kind.MOVE:
         return Move(*numbers)
+    if kind == Kind.END:
+        return End()
     return Probe(ends=kind == Kind.END_PROBE)
 
 

@@ -1,18 +1,23 @@
-"""Connections between rank 0 and the others. When one end closes, the other notices: no rank waits for a dead one."""
+"""How ranks stay together. When one end of a connection closes, the other end notices: nobody waits for the dead."""
 
 import contextlib
 import logging
 import os
 import select
+import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel
 
 log = logging.getLogger(__name__)
+
+STOPS = {signal.SIGINT, signal.SIGTERM}
+"""Signals that end rank 0, which drains and then ends the others, although they may be sent to all of them."""
 
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -22,9 +27,9 @@ def send(connection: Connection, message: BaseModel) -> None:
     connection.send_bytes(message.model_dump_json().encode())
 
 
-def receive(connection: Connection, kind: type[Message]) -> Message:
-    """Waits for a message. EOFError: the other end is closed."""
-    return kind.model_validate_json(connection.recv_bytes())
+def receive(connection: Connection, kind: type[Message], most: int | None = None) -> Message:
+    """Waits for a message of at most `most` bytes. EOFError: the other end is closed. OSError: it is longer."""
+    return kind.model_validate_json(connection.recv_bytes(most))
 
 
 def watch(connections: Mapping[str, Connection], on_hangup: Callable[[str], None]) -> None:
@@ -52,3 +57,20 @@ def end_process(reason: str) -> NoReturn:
     log.error("%s: the process ends", reason)
     logging.shutdown()
     os._exit(1)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """A context in which processes are started that these signals do not reach until they ignore them: imports take
+    seconds. Threads have masks of their own, and that of the caller is restored."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_stops() -> None:
+    """Ignores these signals from now on, and those that were held."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)

@@ -6,10 +6,10 @@ It ends when rank 0 ends.
 
 import logging
 import os
-import signal
 import sys
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch
 
@@ -18,8 +18,8 @@ from engine.forward import build_exact_pass
 from engine.models.facts import ModelFacts, read_facts
 from engine.models.loading import UnsupportedModelError, load_model
 from engine.options import EngineOptions
-from engine.parallel.commands import Move, Run, decoded
-from engine.parallel.connections import receive, send, watch
+from engine.parallel.commands import End, Move, Run, decoded
+from engine.parallel.connections import end_process, ignore_stops, receive, send, watch
 from engine.parallel.dividing import load_sharding
 from engine.parallel.group import Group
 from engine.parallel.meeting import join
@@ -38,17 +38,17 @@ log = logging.getLogger(__name__)
 
 
 def follow(connection: Connection, device: str | None = None) -> None:
-    """Serves rank 0 until it ends. `device`: that of a rank on another node, since rank 0 does not know it.
+    """Serves rank 0 until it says that it stops. `device`: of a rank on another node: rank 0 does not know it.
 
-    UnsupportedModelError: the share cannot be loaded or run.
+    UnsupportedModelError: the share cannot be loaded or run. EOFError: rank 0 has hung up.
     """
     order = receive(connection, Order)
-    watch({"rank 0": connection}, _on_hangup)
+    watch({"rank 0": connection}, lambda name: _end(f"{name} has ended", device))
     options = order.options if device is None else order.options.model_copy(update={"device": device})
     with torch.inference_mode():
         runner, facts = _built(connection, order, options)
-        while True:
-            _obey(connection, runner, facts)
+        while _obey(connection, runner, facts):
+            pass
 
 
 def _built(connection: Connection, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
@@ -84,8 +84,8 @@ def _built(connection: Connection, order: Order, options: EngineOptions) -> tupl
     return PassRunner(forward_pass, arena, begin.tiles, facts.query_groups), facts
 
 
-def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> None:
-    """Runs the commands of rank 0, up to the end of a probe."""
+def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool:
+    """Runs the commands of rank 0, up to the end of a probe, or of all; returns whether more is to be done."""
     with ExitStack() as context:
         probe: OperationProbe | None = None
         while True:
@@ -94,6 +94,8 @@ def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> None
                 runner.run(command.spans, command.locations)
             elif isinstance(command, Move):
                 runner.arena.move(command.source, command.destination, command.count)
+            elif isinstance(command, End):
+                return False
             elif probe is not None:
                 break
             else:
@@ -102,26 +104,31 @@ def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> None
     if not attention_suits(runner.forward_pass, runner.arena.keys[0], facts):
         unequal.append("attention")
     send(connection, Probed(unequal=unequal))
+    return True
 
 
-def _on_hangup(name: str) -> None:
-    os._exit(0)  # whatever the other threads wait for
+def _end(reason: str, device: str | None) -> NoReturn:
+    """Ends this process, whose supervisor may start it again. On the node of rank 0, that one has told the reason."""
+    if device is not None:
+        end_process(reason)
+    os._exit(1)  # whatever the other threads wait for
 
 
 def main() -> None:
     """Runs a rank. Argument: the number of an inherited connection, or options as JSON, with this rank's device."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then ends this process
+    ignore_stops()
     if sys.argv[1].isdecimal():
         connection, device = Connection(int(sys.argv[1])), None
     else:
+        watch({"its node": Connection(sys.stdin.fileno(), writable=False)}, lambda name: _end(f"{name} has ended", ""))
         options = EngineOptions.model_validate_json(sys.argv[1])
         connection, device = join(options), options.device
     try:
         follow(connection, device)
-    except (EOFError, ConnectionError):
         os._exit(0)
+    except (EOFError, ConnectionError):
+        _end("rank 0 has turned this rank away, or has ended", device)
     except (UnsupportedModelError, OSError) as error:
         log.error("a rank cannot run: %s", error)
     except Exception:

@@ -31,6 +31,10 @@ class Alone:
     in_parts = False
     """Whether each rank sums the terms that it has of what is added to the hidden states."""
 
+    def total(self, size: int, dimension: Dimension) -> int:
+        """Size of a dimension of which this rank has `size`."""
+        return size
+
     def embedded(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows [n, features] of the embedding, of which each rank has its share of tokens, for tokens [n]."""
         return embedding(token_ids, weight)
@@ -60,7 +64,7 @@ class Group(Alone):
     """All ranks of a model, as one of them sees them. Every rank makes the same calls in the same order."""
 
     def __init__(self, rank: int, sharding: Sharding, store: Store, device: torch.device) -> None:
-        """Waits until all ranks have joined. `store`: where they find each other."""
+        """Waits until all ranks have joined. `store`: where they find each other. OSError: they cannot be reached."""
         self.rank, self.ranks, self.sharding = rank, sharding.ranks, sharding
         self.in_parts = sharding.sums == "parts"
         self.collectives = 0
@@ -70,19 +74,26 @@ class Group(Alone):
         self._borders = torch.tensor(sharding.shares["tokens"].firsts[1:], device=device)
         self._on_gpu = device.type == "cuda"
         self._releases: list[Release] = []
-        distributed.init_process_group(
-            "nccl" if self._on_gpu else "gloo",
-            store=store,
-            rank=rank,
-            world_size=self.ranks,
-            timeout=PATIENCE,
-            # Connects at once, since nothing can connect while a pass is recorded.
-            device_id=device if self._on_gpu else None,
-        )
+        try:
+            distributed.init_process_group(
+                "nccl" if self._on_gpu else "gloo",
+                store=store,
+                rank=rank,
+                world_size=self.ranks,
+                timeout=PATIENCE,
+                # Connects at once, since nothing can connect while a pass is recorded.
+                device_id=device if self._on_gpu else None,
+            )
+        except RuntimeError as error:
+            raise OSError(f"ranks cannot reach each other: {str(error).splitlines()[0]}") from error
 
     def embedded(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows [n, features] of the embedding, of which each rank has its share of tokens, for tokens [n]."""
         return self.chosen(embedding(self.own_tokens(token_ids), weight), token_ids)
+
+    def total(self, size: int, dimension: Dimension) -> int:
+        """Size of a dimension of which this rank has `size`."""
+        return self.sharding.shares[dimension].total
 
     def own(self, dimension: Dimension) -> int:
         """Size of this rank's share of a dimension."""

@@ -1,17 +1,14 @@
 """Rank 0 of a divided model: it starts the ranks of its node, waits for those of others, and tells all what to run."""
 
-import atexit
 import contextlib
 import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
@@ -21,19 +18,21 @@ from engine.cache.spans import Location, Span
 from engine.models.loading import UnsupportedModelError
 from engine.numerics import Tiles
 from engine.options import EngineOptions
-from engine.parallel.commands import Move, Probe, Run
-from engine.parallel.connections import end_process, hang_up, receive, send, watch
+from engine.parallel.commands import End, Move, Probe, Run
+from engine.parallel.connections import end_process, hang_up, receive, send, signals_held, watch
 from engine.parallel.group import Group
 from engine.parallel.meeting import await_ranks
 from engine.parallel.messages import Begin, Loaded, Order, Probed, Report
 from engine.parallel.shares import Sharding
-from engine.parallel.store import new_store
+from engine.parallel.store import file_store, new_file, tcp_store
 from engine.runner import PassRunner
 from protocol.worker_info import RankMemory
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "lo"
+END_SECONDS = 5.0
+"""Time that a rank gets to end when it is told to."""
 
 
 class Leader:
@@ -47,9 +46,9 @@ class Leader:
         self.sharding = sharding
         self.reports: list[Report] = []
         """Reports of all other ranks, once they have been received."""
-        self._folder = tempfile.TemporaryDirectory(prefix="specpool-ranks-")
         self._closing = False
         self._group: Group | None = None
+        self._file: int | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         others: list[Connection] = []
         if options.nnodes > 1:
@@ -60,7 +59,9 @@ class Leader:
                 raise UnsupportedModelError(f"cannot listen for other nodes at {address}: {error}") from error
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        self._store, store = new_store(Path(self._folder.name), options.master_addr, sharding.ranks)
+            self._file = new_file()
+        host, ranks = str(options.master_addr), sharding.ranks
+        self._store, store = tcp_store(host) if self._file is None else file_store(self._file, ranks)
         self._connections = [*(self._start() for _ in devices[1:]), *others]
         watch({f"rank {rank}": link for rank, link in enumerate(self._connections, 1)}, self._on_hangup)
         for rank, link in enumerate(self._connections, 1):
@@ -71,8 +72,6 @@ class Leader:
     def group(self, device: torch.device) -> Group:
         """Waits until all ranks have joined."""
         self._group = Group(0, self.sharding, self._store, device)
-        if device.type == "cuda":
-            atexit.register(self.close)  # the interpreter would let NCCL wait for recorded passes without end
         return self._group
 
     def receive_sums(self) -> dict[str, bytes]:
@@ -119,20 +118,36 @@ class Leader:
         for link in self._connections:
             found.update(dict.fromkeys(receive(link, Probed).unequal))
 
-    def close(self) -> None:
-        """Ends all other ranks. Nothing happens the second time."""
+    def end(self) -> None:
+        """Ends all other ranks, which have nothing to do, by a stop in order; nothing happens if they were ended."""
         if self._closing:
             return
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._tell(End())
+            for link in self._connections:
+                link.poll(END_SECONDS)  # until it hangs up
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends all other ranks, whatever they do."""
         self._closing = True
         for link in self._connections:
             hang_up(link)
         for process in self._processes:
+            process.kill()
             process.wait()
         if self._group is not None:
             self._group.leave()
-        self._folder.cleanup()
 
-    def _tell(self, command: Run | Move | Probe) -> None:
+    def close(self) -> None:
+        """`end`, and frees what this process had for them."""
+        self.end()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _tell(self, command: Run | Move | Probe | End) -> None:
         message = command.encoded()
         for link in self._connections:
             link.send_bytes(message)
@@ -141,12 +156,12 @@ class Leader:
         """A rank of this node: a process whose connection is inherited, so that nothing listens for it."""
         own, its = Pipe()
         command = [sys.executable, "-P", "-m", "engine.parallel.follower", str(its.fileno())]
-        self._processes.append(subprocess.Popen(command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL))
+        inherited = [its.fileno(), *([self._file] if self._file is not None else [])]
+        with signals_held():
+            self._processes.append(subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL))
         its.close()
         return own
 
     def _on_hangup(self, name: str) -> None:
         if not self._closing:
-            with contextlib.suppress(OSError):
-                self._folder.cleanup()
             end_process(f"{name} has ended")

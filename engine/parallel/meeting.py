@@ -2,8 +2,12 @@
 
 import contextlib
 import logging
+import os
 import socket
+import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 
@@ -14,11 +18,17 @@ from engine.parallel.connections import receive, send
 
 log = logging.getLogger(__name__)
 
-# A host that disappears without closing its connections is noticed after about 5 + 3 * 2 seconds.
-KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+# A host that disappears without closing its connections is noticed after about 5 + 3 * 2 seconds. It is not even probed
+# while something was sent to it that it does not acknowledge: TCP would wait for 15 minutes.
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 2,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 11_000,
+}
 RETRY_SECONDS = 1.0
-# A connection on which nothing is said for as long is not one of a rank.
-HELLO_SECONDS = 5.0
+# A connection on which nothing is said for as long is not one of a rank, nor is one on which more is said.
+HELLO_SECONDS, HELLO_BYTES = 5, 1 << 16
 # Options in which nodes may differ.
 OWN = {"device", "threads", "node_rank"}
 
@@ -47,7 +57,8 @@ def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
     links: list[Connection] = []
     with _server(str(options.master_addr), options.master_port) as server:
         log.info("waiting for %d ranks of other nodes at port %d", count, options.master_port)
-        while len(links) < count:
+        # A rank says nothing more by itself: whatever can be read is its end.
+        while len(links := [link for link in links if not link.poll()]) < count:
             link = _kept_alive(server.accept()[0])
             refusal = _why_refused(link, Hello.of(options))
             if refusal is None:
@@ -69,13 +80,23 @@ def join(options: EngineOptions) -> Connection:
 
 
 def _why_refused(link: Connection, own: Hello) -> str | None:
-    if not link.poll(HELLO_SECONDS):
-        return "it said nothing"
     try:
-        different = own.differs_from(receive(link, Hello))
+        with _impatient(link):
+            different = own.differs_from(receive(link, Hello, HELLO_BYTES))
+    except BlockingIOError:
+        return "it did not say what it is"
     except (OSError, EOFError, ValidationError):
         return "it is no rank"
     return None if different is None else f"it was started with another {different}"
+
+
+@contextmanager
+def _impatient(link: Connection) -> Iterator[None]:
+    """A context in which nothing is waited for longer than `HELLO_SECONDS`: BlockingIOError."""
+    with socket.socket(fileno=os.dup(link.fileno())) as its:
+        its.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_SECONDS, 0))
+        yield
+        its.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
 
 
 def _server(host: str, port: int) -> socket.socket:

@@ -8,21 +8,25 @@ from typing import NoReturn
 
 from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
+from engine.parallel.connections import STOPS, signals_held
 from engine.parallel.devices import devices_of
 
 POLL_SECONDS = 0.1
 
 
 def run_node(program: str, options: EngineOptions) -> NoReturn:
-    """Runs until SIGTERM, or until one of its ranks ends, as all do when rank 0 ends; then ends this process."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    """Runs until SIGTERM or SIGINT, or until the first of its ranks ends, as all do when rank 0 ends; then ends."""
+    for number in STOPS:
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
         devices = devices_of(options)
     except UnsupportedModelError as error:
         sys.exit(f"{program}: {error}")
     command = [sys.executable, "-P", "-m", "engine.parallel.follower"]
     each = [options.model_copy(update={"device": device}).model_dump_json() for device in devices]
-    ranks = [subprocess.Popen([*command, its], stdin=subprocess.DEVNULL) for its in each]
+    # Their standard input closes when this process ends, even if it is killed: then they end, too.
+    with signals_held():
+        ranks = [subprocess.Popen([*command, its], stdin=subprocess.PIPE) for its in each]
     try:
         while all(rank.poll() is None for rank in ranks):
             time.sleep(POLL_SECONDS)

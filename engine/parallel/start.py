@@ -1,6 +1,6 @@
 """Starts the engine of a divided model: rank 0 here, and all other ranks as processes of their own."""
 
-import os
+import atexit
 
 import torch
 
@@ -28,9 +28,22 @@ def start_divided_engine(options: EngineOptions, exact: bool) -> Engine:
     devices = devices_of(options)
     sharding = load_sharding(options, _sums(options, devices[0]))
     leader = Leader(options, sharding, devices, exact)
-    own = options.model_copy(update={"device": devices[0]})
+    try:
+        engine = _started(options, devices[0], exact, leader)
+    except BaseException:
+        leader.abandon()  # first, or their end would hide what has happened
+        raise
+    # Nobody closes the engine of a worker, and NCCL would let the interpreter wait for recorded passes without end.
+    atexit.register(leader.end)
+    return engine
+
+
+def _started(options: EngineOptions, device: str, exact: bool, leader: Leader) -> Engine:
+    """The engine, once all ranks have loaded their shares."""
+    sharding = leader.sharding
+    own = options.model_copy(update={"device": device})
     use_threads(options)
-    if exact and devices[0] != "cpu":
+    if exact and device != "cpu":
         restrict_cublas()
     loaded = load_model(own, Share(sharding, 0))
     facts, fingerprint = read_facts(loaded), weights_fingerprint(loaded, {**loaded.sums, **leader.receive_sums()})
@@ -50,9 +63,9 @@ def start_divided_engine(options: EngineOptions, exact: bool) -> Engine:
 
 
 def use_threads(options: EngineOptions) -> None:
-    """Sets the threads of this rank: by default, the ranks of a node divide the processors that it may use."""
+    """Sets the threads of this rank: by default its part of those that torch would use."""
     ranks = options.tensor_parallel // options.nnodes
-    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(options.threads or max(1, torch.get_num_threads() // ranks))
 
 
 def _sums(options: EngineOptions, device: str) -> Sums:

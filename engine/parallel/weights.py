@@ -95,9 +95,12 @@ class _Cut(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
-        """The piece of a tensor."""
+        """The piece of a tensor, which does not keep the whole tensor in memory; nothing of a tensor of another shape,
+        so that the weight is missing: transformers compares no shapes itself where tensors are replaced."""
         (value,), full_layer_name = input_dict.values(), kwargs["full_layer_name"]
         whole: torch.Tensor = value[0] if isinstance(value, list) else value
+        if whole.shape != kwargs["model"].get_parameter(full_layer_name).shape:
+            return {}
         piece = self._asked.piece(full_layer_name)
         assert piece is not None
         if self._asked.is_its_turn(full_layer_name):

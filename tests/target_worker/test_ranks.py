@@ -48,6 +48,11 @@ def free_port() -> int:
     return port
 
 
+def nodes_of(master_port: int) -> list[str]:
+    """Flags of two nodes, both on this machine."""
+    return ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(master_port)]
+
+
 def info_of(port: int, process: subprocess.Popen[str]) -> common_pb2.GetWorkerInfoResponse:
     """Of a worker, once it has loaded its model."""
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -85,17 +90,19 @@ def test_a_worker_reports_its_ranks_and_ends_with_them(start: Start) -> None:
 def test_ranks_end_with_their_worker(start: Start) -> None:
     port = free_port()
     worker = start("--port", str(port))
+    while not (ranks := ranks_of(worker)):
+        assert worker.poll() is None
+    (rank,) = ranks
+    rank.send_signal(signal.SIGTERM)  # as it is sent to all processes of a group: the worker decides when to end
+    rank.send_signal(signal.SIGINT)
     info_of(port, worker)
-    (rank,) = ranks_of(worker)
-    rank.send_signal(signal.SIGTERM)  # as a shell sends it to all processes: the worker decides when to end
     worker.send_signal(signal.SIGKILL)
     worker.communicate(timeout=PATIENCE_SECONDS)
     rank.wait(PATIENCE_SECONDS)
 
 
 def test_nodes_share_a_model(start: Start) -> None:
-    port, master_port = free_port(), free_port()
-    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(master_port)]
+    port, nodes = free_port(), nodes_of(free_port())
     other = start(*nodes, "--node-rank", "1")
     leader = start(*nodes, "--port", str(port))
     info = info_of(port, leader)
@@ -105,3 +112,38 @@ def test_nodes_share_a_model(start: Start) -> None:
     _, log = leader.communicate(timeout=PATIENCE_SECONDS)
     assert leader.returncode == 1
     assert "rank 1 has ended" in log
+
+
+def test_a_stop_of_node_0_is_one_of_all_nodes(start: Start) -> None:
+    port, nodes = free_port(), nodes_of(free_port())
+    other, leader = start(*nodes, "--node-rank", "1"), start(*nodes, "--port", str(port))
+    info_of(port, leader)
+    leader.send_signal(signal.SIGTERM)
+    leader.communicate(timeout=PATIENCE_SECONDS)
+    assert leader.returncode == 0
+    _, log = other.communicate(timeout=PATIENCE_SECONDS)
+    assert other.returncode == 0
+    assert "ended" not in log
+
+
+def test_a_node_says_that_node_0_has_hung_up(start: Start) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as node_0:
+        other = start(*nodes_of(port), "--node-rank", "1")
+        node_0.accept()[0].close()
+        _, log = other.communicate(timeout=PATIENCE_SECONDS)
+    assert other.returncode == 1
+    assert log.count("\n") == 1
+    assert "rank 0 has turned this rank away, or has ended: the process ends" in log
+
+
+def test_ranks_of_a_node_that_is_killed_end(start: Start) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as node_0:
+        other = start(*nodes_of(port), "--node-rank", "1")
+        link, _ = node_0.accept()
+        (rank,) = ranks_of(other)
+        other.send_signal(signal.SIGKILL)
+        other.communicate(timeout=PATIENCE_SECONDS)
+        rank.wait(PATIENCE_SECONDS)
+        link.close()

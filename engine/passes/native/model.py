@@ -201,7 +201,9 @@ def lossless_dtype(lean: LeanModel) -> torch.dtype:
 def can_compile(lean: LeanModel, dtype: torch.dtype) -> bool:
     """Whether this machine can run a model as compiled code, with weights in this dtype."""
     layer: Any = lean.layers[0]
-    sizes = (layer.head_dim, lean.norm.numel(), layer.gate_up.out_features // 2)
+    # Of the whole model, so that all ranks that share it find the same.
+    intermediate = lean.group.total(layer.gate_up.out_features // 2, "intermediate")
+    sizes = (layer.head_dim, lean.norm.numel(), intermediate)
     suits = lean.norm.device.type == "cpu" and lean.norm.dtype in (torch.float32, torch.bfloat16)
     layers: list[Any] = list(lean.layers)
     shapes = {(x.qkv.weight.shape, x.out.weight.shape, x.gate_up.weight.shape, x.down.weight.shape) for x in layers}

@@ -6,11 +6,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from tiny_models import load_engine, save_model, save_output_head, small_config
+from torch import distributed
 
-from engine.models.loading import UnsupportedModelError
+from engine.models.loading import UnsupportedModelError, load_model
 from engine.options import EngineOptions
+from engine.parallel.group import Group
+from engine.parallel.shares import Share, shard
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,25 @@ def test_models_that_are_not_divided(tmp_path: Path) -> None:
 def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EngineOptions(model="m", **options)
+
+
+def test_a_weight_of_another_shape_is_not_cut(tmp_path: Path) -> None:
+    config = small_config("llama")
+    folder = save_model(tmp_path, config)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = torch.cat([weights[name], weights[name]])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    options = EngineOptions(model=str(folder), device="cpu")
+    with pytest.raises(UnsupportedModelError, match=f"its files lack 1 of the weights that it needs: {name}"):
+        load_model(options, Share(shard(config, 2, "whole"), 1))
+
+
+def test_a_network_that_ranks_cannot_use() -> None:
+    failure = RuntimeError("Unable to find address for: none0\nmore")
+    sharding = shard(small_config("llama"), 2, "whole")
+    with (
+        mock.patch.object(distributed, "init_process_group", side_effect=failure),  # a real one would leave traces
+        pytest.raises(OSError, match=r"ranks cannot reach each other: Unable to find address for: none0$"),
+    ):
+        Group(0, sharding, None, torch.device("cpu"))
