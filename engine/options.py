@@ -81,7 +81,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     nnodes: int = Field(1, ge=1, le=MAX_RANKS, description="number of nodes; each has the same number of ranks")
     node_rank: int = Field(0, ge=0, description="number of this node; node 0 serves, the others only compute")
     master_addr: str | None = Field(
-        None, min_length=1, description="host name or address of node 0, if there are several nodes"
+        None, pattern=r"^\S+$", description="host name or address of node 0, if there are several nodes"
     )
     master_port: int = Field(29500, ge=1, le=65535, description="port on which node 0 waits for the others")
 

@@ -9,7 +9,7 @@ from engine.options import EngineOptions
 def devices_of(options: EngineOptions) -> list[str]:
     """The devices of the ranks of this node. UnsupportedModelError if there are not as many as are needed."""
     ranks = options.tensor_parallel // options.nnodes
-    named = options.device.split(",")
+    named = [name.strip() for name in options.device.split(",")]
     if len(named) == 1:
         named = _numbered(named[0], ranks)
     elif len(named) != ranks:

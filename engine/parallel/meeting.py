@@ -1,6 +1,5 @@
 """How the ranks of other nodes reach rank 0: over TCP, at its master port."""
 
-import contextlib
 import logging
 import os
 import socket
@@ -71,11 +70,16 @@ def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
 
 def join(options: EngineOptions) -> Connection:
     """Connects to rank 0, and waits until it listens."""
+    said = ""
     while True:
-        with contextlib.suppress(OSError):
+        try:
             link = _kept_alive(socket.create_connection((str(options.master_addr), options.master_port)))
             send(link, Hello.of(options))
             return link
+        except OSError as error:
+            if said != str(error):
+                said = str(error)
+                log.warning("rank 0 at %s:%d: %s; trying again", options.master_addr, options.master_port, said)
         time.sleep(RETRY_SECONDS)
 
 

@@ -51,6 +51,7 @@ def test_models_that_are_not_divided(tmp_path: Path) -> None:
         ({"tensor_parallel": 2, "nnodes": 2}, "master_addr must be given if nnodes is above 1"),
         ({"tensor_parallel": 2, "master_addr": "a"}, "master_addr must be given if nnodes is above 1, and only then"),
         ({"tensor_parallel": 2, "nnodes": 2, "node_rank": 2, "master_addr": "a"}, "node_rank must be below nnodes"),
+        ({"tensor_parallel": 2, "nnodes": 2, "master_addr": " "}, "master_addr\n.*should match pattern"),
         ({"tensor_parallel": 0}, "greater than or equal to 1"),
     ],
 )
