@@ -15,8 +15,8 @@ import torch
 
 from engine.cache.arena import KVArena
 from engine.forward import build_exact_pass
-from engine.models.facts import ModelFacts, read_facts
-from engine.models.loading import UnsupportedModelError, load_model
+from engine.models.facts import ModelFacts
+from engine.models.loading import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.parallel.commands import End, Move, Run, decoded
 from engine.parallel.connections import end_process, ignore_stops, receive, send, watch
@@ -25,9 +25,8 @@ from engine.parallel.group import Group
 from engine.parallel.meeting import join
 from engine.parallel.messages import Begin, Loaded, Order, Probed, Report
 from engine.parallel.shares import Share
-from engine.parallel.start import use_threads
+from engine.parallel.start import load_share
 from engine.parallel.store import open_store
-from engine.passes.gpu.cublas import restrict_cublas
 from engine.probes.native_products import products_agree
 from engine.probes.operations import OperationProbe
 from engine.probes.self_test import attention_suits, probing
@@ -53,12 +52,8 @@ def follow(connection: Connection, device: str | None = None) -> None:
 
 def _built(connection: Connection, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
     """Loads this rank's share of the model and builds its pass, in step with rank 0. Returns the share's facts, too."""
-    use_threads(options)
-    if order.exact and options.device != "cpu":
-        restrict_cublas()
     share = Share(load_sharding(options, order.sums), order.rank)
-    loaded = load_model(options, share)
-    whole = read_facts(loaded)
+    loaded, whole = load_share(options, share, order.exact)
     facts = whole.of_rank(share.sharding.kv_heads.sizes[share.rank])
     send(connection, Loaded(sums={name: its.hex() for name, its in loaded.sums.items()}))
     group = Group(order.rank, share.sharding, open_store(order.store, share.sharding.ranks), facts.device)

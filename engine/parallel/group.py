@@ -121,9 +121,7 @@ class Group(Alone):
 
     def added(self, product: Product, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
         """The result [..., hidden] of a product that is added to the hidden states. `x`: a rank's share of inputs."""
-        if self.sharding.sums == "whole":
-            return self.gathered(product(self.gathered(x, inputs)), "hidden")
-        terms = self.stacked(product(x))
+        terms = self.terms(lambda its: product(its)[None], x, inputs)
         total = terms[0]
         for term in terms[1:]:
             total = total + term

@@ -53,13 +53,13 @@ class Hello(BaseModel):
 
 def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
     """Waits until `count` ranks of other nodes are connected. OSError: the port cannot be listened on."""
-    links: list[Connection] = []
+    links, own = list[Connection](), Hello.of(options)
     with _server(str(options.master_addr), options.master_port) as server:
         log.info("waiting for %d ranks of other nodes at port %d", count, options.master_port)
         # A rank says nothing more by itself: whatever can be read is its end.
         while len(links := [link for link in links if not link.poll()]) < count:
             link = _kept_alive(server.accept()[0])
-            refusal = _why_refused(link, Hello.of(options))
+            refusal = _why_refused(link, own)
             if refusal is None:
                 links.append(link)
             else:

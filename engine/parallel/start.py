@@ -6,9 +6,9 @@ import torch
 
 from engine.engine import Engine
 from engine.forward import build_exact_pass
-from engine.models.facts import read_facts
+from engine.models.facts import ModelFacts, read_facts
 from engine.models.fingerprints import weights_fingerprint
-from engine.models.loading import UnsupportedModelError, load_model
+from engine.models.loading import LoadedModel, UnsupportedModelError, load_model
 from engine.numerics import Tiles, coarsest
 from engine.options import EngineOptions
 from engine.parallel.devices import devices_of
@@ -42,11 +42,8 @@ def _started(options: EngineOptions, device: str, exact: bool, leader: Leader) -
     """The engine, once all ranks have loaded their shares."""
     sharding = leader.sharding
     own = options.model_copy(update={"device": device})
-    use_threads(options)
-    if exact and device != "cpu":
-        restrict_cublas()
-    loaded = load_model(own, Share(sharding, 0))
-    facts, fingerprint = read_facts(loaded), weights_fingerprint(loaded, {**loaded.sums, **leader.receive_sums()})
+    loaded, facts = load_share(own, Share(sharding, 0), exact)
+    fingerprint = weights_fingerprint(loaded, {**loaded.sums, **leader.receive_sums()})
     group = leader.group(facts.device)
     forward_pass, tiles = build_exact_pass(loaded, facts.of_rank(sharding.kv_heads.sizes[0]), own, exact, group)
     leader.receive_reports()
@@ -62,10 +59,15 @@ def _started(options: EngineOptions, device: str, exact: bool, leader: Leader) -
     return engine
 
 
-def use_threads(options: EngineOptions) -> None:
-    """Sets the threads of this rank: by default its part of those that torch would use."""
+def load_share(options: EngineOptions, share: Share, exact: bool) -> tuple[LoadedModel, ModelFacts]:
+    """A rank's share of a model, and the facts of the whole model. Its threads are by default this rank's part of those
+    that torch would use. UnsupportedModelError."""
     ranks = options.tensor_parallel // options.nnodes
     torch.set_num_threads(options.threads or max(1, torch.get_num_threads() // ranks))
+    if exact and options.device != "cpu":
+        restrict_cublas()
+    loaded = load_model(options, share)
+    return loaded, read_facts(loaded)
 
 
 def _sums(options: EngineOptions, device: str) -> Sums:

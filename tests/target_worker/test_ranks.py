@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from scraping import free_port
 from tiny_models import save_model, small_config
 from worker_service import PATIENCE_SECONDS
 
@@ -40,12 +41,6 @@ def start(folder: Path) -> Iterator[Start]:
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 def nodes_of(master_port: int) -> list[str]:

@@ -47,10 +47,7 @@ class DividedNativeModel(NativeModel):
         return group.gathered(logits[:, : self._outputs], "tokens")
 
     def _product(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(x), linear.outputs)
-        sizes = c_int64(len(x)), c_int64(torch.get_num_threads())
-        self._multiply(byref(linear), *sizes, c_void_p(x.data_ptr()), c_void_p(out.data_ptr()))
-        return out[:, : self._added_features]
+        return self._multiplied(linear, x)[:, : self._added_features]
 
     def _view(self, address: int, rows: int, features: int) -> torch.Tensor:
         """Numbers [rows, features] in the workspace."""

@@ -126,10 +126,7 @@ class NativeModel(ForwardPass):
 
         def product(rows: torch.Tensor) -> torch.Tensor:
             linear = Linear(weight=panels.data_ptr(), bias=None, inputs=inputs, outputs=outputs)
-            out = torch.empty(len(rows), outputs)
-            sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
-            self._multiply(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
-            return out
+            return self._multiplied(linear, rows)
 
         return product
 
@@ -146,6 +143,13 @@ class NativeModel(ForwardPass):
         finally:
             self._forward = unmeasured
             seconds.update({name: now - then for name, now, then in zip(STAGES, stages, before, strict=True)})
+
+    def _multiplied(self, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
+        """The product of contiguous rows [n, inputs], [n, padded outputs]."""
+        out = torch.empty(len(rows), linear.outputs)
+        sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
+        self._multiply(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
+        return out
 
     def _point_to(self, arena: KVArena) -> None:
         if arena is not self._arena:
