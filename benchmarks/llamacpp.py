@@ -9,7 +9,7 @@ llama.cpp is asked over HTTP, the service over gRPC. llama.cpp is PyPI's `xllama
 whose Python `SPECPOOL_LLAMACPP_PYTHON` names:
 
     python3 -m venv DIR && DIR/bin/pip install xllamacpp
-    SPECPOOL_LLAMACPP_PYTHON=DIR/bin/python python -m benchmarks.llamacpp
+    env SPECPOOL_LLAMACPP_PYTHON=DIR/bin/python python -m benchmarks.llamacpp
 
 The first turn does not count. Ratios to llama.cpp are taken within a turn; medians, least and greatest are shown.
 

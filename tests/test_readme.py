@@ -41,7 +41,8 @@ SETTINGS = {
 # Commands of other projects, and those that tests in this file or elsewhere run completely.
 NOT_OURS = (
     "pip install ", "cd examples/typescript ", "npm start ", ".venv/bin/buf curl ", "openssl ", "smg launch ", "curl ",
-    "helm ", "kubectl ", "prometheus ", "env SPECPOOL_DRAFT_ADDRESS=",
+    "helm ", "kubectl ", "prometheus ", "env SPECPOOL_DRAFT_ADDRESS=", "env SPECPOOL_LLAMACPP_PYTHON=",
+    "python3 -m venv ",
 )  # fmt: skip
 TYPED = re.compile(r"(\.venv/bin/)?(specpool(-[a-z]+)*|python -m [\w.]+|make [\w-]+)( |$)")
 
