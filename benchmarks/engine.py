@@ -27,7 +27,8 @@ from engine.cache.memory import zeros
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import UnsupportedModelError, load_config, read_weights, use_device
+from engine.models.loading import load_config, read_weights, use_device
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.passes.native.model import NativeModel
 from engine.startup import load_engine, start_engine

@@ -37,6 +37,7 @@ from engine.passes.gpu.model import GpuModel
 from engine.passes.lean import LeanModel
 from engine.passes.packing import pack
 from engine.sampling_kernel import sample_rows
+from engine.weights.coded import as_tensor
 from protocol.sampling import SamplingParams
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -202,7 +203,9 @@ def model_of(
         for name, weight in model.named_parameters():
             if (piece := piece_of(name, config, share)) is not None:
                 module, kind = name.rsplit(".", 1)
-                setattr(model.get_submodule(module), kind, nn.Parameter(cut(weight, piece), requires_grad=False))
+                setattr(
+                    model.get_submodule(module), kind, nn.Parameter(as_tensor(cut(weight, piece)), requires_grad=False)
+                )
         adapt(model, share)
         group = Imagined(share)
     return GpuModel(LeanModel(model, group), 64)

@@ -23,7 +23,8 @@ from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, output_folder, progress, seconds_of, show
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import UnsupportedModelError, use_device
+from engine.models.loading import use_device
+from engine.models.sources import UnsupportedModelError
 from engine.sampling import choose_together, choose_token
 from protocol.sampling import SamplingParams
 

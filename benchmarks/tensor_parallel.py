@@ -23,7 +23,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, output_folder, progress, show, whole
 from benchmarks.vllm_process import token_ids
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from engine.options import MAX_RANKS
 from engine.parallel.dividing import load_sharding
 from engine.parallel.shares import Sums

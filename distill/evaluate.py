@@ -25,7 +25,7 @@ from distill.training import Example, examples_of
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.startup import load_engine
 from rpc.logs import configure_logging

@@ -26,9 +26,10 @@ from distill.training import (
     learning_rate,
     loss_of,
 )
-from engine.models.compact import load_compact, save_compact
+from engine.models.compact import load_compact, load_trained, save_compact
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import UnsupportedModelError, load_config, pick_device
+from engine.models.loading import load_config, pick_device
+from engine.models.sources import UnsupportedModelError
 from engine.models.trained_draft import layers_of, save_draft
 from engine.options import EngineOptions
 from engine.startup import load_engine
@@ -90,7 +91,7 @@ def main() -> None:
         refuse_target(config, layers)
     with naming(PROGRAM, "initial", ValueError, OSError, SafetensorError):
         if settings.initial is not None:
-            refuse_misfit(load_compact(settings.initial), config)
+            refuse_misfit(load_trained(settings.initial), config)
     with naming(PROGRAM, "output", ValueError):
         checkpoint_of(settings, layers).check()
     write(settings, target)
@@ -197,7 +198,7 @@ def student_of(
 ) -> Student:
     """An untrained student, whose head has the tokens that the target chose most often; or one trained before."""
     if settings.initial is not None:
-        trained = load_compact(settings.initial)
+        trained = load_trained(settings.initial)
         student = Student(model, list(range(layers_of(trained))), trained["output_ids"].long())
         student.learn(trained)
         return student

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.parallel.node import run_node
 from engine.startup import load_engine

@@ -5,7 +5,8 @@ import torch
 
 from engine.cache.memory import release_files
 from engine.models.facts import ModelFacts
-from engine.models.loading import LoadedModel, UnsupportedModelError, first_line
+from engine.models.loading import LoadedModel, first_line
+from engine.models.sources import UnsupportedModelError
 from engine.numerics import Tiles
 from engine.options import EngineOptions
 from engine.parallel.group import ALONE, Alone
@@ -18,7 +19,7 @@ from engine.passes.gpu.recorded import RecordedModel
 from engine.passes.lean import LeanModel, is_lean
 from engine.passes.linear import can_prepack, prepack_linears
 from engine.passes.native.divided import DividedNativeModel
-from engine.passes.native.model import NativeModel, can_compile, lossless_dtype
+from engine.passes.native.model import NativeModel, compile_pass
 from engine.probes.exactness import ONE_SHAPE, choose_tiles
 from engine.probes.kernels import choose_products
 
@@ -44,10 +45,12 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone
     forward_pass: ForwardPass = LibraryModel(loaded.model)
     if (options.lean or group is not ALONE) and is_lean(loaded.config):
         forward_pass = lean = LeanModel(loaded.model, group)
-        if options.native and device.type == "cpu" and can_compile(lean, kept := lossless_dtype(lean)):
-            native = NativeModel(lean, kept) if group is ALONE else DividedNativeModel(lean, kept)
-            release_files(loaded.model)
-            return native
+        if options.native and device.type == "cpu":
+            native = compile_pass(lean, NativeModel if group is ALONE else DividedNativeModel)
+            if native is not None:
+                release_files(loaded.model)
+                return native
+        lean.decode()
         if runs_kernels(device):
             fallback = why_no_kernels(lean)
             if fallback is None:

@@ -26,6 +26,11 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         description="of the weights, and of the KV cache unless the pass is compiled (then float32); "
         '"auto": as stored on a GPU, float32 on a CPU',
     )
+    weights: Literal["auto", "float32"] = Field(
+        "auto",
+        description='"auto": quantized weights of a GGUF file stay in its bits where the pass is compiled and the '
+        'dtype float32; "float32": they are unpacked',
+    )
     max_model_len: int | None = Field(
         None, ge=16, description="positions a sequence can have; default: the model's own limit, at most 4096"
     )

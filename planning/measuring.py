@@ -14,7 +14,7 @@ from rich.progress import track
 from coordinator.prompts.tokenizer import TargetTokenizer
 from engine.cache.spans import Span
 from engine.engine import Engine
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.probes.step_times import measure_step_times
 from engine.startup import load_engine

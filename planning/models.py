@@ -6,7 +6,8 @@ from transformers.utils.logging import disable_progress_bar
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TokenizerError
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import UnsupportedModelError, load_config
+from engine.models.loading import load_config
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from planning.measuring import PromptError, measure_draft, measure_target
 from planning.plan import Acceptance, Model, replayed

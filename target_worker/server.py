@@ -4,7 +4,7 @@ from functools import partial
 
 from pydantic import Field
 
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.parallel.node import run_node
 from engine.startup import load_engine

@@ -1,9 +1,16 @@
-"""The trained weights of a draft as a small file: matrices in int8 with a scale for each row, norms in bfloat16."""
+"""The trained weights of a draft: in files for people, and in those that a draft worker reads.
 
+Both have matrices in int8 with a scale for each row, and norms in bfloat16.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from engine.weights.coded import Coded, Weight, as_tensor
+from engine.weights.kinds import INT8, KINDS
 
 LARGEST = 127
 SCALE = ".scale"
@@ -22,9 +29,42 @@ def save_compact(path: Path, trained: dict[str, torch.Tensor]) -> None:
     save_file({name: weight.contiguous() for name, weight in stored.items()}, path)
 
 
-def load_compact(path: Path) -> dict[str, torch.Tensor]:
-    """The weights that `save_compact` wrote, in float32, but rounded to bfloat16: compiled passes can keep them so."""
+def load_compact(path: Path) -> dict[str, Weight]:
+    """The weights that `save_compact` wrote, with matrices in the bits of the file."""
     stored = load_file(path)
     scales = {name: stored.pop(name) for name in list(stored) if name.endswith(SCALE)}
-    trained = {name: w * scales[name + SCALE][:, None] if name + SCALE in scales else w for name, w in stored.items()}
-    return {name: w.bfloat16().float() if w.is_floating_point() else w for name, w in trained.items()}
+    return {
+        name: _coded(weight, scales[name + SCALE]) if name + SCALE in scales else weight
+        for name, weight in stored.items()
+    }
+
+
+def load_trained(path: Path) -> dict[str, torch.Tensor]:
+    """The same weights in float32."""
+    trained = {name: as_tensor(weight) for name, weight in load_compact(path).items()}
+    return {name: weight.float() if weight.is_floating_point() else weight for name, weight in trained.items()}
+
+
+def _coded(codes: torch.Tensor, scale: torch.Tensor) -> Coded:
+    return Coded(INT8, torch.cat([scale[:, None].view(torch.uint8), codes.view(torch.uint8)], 1))
+
+
+def save_named(path: Path, weights: Mapping[str, Weight]) -> None:
+    """Writes weights for `find_named`: the name of a tensor of bytes ends with its kind."""
+    tensors = {
+        f"{name}.{weight.kind.name}" if isinstance(weight, Coded) else name: _bytes_of(weight).contiguous()
+        for name, weight in weights.items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _bytes_of(weight: Weight) -> torch.Tensor:
+    return weight.data if isinstance(weight, Coded) else weight
+
+
+def find_named(tensors: Mapping[str, torch.Tensor], name: str) -> Weight | None:
+    """A weight that `save_named` has written; None if it is not there."""
+    for kind in KINDS.values():
+        if f"{name}.{kind.name}" in tensors:
+            return Coded(kind, tensors[f"{name}.{kind.name}"])
+    return tensors.get(name)

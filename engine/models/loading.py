@@ -15,12 +15,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from engine.models.compact import find_named
+from engine.models.gguf_file import GgufFile
 from engine.models.quantization import INSTEAD, are_scales, method_of, unpacking
+from engine.models.sources import UnsupportedModelError, gguf_file_of, source_of
+from engine.models.stored import EMBEDDING, StoredWeights, decode_model, read_stored, stored_weights
 from engine.models.support import why_unsupported
 from engine.options import EngineOptions
 from engine.parallel.shares import Share
-from engine.parallel.weights import ShardConfig, sums_of
+from engine.parallel.weights import ShardConfig
 from engine.passes.attention import PACKED_ATTENTION
+from engine.weights.coded import Coded, CodedLinear, Weight, linear_of
 from protocol.tokenizer import TokenizerFiles
 
 log = logging.getLogger(__name__)
@@ -35,10 +40,6 @@ NAMES_IN_A_MESSAGE = 3
 
 OUTPUT_HEAD = "output_head.safetensors"
 """File beside a model's own files: `weight` [rows, hidden] of a head with rows for some tokens, their `output_ids`."""
-
-
-class UnsupportedModelError(Exception):
-    """The model cannot be served; the message says why."""
 
 
 class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
@@ -65,7 +66,7 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     """What an operator should know about how the weights were read."""
     whole: PreTrainedModel | None = None
-    """The model without weights, if `model` has only a rank's share of them."""
+    """The model without weights, if those of `model` are kept as they are stored, or only a rank's share of them."""
     sums: Mapping[str, bytes] = field(default_factory=dict)
     """By name, sums of some whole weights of which `model` has a part (`engine.parallel.weights`)."""
 
@@ -97,6 +98,8 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
     """The configuration of a model. UnsupportedModelError if it tells that the model cannot be served."""
     source = source_of(options.model, options.revision)
     try:
+        if "gguf_file" in source:
+            GgufFile(Path(options.model))  # whose errors say more than those of transformers
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
     except Exception as error:  # the files may contain anything
         reason = f"{options.model} is not a model folder, GGUF file or hub id: {_reason(error)}"
@@ -117,12 +120,18 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     dtype: Any = None if options.dtype == "auto" else getattr(torch, options.dtype)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else getattr(config, "dtype", None) or torch.bfloat16
+    asked = None if share is None else ShardConfig(config, share)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
-        shards = {"quantization_config": ShardConfig(config, share)} if share is not None else {}
-        model, report = read_weights(
-            options.model, config, device, dtype, options.revision, attn_implementation=PACKED_ATTENTION, **shards
-        )
+        stored = stored_weights(options, config)
+        kept = stored is not None and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
+        if stored is not None:
+            model, report = read_stored(stored, config, asked, attn_implementation=PACKED_ATTENTION)
+        else:
+            shards = {} if asked is None else {"quantization_config": asked}
+            model, report = _read_by_library(
+                options, config, device, dtype, attn_implementation=PACKED_ATTENTION, **shards
+            )
         refuse_made_up_weights(report)
         files = tokenizer_files(tokenizer, model)
     except Exception as error:  # the files may contain anything
@@ -130,14 +139,13 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
         reason = f"{config.model_type} has a fixed choice of attentions" if fixed else _reason(error)
         raise UnsupportedModelError(f"{options.model} cannot be loaded: {reason}") from error
     output_ids = _reduce_head(model, Path(options.model) / OUTPUT_HEAD)
-    method, kept = method_of(config), str(dtype).removeprefix("torch.")
-    notes = (f"its {method} weights are unpacked to {kept}: {dtype.itemsize} bytes each",) if method else ()
+    if stored is not None and not kept:
+        model = decode_model(model, device, dtype)
+    notes = _unpacked_notes(stored, method_of(config), None if kept else dtype)
     loaded = LoadedModel(options.model, model.eval(), files, _max_model_len(config, options), output_ids, notes)
-    if share is None:
+    if asked is None and not kept:
         return loaded
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
-    return replace(loaded, whole=whole, sums=sums_of(model))
+    return replace(loaded, whole=_without_weights(config, output_ids), sums={} if asked is None else asked.sums)
 
 
 def read_weights(
@@ -148,11 +156,37 @@ def read_weights(
     revision: str | None = None,
     **others: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model as transformers reads it onto a device, and what transformers reports of its weights.
+    """The library's model with all weights in this dtype on a device, and what is to be reported of the weights.
 
     `others`: further arguments for transformers. Any error of transformers passes through.
     """
-    source = source_of(model, revision)
+    options = EngineOptions(model=model, revision=revision)
+    stored = stored_weights(options, config)
+    if stored is None:
+        return _read_by_library(options, config, device, dtype, **others)
+    read, report = read_stored(stored, config, **others)
+    return decode_model(read, device, dtype), report
+
+
+def embeddings_of(options: EngineOptions) -> Weight:
+    """The embeddings of a model, as they are stored."""
+    config = load_config(options)
+    stored = stored_weights(options, config)
+    weight = None if stored is None else stored.find(EMBEDDING)
+    if weight is not None:
+        return weight
+    whole: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    found: torch.Tensor = whole.get_input_embeddings().weight.detach()
+    return found
+
+
+def _read_by_library(
+    options: EngineOptions, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, **others: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model as transformers reads it onto a device, and what transformers reports of its weights."""
+    source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
+    if gguf is not None and "gguf_file" not in source:  # beside a configuration
+        source = {**source, "gguf_file": gguf.name, "config": config}
     quantized = unpacking(config, source)
     # A GPU's weights are read tensor by tensor, so that the memory of the host never holds the whole model. A rank's
     # pieces are cut on the host, from files that are mapped, so that the rest need not be read.
@@ -169,6 +203,31 @@ def read_weights(
         for weight in read.parameters():  # those that are stored without quantization have kept their dtype
             weight.data = weight.data.to(dtype)
     return read.to(device), report
+
+
+def _unpacked_notes(stored: StoredWeights | None, method: str | None, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """What an operator should know of quantized weights that take more memory than in their file.
+
+    `dtype`: into which all of them are unpacked; None: only those that cannot be kept are, into float32.
+    """
+    if dtype is not None:
+        found, into = (method if stored is None else stored.method), dtype
+        return (_unpacked(f"{found} weights", into),) if found else ()
+    kinds = {} if stored is None else stored.unpacked
+    return tuple(_unpacked(f"weights of the type {kind} ({count})", torch.float32) for kind, count in kinds.items())
+
+
+def _unpacked(what: str, dtype: torch.dtype) -> str:
+    return f"its {what} are unpacked to {str(dtype).removeprefix('torch.')}: {dtype.itemsize} bytes each"
+
+
+def _without_weights(config: PreTrainedConfig, output_ids: torch.Tensor | None) -> PreTrainedModel:
+    with torch.device("meta"):
+        whole: Any = AutoModelForCausalLM.from_config(config)
+        if output_ids is not None:
+            whole.set_output_embeddings(nn.Linear(config.hidden_size, len(output_ids), bias=False))
+    described: PreTrainedModel = whole
+    return described
 
 
 def use_device(wanted: str) -> torch.device:
@@ -209,15 +268,17 @@ def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
         return None
     try:
         stored = load_file(file, device=str(model.device))  # where every pass needs them
+        weight, output_ids = find_named(stored, "weight"), stored["output_ids"].long()
+        assert weight is not None, "weight"
     except Exception as error:  # the file may contain anything
         raise UnsupportedModelError(f"{file} cannot be read: {first_line(error)}") from error
-    weight, output_ids = stored["weight"].to(model.dtype), stored["output_ids"].long()
-    known, hidden = model.get_input_embeddings().weight.shape  # type: ignore[misc]
+    config: Any = model.config
+    known, hidden = config.vocab_size, config.hidden_size
     if weight.shape != (len(output_ids), hidden) or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < known:
         raise UnsupportedModelError(f"{file} has a head of {tuple(weight.shape)} for {len(output_ids)} tokens")
-    head = nn.Linear(hidden, len(output_ids), bias=False, device="meta")
-    head.weight = nn.Parameter(weight, requires_grad=False)
-    model.set_output_embeddings(head)
+    model.set_output_embeddings(
+        CodedLinear([weight]) if isinstance(weight, Coded) else linear_of(weight.to(model.dtype), None)
+    )
     return output_ids
 
 
@@ -236,28 +297,6 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
         special_tokens={name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
         eos_token_ids=tuple(sorted(ids - {None})),
     )
-
-
-def source_of(model: str, revision: str | None) -> dict[str, Any]:
-    """Arguments of every call of transformers: where the model is, and that no code that comes with it is run."""
-    path, safe = Path(model), {"trust_remote_code": False}
-    if not path.exists() and (path.is_absolute() or path.suffix == ".gguf"):
-        raise UnsupportedModelError(f"{model}: no such file or folder")
-    if path.suffix == ".gguf":
-        _refuse_revision(model, revision)
-        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if not path.exists():
-        pinned = {} if revision is None else {"revision": revision}
-        return {**safe, **pinned, "pretrained_model_name_or_path": model}
-    if not (path / "config.json").is_file():
-        raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json")
-    _refuse_revision(model, revision)
-    return {**safe, "pretrained_model_name_or_path": model}
-
-
-def _refuse_revision(model: str, revision: str | None) -> None:
-    if revision is not None:
-        raise UnsupportedModelError(f"revision {revision}: {model} lies on this machine; only models on a hub have one")
 
 
 def _check_types(config: PreTrainedConfig) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 from transformers import FineGrainedFP8Config, GgufConfig, PreTrainedConfig
 
 INSTEAD = "serve the model without quantization instead, or as a GGUF file"
+CODED = "specpool"
+"""What the configuration of a trained draft calls its way to quantize."""
 # Ends of the names of tensors that hold the scales of a quantized weight.
 SCALES = ("scale", "scale_inv", "scales", "qscale_weight", "SCB")
 
@@ -15,6 +17,8 @@ def why_not_unpacked(config: PreTrainedConfig) -> str | None:
     if found is None:
         return None
     method, kind = method_of(config), f"this {config.model_type} model is quantized"
+    if method == CODED:
+        return None
     if method != "fp8":
         return f"{kind} by {method}, which is not served; {INSTEAD}"
     block: Any = found.get("weight_block_size")

@@ -1,16 +1,21 @@
 """Saves a trained draft as a model folder: the trained weights with the embeddings and tokenizer of the target."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from engine.models.loading import OUTPUT_HEAD
+from engine.models.compact import save_named
+from engine.models.loading import OUTPUT_HEAD, embeddings_of, load_config
+from engine.models.quantization import CODED
+from engine.models.stored import EMBEDDING, HEAD
+from engine.options import EngineOptions
+from engine.weights.coded import Weight
 
 
-def layers_of(trained: dict[str, torch.Tensor]) -> int:
+def layers_of(trained: Mapping[str, Weight]) -> int:
     """The number of layers that were trained."""
     return len({name.split(".")[2] for name in trained if name.startswith("body.layers.")})
 
@@ -23,18 +28,22 @@ def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return type(target)(**values)
 
 
-def save_draft(folder: Path, target: str, trained: dict[str, torch.Tensor]) -> None:
-    """Saves a folder that a draft worker can load, with all weights in bfloat16.
+def save_draft(folder: Path, target: str, trained: Mapping[str, Weight]) -> None:
+    """Saves a folder that a draft worker can load, with all weights as they are given, and the target's embeddings.
 
     `trained`: "body.*", with the names that the target's kind of model has; "head", the rows of the output head; and
     "output_ids", the tokens of these rows.
     """
-    whole: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-    draft: Any = type(whole)(draft_config(whole.config, layers_of(trained))).bfloat16()
-    draft.model.embed_tokens.weight.data = whole.model.embed_tokens.weight.data
-    body = {name.removeprefix("body."): weight for name, weight in trained.items() if name.startswith("body.")}
-    missing = draft.model.load_state_dict(body, strict=False).missing_keys
-    assert missing == ["embed_tokens.weight"], missing
-    draft.save_pretrained(folder)
+    options = EngineOptions(model=target)
+    config = draft_config(load_config(options), layers_of(trained))
+    with torch.device("meta"):
+        draft: Any = AutoModelForCausalLM.from_config(config)
+    names = [name for name in draft.state_dict() if name not in (EMBEDDING, HEAD)]
+    weights = {name: trained["body." + name.removeprefix("model.")] for name in names}
+    weights[EMBEDDING] = embeddings_of(options)
+    config.quantization_config = {"quant_method": CODED}
+    config.save_pretrained(folder)
+    draft.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(target).save_pretrained(folder)
-    save_file({"weight": trained["head"].bfloat16(), "output_ids": trained["output_ids"]}, folder / OUTPUT_HEAD)
+    save_named(folder / "model.safetensors", weights)
+    save_named(folder / OUTPUT_HEAD, {"weight": trained["head"], "output_ids": trained["output_ids"]})

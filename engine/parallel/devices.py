@@ -2,7 +2,8 @@
 
 import torch
 
-from engine.models.loading import UnsupportedModelError, pick_device
+from engine.models.loading import pick_device
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 
 

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
-from engine.models.loading import OUTPUT_HEAD, UnsupportedModelError, load_config, source_of
+from transformers import PreTrainedConfig
+
+from engine.models.loading import OUTPUT_HEAD, load_config
 from engine.models.quantization import unpacking
+from engine.models.sources import UnsupportedModelError, gguf_file_of
+from engine.models.stored import stored_weights
 from engine.options import EngineOptions
 from engine.parallel.shares import Sharding, Sums, shard
 from engine.passes.lean import why_not_lean
@@ -13,8 +17,8 @@ def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
     """How a model is divided. UnsupportedModelError if it cannot be, before anything of it is loaded."""
     config = load_config(options)
     reason = why_not_lean(config)
-    if unpacking(config, source_of(options.model, options.revision)):
-        reason = "its weights are quantized, and only safetensors without quantization are read in parts"
+    if _read_whole(options, config):
+        reason = "its weights are quantized in a way that is not read in parts"
     elif (Path(options.model) / OUTPUT_HEAD).is_file():
         reason = "it has an output head for some tokens only"
     try:
@@ -23,3 +27,13 @@ def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
     except ValueError as error:
         reason = str(error)
     raise UnsupportedModelError(f"{options.model} cannot be divided: {reason}")
+
+
+def _read_whole(options: EngineOptions, config: PreTrainedConfig) -> bool:
+    """Whether transformers has to unpack the weights, which it does with whole ones only."""
+    if gguf_file_of(options.model) is None:
+        return bool(unpacking(config, {}))
+    try:
+        return stored_weights(options, config) is None
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error

@@ -16,7 +16,7 @@ import torch
 from engine.cache.arena import KVArena
 from engine.forward import build_exact_pass
 from engine.models.facts import ModelFacts
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.parallel.commands import End, Move, Run, decoded
 from engine.parallel.connections import end_process, ignore_stops, receive, send, watch

@@ -15,7 +15,7 @@ import torch
 from engine.cache.arena import KVArena
 from engine.cache.memory import Footprint
 from engine.cache.spans import Location, Span
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from engine.numerics import Tiles
 from engine.options import EngineOptions
 from engine.parallel.commands import End, Move, Probe, Run

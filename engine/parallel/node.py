@@ -6,7 +6,7 @@ import sys
 import time
 from typing import NoReturn
 
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.parallel.connections import STOPS, signals_held
 from engine.parallel.devices import devices_of

@@ -8,7 +8,8 @@ from engine.engine import Engine
 from engine.forward import build_exact_pass
 from engine.models.facts import ModelFacts, read_facts
 from engine.models.fingerprints import weights_fingerprint
-from engine.models.loading import LoadedModel, UnsupportedModelError, load_model
+from engine.models.loading import LoadedModel, load_model
+from engine.models.sources import UnsupportedModelError
 from engine.numerics import Tiles, coarsest
 from engine.options import EngineOptions
 from engine.parallel.devices import devices_of

@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from engine.models.words import word_sums
 from engine.parallel.shares import ADDED, Piece, Share, piece_of
+from engine.weights.coded import Coded, CodedLinear, Weight, as_tensor
 
 METHOD = "specpool_shards"
 
@@ -34,6 +35,15 @@ class ShardConfig(QuantizationConfigMixin):
     def piece(self, name: str) -> Piece | None:
         """The rank's piece of the weight of this name; None: the rank has all of it."""
         return piece_of(name, self.model, self.share)
+
+    def share_of(self, name: str, whole: Weight) -> Weight:
+        """The rank's part of a weight, which does not keep the whole weight in memory. May sum up the whole weight."""
+        piece = self.piece(name)
+        if piece is None:
+            return whole
+        if self.is_its_turn(name):
+            self.sums[name] = word_sums(as_tensor(whole))
+        return cut(whole, piece)
 
     def is_its_turn(self, name: str) -> bool:
         """Whether this rank sums up the weight of this name. The work is divided, since it takes the whole weight."""
@@ -70,22 +80,24 @@ def adapt(model: PreTrainedModel, share: Share) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
-            # Of partial sums, only the first one begins with the bias.
-            if share.sharding.sums == "parts" and share.rank > 0 and name.split(".")[-1] in ADDED:
-                module.register_parameter("bias", None)
+        # Of partial sums, only the first one begins with the bias.
+        later = share.sharding.sums == "parts" and share.rank > 0 and name.split(".")[-1] in ADDED
+        if later and isinstance(module, nn.Linear | CodedLinear):
+            module.register_parameter("bias", None)
 
 
-def cut(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A rank's part of a weight, which does not keep the whole weight in memory."""
-    parts = [whole.narrow(piece.dimension, its.start, len(its)) for its in piece.ranges]
+def cut(whole: Weight, piece: Piece) -> Weight:
+    """A rank's part of a weight. Quantized weights stay so, unless a part begins or ends within a block."""
+    if isinstance(whole, Coded):
+        if piece.dimension == 0:
+            return whole.rows(torch.cat([torch.arange(its.start, its.stop) for its in piece.ranges]))
+        (its,) = piece.ranges
+        part = whole.columns(its)
+        if part is not None:
+            return part
+    numbers = as_tensor(whole)
+    parts = [numbers.narrow(piece.dimension, its.start, len(its)) for its in piece.ranges]
     return torch.cat(parts, piece.dimension)
-
-
-def sums_of(model: PreTrainedModel) -> dict[str, bytes]:
-    """`ShardConfig.sums` of a model that was read so."""
-    read: Any = model
-    sums: dict[str, bytes] = read.hf_quantizer.quantization_config.sums
-    return sums
 
 
 class _Cut(ConversionOps):
@@ -101,8 +113,4 @@ class _Cut(ConversionOps):
         whole: torch.Tensor = value[0] if isinstance(value, list) else value
         if whole.shape != kwargs["model"].get_parameter(full_layer_name).shape:
             return {}
-        piece = self._asked.piece(full_layer_name)
-        assert piece is not None
-        if self._asked.is_its_turn(full_layer_name):
-            self._asked.sums[full_layer_name] = word_sums(whole)
-        return {full_layer_name: cut(whole, piece)}
+        return {full_layer_name: self._asked.share_of(full_layer_name, whole)}

@@ -1,7 +1,7 @@
 """What every forward pass has in common, so that the engine and its probes need not know which one they have."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.cache.arena import KVArena
 from engine.passes.packing import PackedBatch
+from engine.weights.coded import Weight
 
 
 class CompiledProducts(Protocol):
@@ -20,13 +21,13 @@ class CompiledProducts(Protocol):
         """The different numbers of inputs that products of the pass have."""
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype in which weights are kept."""
+    def kinds(self) -> Mapping[str, int]:
+        """Bytes of the weights of products by the kinds in which they are kept."""
 
-    def product_with(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def product_with(self, weight: Weight) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
 
-        `outputs` is a multiple of a panel.
+        `outputs` is a multiple of a panel, and the weight of a kind that the pass has, or float32.
         """
 
 

@@ -19,6 +19,7 @@ from engine.passes.attention import attend
 from engine.passes.forward_pass import ForwardPass
 from engine.passes.packing import PackedBatch
 from engine.passes.rotary import RotaryTables, head_order, rotate
+from engine.weights.coded import Coded, CodedLinear, Weight, as_tensor, decoded, linear_of, parts_of, same_memory
 
 # Families whose rotary pairs are neighbouring features, not half a head apart.
 INTERLEAVED = {"glm", "glm4"}
@@ -58,7 +59,9 @@ class LeanModel(ForwardPass):
         self.compute_dtype = model.dtype
         self.eps: float = config.rms_norm_eps
         self.head_dim: int = inner.layers[0].self_attn.head_dim
-        self.embedding, self.norm, self.head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head
+        self.embedding: Weight = inner.embed_tokens.weight
+        self.norm = inner.norm.weight
+        self.head: Any = model.lm_head
         self.rotary = RotaryTables(inner.rotary_emb, self.head_dim, self.norm)
         order = head_order(len(inner.rotary_emb.inv_freq), self.head_dim, config.model_type in INTERLEAVED)
         self.layers = nn.ModuleList()
@@ -69,9 +72,24 @@ class LeanModel(ForwardPass):
         layer: Any = self.layers[0]
         self.kv_heads: int = layer.kv_heads
 
+    @property
+    def dense_embedding(self) -> torch.Tensor:
+        """The embedding of a model without quantized weights."""
+        assert isinstance(self.embedding, torch.Tensor)
+        return self.embedding
+
+    def decode(self) -> None:
+        """Dequantizes all weights, for passes that compute with whole numbers only."""
+        tied = same_memory(self.embedding, self.head)
+        self.head = decoded(self.head)
+        self.embedding = self.head.weight if tied else as_tensor(self.embedding)
+        layers: list[Any] = list(self.layers)
+        for layer in layers:
+            layer.decode()
+
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
-        hidden = self.group.embedded(self.embedding, batch.input_ids)  # [rows, hidden]
+        hidden = self.group.embedded(self.dense_embedding, batch.input_ids)  # [rows, hidden]
         cos, sin = self.rotary(batch.longest)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
         for layer in self.layers:
@@ -114,6 +132,10 @@ class LeanLayer(nn.Module):
         activated = in_pieces(silu, gate) * up
         return hidden + self._normed(self.group.added(self.down, activated, "intermediate"), self.after_mlp)
 
+    def decode(self) -> None:
+        """Dequantizes all weights."""
+        self.qkv, self.out, self.gate_up, self.down = map(decoded, (self.qkv, self.out, self.gate_up, self.down))
+
     def _attend(
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
@@ -132,26 +154,23 @@ def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
     """The layer with the features of every head rearranged in this order."""
     if torch.equal(order, torch.arange(len(order))):
         return linear
-    rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten().to(linear.weight.device)
-    return _linear(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+    weight = decoded(linear).weight
+    rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten().to(weight.device)
+    return linear_of(weight[rows], None if linear.bias is None else linear.bias[rows])
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear:
+def _joined(*linears: nn.Linear) -> nn.Linear | CodedLinear:
     """One layer whose outputs are the concatenated outputs of these layers."""
     biases = [linear.bias for linear in linears]
-    zeros = [torch.zeros(linear.out_features).to(linear.weight) for linear in linears]
-    bias: list[torch.Tensor] = [zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)]
-    joined = None if all(bias is None for bias in biases) else torch.cat(bias)
-    weights: list[torch.Tensor] = [linear.weight for linear in linears]
-    return _linear(torch.cat(weights), joined)
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear
+    known = [bias for bias in biases if bias is not None]
+    joined = None
+    if known:
+        zeros = [known[0].new_zeros(linear.out_features) for linear in linears]
+        joined = torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
+    parts = [part for linear in linears for part in parts_of(linear)]
+    if any(isinstance(part, Coded) for part in parts):
+        return CodedLinear(parts, joined)
+    return linear_of(torch.cat([as_tensor(part) for part in parts]), joined)
 
 
 def _norm_weight(module: Any, name: str) -> torch.Tensor | None:

@@ -2,6 +2,9 @@
 
 import torch
 
+from engine.weights.coded import Coded
+from engine.weights.kinds import INT8, SCALE_BYTES, Kind
+
 # Random numbers cost time: the outputs of a probed weight repeat after this number.
 DISTINCT_OUTPUTS = 1024
 
@@ -34,6 +37,19 @@ class ProbeInputs:
         weight = torch.cat([half, half, torch.zeros(len(half), inputs % 2).to(half)], 1)[:, order]
         weight = weight.repeat(-(-outputs // len(half)), 1)[:outputs]
         return weight, self.cancelling(inputs, rows)[order].T.contiguous()
+
+    def coded(self, kind: Kind, outputs: int, inputs: int) -> Coded:
+        """A weight of a kind, with random codes and scales."""
+        data = torch.randint(0, 256, (outputs, kind.row_bytes(inputs)), generator=self._generator, dtype=torch.uint8)
+        if kind is INT8:
+            data[:, :SCALE_BYTES] = self._magnitudes(outputs, 1).view(torch.uint8)
+        for at in kind.halves:
+            numbers = self._magnitudes(outputs, inputs // kind.block, 1).half().view(torch.uint8)
+            data.unflatten(1, (-1, kind.block_bytes))[..., at : at + 2] = numbers
+        return Coded(kind, data)
+
+    def _magnitudes(self, *shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=self._generator) * 2.0**-7 + 2.0**-10
 
     def order(self, count: int) -> torch.Tensor:
         """A random permutation of `count` indexes."""

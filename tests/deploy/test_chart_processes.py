@@ -21,7 +21,7 @@ from helm_chart import DEFAULTS, container_of, of_kind, render, template, values
 from pod_settings import pod_environment, pod_settings
 from serving import PATIENCE_SECONDS, free_address
 
-from engine.models.loading import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError
 from rpc import healthcheck
 from target_worker.server import load_verifier
 

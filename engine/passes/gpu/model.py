@@ -38,7 +38,7 @@ def try_kernels(lean: LeanModel) -> None:
     if triton is None:
         raise RuntimeError("Triton is not installed")
     layer, rows = GpuLayer(lean.layers[0], 0), 1
-    weight, kv_heads = lean.embedding, lean.kv_heads
+    weight, kv_heads = lean.dense_embedding, lean.kv_heads
     arena = KVArena(1, kv_heads, rows, lean.head_dim, weight.dtype, weight.device)
     batch = pack([Span(0, 0, [0], 1)], [Location(0)], arena, lambda count: count)
     layer(lean.group.embedded(weight, batch.input_ids), None, batch, lean.rotary(rows)).parts.sum().item()
@@ -57,7 +57,7 @@ class GpuModel(ForwardPass):
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
         self.rotary = lean.rotary(longest)
-        self.embedding, self.norm = lean.embedding, lean.norm
+        self.embedding, self.norm = lean.dense_embedding, lean.norm
         self.head = Product(lean.head.weight, divided=False)
         self.layers = nn.ModuleList()
         for index in range(len(lean.layers)):

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 from engine.passes.native.folders import check_file, places, private_folder
@@ -16,16 +17,17 @@ from engine.passes.native.folders import check_file, places, private_folder
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
+INCLUDED = ("products.h", "panels.h", "vectors.h")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 NATIVE = {"x86_64": "-march=native"}
 """Flags that select the own processor, by machine; on all other machines it is -mcpu=native."""
 TIMEOUT_SECONDS = 60.0
 
 
-def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool = False) -> ctypes.CDLL | None:
+def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured: bool = False) -> ctypes.CDLL | None:
     """The library for heads of this size and `groups` query heads per KV head; None if this machine cannot compile it.
 
-    `bfloat16`: weights are bfloat16 instead of float32. `measured`: the library measures the time of its stages.
+    `kinds`: those of the weights, by their names in panels.h. `measured`: the library measures the time of its stages.
     $DECODER_CFLAGS are passed to the compiler last: `-march=x86-64-v3` compiles for another processor.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -34,20 +36,22 @@ def compile_decoder(head_dim: int, groups: int, bfloat16: bool, measured: bool =
         return None
     processor = NATIVE.get(platform.machine(), "-mcpu=native")
     sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
-    kinds = [f"-D{kind}" for kind, wanted in (("BFLOAT16", bfloat16), ("MEASURED", measured)) if wanted]
+    chosen = "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds))
+    stages = ["-DMEASURED"] if measured else []
     own = shlex.split(os.environ.get("DECODER_CFLAGS", ""))
-    return _compile((*compiler, *FLAGS, processor, *sizes, *kinds, *own), SOURCE.read_text())
+    sources = tuple((name, SOURCE.with_name(name).read_text()) for name in (SOURCE.name, *INCLUDED))
+    return _compile((*compiler, *FLAGS, processor, *sizes, chosen, *stages, *own), sources)
 
 
 @functools.cache
-def _compile(command: tuple[str, ...], source: str) -> ctypes.CDLL | None:
+def _compile(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
     """Compiles once per process. Nothing is kept on disk: compiling takes less time than finding out whether a file
     fits this processor."""
     reasons = []
     for place in places():
         try:
             with private_folder(place) as folder:
-                return _load(_build(command, source, folder))
+                return _load(_build(command, sources, folder))
         except OSError as error:  # no such folder can be made here, or no code can be loaded from it
             reasons.append(str(error))
         except subprocess.SubprocessError as error:  # it would not compile in another folder either
@@ -58,10 +62,11 @@ def _compile(command: tuple[str, ...], source: str) -> ctypes.CDLL | None:
     return None
 
 
-def _build(command: tuple[str, ...], source: str, folder: Path) -> Path:
+def _build(command: tuple[str, ...], sources: tuple[tuple[str, str], ...], folder: Path) -> Path:
     """Compiles into a private folder; returns the library, which is whole if it is there. OSError, SubprocessError."""
     file, unfinished, library = folder / SOURCE.name, folder / "decoder.part", folder / "decoder.so"
-    file.write_text(source)
+    for name, text in sources:
+        (folder / name).write_text(text)
     subprocess.run(
         [*command, str(file), "-o", str(unfinished), *_openmp(), "-lm"],
         check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,

@@ -8,42 +8,10 @@
    HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and BFLOAT16 (the dtype of weights) are known at
    compile time. The structures are mirrored in structures.py. */
 
-#include <math.h>
-#include <stdint.h>
-
-#define LANES 16
-#define PANEL (2 * LANES)
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#ifdef BFLOAT16
-typedef uint16_t Weight;
-typedef Weight wvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-#else
-typedef float Weight;
-#endif
-
-/* TILE rows of a product are computed together: as many as there are registers for, with two sums per row. Vectors have
-   the length of AVX-512; on other processors the compiler uses several registers for one vector. */
-#if defined(__AVX512F__)
-#define TILE 8
-#define SUMS 16
-#else
-#define TILE 3
-#define SUMS 6
-#endif
+#include "products.h"
 
 /* Vectors of a head that are summed at the same time, for all query heads of a KV head. */
 #define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / LANES ? SUMS / GROUPS : HEAD_DIM / LANES)
-
-/* Inputs of a product that all rows are multiplied with before the next ones, so that their weights stay cached. */
-#define BLOCK 512
-
-/* Weights in a cache line. */
-#define LINE (64 / (int)sizeof(Weight))
-
-extern int omp_get_thread_num(void);
 
 /* Seconds that the first thread has spent in each stage since the library was loaded, measured from end to end. */
 enum { PRODUCTS, ATTENTION, ROWS };
@@ -61,19 +29,11 @@ static double last_end;
 #define END_OF(stage)
 #endif
 
-/* y = W x + b. The weight is stored in panels of PANEL outputs, [outputs / PANEL, inputs, PANEL]; `outputs` is a
-   multiple of PANEL. In bfloat16 the halves of a panel alternate, weight by weight: a shift and a mask widen them. */
-typedef struct {
-    const Weight *weight;
-    const Weight *bias; /* [outputs], or null */
-    int64_t inputs, outputs;
-} Linear;
-
 typedef struct {
     Linear query_key_value, out, gate_up, down;
-    const Weight *before_attention, *before_mlp; /* weights of norms, [hidden] */
-    const Weight *after_attention, *after_mlp;   /* weights of norms, [hidden], or null */
-    const Weight *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
+    const float *before_attention, *before_mlp; /* weights of norms, [hidden] */
+    const float *after_attention, *after_mlp;   /* weights of norms, [hidden], or null */
+    const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
     float *keys, *values;                        /* [kv_heads, columns, HEAD_DIM] */
 } Layer;
 
@@ -81,9 +41,8 @@ typedef struct {
     const Layer *layers;
     int64_t num_layers, hidden, intermediate, kv_heads, columns;
     const float *cosines, *sines; /* [positions, HEAD_DIM]; sines of the first half of a head negated */
-    const Weight *embedding;      /* [vocabulary, hidden]; null: use the panels of the head */
-    const Weight *norm;
-    Linear head;
+    const float *norm;
+    Linear embedding, head; /* [vocabulary, hidden]; a tied head has the panels of the embedding */
     float eps, scaling;
 } Model;
 
@@ -98,165 +57,14 @@ typedef struct {
 
 #define HEADS(model) (GROUPS * (model)->kv_heads)
 
-#if defined(__clang__)
-#define ONE_COPY __attribute__((noinline))
-#else
-#define ONE_COPY __attribute__((noipa))
-#endif
-
-/* --- Vectors */
-
-static inline vec load(const float *at) { return *(const vec *)at; }
-
-static inline void store(float *at, vec x) { *(vec *)at = x; }
-
-typedef struct {
-    vec left, right;
-} Halves;
-
-#ifdef BFLOAT16
-static inline vec widened(const Weight *at) { return (vec)(__builtin_convertvector(*(const wvec *)at, ivec) << 16); }
-
-static inline Halves halves(const Weight *panel) {
-    ivec pairs = *(const ivec *)panel;
-    return (Halves){(vec)(pairs << 16), (vec)(pairs & ~0xffff)};
-}
-#else
-static inline vec widened(const Weight *at) { return load(at); }
-
-static inline Halves halves(const Weight *panel) { return (Halves){load(panel), load(panel + LANES)}; }
-#endif
-
-static inline vec larger(vec x, vec y) {
-    ivec mask = x > y;
-    return (vec)(((ivec)x & mask) | ((ivec)y & ~mask));
-}
-
-#if defined(__clang__)
-#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-#else
-#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (ivec){__VA_ARGS__})
-#endif
-
-/* Each run of 2 * width lanes of two vectors, folded to half its length: a run of the first, one of the second, and so
-   on. If LANES vectors are folded in pairs four times, lane i of the result is the sum of all lanes of vector i. */
-#define FOLDED(x, y, width) (SHUFFLE(x, y, ALL_FROM(width, 0)) + SHUFFLE(x, y, ALL_FROM(width, width)))
-#define FROM(lane, width, plus) (lane) + (plus) + ((lane) % (2 * (width)) < (width) ? 0 : LANES - (width))
-#define ALL_FROM(w, p) \
-    FROM(0, w, p), FROM(1, w, p), FROM(2, w, p), FROM(3, w, p), FROM(4, w, p), FROM(5, w, p), FROM(6, w, p), \
-    FROM(7, w, p), FROM(8, w, p), FROM(9, w, p), FROM(10, w, p), FROM(11, w, p), FROM(12, w, p), FROM(13, w, p), \
-    FROM(14, w, p), FROM(15, w, p)
-
-/* The sum or the largest of all lanes, folded in halves until one lane is left. */
-static inline float folded(vec x, int take_larger) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++)
-            lanes[i] = !take_larger                  ? lanes[i] + lanes[i + width]
-                       : lanes[i] > lanes[i + width] ? lanes[i]
-                                                     : lanes[i + width];
-    return lanes[0];
-}
-
-/* e^x to about two units in the last place: 2^n times a polynomial of the remainder of x. */
-static inline vec exponential(vec x) {
-    const float round = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    const vec least = (vec){0} - 87.0f, most = (vec){0} + 88.0f;
-    x = larger(x, least);
-    x = (vec){0} - larger((vec){0} - x, (vec){0} - most);
-    vec n = (x * 1.44269504f + round) - round;
-    vec rest = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts */
-    vec p = 1.9875691500e-4f * rest + 1.3981999507e-3f;
-    p = p * rest + 8.3334519073e-3f;
-    p = p * rest + 4.1665795894e-2f;
-    p = p * rest + 1.6666665459e-1f;
-    p = p * rest + 5.0000001201e-1f;
-    p = p * rest * rest + rest + 1.0f;
-    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
-    return p * (vec)power;
-}
-
-/* --- Products */
-
-/* Adds `count` terms to the sums of PANEL outputs. `rows` is a constant at every call, so that sums stay in registers.
-   The sums begin with the bias, or are `continued` from the values in `out`. Meanwhile the weights at `ahead` are
-   prefetched, `fetched` weights per term: a product of few rows takes as long as reading its weights. */
-static inline __attribute__((always_inline)) void tile(
-    int rows, int64_t count, const Weight *weight, const Weight *ahead, int64_t fetched, const float *x, int64_t inputs,
-    int continued, const Weight *bias, float *out, int64_t outputs) {
-    vec left[TILE], right[TILE];
-    for (int r = 0; r < rows; r++) {
-        left[r] = continued ? load(out + r * outputs) : bias ? widened(bias) : (vec){0};
-        right[r] = continued ? load(out + r * outputs + LANES) : bias ? widened(bias + LANES) : (vec){0};
-    }
-    for (int64_t k = 0; k < count; k++, weight += PANEL, ahead += fetched) {
-        for (int i = 0; i < PANEL; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
-        Halves w = halves(weight);
-        for (int r = 0; r < rows; r++) {
-            float factor = x[r * inputs + k];
-            left[r] += w.left * factor;
-            right[r] += w.right * factor;
-        }
-    }
-    for (int r = 0; r < rows; r++) {
-        store(out + r * outputs, left[r]);
-        store(out + r * outputs + LANES, right[r]);
-    }
-}
-
-/* out [rows, outputs] = the product of x [rows, inputs]. Compiled once, so that a probe runs the code of a pass. */
-static ONE_COPY void apply(const Linear *linear, int64_t rows, const float *x, float *out) {
-    if (rows == 0) return;
-    int64_t inputs = linear->inputs, outputs = linear->outputs, tiles = (rows + TILE - 1) / TILE;
-    int64_t blocks = (inputs + BLOCK - 1) / BLOCK, block = (inputs + blocks - 1) / blocks, fetched = PANEL / tiles;
-#pragma omp for schedule(static)
-    for (int64_t at = 0; at < outputs; at += PANEL)
-        for (int64_t k = 0; k < inputs; k += block) {
-            int64_t count = inputs - k < block ? inputs - k : block;
-            const Weight *weight = linear->weight + at * inputs + k * PANEL, *bias = linear->bias ? linear->bias + at : 0;
-            for (int64_t row = 0; row < rows; row += TILE) {
-                const float *from = x + row * inputs + k;
-                const Weight *ahead = weight + count * (PANEL + row / TILE * fetched);
-                float *to = out + row * outputs + at;
-                switch (rows - row) {
-#define OF_ROWS(n) tile(n, count, weight, ahead, fetched, from, inputs, k > 0, bias, to, outputs); break;
-                case 1: OF_ROWS(1)
-                case 2: OF_ROWS(2)
-#if TILE > 3
-                case 3: OF_ROWS(3)
-                case 4: OF_ROWS(4)
-                case 5: OF_ROWS(5)
-                case 6: OF_ROWS(6)
-                case 7: OF_ROWS(7)
-#endif
-                default: OF_ROWS(TILE)
-                }
-            }
-        }
-}
-
 /* --- One row */
 
 /* x / rms(x) * weight, of `size` features; `out` may be `x`. */
-static void normalise(const float *x, const Weight *weight, int64_t size, float eps, float *out) {
+static void normalise(const float *x, const float *weight, int64_t size, float eps, float *out) {
     vec squares = {0};
     for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
     float scale = 1.0f / sqrtf(folded(squares, 0) / size + eps);
-    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * widened(weight + i));
-}
-
-static void embed(const Model *model, int64_t token, float *out) {
-    if (model->embedding) {
-        const Weight *row = model->embedding + token * model->hidden;
-        for (int64_t i = 0; i < model->hidden; i += LANES) store(out + i, widened(row + i));
-        return;
-    }
-    const Weight *panel = model->head.weight + token / PANEL * PANEL * model->hidden;
-    for (int64_t i = 0; i < model->hidden; i++) {
-        Halves w = halves(panel + i * PANEL);
-        out[i] = (token % PANEL < LANES ? w.left : w.right)[token % LANES];
-    }
+    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
 }
 
 static void rotate(const float *cosines, const float *sines, float *head) {
@@ -395,11 +203,11 @@ Space space_of(const Model *model, const Batch *batch) {
 
 static ONE_COPY void embed_rows(const Model *model, const Batch *batch, float *hidden) {
 #pragma omp for
-    for (int64_t row = 0; row < batch->rows; row++) embed(model, batch->token_ids[row], hidden + row * model->hidden);
+    for (int64_t row = 0; row < batch->rows; row++) one_output(&model->embedding, batch->token_ids[row], hidden + row * model->hidden);
 }
 
 /* hidden += norm(branch), for all rows. */
-static ONE_COPY void add(const Model *model, int64_t rows, const Weight *norm, float *branch, int64_t stride,
+static ONE_COPY void add(const Model *model, int64_t rows, const float *norm, float *branch, int64_t stride,
                          float *hidden) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++) {
@@ -410,7 +218,7 @@ static ONE_COPY void add(const Model *model, int64_t rows, const Weight *norm, f
     END_OF(ROWS)
 }
 
-static ONE_COPY void normalise_rows(const Model *model, const Weight *norm, int64_t rows, const int64_t *chosen,
+static ONE_COPY void normalise_rows(const Model *model, const float *norm, int64_t rows, const int64_t *chosen,
                                     const float *hidden, float *out) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++)

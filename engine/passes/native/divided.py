@@ -8,7 +8,8 @@ import torch
 
 from engine.parallel.group import Group
 from engine.passes.lean import LeanModel
-from engine.passes.native.model import NativeModel
+from engine.passes.native.kept import Products
+from engine.passes.native.model import Compiler, NativeModel
 from engine.passes.native.structures import Linear, Space
 from engine.passes.packing import PackedBatch
 
@@ -16,10 +17,10 @@ from engine.passes.packing import PackedBatch
 class DividedNativeModel(NativeModel):
     """Products are divided by their outputs or inputs, attention by heads; every rank computes all hidden states."""
 
-    def __init__(self, lean: LeanModel, dtype: torch.dtype) -> None:
+    def __init__(self, lean: LeanModel, products: Products, compiler: Compiler) -> None:
         first: Any = lean.layers[0]
         added_features = first.out.out_features
-        super().__init__(lean, dtype)
+        super().__init__(lean, products, compiler)
         assert isinstance(lean.group, Group)
         self.group, self._added_features = lean.group, added_features
         self._library.space_of.restype = Space

@@ -1,7 +1,6 @@
-"""The lean pass as one call of compiled code, for CPUs: computed in float32, with weights in float32 or bfloat16."""
+"""The lean pass as one call of compiled code, for CPUs: computed in float32, with weights as they are stored."""
 
-import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from ctypes import CDLL, byref, c_double, c_int64, c_void_p
 from functools import partial
@@ -9,20 +8,24 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from engine.cache.arena import KVArena
-from engine.cache.memory import zeros
 from engine.numerics import round_up
 from engine.passes.forward_pass import ForwardPass
 from engine.passes.lean import LeanModel
 from engine.passes.native.compiler import compile_decoder
+from engine.passes.native.kept import Kept, Products, bytes_of, products_of
+from engine.passes.native.panels import FLOAT32, segments_of
 from engine.passes.native.structures import NORMS, PRODUCTS, Batch, Layer, Linear, Model
 from engine.passes.packing import PackedBatch
+from engine.weights.coded import Weight
 
 # As in decoder.c.
-LANES, PANEL = 16, 32
+LANES = 16
 STAGES = ("products", "attention", "rows and cache")
+WIDENED_FROM = 1 << 20
+
+Compiler = Callable[..., CDLL | None]
 
 
 class NativeModel(ForwardPass):
@@ -33,12 +36,12 @@ class NativeModel(ForwardPass):
     exact_by_construction = True
     weights: torch.Tensor
 
-    def __init__(self, lean: LeanModel, dtype: torch.dtype) -> None:
-        """`lean`: a model that `can_compile` accepts. `dtype`: in which the weights are kept."""
+    def __init__(self, lean: LeanModel, products: Products, compiler: Compiler) -> None:
+        """`products`: those of the lean model. `compiler`: compiles the decoder for them, and can do so here."""
         super().__init__()
         first: Any = lean.layers[0]
-        self._groups, self._compile = first.heads // first.kv_heads, _compiler_for(lean, dtype)
-        library = self._compile()
+        self._groups, self._compile, self._kinds = first.heads // first.kv_heads, compiler, products.kinds
+        library = compiler()
         assert library is not None
         self._library, self._forward, self._multiply = library, library.forward, library.multiply
         self._workspace_floats = library.workspace_floats
@@ -49,26 +52,24 @@ class NativeModel(ForwardPass):
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (Layer * len(lean.layers))()
-        # All weights lie in one tensor, for large pages: a step took up to a fifth longer when each weight had its own.
-        elements = sum(_padded_elements(weight) for weight in _weights_of(lean))
-        self.register_buffer("weights", zeros((elements,), dtype, lean.norm.device), persistent=False)
-        self._used = 0
-        tied = lean.embedding.data_ptr() == lean.head.weight.data_ptr()
+        self._kept = Kept(bytes_of(lean, products))
+        self.register_buffer("weights", self._kept.memory, persistent=False)
+        head, own = self._kept.product(products.head, lean.head.bias, WIDENED_FROM), products.embedding
         self._model = Model(
             layers=self._layers,
             num_layers=len(lean.layers),
             hidden=lean.norm.numel(),
             intermediate=first.gate_up.out_features // 2,
             kv_heads=first.kv_heads,
-            embedding=None if tied else self._kept(lean.embedding),
-            norm=self._kept(lean.norm),
-            head=self._linear(lean.head),
+            norm=self._kept.numbers(lean.norm),
+            embedding=head if own is None else self._kept.product(own, None, WIDENED_FROM),
+            head=head,
             eps=lean.eps,
             scaling=first.scaling,
         )
         for index, layer in enumerate(lean.layers):
-            self._layers[index] = self._layer(layer)
-            lean.layers[index] = nn.Identity()
+            self._layers[index] = self._layer(products.layers[index], layer)
+            products.layers[index], lean.layers[index] = {}, nn.Identity()
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for."""
@@ -112,20 +113,21 @@ class NativeModel(ForwardPass):
         return self._product_inputs
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """Dtype in which weights are kept."""
-        return self.weights.dtype
+    def kinds(self) -> Mapping[str, int]:
+        """Bytes of the weights of products by the kinds in which they are kept."""
+        return self._kinds
 
-    def product_with(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def product_with(self, weight: Weight) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
 
-        `outputs` is a multiple of PANEL.
+        `outputs` is a multiple of PANEL, and the weight of a kind that the pass has, or float32.
         """
-        outputs, inputs = weight.shape
-        panels = _panels(weight, self.weight_dtype).contiguous()
+        segments = segments_of([weight])
+        kept = Kept(sum(segment.panels * segment.panel_bytes for segment in segments))
+        linear = kept.product(segments, None, self._model.head.widened_from)
 
         def product(rows: torch.Tensor) -> torch.Tensor:
-            linear = Linear(weight=panels.data_ptr(), bias=None, inputs=inputs, outputs=outputs)
+            assert kept  # lives as long as this function
             return self._multiplied(linear, rows)
 
         return product
@@ -157,64 +159,30 @@ class NativeModel(ForwardPass):
             for layer, keys, values in zip(self._layers, arena.keys, arena.values, strict=True):
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
-    def _layer(self, layer: Any) -> Layer:
+    def _layer(self, products: Mapping[str, Any], layer: Any) -> Layer:
         return Layer(
-            **{name: self._linear(getattr(layer, name)) for name in PRODUCTS},
-            **{name: self._kept(getattr(layer, name)) for name in NORMS},
+            **{name: self._kept.product(products[name], getattr(layer, name).bias, WIDENED_FROM) for name in PRODUCTS},
+            **{name: self._kept.numbers(getattr(layer, name)) for name in NORMS},
         )
 
-    def _linear(self, linear: nn.Linear) -> Linear:
-        outputs, inputs = linear.weight.shape
-        missing, panels = -outputs % PANEL, _panels(linear.weight, self.weights.dtype)
-        bias = None if linear.bias is None else pad(linear.bias, (0, missing))
-        return Linear(weight=self._kept(panels), bias=self._kept(bias), inputs=inputs, outputs=outputs + missing)
 
-    def _kept(self, weight: torch.Tensor | None) -> int | None:
-        """The address of a copy that lives as long as this model and does not lie in a mapped file."""
-        if weight is None:
-            return None
-        copy = self.weights[self._used : self._used + weight.numel()]
-        copy.view(weight.shape).copy_(weight.detach())
-        self._used += round_up(weight.numel(), PANEL)
-        return copy.data_ptr()
+def compile_pass(lean: LeanModel, pass_class: type[NativeModel]) -> NativeModel | None:
+    """The model as compiled code, which takes over its weights; None if this machine cannot run it so."""
+    if not _suits(lean):
+        return None
+    layer: Any = lean.layers[0]
+    products = products_of(lean)
+    kinds = frozenset({FLOAT32, *products.kinds})
+    compiler = partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, kinds)
+    return None if compiler() is None else pass_class(lean, products, compiler)
 
 
-def _panels(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A weight [outputs, inputs] padded to whole panels, in the order in which a product with this dtype reads it."""
-    halves = pad(weight, (0, 0, 0, -len(weight) % PANEL)).view(-1, 2, LANES, weight.shape[1])
-    return halves.permute((0, 3, 2, 1) if dtype == torch.bfloat16 else (0, 3, 1, 2))
-
-
-def _weights_of(lean: LeanModel) -> list[torch.Tensor]:
-    layers: list[Any] = list(lean.layers)
-    return [*lean.parameters(), *(layer.head_norms for layer in layers if layer.head_norms is not None)]
-
-
-def _padded_elements(weight: torch.Tensor) -> int:
-    """Number of elements of a weight once its outputs are padded to whole panels."""
-    outputs, *inputs = weight.shape
-    return math.prod([round_up(outputs, PANEL), *inputs])
-
-
-def lossless_dtype(lean: LeanModel) -> torch.dtype:
-    """The smaller of the two dtypes that holds these weights without rounding."""
-    held = all(torch.equal(weight.bfloat16().to(weight.dtype), weight) for weight in _weights_of(lean))
-    return torch.bfloat16 if held else torch.float32
-
-
-def can_compile(lean: LeanModel, dtype: torch.dtype) -> bool:
-    """Whether this machine can run a model as compiled code, with weights in this dtype."""
+def _suits(lean: LeanModel) -> bool:
     layer: Any = lean.layers[0]
     # Of the whole model, so that all ranks that share it find the same.
     intermediate = lean.group.total(layer.gate_up.out_features // 2, "intermediate")
     sizes = (layer.head_dim, lean.norm.numel(), intermediate)
-    suits = lean.norm.device.type == "cpu" and lean.norm.dtype in (torch.float32, torch.bfloat16)
     layers: list[Any] = list(lean.layers)
-    shapes = {(x.qkv.weight.shape, x.out.weight.shape, x.gate_up.weight.shape, x.down.weight.shape) for x in layers}
-    suits = suits and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)
-    return suits and _compiler_for(lean, dtype)() is not None
-
-
-def _compiler_for(lean: LeanModel, dtype: torch.dtype) -> Callable[..., CDLL | None]:
-    layer: Any = lean.layers[0]
-    return partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, dtype == torch.bfloat16)
+    shapes = {tuple((its.out_features, its.in_features) for its in map(partial(getattr, x), PRODUCTS)) for x in layers}
+    suits = lean.norm.device.type == "cpu" and lean.norm.dtype in (torch.float32, torch.bfloat16)
+    return suits and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)

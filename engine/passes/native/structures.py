@@ -1,4 +1,4 @@
-"""The structures of decoder.c."""
+"""The structures of decoder.c and of the files that it includes."""
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
@@ -6,10 +6,20 @@ PRODUCTS = ("qkv", "out", "gate_up", "down")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
 
 
+class Panel(Structure):
+    """Weights of a few outputs of a product."""
+
+    _fields_ = (("weight", c_void_p), ("kind", c_int64))
+
+
 class Linear(Structure):
     """A product."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64))
+    _fields_ = (
+        ("panels", POINTER(Panel)),
+        ("bias", c_void_p),
+        *((name, c_int64) for name in ("inputs", "outputs", "widened_from")),
+    )
 
 
 class Layer(Structure):
@@ -24,7 +34,8 @@ class Model(Structure):
     _fields_ = (
         ("layers", POINTER(Layer)),
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "kv_heads", "columns")),
-        *((name, c_void_p) for name in ("cosines", "sines", "embedding", "norm")),
+        *((name, c_void_p) for name in ("cosines", "sines", "norm")),
+        ("embedding", Linear),
         ("head", Linear),
         ("eps", c_float),
         ("scaling", c_float),

@@ -31,7 +31,8 @@ from draft_worker.proposer import Proposer
 from engine.cache import memory
 from engine.cache.arena import KVArena
 from engine.cache.spans import Span
-from engine.models.loading import OUTPUT_HEAD, UnsupportedModelError, load_model
+from engine.models.loading import OUTPUT_HEAD, load_model
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.passes import attention
 from protocol.rounds import ProposeItem, VerifyItem

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import decode_alone, load_engine, random_tokens, save_model, small_config, transformers_logits
 from transformers import FineGrainedFP8Config, GgufConfig
 
-from engine.models.loading import UnsupportedModelError, load_model
+from engine.models.loading import load_model
 from engine.models.quantization import unpacking
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 
 BLOCK = 128

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load_engine, save_model, save_output_head, small_config
 from torch import distributed
 
-from engine.models.loading import UnsupportedModelError, load_model
+from engine.models.loading import load_model
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.parallel.group import Group
 from engine.parallel.shares import Share, shard

@@ -1,0 +1,171 @@
+"""Reads GGUF files: which tensors they have, and a tensor's bytes. Every error names the tensor.
+
+Source: the specification in ggml's docs/gguf.md. The reader of the PyPI package `gguf` builds an array for each of the
+hundred thousand strings of a vocabulary, which takes seconds; here they are skipped.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+from engine.weights.coded import Coded, Weight
+from engine.weights.kinds import KINDS
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT = 32
+ARCHITECTURE, ALIGNED = "general.architecture", "general.alignment"
+# Types of the values of metadata, by their numbers in the file.
+SIMPLE = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING, ARRAY = 8, 9
+
+
+class GgufError(ValueError):
+    """The file cannot be read; the message names what is wrong with which tensor."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor is."""
+
+    name: str
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """As torch has it: the dimension of neighbouring weights is the last one."""
+    offset: int
+    """In bytes, from the beginning of the file."""
+    row_bytes: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return prod(self.shape[:-1]) * self.row_bytes
+
+
+class GgufFile:
+    """A file whose header is sound, and which has all bytes of its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        """OSError; GgufError."""
+        self.path = path
+        if not path.stat().st_size:
+            raise GgufError(f"{path} is not a GGUF file: it is empty")
+        # Copied on write, since torch warns of memory that cannot be written.
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="c")
+        header = _Header(self._bytes.data, path)
+        self.architecture, self.tensors = header.read()
+
+    def read(self, name: str) -> Weight:
+        """A tensor: `Coded` if its type is one of KINDS, else in float32. GgufError if its type cannot be unpacked."""
+        its = self.tensors[name]
+        data = self._bytes[its.offset : its.offset + its.size].reshape(-1, its.row_bytes)
+        if its.kind.name in KINDS and len(its.shape) == 2:
+            return Coded(KINDS[its.kind.name], torch.from_numpy(data))
+        try:
+            numbers = dequantize(data, its.kind)
+        except NotImplementedError as error:
+            raise GgufError(f"{self.path}: tensor {name} has the type {its.kind.name}, which is not read") from error
+        return torch.from_numpy(np.array(numbers, np.float32)).view(its.shape)
+
+    @cached_property
+    def unpacked_kinds(self) -> Mapping[str, int]:
+        """Types of quantized tensors that are not kept as they are, and how many tensors have them."""
+        counts: dict[str, int] = {}
+        for its in self.tensors.values():
+            if GGML_QUANT_SIZES[its.kind][0] > 1 and its.kind.name not in KINDS:
+                counts[its.kind.name] = counts.get(its.kind.name, 0) + 1
+        return counts
+
+
+class _Header:
+    """Reads a file from its beginning."""
+
+    def __init__(self, data: memoryview, path: Path) -> None:
+        self._bytes, self._path, self._at = data, path, 0
+
+    def read(self) -> tuple[str, dict[str, Stored]]:
+        """The architecture, and the tensors by name."""
+        if bytes(self._bytes[:4]) != MAGIC:
+            raise GgufError(f"{self._path} is not a GGUF file")
+        self._at = len(MAGIC)
+        try:
+            version = self._number("<I")
+            if version not in VERSIONS:
+                raise GgufError(f"{self._path} is a GGUF file of version {version}; versions 2 and 3 are read")
+            tensors, values = self._number("<Q"), self._number("<Q")
+            metadata = dict(self._pair() for _ in range(values))
+            described = [self._tensor() for _ in range(tensors)]
+        except (struct.error, UnicodeDecodeError) as error:
+            raise GgufError(f"{self._path} is no whole GGUF file: it ends in its header") from error
+        alignment = metadata.get(ALIGNED, ALIGNMENT)
+        begin = -(-self._at // alignment) * alignment
+        return str(metadata.get(ARCHITECTURE)), {its[0]: self._stored(*its, begin) for its in described}
+
+    def _stored(self, name: str, shape: tuple[int, ...], number: int, offset: int, begin: int) -> Stored:
+        tensor = f"{self._path}: tensor {name}"
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            raise GgufError(f"{tensor} has the type {number}, which is not known") from None
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if shape[-1] % block:
+            raise GgufError(
+                f"{tensor} has rows of {shape[-1]} weights, no multiple of the {block} in a block of {kind.name}"
+            )
+        found = Stored(name, kind, shape, begin + offset, shape[-1] // block * block_bytes)
+        missing = found.offset + found.size - len(self._bytes)
+        if missing > 0:
+            raise GgufError(f"{tensor} is cut off: the file lacks {missing:,} bytes of its {found.size:,}")
+        return found
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        shape = tuple(self._number("<Q") for _ in range(self._number("<I")))
+        return name, shape[::-1] or (1,), self._number("<I"), self._number("<Q")
+
+    def _pair(self) -> tuple[str, Any]:
+        key = self._string()
+        return key, self._value(self._number("<I"))
+
+    def _value(self, kind: int) -> Any:
+        """A value, or None for an array, which is skipped."""
+        if kind in SIMPLE:
+            return self._number(SIMPLE[kind])
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            raise GgufError(f"{self._path} is damaged: its metadata has a value of type {kind}")
+        element, count = self._number("<I"), self._number("<Q")
+        if element in SIMPLE:
+            self._skip(count * struct.calcsize(SIMPLE[element]))
+        elif element == STRING:
+            for _ in range(count):
+                self._skip(self._number("<Q"))
+        else:
+            for _ in range(count):
+                self._value(element)
+        return None
+
+    def _string(self) -> str:
+        begin = self._skip(self._number("<Q"))
+        return bytes(self._bytes[begin : self._at]).decode()
+
+    def _number(self, form: str) -> Any:
+        begin = self._skip(struct.calcsize(form))
+        (number,) = struct.unpack_from(form, self._bytes, begin)
+        return number
+
+    def _skip(self, count: int) -> int:
+        """Where these bytes begin. struct.error if the file ends before them."""
+        begin = self._at
+        self._at += count
+        if self._at > len(self._bytes):
+            raise struct.error
+        return begin

@@ -1,0 +1,45 @@
+"""Where a model is: on a hub, in a folder, or in a GGUF file."""
+
+from pathlib import Path
+from typing import Any
+
+
+class UnsupportedModelError(Exception):
+    """The model cannot be served; the message says why."""
+
+
+def source_of(model: str, revision: str | None) -> dict[str, Any]:
+    """Arguments of every call of transformers: where the model is, and that no code that comes with it is run."""
+    path, safe = Path(model), {"trust_remote_code": False}
+    if not path.exists() and (path.is_absolute() or path.suffix == ".gguf"):
+        raise UnsupportedModelError(f"{model}: no such file or folder")
+    if path.suffix == ".gguf":
+        _refuse_revision(model, revision)
+        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if not path.exists():
+        pinned = {} if revision is None else {"revision": revision}
+        return {**safe, **pinned, "pretrained_model_name_or_path": model}
+    if not (path / "config.json").is_file():
+        raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json")
+    _refuse_revision(model, revision)
+    return {**safe, "pretrained_model_name_or_path": model}
+
+
+def _refuse_revision(model: str, revision: str | None) -> None:
+    if revision is not None:
+        raise UnsupportedModelError(f"revision {revision}: {model} lies on this machine; only models on a hub have one")
+
+
+def gguf_file_of(model: str) -> Path | None:
+    """The GGUF file that a model's weights are in: the model itself, or the only one in a folder without safetensors.
+
+    UnsupportedModelError if there are several.
+    """
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() and not any(path.glob("*.safetensors")) else []
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise UnsupportedModelError(f"{model} has several GGUF files ({names}); name one of them as the model")
+    return files[0] if files else None

@@ -1,0 +1,259 @@
+/* Products of rows with a weight. Each output adds its terms in the order of the inputs, whatever the kind of the weight
+   and the number of rows, so that all ways to compute it have the same bits. */
+
+#include "panels.h"
+
+extern int omp_get_num_threads(void);
+extern int omp_get_thread_num(void);
+
+/* TILE rows of a product are computed together: as many as there are registers for, with two sums per row. ABREAST
+   panels of a single row are, so that no sum waits for the one before. */
+#if defined(__AVX512F__)
+#define TILE 8
+#define SUMS 16
+#define ABREAST 3
+#else
+#define TILE (WIDE == 4 ? 1 : 3)
+#define SUMS 6
+#define ABREAST 1
+#endif
+
+/* Rows of a piece of a panel. */
+#define MOST_ROWS (TILE * PIECES)
+
+/* Inputs of a product that all rows are multiplied with before the next ones, so that their weights stay cached. */
+#define BLOCK 512
+#define WIDENED 128
+
+/* Parts ahead of the one in use that are fetched from memory. */
+#define AHEAD 4
+
+/* y = W x + b. `outputs` is a multiple of PANEL. */
+typedef struct {
+    const Panel *panels; /* [outputs / PANEL] */
+    const float *bias;   /* [outputs], or null */
+    int64_t inputs, outputs;
+    int64_t widened_from; /* rows from which a panel of few bits is widened into the cache, once for all of them */
+} Linear;
+
+static INLINE wide at(const float *from, int piece) { return *(const wide *)(from + piece * WIDE); }
+
+static INLINE void put(float *to, int piece, wide numbers) { *(wide *)(to + piece * WIDE) = numbers; }
+
+/* --- Panels of whole numbers */
+
+/* Adds `count` terms to the sums of PANEL outputs. `kind` and `rows` are constants at every call, so that sums stay in
+   registers. The sums begin with the bias, or are `continued` from the values in `out`. Meanwhile the weights at `ahead`
+   are prefetched, `fetched` bytes per term: a product of few rows takes as long as reading its weights. */
+static INLINE void dense_tile(int kind, int rows, int64_t count, const char *weight, const char *ahead, int64_t fetched,
+                              const float *x, int64_t inputs, int continued, const float *bias, float *out,
+                              int64_t outputs) {
+    const float *begin = continued ? out : bias;
+    int64_t step = continued ? outputs : 0;
+    wide sums[TILE][PIECES];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < PIECES; p++) {
+            sums[r][p] = (wide){0};
+            if (begin) sums[r][p] = at(begin + r * step, p);
+        }
+    for (int64_t k = 0; k < count; k++, weight += dense_bytes(kind), ahead += fetched) {
+        for (int64_t i = 0; fetched && i < dense_bytes(kind); i += 64) __builtin_prefetch(ahead + i, 0, 2);
+        for (int p = 0; p < PIECES; p++) {
+            wide w = dense_weight(kind, weight, p);
+            for (int r = 0; r < rows; r++) sums[r][p] += w * x[r * inputs + k];
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < PIECES; p++) put(out + r * outputs, p, sums[r][p]);
+}
+
+/* `rows` rows, at most TILE. */
+static INLINE void dense_rows(int kind, int64_t rows, int64_t count, const char *weight, const char *ahead,
+                              int64_t fetched, const float *x, int64_t inputs, int continued, const float *bias,
+                              float *out, int64_t outputs) {
+    switch (rows) {
+#define OF_ROWS(n) dense_tile(kind, n, count, weight, ahead, fetched, x, inputs, continued, bias, out, outputs); break;
+    case 1: OF_ROWS(1)
+    case 2: OF_ROWS(2)
+#if TILE > 3
+    case 3: OF_ROWS(3)
+    case 4: OF_ROWS(4)
+    case 5: OF_ROWS(5)
+    case 6: OF_ROWS(6)
+    case 7: OF_ROWS(7)
+#endif
+    default: OF_ROWS(TILE)
+#undef OF_ROWS
+    }
+}
+
+/* out [rows, outputs] of one panel. */
+static INLINE void dense_panel(int kind, const char *weight, int64_t inputs, int64_t rows, const float *x,
+                               const float *bias, float *out, int64_t outputs) {
+    int64_t blocks = (inputs + BLOCK - 1) / BLOCK, block = (inputs + blocks - 1) / blocks, bytes = dense_bytes(kind);
+    int64_t fetched = bytes / ((rows + TILE - 1) / TILE);
+    for (int64_t k = 0; k < inputs; k += block) {
+        int64_t count = inputs - k < block ? inputs - k : block;
+        const char *from = weight + k * bytes;
+        for (int64_t row = 0; row < rows; row += TILE)
+            dense_rows(kind, rows - row < TILE ? rows - row : TILE, count, from,
+                       from + count * (bytes + row / TILE * fetched), fetched, x + row * inputs + k, inputs, k > 0,
+                       bias, out + row * outputs, outputs);
+    }
+}
+
+/* --- Panels of few bits */
+
+/* Sums of `rows` rows and `abreast` panels, of `pieces` pieces of each panel from piece `from` on. Weights are widened in
+   registers. `kind`, `rows`, `abreast` and `pieces` are constants at every call. Of the rows, those beyond `used` repeat
+   the last one and are not stored, so that not every number of rows needs code of its own. */
+static INLINE void coded_tile(int kind, int rows, int used, int abreast, int pieces, int from, const Panel *panels,
+                              int64_t inputs, const float *x, const float *bias, float *out, int64_t outputs) {
+    wide sums[MOST_ROWS][PIECES];
+    int64_t offset[MOST_ROWS];
+    for (int r = 0; r < rows; r++) offset[r] = (r < used ? r : used - 1) * inputs;
+    for (int s = 0; s < rows * abreast; s++)
+        for (int p = 0; p < pieces; p++) {
+            sums[s][p] = (wide){0};
+            if (bias) sums[s][p] = at(bias + s % abreast * PANEL, from + p);
+        }
+    for (int64_t part = 0; part < inputs / PART; part++, x += PART)
+        for (int first = 0; first < PART; first += inputs_of(kind)) {
+            Scales scales[ABREAST];
+            const char *codes[ABREAST];
+            for (int a = 0; a < abreast; a++) {
+                scales[a] = scales_of(kind, panels[a].weight, part, first, from, pieces);
+                codes[a] = part_at(kind, panels[a].weight, part) + own_of(kind);
+                for (int64_t i = 0; i < part_bytes(kind) * inputs_of(kind) / PART; i += 64)
+                    __builtin_prefetch(codes[a] + AHEAD * part_bytes(kind) + i, 0, 3);
+            }
+            ROLLED
+            for (int group = first / GROUP; group < (first + inputs_of(kind)) / GROUP; group++)
+                UNROLLED
+                for (int i = 0; i < GROUP; i++)
+                    for (int s = 0; s < abreast * pieces; s++) {
+                        int a = s / pieces, p = s % pieces;
+                        wide w = weight_of(kind, codes[a], &scales[a], from, p, group, i);
+                        for (int r = 0; r < rows; r++) sums[r * abreast + a][p] += w * x[offset[r] + group * GROUP + i];
+                    }
+        }
+    for (int s = 0; s < rows * abreast && s < used * abreast; s++)
+        for (int p = 0; p < pieces; p++) put(out + s / abreast * outputs + s % abreast * PANEL, from + p, sums[s][p]);
+}
+
+/* Widens `parts` parts of a panel to float32, [parts * PART, PANEL]. */
+static INLINE void widen(int kind, const char *panel, int64_t part, int64_t parts, float *to) {
+    for (int64_t end = part + parts; part < end; part++)
+        for (int first = 0; first < PART; first += inputs_of(kind)) {
+            Scales scales = scales_of(kind, panel, part, first, 0, PIECES);
+            const char *codes = part_at(kind, panel, part) + own_of(kind);
+            ROLLED
+            for (int group = first / GROUP; group < (first + inputs_of(kind)) / GROUP; group++)
+                UNROLLED
+                for (int i = 0; i < GROUP; i++, to += PANEL)
+                    for (int p = 0; p < PIECES; p++)
+                        put(to, p, weight_of(kind, codes, &scales, 0, p, group, i));
+        }
+}
+
+/* out [rows, outputs] of one panel, which is widened into the cache piece by piece. */
+static INLINE void widened_panel(int kind, const char *panel, int64_t inputs, int64_t rows, const float *x,
+                                 const float *bias, float *out, int64_t outputs) {
+    float floats[WIDENED * PANEL];
+    for (int64_t k = 0; k < inputs; k += WIDENED) {
+        int64_t count = inputs - k < WIDENED ? inputs - k : WIDENED;
+        widen(kind, panel, k / PART, count / PART, floats);
+        for (int64_t row = 0; row < rows; row += TILE)
+            dense_rows(FLOAT32, rows - row < TILE ? rows - row : TILE, count, (const char *)floats, (const char *)floats, 0,
+                       x + row * inputs + k, inputs, k > 0, bias, out + row * outputs, outputs);
+    }
+}
+
+/* Computes some of `count` panels, which are of one kind, and returns how many. */
+static INLINE int coded_panels(int kind, const Panel *panels, int count, const Linear *linear, int64_t rows,
+                               const float *x, const float *bias, float *out) {
+    int64_t inputs = linear->inputs, outputs = linear->outputs;
+    if (rows >= linear->widened_from) {
+        widened_panel(kind, panels->weight, inputs, rows, x, bias, out, outputs);
+        return 1;
+    }
+#if ABREAST > 1
+    if (rows == 1 && count > 2) {
+        coded_tile(kind, 1, 1, 3, PIECES, 0, panels, inputs, x, bias, out, outputs);
+        return 3;
+    }
+    if (rows == 2 && count > 1) {
+        coded_tile(kind, 2, 2, 2, PIECES, 0, panels, inputs, x, bias, out, outputs);
+        return 2;
+    }
+#endif
+    for (int64_t row = 0; row < rows; row += MOST_ROWS, x += MOST_ROWS * inputs, out += MOST_ROWS * outputs) {
+        int used = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
+#define UP_TO(n, pieces) \
+    if (used <= n) { \
+        for (int from = 0; from < PIECES; from += pieces) \
+            coded_tile(kind, n, used, 1, pieces, from, panels, inputs, x, bias, out, outputs); \
+        continue; \
+    }
+#if MOST_ROWS == 16
+        UP_TO(1, 2) UP_TO(2, 2) UP_TO(3, 2) UP_TO(4, 2) UP_TO(6, 2) UP_TO(8, 2) UP_TO(12, 1) UP_TO(16, 1)
+#elif MOST_ROWS == 12
+        UP_TO(1, 4) UP_TO(2, 4) UP_TO(3, 4) UP_TO(4, 2) UP_TO(6, 2) UP_TO(8, 1) UP_TO(12, 1)
+#else
+        UP_TO(1, 8) UP_TO(2, 4) UP_TO(4, 2) UP_TO(8, 1)
+#endif
+#undef UP_TO
+    }
+    return 1;
+}
+
+/* --- All kinds. KINDS(X) names those that this library is compiled for: X(FLOAT32) X(Q4_1) ... */
+
+/* Each kind in a function of its own, for a processor's registers and for a compiler's patience. */
+#define OF_KIND(kind) \
+    static __attribute__((noinline)) int panels_##kind(const Panel *panels, int count, const Linear *linear, \
+                                                       int64_t rows, const float *x, const float *bias, float *out) { \
+        if (!is_dense(kind)) return coded_panels(kind, panels, count, linear, rows, x, bias, out); \
+        dense_panel(kind, panels->weight, linear->inputs, rows, x, bias, out, linear->outputs); \
+        return 1; \
+    }
+KINDS(OF_KIND)
+
+/* out [rows, outputs] = the product of x [rows, inputs]. Compiled once, so that a probe runs the code of a pass. */
+static ONE_COPY void apply(const Linear *linear, int64_t rows, const float *x, float *out) {
+    if (rows == 0) return;
+    int64_t panels = linear->outputs / PANEL, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    for (int64_t next = panels * thread / threads, end = panels * (thread + 1) / threads; next < end;) {
+        const Panel *first = linear->panels + next;
+        const float *bias = linear->bias ? linear->bias + next * PANEL : 0;
+        int count = 1;
+        while (count < ABREAST && next + count < end && first[count].kind == first->kind) count++;
+        switch (first->kind) {
+#define WITH_KIND(kind) case kind: next += panels_##kind(first, count, linear, rows, x, bias, out + next * PANEL); break;
+            KINDS(WITH_KIND)
+        }
+    }
+#pragma omp barrier
+}
+
+/* The weights of one output, [inputs]. */
+static ONE_COPY void one_output(const Linear *linear, int64_t output, float *out) {
+    const Panel *panel = linear->panels + output / PANEL;
+    int lane = output % PANEL;
+    float floats[WIDENED * PANEL];
+    for (int64_t k = 0; k < linear->inputs; k += WIDENED) {
+        int64_t count = linear->inputs - k < WIDENED ? linear->inputs - k : WIDENED;
+        switch (panel->kind) {
+#define TO_FLOAT(kind) \
+        case kind: \
+            if (!is_dense(kind)) widen(kind, panel->weight, k / PART, count / PART, floats); \
+            else for (int64_t i = 0; i < count * PIECES; i++) { \
+                const char *from = panel->weight + (k + i / PIECES) * dense_bytes(kind); \
+                put(floats + i / PIECES * PANEL, i % PIECES, dense_weight(kind, from, i % PIECES)); \
+            } \
+            break;
+            KINDS(TO_FLOAT)
+        }
+        for (int64_t i = 0; i < count; i++) out[k + i] = floats[i * PANEL + lane];
+    }
+}
