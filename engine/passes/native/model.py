@@ -19,6 +19,7 @@ from engine.passes.native.panels import FLOAT32, segments_of
 from engine.passes.native.structures import NORMS, PRODUCTS, Batch, Layer, Linear, Model
 from engine.passes.packing import PackedBatch
 from engine.weights.coded import Weight
+from engine.weights.kinds import INT8, KINDS
 
 # As in decoder.c.
 LANES = 16
@@ -111,6 +112,11 @@ class NativeModel(ForwardPass):
     def product_inputs(self) -> Set[int]:
         """The different numbers of inputs that products of the pass have."""
         return self._product_inputs
+
+    @property
+    def weight_kinds(self) -> Mapping[str, int]:
+        """Bytes of the weights of products by the kind in which they are kept."""
+        return {kind if kind in KINDS and kind != INT8.name else kind.lower(): its for kind, its in self._kinds.items()}
 
     @property
     def kinds(self) -> Mapping[str, int]:
