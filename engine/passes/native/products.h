@@ -23,7 +23,7 @@ extern int omp_get_thread_num(void);
 
 /* Inputs of a product that all rows are multiplied with before the next ones, so that their weights stay cached. */
 #define BLOCK 512
-#define WIDENED 128
+#define WIDENED 256
 
 /* Parts ahead of the one in use that are fetched from memory. */
 #define AHEAD 4
