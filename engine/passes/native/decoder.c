@@ -1,12 +1,12 @@
-/* One forward pass of a Llama-like decoder over packed rows, in float32, on OpenMP threads. Weights may be kept as
-   bfloat16, the upper half of a float32: a step of few rows takes as long as reading the weights.
+/* One forward pass of a Llama-like decoder over packed rows, in float32, on OpenMP threads. Weights are kept in as few
+   bits as lose nothing (panels.h): a step of few rows takes as long as reading them.
 
    The computation for a row does not depend on which other rows there are: a product adds its terms in their order,
    with one vector lane per output, and everything else works on one row alone. So rows have the same bits in every
    batch by construction, and no shape needs padding.
 
-   HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and BFLOAT16 (the dtype of weights) are known at
-   compile time. The structures are mirrored in structures.py. */
+   HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and KINDS (those of the weights) are known at compile
+   time. The structures are mirrored in structures.py. */
 
 #include "products.h"
 

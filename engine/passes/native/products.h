@@ -159,6 +159,16 @@ static INLINE void widen(int kind, const char *panel, int64_t part, int64_t part
         }
 }
 
+/* Once for all kinds. */
+static __attribute__((noinline)) void float_rows(int64_t rows, int64_t count, const float *weight, const float *x,
+                                                 int64_t inputs, int continued, const float *bias, float *out,
+                                                 int64_t outputs) {
+    const char *at = (const char *)weight;
+    for (int64_t row = 0; row < rows; row += TILE, x += TILE * inputs, out += TILE * outputs)
+        dense_rows(FLOAT32, rows - row < TILE ? rows - row : TILE, count, at, at, 0, x, inputs, continued, bias, out,
+                   outputs);
+}
+
 /* out [rows, outputs] of one panel, which is widened into the cache piece by piece. */
 static INLINE void widened_panel(int kind, const char *panel, int64_t inputs, int64_t rows, const float *x,
                                  const float *bias, float *out, int64_t outputs) {
@@ -166,9 +176,7 @@ static INLINE void widened_panel(int kind, const char *panel, int64_t inputs, in
     for (int64_t k = 0; k < inputs; k += WIDENED) {
         int64_t count = inputs - k < WIDENED ? inputs - k : WIDENED;
         widen(kind, panel, k / PART, count / PART, floats);
-        for (int64_t row = 0; row < rows; row += TILE)
-            dense_rows(FLOAT32, rows - row < TILE ? rows - row : TILE, count, (const char *)floats, (const char *)floats, 0,
-                       x + row * inputs + k, inputs, k > 0, bias, out + row * outputs, outputs);
+        float_rows(rows, count, floats, x + k, inputs, k > 0, bias, out, outputs);
     }
 }
 
