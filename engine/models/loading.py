@@ -175,8 +175,9 @@ def embeddings_of(options: EngineOptions) -> Weight:
     weight = None if stored is None else stored.find(EMBEDDING)
     if weight is not None:
         return weight
-    whole: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-    found: torch.Tensor = whole.get_input_embeddings().weight.detach()
+    whole, _ = read_weights(options.model, config, torch.device("cpu"), torch.bfloat16, options.revision)
+    embeddings: Any = whole.get_input_embeddings()
+    found: torch.Tensor = embeddings.weight.detach()
     return found
 
 
