@@ -33,7 +33,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether numbers have the same bits, or are both no number: which one is not defined."""
     unknown = one.isnan()
     known = ~unknown
-    return torch.equal(unknown, other.isnan()) and torch.equal(one[known].view(torch.int32), other[known].view(torch.int32))
+    return torch.equal(unknown, other.isnan()) and torch.equal(
+        one[known].view(torch.int32), other[known].view(torch.int32)
+    )
 
 
 @pytest.mark.parametrize("kind", GGML_KINDS)
