@@ -205,7 +205,8 @@ def weight_bytes_read(engine: Engine) -> float:
     Such an embedding is taken to have as many bytes for each weight as the whole model.
     """
     config, info = engine.loaded.config, engine.info()
-    embedding = 0 if config.tie_word_embeddings else info.vocab_size * config.hidden_size
+    tied = config.tie_word_embeddings and engine.loaded.output_ids is None
+    embedding = 0 if tied else info.vocab_size * config.hidden_size
     return info.weight_bytes * (1 - embedding / info.parameters)
 
 

@@ -124,7 +124,7 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
         stored = stored_weights(options, config)
-        kept = stored is not None and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
+        kept = stored is not None and _are_kept(options, device, dtype)
         if stored is not None:
             model, report = read_stored(stored, config, asked, attn_implementation=PACKED_ATTENTION)
         else:
@@ -204,6 +204,12 @@ def _read_by_library(
         for weight in read.parameters():  # those that are stored without quantization have kept their dtype
             weight.data = weight.data.to(dtype)
     return read.to(device), report
+
+
+def _are_kept(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether stored weights stay as they are, if there is a compiler: only the compiled pass computes with them."""
+    compiled = options.lean and options.native and device.type == "cpu"
+    return options.weights == "auto" and compiled and dtype == torch.float32
 
 
 def _unpacked_notes(stored: StoredWeights | None, method: str | None, dtype: torch.dtype | None) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The copy of the embedded target for programs that read no GGUF files: its weights are those of the file."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf_files import save_random_gguf
@@ -40,6 +41,14 @@ def test_a_float32_copy_is_a_folder_that_is_made_once(pair: Pair, monkeypatch: p
     assert (made / "generation_config.json").is_file()
     monkeypatch.delattr(embedded_pair, "save_float32")
     assert float32_copy() == made
+
+
+@pytest.mark.parametrize("flags", [{"weights": "float32"}, {"native": False}, {"lean": False}])
+def test_weights_that_are_not_kept_are_unpacked_at_start(pair: Pair, flags: dict[str, Any]) -> None:
+    unpacked = load_engine(pair.target, **flags)
+    assert "its GGUF weights are unpacked to float32: 4 bytes each" in unpacked.notes
+    assert unpacked.info().weight_bytes >= 4 * unpacked.info().parameters
+    assert unpacked.weights_fingerprint == load_engine(pair.target).weights_fingerprint
 
 
 def test_an_interrupted_copy_leaves_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
