@@ -1,6 +1,7 @@
 """A model with its KV cache, which runs the new tokens of many sequences in one ragged forward pass."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -59,9 +60,12 @@ class Engine:
         """Rank 0's view of the other ranks; None: the model is not divided."""
         self._runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups)
         self._ranks: tuple[RankMemory, ...] = ()
+        self._weight_kinds = Counter(forward_pass.weight_kinds)
         if leader is not None:
             leader.begin(self.layout.arena, self.tiles)
             self._ranks = leader.memory(str(facts.device), self.footprint)
+            for report in leader.reports:
+                self._weight_kinds.update(report.weight_kinds)
         self._draft_loop: DraftLoop | None = None
         if not self.layout.spare_columns:  # in such a layout sequences stay in place
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
@@ -168,6 +172,7 @@ class Engine:
             numerics_fingerprint=self.numerics_fingerprint,
             tensor_parallel=max(1, len(self._ranks)),
             tensor_parallel_sums="" if self.leader is None else self.leader.sharding.sums,
+            weight_kinds=self._weight_kinds,
             ranks=self._ranks,
         )
 

@@ -1,7 +1,7 @@
 """The description of a worker as plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 TENSOR_PARALLEL_SUMS = ("whole", "parts")
 """Ways in which ranks sum their products."""
@@ -68,5 +68,7 @@ class WorkerInfo:
     """Number of ranks among which the model is divided; all bytes above are those of all ranks together."""
     tensor_parallel_sums: str = ""
     """One of `TENSOR_PARALLEL_SUMS` if the model is divided."""
+    weight_kinds: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the weights by the kind in which they are kept."""
     ranks: tuple[RankMemory, ...] = ()
     """Memory of each rank if the model is divided."""

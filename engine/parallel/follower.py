@@ -69,6 +69,7 @@ def _built(connection: Connection, order: Order, options: EngineOptions) -> tupl
             agrees=compiled is None or products_agree(compiled),
             kv_limit=kv_limit(options, footprint, facts.device).kv_bytes,
             weight_bytes=footprint.weights,
+            weight_kinds=dict(forward_pass.weight_kinds),
             activation_bytes=footprint.activations,
         ),
     )

@@ -39,6 +39,8 @@ class Report(BaseModel):
     kv_limit: int
     """Bytes that its KV cache may take."""
     weight_bytes: int
+    weight_kinds: dict[str, int]
+    """Bytes of its weights by the kind in which they are kept."""
     activation_bytes: int
 
 

@@ -1,6 +1,7 @@
 """What every forward pass has in common, so that the engine and its probes need not know which one they have."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from engine.cache.arena import KVArena
+from engine.cache.memory import weights_of
 from engine.passes.packing import PackedBatch
 from engine.weights.coded import Weight
 
@@ -90,6 +92,14 @@ class ForwardPass(nn.Module, ABC):
         `token_ids`: the tokens of rows of the head.
         """
         return None
+
+    @property
+    def weight_kinds(self) -> Mapping[str, int]:
+        """Bytes of the weights by the kind in which they are kept: a dtype, or a kind of quantized weights."""
+        found = Counter[str]()
+        for weight in weights_of(self):
+            found[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
+        return found
 
     @property
     def compiled_products(self) -> CompiledProducts | None:

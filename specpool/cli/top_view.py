@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from specpool.cli.activity import Activity, activity
 from specpool.cli.equivalence import equivalence_name
+from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
 
@@ -44,6 +45,7 @@ class Worker:
     ranks: int | None
     """Processes among which the model is divided; 1 if it is not."""
     dtype: str
+    """Of the weights, and the kinds in which they are kept if these are others."""
     equivalence: str
     notes: tuple[str, ...]
     slots_in_use: int | None
@@ -99,6 +101,11 @@ def view_of(
     )
 
 
+def _dtype(model: common_pb2.ModelInfo) -> str:
+    others = sorted(kind for kind in model.weight_kinds if kind != model.dtype)
+    return f"{model.dtype}, kept as {', '.join(others)}" if others else model.dtype
+
+
 def _worker(role: str, state: pb.WorkerState) -> Worker:
     model, load = state.model, state.load if state.HasField("load") else None
     positions = load.kv_positions_total if load is not None else 0
@@ -110,7 +117,7 @@ def _worker(role: str, state: pb.WorkerState) -> Worker:
         model=model.model,
         device=model.device,
         ranks=max(1, model.tensor_parallel) if state.HasField("model") else None,
-        dtype=model.dtype,
+        dtype=_dtype(model),
         equivalence=equivalence_name(model) if state.HasField("model") else "",
         notes=tuple(model.notes),
         slots_in_use=load.slots_in_use if load is not None else None,

@@ -1,5 +1,6 @@
 """The lean pass as one call of compiled code, for CPUs: computed in float32, with weights as they are stored."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from ctypes import CDLL, byref, c_double, c_int64, c_void_p
@@ -15,15 +16,18 @@ from engine.passes.forward_pass import ForwardPass
 from engine.passes.lean import LeanModel
 from engine.passes.native.compiler import compile_decoder
 from engine.passes.native.kept import Kept, Products, bytes_of, products_of
-from engine.passes.native.panels import FLOAT32, segments_of
+from engine.passes.native.panels import BFLOAT16, FLOAT32, segments_of
 from engine.passes.native.structures import NORMS, PRODUCTS, Batch, Layer, Linear, Model
 from engine.passes.packing import PackedBatch
 from engine.weights.coded import Weight
+from engine.weights.kinds import INT8, KINDS
 
 # As in decoder.c.
 LANES = 16
 STAGES = ("products", "attention", "rows and cache")
-WIDENED_FROM = 1 << 20
+NEVER = 1 << 30
+# Numbers of rows that are tried, and how often, to find out from how many on panels are better widened into the cache.
+TRIED_ROWS, TRIALS = (24, 32, 48, 64, 96, 128, 256), 5
 
 Compiler = Callable[..., CDLL | None]
 
@@ -54,7 +58,7 @@ class NativeModel(ForwardPass):
         self._layers = (Layer * len(lean.layers))()
         self._kept = Kept(bytes_of(lean, products))
         self.register_buffer("weights", self._kept.memory, persistent=False)
-        head, own = self._kept.product(products.head, lean.head.bias, WIDENED_FROM), products.embedding
+        head, own = self._kept.product(products.head, lean.head.bias, NEVER), products.embedding
         self._model = Model(
             layers=self._layers,
             num_layers=len(lean.layers),
@@ -62,7 +66,7 @@ class NativeModel(ForwardPass):
             intermediate=first.gate_up.out_features // 2,
             kv_heads=first.kv_heads,
             norm=self._kept.numbers(lean.norm),
-            embedding=head if own is None else self._kept.product(own, None, WIDENED_FROM),
+            embedding=head if own is None else self._kept.product(own, None, NEVER),
             head=head,
             eps=lean.eps,
             scaling=first.scaling,
@@ -70,6 +74,7 @@ class NativeModel(ForwardPass):
         for index, layer in enumerate(lean.layers):
             self._layers[index] = self._layer(products.layers[index], layer)
             products.layers[index], lean.layers[index] = {}, nn.Identity()
+        self._set_widened_from(NEVER if self._kinds.keys() <= {FLOAT32, BFLOAT16} else self._best_widened_from())
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for."""
@@ -111,6 +116,11 @@ class NativeModel(ForwardPass):
     def product_inputs(self) -> Set[int]:
         """The different numbers of inputs that products of the pass have."""
         return self._product_inputs
+
+    @property
+    def weight_kinds(self) -> Mapping[str, int]:
+        """Bytes of the weights of products by the kind in which they are kept."""
+        return {kind if kind in KINDS and kind != INT8.name else kind.lower(): its for kind, its in self._kinds.items()}
 
     @property
     def kinds(self) -> Mapping[str, int]:
@@ -159,9 +169,31 @@ class NativeModel(ForwardPass):
             for layer, keys, values in zip(self._layers, arena.keys, arena.values, strict=True):
                 layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
+    def _set_widened_from(self, rows: int) -> None:
+        for layer in self._layers:
+            for name in PRODUCTS:
+                getattr(layer, name).widened_from = rows
+        self._model.head.widened_from = rows
+
+    def _best_widened_from(self) -> int:
+        """The least number of rows from which a panel is better widened once, into the cache, than in registers again
+        and again. Both ways have the same bits."""
+        product = self._layers[0].out
+        for rows in TRIED_ROWS:
+            x, seconds = torch.rand(rows, product.inputs), dict[int, float]()
+            for widened_from in (NEVER, 1) * TRIALS:
+                product.widened_from = widened_from
+                began = time.perf_counter()
+                self._multiplied(product, x)
+                spent = time.perf_counter() - began
+                seconds[widened_from] = min(spent, seconds.get(widened_from, spent))
+            if seconds[1] < seconds[NEVER]:
+                return rows
+        return NEVER
+
     def _layer(self, products: Mapping[str, Any], layer: Any) -> Layer:
         return Layer(
-            **{name: self._kept.product(products[name], getattr(layer, name).bias, WIDENED_FROM) for name in PRODUCTS},
+            **{name: self._kept.product(products[name], getattr(layer, name).bias, NEVER) for name in PRODUCTS},
             **{name: self._kept.numbers(getattr(layer, name)) for name in NORMS},
         )
 

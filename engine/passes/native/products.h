@@ -23,7 +23,7 @@ extern int omp_get_thread_num(void);
 
 /* Inputs of a product that all rows are multiplied with before the next ones, so that their weights stay cached. */
 #define BLOCK 512
-#define WIDENED 128
+#define WIDENED 256
 
 /* Parts ahead of the one in use that are fetched from memory. */
 #define AHEAD 4
@@ -124,11 +124,13 @@ static INLINE void coded_tile(int kind, int rows, int used, int abreast, int pie
             for (int a = 0; a < abreast; a++) {
                 scales[a] = scales_of(kind, panels[a].weight, part, first, from, pieces);
                 codes[a] = part_at(kind, panels[a].weight, part) + own_of(kind);
-                for (int64_t i = 0; i < part_bytes(kind) * inputs_of(kind) / PART; i += 64)
-                    __builtin_prefetch(codes[a] + AHEAD * part_bytes(kind) + i, 0, 3);
             }
             ROLLED
-            for (int group = first / GROUP; group < (first + inputs_of(kind)) / GROUP; group++)
+            for (int group = first / GROUP; group < (first + inputs_of(kind)) / GROUP; group++) {
+                int64_t bytes = part_bytes(kind) * GROUP / PART;
+                for (int a = 0; a < abreast; a++)
+                    for (int64_t i = 0; i < bytes; i += 64)
+                        __builtin_prefetch(codes[a] + AHEAD * part_bytes(kind) + group * bytes + i, 0, 2);
                 UNROLLED
                 for (int i = 0; i < GROUP; i++)
                     for (int s = 0; s < abreast * pieces; s++) {
@@ -136,6 +138,7 @@ static INLINE void coded_tile(int kind, int rows, int used, int abreast, int pie
                         wide w = weight_of(kind, codes[a], &scales[a], from, p, group, i);
                         for (int r = 0; r < rows; r++) sums[r * abreast + a][p] += w * x[offset[r] + group * GROUP + i];
                     }
+            }
         }
     for (int s = 0; s < rows * abreast && s < used * abreast; s++)
         for (int p = 0; p < pieces; p++) put(out + s / abreast * outputs + s % abreast * PANEL, from + p, sums[s][p]);
