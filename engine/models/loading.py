@@ -23,7 +23,7 @@ from engine.models.stored import EMBEDDING, StoredWeights, decode_model, read_st
 from engine.models.support import why_unsupported
 from engine.options import EngineOptions
 from engine.parallel.shares import Share
-from engine.parallel.weights import ShardConfig
+from engine.parallel.weights import ShardConfig, sums_of
 from engine.passes.attention import PACKED_ATTENTION
 from engine.weights.coded import Coded, CodedLinear, Weight, linear_of
 from protocol.tokenizer import TokenizerFiles
@@ -145,7 +145,8 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     loaded = LoadedModel(options.model, model.eval(), files, _max_model_len(config, options), output_ids, notes)
     if asked is None and not kept:
         return loaded
-    return replace(loaded, whole=_without_weights(config, output_ids), sums={} if asked is None else asked.sums)
+    sums = {} if asked is None else sums_of(model) if stored is None else asked.sums
+    return replace(loaded, whole=_without_weights(config, output_ids), sums=sums)
 
 
 def read_weights(
