@@ -124,7 +124,7 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
         stored = stored_weights(options, config)
-        kept = stored is not None and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
+        kept = stored is not None and _keeps(options, device, dtype)
         if stored is not None:
             model, report = read_stored(stored, config, asked, attn_implementation=PACKED_ATTENTION)
         else:
@@ -147,6 +147,12 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
         return loaded
     sums = {} if asked is None else sums_of(model) if stored is None else asked.sums
     return replace(loaded, whole=_without_weights(config, output_ids), sums=sums)
+
+
+def _keeps(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a pass may be compiled that computes with weights as they are stored."""
+    compiled = options.native and (options.lean or options.tensor_parallel > 1)
+    return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
 
 
 def read_weights(

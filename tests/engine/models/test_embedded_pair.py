@@ -117,4 +117,4 @@ def test_the_shipped_draft_loads_with_its_own_head_in_int8() -> None:
     assert draft.bitwise
     assert draft.loaded.output_ids is not None
     assert isinstance(draft.forward_pass, NativeModel)
-    assert draft.forward_pass.kinds.keys() == {"INT8", "Q4_1"}, "those of the target's embeddings too"
+    assert draft.forward_pass.kinds.keys() == {"INT8", "Q8_0"}, "those of the target's embeddings too"
