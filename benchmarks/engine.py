@@ -79,7 +79,7 @@ def main() -> None:
     peer = None if options.no_peer else Peer(model, options)
     rows = measure(engines, peer, options, bandwidth)
     kept = [{"weights": weights, **how_kept(its)} for weights, its in engines.items()]
-    show("weights in MiB, and those of products by kind", kept)
+    show("weights in MiB, and by kind", kept)
     for length in options.lengths:
         show(f"{length} tokens cached, {options.threads} threads", [row for row in rows if row["cached"] == length])
     parts = [where_the_time_goes(engine, batch, length) for batch, length in PROFILED if length in options.lengths]
@@ -211,12 +211,10 @@ def weight_bytes_read(engine: Engine) -> float:
 
 
 def how_kept(engine: Engine) -> Row:
-    """The weights of an engine in MiB, and those of a compiled pass by kind."""
-    kinds = engine.forward_pass.kinds if isinstance(engine.forward_pass, NativeModel) else {}
-    return {
-        "whole": round(engine.info().weight_bytes / 2**20, 1),
-        "products": ", ".join(f"{kind} {count / 2**20:.1f}" for kind, count in kinds.items()),
-    }
+    """The weights of an engine in MiB, and those of its products by kind."""
+    info = engine.info()
+    kinds = ", ".join(f"{kind} {count / 2**20:.1f}" for kind, count in info.weight_kinds.items())
+    return {"whole": round(info.weight_bytes / 2**20, 1), "kinds": kinds}
 
 
 def measure_bandwidth(device: str, repeats: int) -> float:

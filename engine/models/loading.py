@@ -23,7 +23,7 @@ from engine.models.stored import EMBEDDING, StoredWeights, decode_model, read_st
 from engine.models.support import why_unsupported
 from engine.options import EngineOptions
 from engine.parallel.shares import Share
-from engine.parallel.weights import ShardConfig
+from engine.parallel.weights import ShardConfig, sums_of
 from engine.passes.attention import PACKED_ATTENTION
 from engine.weights.coded import Coded, CodedLinear, Weight, linear_of
 from protocol.tokenizer import TokenizerFiles
@@ -124,7 +124,7 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
         stored = stored_weights(options, config)
-        kept = stored is not None and _are_kept(options, device, dtype)
+        kept = stored is not None and _keeps(options, device, dtype)
         if stored is not None:
             model, report = read_stored(stored, config, asked, attn_implementation=PACKED_ATTENTION)
         else:
@@ -145,7 +145,14 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     loaded = LoadedModel(options.model, model.eval(), files, _max_model_len(config, options), output_ids, notes)
     if asked is None and not kept:
         return loaded
-    return replace(loaded, whole=_without_weights(config, output_ids), sums={} if asked is None else asked.sums)
+    sums = {} if asked is None else sums_of(model) if stored is None else asked.sums
+    return replace(loaded, whole=_without_weights(config, output_ids), sums=sums)
+
+
+def _keeps(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a pass may be compiled that computes with weights as they are stored."""
+    compiled = options.native and (options.lean or options.tensor_parallel > 1)
+    return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
 
 
 def read_weights(
@@ -204,12 +211,6 @@ def _read_by_library(
         for weight in read.parameters():  # those that are stored without quantization have kept their dtype
             weight.data = weight.data.to(dtype)
     return read.to(device), report
-
-
-def _are_kept(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether stored weights stay as they are, if there is a compiler: only the compiled pass computes with them."""
-    compiled = options.lean and options.native and device.type == "cpu"
-    return options.weights == "auto" and compiled and dtype == torch.float32
 
 
 def _unpacked_notes(stored: StoredWeights | None, method: str | None, dtype: torch.dtype | None) -> tuple[str, ...]:
