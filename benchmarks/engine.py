@@ -4,9 +4,10 @@
     python -m benchmarks.engine --shape qwen3-8b --device cuda --dtype bfloat16     (random weights of that shape)
 
 A step is one forward pass: of one token for each sequence (plain), or of k + 1 (verify), with random caches of a given
-length. `transformers` does the plain step on its own cache. The limit is the time to read weights and KV cache once, at
-the bandwidth at which this machine sums up a large tensor. Runs are interleaved, medians are shown. The last line
-printed is JSON.
+length. `transformers` does the plain step on its own cache. The limit is the time to read the KV cache and the weights,
+as they are kept, once, at the bandwidth at which this machine sums up a large tensor. Runs are interleaved, medians are
+shown. `--weights auto float32` loads two engines, and compares the plain steps of the second with those of the first.
+The last line printed is JSON.
 """
 
 import argparse
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--weights", choices=("auto", "float32"), nargs="+", default=["auto"], help="how they are kept")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out, which needs weights of its own")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
@@ -71,12 +73,13 @@ def main() -> None:
         parser.error(f"--device: {error}")
     torch.set_num_threads(options.threads)
     model = options.shape or options.model or str(embedded_pair().target)
-    engine = load(model, options)
-    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
-        tensor.normal_()
+    engines = {weights: load(model, options, weights) for weights in options.weights}
+    engine = engines[options.weights[0]]
     bandwidth = measure_bandwidth(options.device, options.repeats)
     peer = None if options.no_peer else Peer(model, options)
-    rows = measure(engine, peer, options, bandwidth)
+    rows = measure(engines, peer, options, bandwidth)
+    kept = [{"weights": weights, **how_kept(its)} for weights, its in engines.items()]
+    show("weights in MiB, and by kind", kept)
     for length in options.lengths:
         show(f"{length} tokens cached, {options.threads} threads", [row for row in rows if row["cached"] == length])
     parts = [where_the_time_goes(engine, batch, length) for batch, length in PROFILED if length in options.lengths]
@@ -84,26 +87,31 @@ def main() -> None:
     result = {
         "model": "/".join(Path(model).parts[-2:]), "dtype": engine.info().dtype, "device": engine.info().device,
         "threads": options.threads, "bandwidth_gb_s": round(bandwidth / 1e9, 1), "bitwise": engine.bitwise,
-        "notes": engine.notes, "steps": rows, "parts": parts,
+        "notes": engine.notes, "weights": kept, "steps": rows, "parts": parts,
     }  # fmt: skip
     finish("engine", result, options.output, engine_figure(rows))
 
 
-def load(model: str, options: argparse.Namespace) -> Engine:
-    """The engine, with room for the largest step."""
+def load(model: str, options: argparse.Namespace, weights: str) -> Engine:
+    """An engine with room for the largest step, and random caches. `weights`: how they are kept."""
     longest, most = max(options.lengths) + DRAFTED + 1, max(BATCHES)
     settings = EngineOptions(
         model=model,
         device=options.device,
         dtype=options.dtype,
+        weights=weights,
         max_model_len=longest,
         max_sequences=most,
         threads=options.threads,
     )
     if options.shape is None:
-        return load_engine(settings, exact=True)
-    loaded = random_loaded(options.shape, options.device, getattr(torch, options.dtype))
-    return start_engine(replace(loaded, max_model_len=longest), settings, exact=True)
+        engine = load_engine(settings, exact=True)
+    else:
+        loaded = random_loaded(options.shape, options.device, getattr(torch, options.dtype))
+        engine = start_engine(replace(loaded, max_model_len=longest), settings, exact=True)
+    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
+        tensor.normal_()
+    return engine
 
 
 class Peer:
@@ -130,8 +138,9 @@ class Peer:
         return torch.inference_mode()(lambda: self._model(token_ids, past_key_values=cache, use_cache=True))
 
 
-def measure(engine: Engine, peer: Peer | None, options: argparse.Namespace, bandwidth: float) -> list[Row]:
+def measure(engines: dict[str, Engine], peer: Peer | None, options: argparse.Namespace, bandwidth: float) -> list[Row]:
     """One row for each shape: medians over the repeats."""
+    (_, engine), *others = engines.items()
     shapes = [(batch, length) for length in options.lengths for batch in BATCHES]
     found: dict[tuple[int, int, str], list[float]] = {}
     for batch, length in progress(shapes, "shapes"):
@@ -140,6 +149,7 @@ def measure(engine: Engine, peer: Peer | None, options: argparse.Namespace, band
             kinds["verify"] = engine_step(engine, batch, length, DRAFTED + 1)
         if peer is not None and batch * length <= MOST_PEER_POSITIONS:
             kinds["transformers"] = peer.step(batch, length)
+        kinds |= {weights: engine_step(other, batch, length, 1) for weights, other in others}
         for step in kinds.values():
             step()
         for _ in range(options.repeats):
@@ -173,6 +183,7 @@ def summary(
     ms = {kind: statistics.median(s) * 1000 for (b, c, kind), s in found.items() if (b, c) == (batch, cached)}
     limit = (weight_bytes_read(engine) + batch * cached * engine.info().kv_bytes_per_token) / bandwidth * 1000
     peer = ms.get("transformers")
+    other = {kind: its for kind, its in ms.items() if kind not in ("plain", "verify", "transformers")}
     return {
         "cached": cached,
         "sequences": batch,
@@ -183,15 +194,27 @@ def summary(
         "verify_over_plain": round(ms["verify"] / ms["plain"], 2) if "verify" in ms else None,
         "transformers_ms": None if peer is None else round(peer, 1),
         "speedup": None if peer is None else round(peer / ms["plain"], 2),
+        **{f"{kind}_ms": round(its, 1) for kind, its in other.items()},
+        **{f"{kind}_over_plain": round(its / ms["plain"], 2) for kind, its in other.items()},
     }
 
 
-def weight_bytes_read(engine: Engine) -> int:
-    """Bytes of weights that a step reads: all but an untied embedding, of which it looks up a row for each token."""
+def weight_bytes_read(engine: Engine) -> float:
+    """Bytes of weights that a step reads: all but an untied embedding, of which it looks up a row for each token.
+
+    Such an embedding is taken to have as many bytes for each weight as the whole model.
+    """
     config, info = engine.loaded.config, engine.info()
-    embedding = 0 if config.tie_word_embeddings else info.vocab_size * config.hidden_size
-    itemsize: int = getattr(torch, info.dtype).itemsize
-    return (info.parameters - embedding) * itemsize
+    tied = config.tie_word_embeddings and engine.loaded.output_ids is None
+    embedding = 0 if tied else info.vocab_size * config.hidden_size
+    return info.weight_bytes * (1 - embedding / info.parameters)
+
+
+def how_kept(engine: Engine) -> Row:
+    """The weights of an engine in MiB, and those of its products by kind."""
+    info = engine.info()
+    kinds = ", ".join(f"{kind} {count / 2**20:.1f}" for kind, count in info.weight_kinds.items())
+    return {"whole": round(info.weight_bytes / 2**20, 1), "kinds": kinds}
 
 
 def measure_bandwidth(device: str, repeats: int) -> float:

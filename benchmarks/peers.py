@@ -8,6 +8,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from coordinator.prompts.tokenizer import TargetTokenizer
 from engine.models.loading import load_config, read_weights, tokenizer_files
+from engine.models.sources import source_of
 from engine.options import EngineOptions
 from protocol.tokenizer import TokenizerFiles
 from specpool.client import Chat
@@ -21,7 +22,7 @@ class Peers:
     def __init__(self, target: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
         self.model: Any
         self.model, _ = read_weights(target, load_config(EngineOptions(model=target)), device, dtype)
-        files = tokenizer_files(AutoTokenizer.from_pretrained(target), self.model)
+        files = tokenizer_files(AutoTokenizer.from_pretrained(**source_of(target, None)), self.model)
         self.tokenizer = TargetTokenizer(TokenizerFiles(**vars(files)))
         self._eos = set(files.eos_token_ids)
         self._pad: int = self.model.config.pad_token_id or 0

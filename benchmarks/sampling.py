@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
@@ -81,7 +81,7 @@ def rows_to_choose_from(options: argparse.Namespace) -> tuple[torch.Tensor, dict
     """Logits at the positions of the answers, [positions, vocab_size]: of the target, and of each draft by name."""
     peers = Peers(options.target)
     drafts = {
-        "the draft": AutoModelForCausalLM.from_pretrained(options.draft, dtype=torch.float32).eval(),
+        "the draft": Peers(options.draft).model.eval(),
         f"target without layer {options.skip_layer}": without_layer(peers.model, options.skip_layer),
     }
     models = {"target": peers.model, **drafts}

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.prompts import load_prompts
 from benchmarks.report import console, finish, output_folder, progress, show, whole
 from benchmarks.vllm_process import VllmEngine, draft_process, token_ids, vllm_python
-from engine.models.embedded_pair import embedded_pair
+from engine.models.embedded_pair import embedded_pair, float32_copy
 
 # Prompts of a run per request in flight: with fewer, the emptying batch at the end of a run counts for much.
 LOAD = 2
@@ -72,8 +72,8 @@ def _concurrencies(text: str) -> list[int]:
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each concurrency and way to draft."""
     vllm_python()
-    pair = embedded_pair()
-    prompts = token_ids(pair.target, load_prompts(options.prompts, LOAD * max(options.concurrency)))
+    pair, target = embedded_pair(), float32_copy()
+    prompts = token_ids(target, load_prompts(options.prompts, LOAD * max(options.concurrency)))
     with ExitStack() as stack:
         draft = stack.enter_context(draft_process(pair.draft))
         draft.wait_ready()
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         engines = {}
         for kind, name in KINDS.items():
             address = draft.address if kind == REMOTE else None
-            engines[kind] = stack.enter_context(VllmEngine(pair.target, name, address, enforce_eager=options.eager))
+            engines[kind] = stack.enter_context(VllmEngine(target, name, address, enforce_eager=options.eager))
         for engine in engines.values():
             engine.wait_ready()
         rows = []

@@ -17,6 +17,7 @@ from typing import IO, Any, Self
 
 from transformers import AutoTokenizer
 
+from engine.models.sources import source_of
 from rpc.channel import Connector
 from rpc.healthcheck import problem
 from specpool.cli.processes import worker_environment
@@ -174,7 +175,7 @@ def draft_process(model: Path, threads: int = 2) -> Iterator[DraftProcess]:
 
 def token_ids(model: Path, lines: list[PromptLine]) -> list[list[int]]:
     """Token ids of prompts: texts, or conversations by the model's chat template."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(**source_of(str(model), None))
     return [
         list(tokenizer(line.prompt).input_ids)
         if isinstance(line.prompt, str)

@@ -25,7 +25,7 @@ from distill.training import Example, examples_of
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.embedded_pair import embedded_pair
-from engine.models.sources import UnsupportedModelError
+from engine.models.sources import UnsupportedModelError, source_of
 from engine.options import EngineOptions
 from engine.startup import load_engine
 from rpc.logs import configure_logging
@@ -70,7 +70,7 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
     """Figures of every category, and last of all together. `chats`: by category."""
     with naming(PROGRAM, "target", OSError, ValueError, UnsupportedModelError):
         writing = engine_of(settings, target)
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
         template = ChatTemplate.of(tokenizer, frozenset(writing.loaded.tokenizer.eos_token_ids))
     with naming(PROGRAM, "model", OSError, ValueError, UnsupportedModelError):
         draft = engine_of(settings, model)

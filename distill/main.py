@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from distill.corpus import Dialogues, Writer, gathered
 from distill.files import in_one_step
@@ -28,8 +28,8 @@ from distill.training import (
 )
 from engine.models.compact import load_compact, load_trained, save_compact
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import load_config, pick_device
-from engine.models.sources import UnsupportedModelError
+from engine.models.loading import load_config, pick_device, read_weights
+from engine.models.sources import UnsupportedModelError, source_of
 from engine.models.trained_draft import layers_of, save_draft
 from engine.options import EngineOptions
 from engine.startup import load_engine
@@ -130,7 +130,7 @@ def write(settings: DistillSettings, target: str) -> None:
     )
     with naming(PROGRAM, "target", OSError, UnsupportedModelError, ValueError):
         engine = load_engine(options, exact=False)
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
         template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
     with bar() as progress:
         task = progress.add_task("writing", total=shards * DIALOGUES_PER_SHARD)
@@ -156,7 +156,7 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
     files = sorted(settings.output.glob("dialogues-*.safetensors"))
     everything = [example for file in files for example in examples_of(Dialogues.load(file))]
     held_out, examples = everything[: settings.held_out], everything[settings.held_out :]
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model, _ = read_weights(target, load_config(EngineOptions(model=target)), torch.device("cpu"), torch.float32)
     student = student_of(settings, model, layers, examples).to(settings.device)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=settings.peak_rate, betas=(0.9, 0.95), weight_decay=0.01)

@@ -169,6 +169,7 @@ def test_what_a_page_links_to_and_names_exists(page: str) -> None:
         "cache/",
         "passes/",
         "models/",
+        "weights/",
         "parallel/",
         "probes/",
         "native/",

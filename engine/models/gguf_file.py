@@ -104,7 +104,11 @@ class _Header:
             described = [self._tensor() for _ in range(tensors)]
         except (struct.error, UnicodeDecodeError) as error:
             raise GgufError(f"{self._path} is no whole GGUF file: it ends in its header") from error
+        except RecursionError:
+            raise GgufError(f"{self._path} is damaged: its metadata has too many arrays in arrays") from None
         alignment = metadata.get(ALIGNED, ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise GgufError(f"{self._path} is damaged: its {ALIGNED} is {alignment!r}")
         begin = -(-self._at // alignment) * alignment
         return str(metadata.get(ARCHITECTURE)), {its[0]: self._stored(*its, begin) for its in described}
 

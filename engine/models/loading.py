@@ -23,7 +23,7 @@ from engine.models.stored import EMBEDDING, StoredWeights, decode_model, read_st
 from engine.models.support import why_unsupported
 from engine.options import EngineOptions
 from engine.parallel.shares import Share
-from engine.parallel.weights import ShardConfig
+from engine.parallel.weights import ShardConfig, sums_of
 from engine.passes.attention import PACKED_ATTENTION
 from engine.weights.coded import Coded, CodedLinear, Weight, linear_of
 from protocol.tokenizer import TokenizerFiles
@@ -124,7 +124,7 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
         stored = stored_weights(options, config)
-        kept = stored is not None and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
+        kept = stored is not None and _keeps(options, device, dtype)
         if stored is not None:
             model, report = read_stored(stored, config, asked, attn_implementation=PACKED_ATTENTION)
         else:
@@ -145,7 +145,14 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     loaded = LoadedModel(options.model, model.eval(), files, _max_model_len(config, options), output_ids, notes)
     if asked is None and not kept:
         return loaded
-    return replace(loaded, whole=_without_weights(config, output_ids), sums={} if asked is None else asked.sums)
+    sums = {} if asked is None else sums_of(model) if stored is None else asked.sums
+    return replace(loaded, whole=_without_weights(config, output_ids), sums=sums)
+
+
+def _keeps(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a pass may be compiled that computes with weights as they are stored."""
+    compiled = options.native and (options.lean or options.tensor_parallel > 1)
+    return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
 
 
 def read_weights(
@@ -175,8 +182,9 @@ def embeddings_of(options: EngineOptions) -> Weight:
     weight = None if stored is None else stored.find(EMBEDDING)
     if weight is not None:
         return weight
-    whole: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-    found: torch.Tensor = whole.get_input_embeddings().weight.detach()
+    whole, _ = read_weights(options.model, config, torch.device("cpu"), torch.bfloat16, options.revision)
+    embeddings: Any = whole.get_input_embeddings()
+    found: torch.Tensor = embeddings.weight.detach()
     return found
 
 

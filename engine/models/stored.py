@@ -18,7 +18,7 @@ from engine.models.sources import gguf_file_of
 from engine.options import EngineOptions
 from engine.parallel.weights import ShardConfig, adapt
 from engine.passes.lean import why_not_lean
-from engine.weights.coded import Coded, CodedEmbedding, CodedLinear, Weight, as_tensor, linear_of
+from engine.weights.coded import Coded, CodedEmbedding, CodedLinear, Weight, as_tensor, linear_of, same_memory
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Architectures whose tensors are those of transformers, but for names and the order of rows in some of those of Llama.
@@ -142,6 +142,8 @@ def _place(model: nn.Module, name: str, weight: Weight) -> None:
 
 def decode_model(model: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Dequantizes the weights of a model one after the other, and moves it to a device."""
+    # An output head for some tokens is one of its own, whatever the configuration says.
+    tied = same_memory(model.get_input_embeddings().weight, model.get_output_embeddings())
     for path, module in list(model.named_modules()):
         if isinstance(module, CodedLinear):
             weight = module.weight.to(device, dtype)
@@ -149,7 +151,7 @@ def decode_model(model: Any, device: torch.device, dtype: torch.dtype) -> PreTra
         elif isinstance(module, CodedEmbedding):
             weight = module.weight.dequantized().to(device, dtype)
             model.set_submodule(path, nn.Embedding.from_pretrained(weight))
-    if model.config.tie_word_embeddings:
+    if tied:
         model.lm_head.weight = model.get_input_embeddings().weight
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from engine.models.compact import save_named
 from engine.models.loading import OUTPUT_HEAD, embeddings_of, load_config
 from engine.models.quantization import CODED
+from engine.models.sources import source_of
 from engine.models.stored import EMBEDDING, HEAD
 from engine.options import EngineOptions
 from engine.weights.coded import Weight
@@ -44,6 +45,6 @@ def save_draft(folder: Path, target: str, trained: Mapping[str, Weight]) -> None
     config.quantization_config = {"quant_method": CODED}
     config.save_pretrained(folder)
     draft.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(target).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source_of(target, None)).save_pretrained(folder)
     save_named(folder / "model.safetensors", weights)
     save_named(folder / OUTPUT_HEAD, {"weight": trained["head"], "output_ids": trained["output_ids"]})

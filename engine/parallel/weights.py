@@ -100,6 +100,13 @@ def cut(whole: Weight, piece: Piece) -> Weight:
     return torch.cat(parts, piece.dimension)
 
 
+def sums_of(model: PreTrainedModel) -> dict[str, bytes]:
+    """`ShardConfig.sums` of a model that transformers has read, which makes a copy of the configuration for itself."""
+    read: Any = model
+    sums: dict[str, bytes] = read.hf_quantizer.quantization_config.sums
+    return sums
+
+
 class _Cut(ConversionOps):
     def __init__(self, asked: ShardConfig) -> None:
         self._asked = asked

@@ -80,10 +80,12 @@ class LeanModel(ForwardPass):
 
     def decode(self) -> None:
         """Dequantizes all weights, for passes that compute with whole numbers only."""
+        layers: list[Any] = list(self.layers)
+        if any(isinstance(module, CodedLinear) for module in self.modules()):
+            self.notes.append("its quantized weights are unpacked to float32, because its pass is not compiled")
         tied = same_memory(self.embedding, self.head)
         self.head = decoded(self.head)
         self.embedding = self.head.weight if tied else as_tensor(self.embedding)
-        layers: list[Any] = list(self.layers)
         for layer in layers:
             layer.decode()
 

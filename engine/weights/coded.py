@@ -32,11 +32,8 @@ class Coded:
 
     def columns(self, chosen: range) -> "Coded | None":
         """Some of the columns; None if these are no whole blocks."""
-        begin, end, size = chosen.start, chosen.stop, self.kind.block
-        if not size or begin % size or end % size:
-            return None
-        begin, end = begin // size * self.kind.block_bytes, end // size * self.kind.block_bytes
-        return Coded(self.kind, self.data[:, begin:end].contiguous())
+        part = self.kind.part(self.data, chosen)
+        return None if part is None else Coded(self.kind, part)
 
     def fields(self) -> Fields:
         """What the bytes mean."""

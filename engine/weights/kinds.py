@@ -70,6 +70,13 @@ class Kind:
         """Weights in a row of so many bytes."""
         return row_bytes // self.block_bytes * self.block
 
+    def part(self, data: torch.Tensor, chosen: range) -> torch.Tensor | None:
+        """The bytes of some columns; None if these are no whole blocks."""
+        if chosen.start % self.block or chosen.stop % self.block:
+            return None
+        begin, end = (at // self.block * self.block_bytes for at in (chosen.start, chosen.stop))
+        return data[:, begin:end].contiguous()
+
     def dequantized(self, fields: Fields) -> torch.Tensor:
         """The weights [rows, columns] in float32."""
         scale = _of_parts(fields.scale, fields.scale_factors)
@@ -87,7 +94,8 @@ class RowKind(Kind):
 
     def fields(self, data: torch.Tensor) -> Fields:
         """The fields of the bytes [rows, bytes of a row]."""
-        scale = data[:, :SCALE_BYTES].contiguous().view(torch.float32)
+        # Cloned, since even contiguous bytes may begin at an address, or have a stride, that no float32 can have.
+        scale = data[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return Fields(data[:, SCALE_BYTES:].view(torch.int8), scale)
 
     def row_bytes(self, columns: int) -> int:
@@ -97,6 +105,11 @@ class RowKind(Kind):
     def columns(self, row_bytes: int) -> int:
         """Weights in a row of so many bytes."""
         return row_bytes - SCALE_BYTES
+
+    def part(self, data: torch.Tensor, chosen: range) -> torch.Tensor:
+        """The bytes of some columns, with the scale of all."""
+        codes = data[:, SCALE_BYTES + chosen.start : SCALE_BYTES + chosen.stop]
+        return torch.cat([data[:, :SCALE_BYTES], codes], 1)
 
 
 def _of_parts(numbers: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:

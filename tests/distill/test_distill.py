@@ -24,7 +24,7 @@ from distill.template import ChatTemplate
 from distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of
 from engine.cache.spans import Span
 from engine.engine import Engine
-from engine.models.compact import load_compact, save_compact
+from engine.models.compact import load_compact, load_trained, save_compact
 from engine.models.trained_draft import save_draft
 
 
@@ -169,7 +169,7 @@ def test_tokens_that_the_head_lacks_are_not_learned_and_never_agree(
 def test_what_was_trained_is_saved_without_the_embeddings(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
     student = student_of(tiny_pair, torch.arange(100))
     save_compact(tmp_path / "draft.safetensors", student.trained())
-    again = load_compact(tmp_path / "draft.safetensors")
+    again = load_trained(tmp_path / "draft.safetensors")
     assert not any("embed" in name for name in again)
     assert again["output_ids"].tolist() == list(range(100))
     torch.testing.assert_close(again["head"], student.head.detach(), atol=1e-2, rtol=1e-2)
@@ -181,9 +181,8 @@ def test_a_draft_worker_can_load_what_was_trained(
     kept = torch.arange(0, 257, 2)
     student = student_of(tiny_pair, kept)
     save_compact(tmp_path / "draft.safetensors", student.trained())
-    trained = load_compact(tmp_path / "draft.safetensors")
-    save_draft(tmp_path / "model", str(tiny_pair[0]), trained)
-    student.learn(trained)
+    save_draft(tmp_path / "model", str(tiny_pair[0]), load_compact(tmp_path / "draft.safetensors"))
+    student.learn(load_trained(tmp_path / "draft.safetensors"))
     draft = load_engine(tmp_path / "model", exact=False)
     target = load_engine(tiny_pair[0], exact=False)
     assert draft.loaded.tokenizer.fingerprint == target.loaded.tokenizer.fingerprint

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from distill import corpus, evaluate, main
 from distill.student import Student, refuse_misfit
-from engine.models.compact import load_compact, save_compact
+from engine.models.compact import load_trained, save_compact
 
 TINY = ["--held-out", "8", "--dialogues", "64", "--output-tokens", "256", "--epochs", "0.3", "--batch-tokens", "200"]
 
@@ -43,10 +43,10 @@ def test_a_draft_is_made_and_goes_on_learning_from_other_dialogues(
     first, more = tmp_path / "first", tmp_path / "more"
     assert run(monkeypatch, main, "--target", tiny_pair[0], "--output", first, *TINY) == 0
     assert "agreement 0." in capsys.readouterr().out
-    draft = load_compact(first / "draft.safetensors")
+    draft = load_trained(first / "draft.safetensors")
     initial = ["--initial", first / "draft.safetensors", "--seed", 1, "--output", more]
     assert run(monkeypatch, main, "--target", tiny_pair[0], *TINY, *initial) == 0
-    again = load_compact(more / "draft.safetensors")
+    again = load_trained(more / "draft.safetensors")
     assert again.keys() == draft.keys()
     assert torch.equal(again["output_ids"], draft["output_ids"])
     assert not torch.equal(again["head"], draft["head"])
@@ -174,4 +174,4 @@ def test_models_that_cannot_be_compared_are_refused(
 
 def test_a_student_that_was_saved_fits_its_target(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
     save_compact(tmp_path / "draft.safetensors", student_of(tiny_pair, torch.arange(0, 200, 2)).trained())
-    refuse_misfit(load_compact(tmp_path / "draft.safetensors"), tiny_config())
+    refuse_misfit(load_trained(tmp_path / "draft.safetensors"), tiny_config())

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.prompts import load_prompts
 from benchmarks.vllm_process import DraftProcess, VllmEngine, draft_process, token_ids
-from engine.models.embedded_pair import embedded_pair
+from engine.models.embedded_pair import embedded_pair, float32_copy
 
 pytestmark = pytest.mark.vllm
 
@@ -21,12 +21,12 @@ EAGER = {"enforce_eager": True}
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return token_ids(embedded_pair().target, load_prompts(None, PROMPTS))
+    return token_ids(float32_copy(), load_prompts(None, PROMPTS))
 
 
 @pytest.fixture(scope="module")
 def plain_to_the_end(prompts: list[list[int]]) -> list[list[int]]:
-    with VllmEngine(embedded_pair().target, "plain", **EAGER) as engine:
+    with VllmEngine(float32_copy(), "plain", **EAGER) as engine:
         answers: list[list[int]] = engine.wait_ready().run(prompts, MANY_TOKENS)["outputs"]
     return answers
 
@@ -44,7 +44,7 @@ def draft() -> Iterator[DraftProcess]:
 
 @pytest.fixture(scope="module")
 def engine(draft: DraftProcess) -> Iterator[VllmEngine]:
-    with VllmEngine(embedded_pair().target, "remote", draft.address, **EAGER) as remote:
+    with VllmEngine(float32_copy(), "remote", draft.address, **EAGER) as remote:
         yield remote.wait_ready()
 
 
@@ -63,7 +63,7 @@ def test_rows_that_are_preempted(
 ) -> None:
     """A KV cache with room for a few long rows only: vLLM preempts the others and resumes them."""
     little = {"max_model_len": 512, "num_gpu_blocks_override": 6}
-    with VllmEngine(embedded_pair().target, "remote", draft.address, **little, **EAGER) as few:
+    with VllmEngine(float32_copy(), "remote", draft.address, **little, **EAGER) as few:
         done = few.wait_ready().run(prompts[:LONG_ROWS], MANY_TOKENS)
     assert done["preemptions"] > 0
     assert all(equal(done["outputs"], plain_to_the_end[:LONG_ROWS]))
@@ -88,7 +88,7 @@ def test_two_servers_share_a_draft_worker(
     draft: DraftProcess, engine: VllmEngine, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
     done: list[dict[str, Any]] = []
-    with VllmEngine(embedded_pair().target, "remote", draft.address, **EAGER) as other:
+    with VllmEngine(float32_copy(), "remote", draft.address, **EAGER) as other:
         other.wait_ready()
         both = [Thread(target=lambda its=its: done.append(its.run(prompts, TOKENS))) for its in (engine, other)]
         for thread in both:

@@ -7,7 +7,7 @@ import pytest
 from vllm_server import START_SECONDS, VllmServer
 
 from benchmarks.vllm_process import draft_process
-from engine.models.embedded_pair import embedded_pair
+from engine.models.embedded_pair import float32_copy
 
 pytestmark = pytest.mark.vllm
 
@@ -17,7 +17,7 @@ NOWHERE = "127.0.0.1:1"
 def test_a_server_that_cannot_have_drafts_says_why_in_a_line_and_ends(
     tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    target, other_draft = embedded_pair().target, tiny_pair[1]
+    target, other_draft = float32_copy(), tiny_pair[1]
     with ExitStack() as stack:
         other = stack.enter_context(draft_process(other_draft, 1)).address
         cases = [

@@ -14,7 +14,7 @@ import pytest
 from vllm_server import VllmServer, ask
 
 from benchmarks.vllm_process import DraftProcess, draft_process
-from engine.models.embedded_pair import embedded_pair
+from engine.models.embedded_pair import embedded_pair, float32_copy
 from specpool.cli.prompts import own_prompts
 
 pytestmark = pytest.mark.vllm
@@ -44,7 +44,7 @@ def servers(draft: DraftProcess, tmp_path_factory: pytest.TempPathFactory) -> It
     """Plain vLLM, and vLLM with drafts."""
     with ExitStack() as stack:
         both = [
-            stack.enter_context(VllmServer(embedded_pair().target, tmp_path_factory.mktemp("vllm"), address, *FLAGS))
+            stack.enter_context(VllmServer(float32_copy(), tmp_path_factory.mktemp("vllm"), address, *FLAGS))
             for address in (None, draft.address)
         ]
         plain, remote = (server.wait_ready() for server in both)

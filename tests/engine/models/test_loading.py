@@ -12,6 +12,7 @@ import huggingface_hub.constants
 import psutil
 import pytest
 import torch
+from gguf_files import save_gguf
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     decode_alone,
@@ -122,10 +123,10 @@ def test_a_gguf_file_gives_the_logits_of_the_folder_it_was_made_from(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_a_quantized_gguf_file_is_unpacked(tmp_path: Path, kind: str) -> None:
+def test_a_quantized_gguf_file_gives_the_logits_of_its_weights(tmp_path: Path, kind: str) -> None:
     quantized = gguf.GGMLQuantizationType[kind]
     folder = save_model(tmp_path / "folder", tiny_config(vocab_size=258))
-    file = save_gguf(folder, tmp_path / "model.gguf", quantized)
+    file = save_gguf(folder, tmp_path / "model.gguf", lambda name: kind)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():  # to be rounded in rows, which do not change with their order
         if weight.dim() == 2:
@@ -136,71 +137,6 @@ def test_a_quantized_gguf_file_is_unpacked(tmp_path: Path, kind: str) -> None:
     assert engine.bitwise
     assert engine.info().dtype == "float32"
     torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
-
-
-def save_gguf(folder: Path, path: Path, quantized: gguf.GGMLQuantizationType | None = None) -> Path:
-    """A saved Llama of 258 tokens in the format of llama.cpp, as its own converter writes it.
-
-    `quantized`: the kind of blocks in which matrices are stored; None: in float32.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    ids = byte_tokenizer().get_vocab()
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(258)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*sorted(ids, key=ids.__getitem__)[:256], "Ġt", "<eos>"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
-    writer.add_token_merges(["Ġ t", "Ġ t"])  # twice: transformers 5.17 reads a list of one as no list
-    writer.add_bos_token_id(257)  # transformers 5.17 needs one
-    writer.add_eos_token_id(257)
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    weights = load_file(folder / "model.safetensors")
-    for key, weight in weights.items():
-        name = key.removesuffix(".weight")
-        prefix = ""
-        if name.startswith("model.layers."):
-            layer, name = name.removeprefix("model.layers.").split(".", 1)
-            prefix = f"blk.{layer}."
-        name = names[name]
-        if name in ("attn_q", "attn_k"):  # llama.cpp rotates neighbouring dimensions, transformers the two halves
-            count = heads if name == "attn_q" else kv_heads
-            rotated = weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2)
-            weights[key] = rotated.reshape(weight.shape)
-        stored = weights[key].numpy()
-        if quantized is None or weight.dim() == 1:
-            writer.add_tensor(f"{prefix}{name}.weight", stored)
-        else:
-            writer.add_tensor(f"{prefix}{name}.weight", gguf.quants.quantize(stored, quantized), raw_dtype=quantized)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 # --- Refused for what its configuration says. These folders have no weights: nobody gets so far as to miss them.

@@ -14,7 +14,7 @@ import pytest
 from engine.passes.native import compiler, folders
 from engine.passes.native.folders import NotPrivateError, check_file, private_folder
 
-SIZES = (16, 1, False)
+SIZES = (16, 1, ("FLOAT32",))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from engine.passes.attention import LibraryModel
 from engine.passes.lean import FAMILIES, LeanModel, is_lean
 from engine.passes.linear import can_prepack
 from engine.passes.native.model import NativeModel
+from engine.passes.native.panels import BFLOAT16
 
 THETA = {"rope_theta": 10_000.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -106,9 +107,16 @@ def test_no_weight_is_kept_twice(tmp_path: Path, dtype: str, native: bool, tied:
     folder = save_random(tmp_path, "llama", {"tie_word_embeddings": tied, "vocab_size": 288})
     engine = load_engine(folder, dtype=dtype, native=native)
     assert sum(weight.numel() for weight in engine.loaded.model.parameters()) == engine.loaded.config.hidden_size
-    # Saved in bfloat16, they are kept so where that is possible.
-    kept = weight_bytes(engine.forward_pass) // (2 if native else engine.facts.dtype.itemsize)
-    prepacked = not native and can_prepack(engine.facts.dtype, engine.facts.device)
+    if native:
+        assert isinstance(engine.forward_pass, NativeModel)
+        # Saved in bfloat16, matrices are kept so. Each norm takes whole cache lines.
+        norms = 5 * 64
+        matrices = 2 * (engine.info().parameters - norms)
+        assert engine.forward_pass.kinds == {BFLOAT16: matrices}
+        assert 4 * norms <= weight_bytes(engine.forward_pass) - matrices <= 8 * norms
+        return
+    kept = weight_bytes(engine.forward_pass) // engine.facts.dtype.itemsize
+    prepacked = can_prepack(engine.facts.dtype, engine.facts.device)
     head = 288 * 64 if tied and prepacked else 0  # in which no embedding can be looked up
     assert kept == engine.info().parameters + head
 

@@ -21,8 +21,9 @@ from tiny_pair import tiny_config
 from engine.cache.spans import Span
 from engine.models.embedded_pair import embedded_pair
 from engine.passes.lean import LeanModel
-from engine.passes.native import compiler
+from engine.passes.native import compiler, panels
 from engine.passes.native.model import NativeModel
+from engine.passes.native.panels import BFLOAT16, FLOAT32, Segment
 
 pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
 
@@ -83,11 +84,15 @@ def test_weights_of_bfloat16_give_what_they_give_in_float32(tmp_path: Path, tied
     """Bit for bit: nothing that is computed is rounded. So they are kept so wherever it loses nothing."""
     folder = round_weights(save_model(tmp_path, tiny_config(tie_word_embeddings=tied)))
     half, tokens = load_engine(folder), random_tokens(300)
-    with mock.patch("engine.forward.lossless_dtype", return_value=torch.float32):
+    with mock.patch.object(panels, "_segment", side_effect=lambda weight: Segment(FLOAT32, weight)):
         whole = load_engine(folder)
     spans = [Span(2, 0, tokens, 40), Span(5, 0, tokens[:1], 1)]
     assert torch.equal(half.forward(spans), whole.forward(spans))
-    assert half.info().weight_bytes * 2 == whole.info().weight_bytes
+    assert isinstance(half.forward_pass, NativeModel)
+    assert isinstance(whole.forward_pass, NativeModel)
+    halves = half.forward_pass.kinds[BFLOAT16]
+    assert (half.forward_pass.kinds, whole.forward_pass.kinds) == ({BFLOAT16: halves}, {FLOAT32: 2 * halves})
+    assert whole.info().weight_bytes - half.info().weight_bytes == halves
     assert half.info().kv_bytes_per_token == whole.info().kv_bytes_per_token
     assert half.info().kv_bytes_total == sum(
         cache.nbytes for cache in (*half.layout.arena.keys, *half.layout.arena.values)

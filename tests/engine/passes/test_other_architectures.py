@@ -15,6 +15,8 @@ EMULATOR = "qemu-aarch64-static"
 
 def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[str]) -> tuple[int, list[float]]:
     """How many rows differ between passes of one row and of many, and the logits of the last."""
+    kinds = {"FLOAT32", macros[-1].removeprefix("-DKIND=")}
+    macros = [*macros, "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds))]
     program, flags = str(folder / "vectors"), [flag for flag in FLAGS if flag not in ("-fPIC", "-shared")]
     subprocess.run(
         [*compiler, *flags, *macros, str(VECTORS), "-o", program, "-lm"], check=True, capture_output=True, timeout=120
@@ -27,9 +29,9 @@ def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[
 @pytest.mark.parametrize(
     "macros",
     [
-        ["-DHEAD_DIM=16", "-DGROUPS=3"],
-        ["-DHEAD_DIM=64", "-DGROUPS=1", "-DBFLOAT16"],
-        ["-DHEAD_DIM=80", "-DGROUPS=7"],
+        ["-DHEAD_DIM=16", "-DGROUPS=3", "-DKIND=Q8_0"],
+        ["-DHEAD_DIM=64", "-DGROUPS=1", "-DKIND=BFLOAT16"],
+        ["-DHEAD_DIM=80", "-DGROUPS=7", "-DKIND=Q4_1"],
     ],
     ids=" ".join,
 )

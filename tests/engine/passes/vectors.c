@@ -1,7 +1,8 @@
 /* Runs the compiled pass on a random model and prints logits: for processors that only an emulator has here.
 
    The first line is how many rows of logits differ between passes of one row and passes of many; the others are the
-   logits of the last row. Compiled with the same macros as decoder.c. */
+   logits of the last row. Compiled with the same macros as decoder.c, and KIND, one of KINDS: that of most panels, dense
+   or with a scale for each part. The others are FLOAT32, which is one of KINDS too. */
 
 #include "../../../engine/passes/native/decoder.c"
 
@@ -9,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { LAYERS = 2, HIDDEN = 6 * LANES, INTERMEDIATE = 10 * LANES, KV_HEADS = 2, VOCABULARY = 3 * PANEL, TOKENS = 70 };
+enum { LAYERS = 2, HIDDEN = 6 * LANES, INTERMEDIATE = 10 * LANES, KV_HEADS = 2, VOCABULARY = 3 * PANEL, TOKENS = 70, WIDENED_FROM = 8 };
 
 static uint64_t state = 1;
 
@@ -18,28 +19,57 @@ static float uniform(void) {
     return (float)(state >> 40) / (1 << 24) - 0.5f;
 }
 
-/* Random weights that bfloat16 holds. */
-static Weight *weights(int64_t count, float size, float middle) {
-    Weight *weight = malloc(count * sizeof(Weight));
-    for (int64_t i = 0; i < count; i++) {
-        union {
-            float number;
-            uint32_t bits;
-        } rounded = {middle + size * uniform()};
-        rounded.bits &= 0xffff0000u;
-#ifdef BFLOAT16
-        weight[i] = rounded.bits >> 16;
-#else
-        weight[i] = rounded.number;
-#endif
+static uint32_t bits_of_float(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof(bits));
+    return bits;
+}
+
+static float *floats(int64_t count, float size, float middle) {
+    float *found = malloc(count * sizeof(float));
+    for (int64_t i = 0; i < count; i++) found[i] = middle + size * uniform();
+    return found;
+}
+
+/* Words of PANEL numbers of 16 bits. */
+static void put_halves(char *to, float size, float middle) {
+    for (int i = 0; i < PANEL; i++) {
+        uint32_t bits = bits_of_float(middle + size * uniform());
+        uint16_t half = (bits >> 16 & 0x8000) | ((bits >> 13 & 0x3ffff) - (112 << 10));
+        memcpy(to + 2 * i, &half, 2);
     }
-    return weight;
+}
+
+/* Random weights of a panel, or weights that bfloat16 holds. */
+static Panel panel(int kind, int64_t inputs) {
+    if (is_dense(kind)) {
+        char *weight = malloc(inputs * dense_bytes(kind));
+        for (int64_t i = 0; i < inputs * PANEL; i++) {
+            uint32_t bits = bits_of_float(0.4f * uniform()) & 0xffff0000u;
+            uint16_t half = bits >> 16;
+            if (kind == BFLOAT16) memcpy(weight + 2 * i, &half, 2);
+            else memcpy(weight + 4 * i, &bits, 4);
+        }
+        return (Panel){weight, kind};
+    }
+    int64_t parts = inputs / PART;
+    char *weight = malloc(parts * part_bytes(kind));
+    float codes = 1 << bits_of(kind);
+    for (int64_t i = 0; i < parts * part_bytes(kind); i++) weight[i] = (int)(256 * uniform());
+    for (int64_t part = 0; part < parts; part++) {
+        char *own = weight + part * part_bytes(kind);
+        put_halves(own, 0.2f / codes, 0.4f / codes);
+        if (has_offset(kind)) put_halves(own + HALF_WORDS, 0.1f, -0.2f);
+    }
+    return (Panel){weight, kind};
 }
 
 /* Its outputs are in panels, whose halves lie in another order as bfloat16: for random weights another random layer,
-   so that the two kinds of weights are not to be compared. */
+   so that kinds of weights are not to be compared. */
 static Linear linear(int64_t inputs, int64_t outputs) {
-    return (Linear){weights(inputs * outputs, 0.4f, 0), weights(outputs, 0.1f, 0), inputs, outputs};
+    Panel *panels = malloc(outputs / PANEL * sizeof(Panel));
+    for (int64_t i = 0; i < outputs / PANEL; i++) panels[i] = panel(i % 5 == 3 ? FLOAT32 : KIND, inputs);
+    return (Linear){panels, floats(outputs, 0.1f, 0), inputs, outputs, WIDENED_FROM};
 }
 
 static void pass(const Model *model, int64_t first, int64_t rows, const int64_t *tokens, float *logits) {
@@ -60,14 +90,16 @@ int main(void) {
                             .out = linear(GROUPS * KV_HEADS * HEAD_DIM, HIDDEN),
                             .gate_up = linear(HIDDEN, 2 * INTERMEDIATE),
                             .down = linear(INTERMEDIATE, HIDDEN),
-                            .before_attention = weights(HIDDEN, 0.2f, 1),
-                            .before_mlp = weights(HIDDEN, 0.2f, 1),
+                            .before_attention = floats(HIDDEN, 0.2f, 1),
+                            .before_mlp = floats(HIDDEN, 0.2f, 1),
                             .keys = calloc(cache, sizeof(float)),
                             .values = calloc(cache, sizeof(float))};
     float *cosines = malloc(TOKENS * HEAD_DIM * sizeof(float)), *sines = malloc(TOKENS * HEAD_DIM * sizeof(float));
     for (int64_t i = 0; i < TOKENS * HEAD_DIM; i++) cosines[i] = uniform(), sines[i] = uniform();
-    Model model = {layers,  LAYERS, HIDDEN, INTERMEDIATE, KV_HEADS, TOKENS, cosines,
-                   sines,   0,      weights(HIDDEN, 0.2f, 1), linear(HIDDEN, VOCABULARY), 1e-6f, 0.25f};
+    Model model = {.layers = layers, .num_layers = LAYERS, .hidden = HIDDEN, .intermediate = INTERMEDIATE,
+                   .kv_heads = KV_HEADS, .columns = TOKENS, .cosines = cosines, .sines = sines,
+                   .norm = floats(HIDDEN, 0.2f, 1), .embedding = linear(HIDDEN, VOCABULARY),
+                   .head = linear(HIDDEN, VOCABULARY), .eps = 1e-6f, .scaling = 0.25f};
     int64_t tokens[TOKENS];
     for (int i = 0; i < TOKENS; i++) tokens[i] = (int64_t)(state % VOCABULARY), uniform();
 

@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 FILES = [
-    *(f"tests/engine/passes/test_{name}.py" for name in ("activations", "native")),
+    *(f"tests/engine/passes/test_{name}.py" for name in ("activations", "native", "panels")),
     *(f"tests/engine/probes/test_{name}.py" for name in ("cpus", "exactness", "self_test")),
     "tests/whole/test_equality.py",
 ]

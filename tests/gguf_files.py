@@ -1,0 +1,142 @@
+"""GGUF files of tiny random models, as the converter of llama.cpp writes them, with tensors of any type."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from safetensors.torch import load_file
+from tiny_models import save_model, small_config
+
+from specpool.testing import byte_tokenizer
+
+# Of each type: where a block has its scale and its offset, in bytes, and what these are in weights of about 0.1.
+HALVES: Mapping[str, Mapping[int, float]] = {
+    "Q4_0": {0: 2e-2},
+    "Q4_1": {0: 2e-2, 2: -0.15},
+    "Q5_0": {0: 1e-2},
+    "Q5_1": {0: 1e-2, 2: -0.15},
+    "Q8_0": {0: 1.5e-3},
+    "Q4_K": {0: 5e-4, 2: 4e-3},
+    "Q5_K": {0: 2.5e-4, 2: 4e-3},
+    "Q6_K": {208: 9e-5},
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+"""Names of transformers and of llama.cpp."""
+
+Choice = Callable[[str], str | None]
+
+
+def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Random bytes [rows, bytes of a row] of a type, with scales of which weights have a usual size."""
+    chance = np.random.default_rng(seed)
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = chance.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    for at, usual in HALVES[kind].items():
+        numbers = usual * chance.uniform(0.5, 1.5, (rows, columns // block, 1))
+        blocks[..., at : at + 2] = numbers.astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def gguf_config(architecture: str = "llama", **changes: Any) -> Any:
+    """A configuration of which GGUF files can be made here."""
+    return small_config(architecture, **{"vocab_size": 258, "hidden_size": 64, **changes})
+
+
+def save_random_gguf(folder: Path, kind_of: Choice, architecture: str = "llama", **changes: Any) -> Path:
+    """A file of a random model. `kind_of`: the type of the tensor of a name; None: float32."""
+    saved = save_model(folder / "saved", gguf_config(architecture, **changes))
+    return save_gguf(saved, folder / "model.gguf", kind_of)
+
+
+def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None) -> Path:
+    """A saved model of 258 tokens in the format of llama.cpp, as its own converter writes it.
+
+    `kind_of`: the type of a matrix, by its name in transformers, which is quantized, or random in a type that can only
+    be read here; None: float32.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(str(path), config["model_type"])
+    _write_sizes(writer, config)
+    _write_tokenizer(writer)
+    for number, (key, weight) in enumerate(load_file(folder / "model.safetensors").items()):
+        kind = kind_of(key) if weight.dim() == 2 else None
+        name, stored = _name(key), _rotated(key, weight, config).numpy()
+        if kind is None:
+            writer.add_tensor(name, stored)
+        else:
+            number_of_kind = GGMLQuantizationType[kind]
+            writer.add_tensor(name, _quantized(stored, kind, number), raw_dtype=number_of_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _quantized(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
+    try:
+        return gguf.quants.quantize(weight, GGMLQuantizationType[kind])
+    except NotImplementedError:
+        return random_rows(kind, *weight.shape, seed=seed)
+
+
+def _name(key: str) -> str:
+    stem, _, suffix = key.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{NAMES[stem]}.{suffix}"
+    layer, stem = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{NAMES[stem]}.{suffix}"
+
+
+def _rotated(key: str, weight: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """llama.cpp rotates neighbouring features of a Llama's heads, and transformers the two halves of a head."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(key.split(".")[-2])
+    if heads is None or config["model_type"] != "llama":
+        return weight
+    return weight.reshape(config[heads], 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(258)
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
+    ids = byte_tokenizer().get_vocab()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*sorted(ids, key=ids.__getitem__)[:256], "Ġt", "<eos>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["Ġ t", "Ġ t"])  # twice: transformers 5.17 reads a list of one as no list
+    writer.add_bos_token_id(257)  # transformers 5.17 needs one
+    writer.add_eos_token_id(257)
