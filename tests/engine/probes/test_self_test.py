@@ -390,8 +390,8 @@ NATIVE_MUTANTS = {
     **{
         f"{rows} rows unfused": (
             {
-                TERM: f"wide product = w * x[r * inputs + k]; if (rows == {rows}) "
-                '__asm__("" : "+m"(product)); sums[r][p] += product;'
+                TERM: f"{{ wide product = w * x[r * inputs + k]; if (rows == {rows}) "
+                '__asm__("" : "+m"(product)); sums[r][p] += product; }'
             },
             None,
         )
