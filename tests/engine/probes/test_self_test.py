@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import save_random_gguf
 from interpreted_kernels import imitate_kernels
 from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
 from torch.nn.functional import silu
@@ -13,7 +14,9 @@ from torch.nn.functional import silu
 from engine import forward
 from engine.cache.spans import Span
 from engine.engine import Engine
+from engine.models.loading import load_model
 from engine.numerics import Tiles
+from engine.options import EngineOptions
 from engine.passes import lean
 from engine.passes.gpu import attention as gpu_attention
 from engine.passes.gpu import products as gpu_products
@@ -23,6 +26,7 @@ from engine.passes.native import compiler
 from engine.passes.native.model import NativeModel
 from engine.probes import exactness, kernels
 from engine.probes.kernels import choose_products
+from engine.probes.native_products import products_agree
 from engine.probes.operations import OperationProbe
 
 Undo = Callable[[pytest.MonkeyPatch], None]
@@ -355,34 +359,39 @@ def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
-    source = compiler.SOURCE.read_text()
+    """Changes the sources of the compiled pass; each change is of a text that one of its files has."""
+    sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.INCLUDED)}
     for before, after in changes.items():
-        assert before in source
-        source = source.replace(before, after)
-    (folder / "decoder.c").write_text(source)
-    patch.setattr(compiler, "SOURCE", folder / "decoder.c")
+        (name,) = (name for name, source in sources.items() if before in source)
+        sources[name] = sources[name].replace(before, after)
+    for name, source in sources.items():
+        (folder / name).write_text(source)
+    patch.setattr(compiler, "SOURCE", folder / compiler.SOURCE.name)
+
+
+TERM = "sums[r][p] += w * x[r * inputs + k];"
 
 
 def _backwards(rows: int) -> dict[str, str]:
     """Products of this number of rows are added up from the other end."""
     return {
-        "Halves w = halves(weight);": f"int64_t j = rows == {rows} ? count - 1 - k : k;"
-        "Halves w = halves(weight + (j - k) * PANEL);",
-        "x[r * inputs + k]": "x[r * inputs + j]",
+        "wide w = dense_weight(kind, weight, p);": f"int64_t j = rows == {rows} ? count - 1 - k : k;"
+        "wide w = dense_weight(kind, weight + (j - k) * dense_bytes(kind), p);",
+        TERM: "sums[r][p] += w * x[r * inputs + j];",
     }
 
 
 NATIVE_MUTANTS = {
     **{f"{rows} rows backwards": (_backwards(rows), False) for rows in (1, 2, 3)},
     "threads beyond the first scale otherwise": (
-        {"left[r] += w.left * factor;": "left[r] += w.left * factor * (omp_get_thread_num() ? 1.0000001f : 1.0f);"},
+        {TERM: "sums[r][p] += w * (x[r * inputs + k] * (omp_get_thread_num() ? 1.0000001f : 1.0f));"},
         None,
     ),
     **{
         f"{rows} rows unfused": (
             {
-                "left[r] += w.left * factor;": f"vec p = w.left * factor; if (rows == {rows}) "
-                '__asm__("" : "+m"(p)); left[r] += p;'
+                TERM: f"{{ wide product = w * x[r * inputs + k]; if (rows == {rows}) "
+                '__asm__("" : "+m"(product)); sums[r][p] += product; }'
             },
             None,
         )
@@ -411,3 +420,46 @@ def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
     assert isinstance(mutant.forward_pass, NativeModel)
     assert not mutant.bitwise or different_rows(mutant) == 0
     assert harmless in (None, mutant.bitwise)
+
+
+WIDENING_MUTANTS = {
+    "codes have another middle": ("Q4_0", {"kind == Q4_0 ? 8": "kind == Q4_0 ? 9"}),
+    "scales lose digits": ("Q8_0", {"(int)0x8fffe000": "(int)0x8fff0000"}),
+    "scales are those of offsets": (
+        "Q4_K",
+        {"of_float16(shared, piece) * numbers(byte_of(own, piece, 0) >> 24 & 255)":
+         "of_float16(shared, piece) * numbers(byte_of(own, piece, 1) >> 24 & 255)"},
+    ),
+    "weights of few rows lose digits": (
+        "Q4_0",
+        {"wide w = weight_of(kind, codes[a], &scales[a], from, p, group, i);":
+         "wide w = weight_of(kind, codes[a], &scales[a], from, p, group, i); if (rows == 1) w += 1e-6f; "},
+    ),
+}  # fmt: skip
+
+
+def products_with(folder: Path, kind: str) -> NativeModel:
+    """The compiled pass of a model with weights of a kind."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
+    folder.mkdir()
+    options = EngineOptions(model=str(save_random_gguf(folder, lambda name: kind, **sizes)), device="cpu")
+    forward_pass = forward.build_forward_pass(load_model(options), options)
+    assert isinstance(forward_pass, NativeModel)
+    assert forward_pass.kinds.keys() == {kind}
+    return forward_pass
+
+
+@pytest.mark.cpus
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WIDENING_MUTANTS)
+def test_weights_that_are_widened_wrongly_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    kind, changes = WIDENING_MUTANTS[name]
+    change_source(changes, monkeypatch, tmp_path)
+    assert not products_agree(products_with(tmp_path / "model", kind))
+
+
+@pytest.mark.cpus
+def test_weights_that_are_widened_rightly_are_no_find(tmp_path: Path) -> None:
+    assert products_agree(products_with(tmp_path / "model", "Q4_K"))
