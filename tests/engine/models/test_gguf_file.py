@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import load_engine, save_model
 
-from engine.models.gguf_file import GgufError, GgufFile
 from engine.models.fingerprints import weights_fingerprint
+from engine.models.gguf_file import GgufError, GgufFile
 from engine.models.loading import load_model
 from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
