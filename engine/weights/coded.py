@@ -61,7 +61,8 @@ class CodedLinear(nn.Module):
         super().__init__()
         self.parts = tuple(parts)
         self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     @property
     def weight(self) -> torch.Tensor:
