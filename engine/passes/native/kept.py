@@ -63,7 +63,7 @@ class Kept:
 
     def __init__(self, size: int) -> None:
         """`size`: bytes of all that will be kept, as `bytes_of` gives them."""
-        self.memory = zeros((size,), torch.uint8, torch.device("cpu"))
+        self.memory = zeros((size + ALIGNMENT,), torch.uint8, torch.device("cpu"))
         self._used = 0
         self._arrays: list[Array[Panel]] = []  # they live as long as the panels
 

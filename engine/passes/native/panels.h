@@ -30,13 +30,8 @@ typedef struct {
 } Panel;
 
 typedef struct {
-    wide scale[PIECES], offset[PIECES];
+    wide scale[PIECES], sixteenth[PIECES], offset[PIECES];
 } Scales;
-
-/* The processor looks up 16 numbers by their index in a vector, and ignores the upper bits of an index. */
-#if defined(__AVX512F__) && !defined(__clang__)
-#define LOOKS_UP
-#endif
 
 /* --- Where things are. All of these are constants once a kind is. */
 
@@ -100,50 +95,52 @@ static INLINE iwide byte_of(const char *at, int piece, int second) {
     return words(at, piece % HALF) << (24 - 16 * second - (piece < HALF ? 0 : 8));
 }
 
-/* The scales of `inputs_of(kind)` inputs of a part, beginning with input `first`, for `pieces` pieces from piece `from` on.
-   All products here are exact. */
-static INLINE Scales scales_of(int kind, const char *panel, int64_t part, int first, int from, int pieces) {
+/* The scales of `inputs_of(kind)` inputs of a part, beginning with input `first`. All products here are exact. */
+static INLINE Scales scales_of(int kind, const char *panel, int64_t part, int first) {
     Scales scales;
     const char *shared = shared_at(kind, panel, part), *own = part_at(kind, panel, part);
-    for (int p = 0; p < pieces; p++) {
-        int piece = from + p;
+    for (int p = 0; p < PIECES; p++) {
         if (kind == INT8) {
-            scales.scale[p] = (wide)words(panel, piece);
+            scales.scale[p] = (wide)words(panel, p);
         } else if (kind == Q4_K) {
-            scales.scale[p] = of_float16(shared, piece) * numbers(byte_of(own, piece, 0) >> 24 & 255);
-            scales.offset[p] = -(of_float16(shared + HALF_WORDS, piece) * numbers(byte_of(own, piece, 1) >> 24 & 255));
+            scales.scale[p] = of_float16(shared, p) * numbers(byte_of(own, p, 0) >> 24 & 255);
+            scales.offset[p] = -(of_float16(shared + HALF_WORDS, p) * numbers(byte_of(own, p, 1) >> 24 & 255));
         } else if (kind == Q6_K) {
-            scales.scale[p] = of_float16(shared, piece) * numbers(byte_of(own, piece, first > 0) >> 24);
+            scales.scale[p] = of_float16(shared, p) * numbers(byte_of(own, p, first > 0) >> 24);
         } else {
-            scales.scale[p] = of_float16(own, piece);
-            if (has_offset(kind)) scales.offset[p] = of_float16(own + HALF_WORDS, piece);
+            scales.scale[p] = of_float16(own, p);
+            if (has_offset(kind)) scales.offset[p] = of_float16(own + HALF_WORDS, p);
         }
+        scales.sixteenth[p] = scales.scale[p] * 0.0625f;
     }
     return scales;
 }
 
-/* The codes of input `i` of a group of GROUP inputs as numbers; `codes` is where those of a part begin. */
+/* The codes of input `i` of a group of GROUP inputs as numbers, those of 4 bits times 16 if `i` is odd; `codes` is where
+   those of a part begin. Words are loaded from where a code is in their lowest or highest byte, since a shift costs as
+   much as a product: processors shift and multiply in the same units. Up to 3 bytes before and behind are read, too. */
 static INLINE wide number(int kind, const char *codes, int piece, int group, int i) {
-    if (bits_of(kind) == 8) return numbers(words(codes + (2 * group + i / 4) * WORDS, piece) << (24 - i % 4 * 8) >> 24);
-    iwide low = words(codes + group * WORDS, piece) >> 4 * i;
-#ifdef LOOKS_UP
+    if (bits_of(kind) == 8) return numbers(words(codes + (2 * group + i / 4) * WORDS + i % 4 - 3, piece) >> 24);
+    codes += group * WORDS + i / 2;
     if (bits_of(kind) == 4) {
-        const wide all = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        return __builtin_shuffle(all - (float)middle_of(kind), low);
+        int unit = i % 2 ? 16 : 1;
+        wide code = numbers(words(codes, piece) & 15 * unit);
+        if (middle_of(kind)) code -= (float)(middle_of(kind) * unit);
+        return code;
     }
-#endif
-    low &= 15;
-    const char *high = codes + PART * PANEL / 2;
-    if (bits_of(kind) == 5) low |= (words(high, piece) >> group * GROUP >> i & 1) << 4;
-    if (bits_of(kind) == 6) low |= (words(high + group / 2 * WORDS, piece) >> group % 2 * 16 >> 2 * i & 3) << 4;
-    return numbers(low - middle_of(kind));
+    iwide code = words(codes, piece) >> i % 2 * 4 & 15;
+    const char *high = codes - group * WORDS - i / 2 + PART * PANEL / 2;
+    if (bits_of(kind) == 5) code |= (words(high + group, piece) >> i & 1) << 4;
+    if (bits_of(kind) == 6) code |= (words(high + group / 2 * WORDS + group % 2 * 2 + i / 4, piece) >> i % 4 * 2 & 3) << 4;
+    return numbers(code - middle_of(kind));
 }
 
 /* The weights of input `i` of a group. A code times a scale of 16 bits is exact, so that the sum is rounded once,
    whether the compiler fuses it or not. */
-static INLINE wide weight_of(int kind, const char *codes, const Scales *scales, int from, int p, int group, int i) {
-    wide weight = number(kind, codes, from + p, group, i) * scales->scale[p];
-    if (has_offset(kind)) weight += scales->offset[p];
+static INLINE wide weight_of(int kind, const char *codes, const Scales *scales, int piece, int group, int i) {
+    int high = bits_of(kind) == 4 && i % 2;
+    wide weight = number(kind, codes, piece, group, i) * (high ? scales->sixteenth : scales->scale)[piece];
+    if (has_offset(kind)) weight += scales->offset[piece];
     return weight;
 }
 

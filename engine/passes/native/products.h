@@ -13,13 +13,10 @@ extern int omp_get_thread_num(void);
 #define SUMS 16
 #define ABREAST 3
 #else
-#define TILE (WIDE == 4 ? 1 : 3)
+#define TILE 3
 #define SUMS 6
 #define ABREAST 1
 #endif
-
-/* Rows of a piece of a panel. */
-#define MOST_ROWS (TILE * PIECES)
 
 /* Inputs of a product that all rows are multiplied with before the next ones, so that their weights stay cached. */
 #define BLOCK 512
@@ -104,25 +101,25 @@ static INLINE void dense_panel(int kind, const char *weight, int64_t inputs, int
 
 /* --- Panels of few bits */
 
-/* Sums of `rows` rows and `abreast` panels, of `pieces` pieces of each panel from piece `from` on. Weights are widened in
-   registers. `kind`, `rows`, `abreast` and `pieces` are constants at every call. Of the rows, those beyond `used` repeat
-   the last one and are not stored, so that not every number of rows needs code of its own. */
-static INLINE void coded_tile(int kind, int rows, int used, int abreast, int pieces, int from, const Panel *panels,
-                              int64_t inputs, const float *x, const float *bias, float *out, int64_t outputs) {
-    wide sums[MOST_ROWS][PIECES];
-    int64_t offset[MOST_ROWS];
-    for (int r = 0; r < rows; r++) offset[r] = (r < used ? r : used - 1) * inputs;
+/* Adds the terms of parts `part` to `end` to the sums of `rows` rows and `abreast` panels, which begin with the bias, or go
+   on from `out` after the first part. Weights are widened in registers, and written to `wide`, [.., PANEL], if that is not
+   null. `kind`, `rows` and `abreast`, and whether `wide` is null, are constants at every call. */
+static INLINE void coded_tile(int kind, int rows, int abreast, const Panel *panels, int64_t part, int64_t end,
+                              float *wide_weights, const float *x, int64_t inputs, const float *bias, float *out,
+                              int64_t outputs) {
+    wide sums[TILE * ABREAST][PIECES];
     for (int s = 0; s < rows * abreast; s++)
-        for (int p = 0; p < pieces; p++) {
+        for (int p = 0; p < PIECES; p++) {
             sums[s][p] = (wide){0};
-            if (bias) sums[s][p] = at(bias + s % abreast * PANEL, from + p);
+            if (part) sums[s][p] = at(out + s / abreast * outputs + s % abreast * PANEL, p);
+            else if (bias) sums[s][p] = at(bias + s % abreast * PANEL, p);
         }
-    for (int64_t part = 0; part < inputs / PART; part++, x += PART)
+    for (x += part * PART; part < end; part++, x += PART)
         for (int first = 0; first < PART; first += inputs_of(kind)) {
             Scales scales[ABREAST];
             const char *codes[ABREAST];
             for (int a = 0; a < abreast; a++) {
-                scales[a] = scales_of(kind, panels[a].weight, part, first, from, pieces);
+                scales[a] = scales_of(kind, panels[a].weight, part, first);
                 codes[a] = part_at(kind, panels[a].weight, part) + own_of(kind);
             }
             ROLLED
@@ -133,29 +130,31 @@ static INLINE void coded_tile(int kind, int rows, int used, int abreast, int pie
                         __builtin_prefetch(codes[a] + AHEAD * part_bytes(kind) + group * bytes + i, 0, 2);
                 UNROLLED
                 for (int i = 0; i < GROUP; i++)
-                    for (int s = 0; s < abreast * pieces; s++) {
-                        int a = s / pieces, p = s % pieces;
-                        wide w = weight_of(kind, codes[a], &scales[a], from, p, group, i);
-                        for (int r = 0; r < rows; r++) sums[r * abreast + a][p] += w * x[offset[r] + group * GROUP + i];
+                    for (int s = 0; s < abreast * PIECES; s++) {
+                        int a = s / PIECES, p = s % PIECES;
+                        wide w = weight_of(kind, codes[a], &scales[a], p, group, i);
+                        if (wide_weights) put(wide_weights + i * PANEL, p, w);
+                        for (int r = 0; r < rows; r++) sums[r * abreast + a][p] += w * x[r * inputs + group * GROUP + i];
                     }
+                if (wide_weights) wide_weights += GROUP * PANEL;
             }
         }
-    for (int s = 0; s < rows * abreast && s < used * abreast; s++)
-        for (int p = 0; p < pieces; p++) put(out + s / abreast * outputs + s % abreast * PANEL, from + p, sums[s][p]);
+    for (int s = 0; s < rows * abreast; s++)
+        for (int p = 0; p < PIECES; p++) put(out + s / abreast * outputs + s % abreast * PANEL, p, sums[s][p]);
 }
 
 /* Widens `parts` parts of a panel to float32, [parts * PART, PANEL]. */
 static INLINE void widen(int kind, const char *panel, int64_t part, int64_t parts, float *to) {
     for (int64_t end = part + parts; part < end; part++)
         for (int first = 0; first < PART; first += inputs_of(kind)) {
-            Scales scales = scales_of(kind, panel, part, first, 0, PIECES);
+            Scales scales = scales_of(kind, panel, part, first);
             const char *codes = part_at(kind, panel, part) + own_of(kind);
             ROLLED
             for (int group = first / GROUP; group < (first + inputs_of(kind)) / GROUP; group++)
                 UNROLLED
                 for (int i = 0; i < GROUP; i++, to += PANEL)
                     for (int p = 0; p < PIECES; p++)
-                        put(to, p, weight_of(kind, codes, &scales, 0, p, group, i));
+                        put(to, p, weight_of(kind, codes, &scales, p, group, i));
         }
 }
 
@@ -169,52 +168,53 @@ static __attribute__((noinline)) void float_rows(int64_t rows, int64_t count, co
                    outputs);
 }
 
-/* out [rows, outputs] of one panel, which is widened into the cache piece by piece. */
-static INLINE void widened_panel(int kind, const char *panel, int64_t inputs, int64_t rows, const float *x,
-                                 const float *bias, float *out, int64_t outputs) {
+/* out [rows, outputs] of one panel, for more than TILE rows. While the first TILE are computed, the weights are widened
+   into the cache, from where the other rows take them. */
+static INLINE void shared_panel(int kind, const Panel *panel, int64_t inputs, int64_t rows, const float *x,
+                                const float *bias, float *out, int64_t outputs) {
     float floats[WIDENED * PANEL];
     for (int64_t k = 0; k < inputs; k += WIDENED) {
         int64_t count = inputs - k < WIDENED ? inputs - k : WIDENED;
-        widen(kind, panel, k / PART, count / PART, floats);
-        float_rows(rows, count, floats, x + k, inputs, k > 0, bias, out, outputs);
+        coded_tile(kind, TILE, 1, panel, k / PART, (k + count) / PART, floats, x, inputs, bias, out, outputs);
+        float_rows(rows - TILE, count, floats, x + TILE * inputs + k, inputs, k > 0, bias, out + TILE * outputs, outputs);
     }
 }
 
 /* Computes some of `count` panels, which are of one kind, and returns how many. */
 static INLINE int coded_panels(int kind, const Panel *panels, int count, const Linear *linear, int64_t rows,
                                const float *x, const float *bias, float *out) {
-    int64_t inputs = linear->inputs, outputs = linear->outputs;
-    if (rows >= linear->widened_from) {
-        widened_panel(kind, panels->weight, inputs, rows, x, bias, out, outputs);
+    int64_t inputs = linear->inputs, outputs = linear->outputs, end = inputs / PART;
+    if (rows > TILE && rows >= linear->widened_from) {
+        shared_panel(kind, panels, inputs, rows, x, bias, out, outputs);
         return 1;
     }
 #if ABREAST > 1
     if (rows == 1 && count > 2) {
-        coded_tile(kind, 1, 1, 3, PIECES, 0, panels, inputs, x, bias, out, outputs);
+        coded_tile(kind, 1, 3, panels, 0, end, 0, x, inputs, bias, out, outputs);
         return 3;
     }
     if (rows == 2 && count > 1) {
-        coded_tile(kind, 2, 2, 2, PIECES, 0, panels, inputs, x, bias, out, outputs);
+        coded_tile(kind, 2, 2, panels, 0, end, 0, x, inputs, bias, out, outputs);
         return 2;
     }
 #endif
-    for (int64_t row = 0; row < rows; row += MOST_ROWS, x += MOST_ROWS * inputs, out += MOST_ROWS * outputs) {
-        int used = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
-#define UP_TO(n, pieces) \
-    if (used <= n) { \
-        for (int from = 0; from < PIECES; from += pieces) \
-            coded_tile(kind, n, used, 1, pieces, from, panels, inputs, x, bias, out, outputs); \
-        continue; \
-    }
-#if MOST_ROWS == 16
-        UP_TO(1, 2) UP_TO(2, 2) UP_TO(3, 2) UP_TO(4, 2) UP_TO(6, 2) UP_TO(8, 2) UP_TO(12, 1) UP_TO(16, 1)
-#elif MOST_ROWS == 12
-        UP_TO(1, 4) UP_TO(2, 4) UP_TO(3, 4) UP_TO(4, 2) UP_TO(6, 2) UP_TO(8, 1) UP_TO(12, 1)
-#else
-        UP_TO(1, 8) UP_TO(2, 4) UP_TO(4, 2) UP_TO(8, 1)
+    for (int64_t row = 0; row < rows; row += TILE, x += TILE * inputs, out += TILE * outputs)
+        switch (rows - row) {
+#define OF_ROWS(n) coded_tile(kind, n, 1, panels, 0, end, 0, x, inputs, bias, out, outputs); break;
+        case 1: OF_ROWS(1)
+#if TILE > 1
+        case 2: OF_ROWS(2)
 #endif
-#undef UP_TO
-    }
+#if TILE > 3
+        case 3: OF_ROWS(3)
+        case 4: OF_ROWS(4)
+        case 5: OF_ROWS(5)
+        case 6: OF_ROWS(6)
+        case 7: OF_ROWS(7)
+#endif
+        default: OF_ROWS(TILE)
+#undef OF_ROWS
+        }
     return 1;
 }
 
