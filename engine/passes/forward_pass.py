@@ -26,10 +26,11 @@ class CompiledProducts(Protocol):
     def kinds(self) -> Mapping[str, int]:
         """Bytes of the weights of products by the kinds in which they are kept."""
 
-    def product_with(self, weight: Weight) -> Callable[[torch.Tensor], torch.Tensor]:
+    def product_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
 
-        `outputs` is a multiple of a panel, and the weight of a kind that the pass has, or float32.
+        `outputs` is a multiple of a panel, and the weight of a kind that the pass has, or float32 that bfloat16 cannot
+        hold. `widened_from`: rows from which panels are widened into the cache; default: as the pass does it.
         """
 
 

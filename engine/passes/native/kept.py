@@ -63,8 +63,9 @@ class Kept:
 
     def __init__(self, size: int) -> None:
         """`size`: bytes of all that will be kept, as `bytes_of` gives them."""
-        self.memory = zeros((size + ALIGNMENT,), torch.uint8, torch.device("cpu"))
-        self._used = 0
+        # Some more, since products read up to 3 bytes beyond the last panel, and the memory may begin anywhere.
+        self.memory = zeros((size + 2 * ALIGNMENT,), torch.uint8, torch.device("cpu"))
+        self._used = -self.memory.data_ptr() % ALIGNMENT
         self._arrays: list[Array[Panel]] = []  # they live as long as the panels
 
     def product(self, product: Product, bias: torch.Tensor | None, widened_from: int) -> Linear:

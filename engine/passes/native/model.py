@@ -16,7 +16,7 @@ from engine.passes.forward_pass import ForwardPass
 from engine.passes.lean import LeanModel
 from engine.passes.native.compiler import compile_decoder
 from engine.passes.native.kept import Kept, Products, bytes_of, products_of
-from engine.passes.native.panels import BFLOAT16, FLOAT32, segments_of
+from engine.passes.native.panels import BFLOAT16, FLOAT32, NUMBERS, segments_of
 from engine.passes.native.structures import NORMS, PRODUCTS, Batch, Layer, Linear, Model
 from engine.passes.packing import PackedBatch
 from engine.weights.coded import Weight
@@ -27,7 +27,7 @@ LANES = 16
 STAGES = ("products", "attention", "rows and cache")
 NEVER = 1 << 30
 # Numbers of rows that are tried, and how often, to find out from how many on panels are better widened into the cache.
-TRIED_ROWS, TRIALS = (24, 32, 48, 64, 96, 128, 256), 5
+TRIED_ROWS, TRIALS = (4, 6, 9, 12, 16, 24, 32, 64), 5
 
 Compiler = Callable[..., CDLL | None]
 
@@ -127,17 +127,18 @@ class NativeModel(ForwardPass):
         """Bytes of the weights of products by the kinds in which they are kept."""
         return self._kinds
 
-    def product_with(self, weight: Weight) -> Callable[[torch.Tensor], torch.Tensor]:
+    def product_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
 
-        `outputs` is a multiple of PANEL, and the weight of a kind that the pass has, or float32.
+        `outputs` is a multiple of PANEL, and the weight of a kind that the pass has, or float32 that bfloat16 cannot
+        hold. `widened_from`: rows from which panels are widened into the cache; default: as the pass does it.
         """
         segments = segments_of([weight])
+        assert all(segment.kind in (FLOAT32, *self._kinds) for segment in segments)
         kept = Kept(sum(segment.panels * segment.panel_bytes for segment in segments))
-        linear = kept.product(segments, None, self._model.head.widened_from)
+        linear = kept.product(segments, None, widened_from or self._model.head.widened_from)
 
-        def product(rows: torch.Tensor) -> torch.Tensor:
-            assert kept  # lives as long as this function
+        def product(rows: torch.Tensor, _alive: Kept = kept) -> torch.Tensor:
             return self._multiplied(linear, rows)
 
         return product
@@ -178,7 +179,10 @@ class NativeModel(ForwardPass):
     def _best_widened_from(self) -> int:
         """The least number of rows from which a panel is better widened once, into the cache, than in registers again
         and again. Both ways have the same bits."""
-        product = self._layers[0].out
+        layer = self._layers[0]
+        products = [getattr(layer, name) for name in PRODUCTS]
+        coded = [its for its in products if its.panels[0].kind not in (NUMBERS[FLOAT32], NUMBERS[BFLOAT16])]
+        product = min(coded or products, key=lambda its: int(its.outputs * its.inputs))
         for rows in TRIED_ROWS:
             x, seconds = torch.rand(rows, product.inputs), dict[int, float]()
             for widened_from in (NEVER, 1) * TRIALS:

@@ -6,10 +6,13 @@
    The other kinds have parts of PART inputs, whose outputs have a scale each. Of every input there is a code of a few
    bits, and code * scale, plus an offset in some kinds, is the weight. A word of 32 bits is that of one output, and has
    the codes of as many inputs as it has room for, the first ones in its lowest bits; words of the PANEL outputs are
-   neighbours. Where a scale has 16 bits, one word has that of an output of the first half of the panel, and above it the
-   one of the second half. engine/passes/native/panels.py writes these layouts. */
+   neighbours, and so are their scales. engine/passes/native/panels.py writes these layouts. */
 
 #include "vectors.h"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #define PANEL 32
 #define PART 32
@@ -76,18 +79,29 @@ static INLINE iwide words(const char *at, int piece) { return *(const iwide *)(a
 
 static INLINE wide numbers(iwide integers) { return __builtin_convertvector(integers, wide); }
 
-/* Of words that hold two bfloat16, or float16, each: one for either half of the panel. */
+/* Of words that hold two bfloat16 each: one for either half of the panel. */
 static INLINE wide of_bfloat16(const char *pairs, int piece) {
     iwide both = words(pairs, piece % HALF);
     if (piece < HALF) return (wide)(both << 16);
     return (wide)(both & ~0xffff);
 }
 
-static INLINE wide of_float16(const char *pairs, int piece) {
-    iwide both = words(pairs, piece % HALF);
-    /* Exponent and fraction move to where those of a float32 are; the factor is exact, and mends the exponent. */
-    if (piece < HALF) both <<= 16;
-    return (wide)(both >> 3 & (int)0x8fffe000) * 0x1p112f;
+/* Numbers of 16 bits, of the PANEL outputs in their order. */
+static INLINE wide of_float16(const char *at, int piece) {
+    at += piece * 2 * WIDE;
+#if defined(__AVX512F__)
+    return (wide)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)at));
+#elif defined(__F16C__)
+    return (wide)_mm256_cvtph_ps(_mm_loadu_si128((const void *)at));
+#else
+    iwide bits;
+    for (int i = 0; i < WIDE; i++) bits[i] = ((const uint16_t *)at)[i];
+    /* Exponent and fraction move to where those of a float32 are. Without arithmetic of subnormal numbers, which a
+       process may have switched off. */
+    iwide size = (bits & 0x7fff) << 13, subnormal = size < 1 << 23;
+    wide normal = (wide)(size + (112 << 23)), small = (wide)(size + (113 << 23)) - 0x1p-14f;
+    return (wide)(((iwide)normal & ~subnormal) | ((iwide)small & subnormal) | (bits & 0x8000) << 16);
+#endif
 }
 
 /* One of the bytes of words that hold two for either half of the panel. */

@@ -92,12 +92,12 @@ def dense_panels(kind: str, weight: torch.Tensor) -> torch.Tensor:
 def coded_panels(kind: Kind, fields: Fields) -> torch.Tensor:
     """Bytes [panels, bytes of a panel]; outputs are filled up with zeros."""
     codes = _words(kind, _by_panel(fields.codes.view(torch.uint8)))  # [panels, parts, bytes]
-    scales = [_pairs(_by_panel(its)) for its in (fields.scale, fields.offset) if its is not None]
+    scales = [_by_panel(its).transpose(1, 2) for its in (fields.scale, fields.offset) if its is not None]
     if kind is INT8:
         header = _by_panel(fields.scale).flatten(1).view(torch.uint8)
         return torch.cat([header, codes.flatten(1)], 1)
     # [panels, blocks, bytes]
-    shared = torch.cat([its.flatten(2).view(torch.uint8) for its in scales], 2)
+    shared = torch.cat([its.contiguous().view(torch.uint8) for its in scales], 2)
     if fields.scale_factors is None:
         return torch.cat([shared, codes], 2).flatten(1)
     factors = _factors(fields, shared.shape[1] * kind.block // PART)

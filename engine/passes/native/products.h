@@ -6,8 +6,8 @@
 extern int omp_get_num_threads(void);
 extern int omp_get_thread_num(void);
 
-/* TILE rows of a product are computed together: as many as there are registers for, with two sums per row. ABREAST
-   panels of a single row are, so that no sum waits for the one before. */
+/* TILE rows of a panel are computed together: as many as there are registers for. ABREAST panels of a single row are, so
+   that no sum waits for the one before. */
 #if defined(__AVX512F__)
 #define TILE 8
 #define SUMS 16
@@ -193,6 +193,10 @@ static INLINE int coded_panels(int kind, const Panel *panels, int count, const L
         coded_tile(kind, 1, 3, panels, 0, end, 0, x, inputs, bias, out, outputs);
         return 3;
     }
+    if (rows == 1 && count > 1) {
+        coded_tile(kind, 1, 2, panels, 0, end, 0, x, inputs, bias, out, outputs);
+        return 2;
+    }
     if (rows == 2 && count > 1) {
         coded_tile(kind, 2, 2, panels, 0, end, 0, x, inputs, bias, out, outputs);
         return 2;
@@ -242,6 +246,7 @@ static ONE_COPY void apply(const Linear *linear, int64_t rows, const float *x, f
         switch (first->kind) {
 #define WITH_KIND(kind) case kind: next += panels_##kind(first, count, linear, rows, x, bias, out + next * PANEL); break;
             KINDS(WITH_KIND)
+        default: __builtin_trap(); /* not compiled */
         }
     }
 #pragma omp barrier
@@ -264,6 +269,7 @@ static ONE_COPY void one_output(const Linear *linear, int64_t output, float *out
             } \
             break;
             KINDS(TO_FLOAT)
+        default: __builtin_trap(); /* not compiled */
         }
         for (int64_t i = 0; i < count; i++) out[k + i] = floats[i * PANEL + lane];
     }

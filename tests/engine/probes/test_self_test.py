@@ -424,16 +424,20 @@ def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
 
 WIDENING_MUTANTS = {
     "codes have another middle": ("Q4_0", {"kind == Q4_0 ? 8": "kind == Q4_0 ? 9"}),
-    "scales lose digits": ("Q8_0", {"(int)0x8fffe000": "(int)0x8fff0000"}),
+    "scales lose digits": ("Q8_0", {"= of_float16(own, p);": "= of_float16(own, p) * 1.000001f;"}),
     "scales are those of offsets": (
         "Q4_K",
-        {"of_float16(shared, piece) * numbers(byte_of(own, piece, 0) >> 24 & 255)":
-         "of_float16(shared, piece) * numbers(byte_of(own, piece, 1) >> 24 & 255)"},
+        {"of_float16(shared, p) * numbers(byte_of(own, p, 0) >> 24 & 255)":
+         "of_float16(shared, p) * numbers(byte_of(own, p, 1) >> 24 & 255)"},
     ),
     "weights of few rows lose digits": (
         "Q4_0",
-        {"wide w = weight_of(kind, codes[a], &scales[a], from, p, group, i);":
-         "wide w = weight_of(kind, codes[a], &scales[a], from, p, group, i); if (rows == 1) w += 1e-6f; "},
+        {"wide w = weight_of(kind, codes[a], &scales[a], p, group, i);":
+         "wide w = weight_of(kind, codes[a], &scales[a], p, group, i); if (rows == 1) w += 1e-6f; "},
+    ),
+    "weights in the cache lose digits": (
+        "Q4_0",
+        {"put(wide_weights + i * PANEL, p, w);": "put(wide_weights + i * PANEL, p, w + 1e-6f);"},
     ),
 }  # fmt: skip
 
