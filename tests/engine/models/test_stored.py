@@ -148,7 +148,7 @@ def test_logits_and_fingerprints_are_those_of_unpacked_weights(mixed: Path, kept
 
 
 def test_what_is_unpacked_is_said(mixed: Path, kept: Engine) -> None:
-    assert kept.notes == ["its weights of the type Q5_K (1) are unpacked to float32: 4 bytes each"]
+    assert kept.notes == ["its Q5_K weights (tensors: 1) are unpacked to float32: 4 bytes each"]
     unpacked = load_model(EngineOptions(model=str(mixed), device="cpu", weights="float32"))
     assert unpacked.notes == ("its GGUF weights are unpacked to float32: 4 bytes each",)
 
