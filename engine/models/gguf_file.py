@@ -103,7 +103,7 @@ class _Header:
             metadata = dict(self._pair() for _ in range(values))
             described = [self._tensor() for _ in range(tensors)]
         except struct.error as error:
-            raise GgufError(f"{self._path} is damaged or cut off: it ends within its header") from error
+            raise GgufError(f"{self._path} is not a whole GGUF file: it ends within its header") from error
         except UnicodeDecodeError as error:
             raise GgufError(f"{self._path} is damaged: its header has a name that is not UTF-8") from error
         except RecursionError:

@@ -156,9 +156,9 @@ def test_what_is_kept_cannot_be_changed_in_the_file(whole: Path) -> None:
             "tensor up is cut off: the file lacks 4,611,686,018,427,387,904 of its 4,611,686,018,427,387,904 bytes",
         ),
         (header(values=(value("key", 13, b""),)), "its metadata has a value of type 13"),
-        (header(described("up", (4,), 0))[:-1], " is damaged or cut off: it ends within its header"),
-        (header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63), " is damaged or cut off: it ends within its header"),
-        (header(struct.pack("<Q", 2**62) + b"name"), " is damaged or cut off: it ends within its header"),
+        (header(described("up", (4,), 0))[:-1], " is not a whole GGUF file: it ends within its header"),
+        (header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63), " is not a whole GGUF file: it ends within its header"),
+        (header(struct.pack("<Q", 2**62) + b"name"), " is not a whole GGUF file: it ends within its header"),
         (header(struct.pack("<Q", 1) + b"\xff"), " is damaged: its header has a name that is not UTF-8"),
         (header(values=(value("general.alignment", 4, bytes(4)),)), "its general.alignment is 0"),
         (header(values=(value("general.alignment", 8, string("x")),)), "its general.alignment is 'x'"),
@@ -204,7 +204,7 @@ def test_a_type_that_cannot_be_unpacked_names_its_tensor(tmp_path: Path) -> None
 
 
 def patched(whole: Path, path: Path, name: str, **changes: int) -> Path:
-    """A copy of a file in which the header tells another `kind` of a tensor, or another first size, `columns`."""
+    """A copy of a file whose header gives another `kind` of a tensor, or another first size, `columns`."""
     content = bytearray(whole.read_bytes())
     at = content.index(string(name)) + len(string(name))
     (dimensions,) = struct.unpack_from("<I", content, at)
