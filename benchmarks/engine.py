@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--weights", choices=("auto", "float32"), nargs="+", default=["auto"], help="how they are kept")
+    parser.add_argument("--weights", choices=("auto", "float32"), nargs="+", default=["auto"], help="how to keep them")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out, which needs weights of its own")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)

@@ -1,6 +1,6 @@
-"""The trained weights of a draft: in files for people, and in those that a draft worker reads.
+"""The trained weights of a draft: in the file that is shipped, and in those that a draft worker reads.
 
-Both have matrices in int8 with a scale for each row, and norms in bfloat16.
+All have matrices in int8 with a scale for each row, and norms in bfloat16.
 """
 
 from collections.abc import Mapping

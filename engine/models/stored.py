@@ -1,4 +1,4 @@
-"""Models whose weights stay in the bits they came in: those of GGUF files, and trained drafts."""
+"""Models whose weights can stay as they are in their files: GGUF files, and trained drafts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class StoredWeights(ABC):
 
     @property
     def unpacked(self) -> Mapping[str, int]:
-        """Kinds of quantized weights that are read as float32 only, and how many weights have them."""
+        """Kinds of quantized weights that are only read as float32, and how many weights have them."""
         return {}
 
 
@@ -69,7 +69,7 @@ class GgufWeights(StoredWeights):
 
     @property
     def unpacked(self) -> Mapping[str, int]:
-        """Types of tensors that are no kind of ours."""
+        """Types of the file's quantized tensors that are not among KINDS."""
         return self._file.unpacked_kinds
 
 

@@ -79,7 +79,7 @@ class LeanModel(ForwardPass):
         return self.embedding
 
     def decode(self) -> None:
-        """Dequantizes all weights, for passes that compute with whole numbers only."""
+        """Dequantizes all weights, for passes that cannot widen them as they go."""
         layers: list[Any] = list(self.layers)
         if any(isinstance(module, CodedLinear) for module in self.modules()):
             self.notes.append("its quantized weights are unpacked to float32, because its pass is not compiled")

@@ -1,4 +1,4 @@
-"""Weights that stay in the bits they came in, and what takes the place of the library's modules that have them."""
+"""Weights that stay quantized, as in their file, and what takes the place of the library's modules for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def slice_of(weight: Weight, begin: int, end: int) -> Weight:
 
 
 def as_tensor(weight: Weight) -> torch.Tensor:
-    """A weight in whole numbers."""
+    """A weight as a tensor of numbers, dequantized if need be."""
     return weight.dequantized() if isinstance(weight, Coded) else weight
 
 
@@ -118,7 +118,7 @@ def _address(weight: Weight) -> int:
 
 
 def decoded(layer: nn.Module) -> nn.Linear:
-    """The same linear layer with a weight in whole numbers."""
+    """The same linear layer, its weight dequantized if need be."""
     if isinstance(layer, nn.Linear):
         return layer
     assert isinstance(layer, CodedLinear)

@@ -1,4 +1,4 @@
-"""Kinds of quantized weights: how the bytes of a file are codes of few bits, and how these are weights.
+"""Kinds of quantized weights: which codes of few bits the bytes of a file hold, and which weights these stand for.
 
 A weight is `code * scale`, or `code * scale + offset`, in float32, with the roundings of ggml's reference. Sources: the
 block structures of ggml-common.h, and the numpy implementation of the PyPI package `gguf`, whose results these equal.
@@ -61,7 +61,7 @@ class Kind:
         return self.split(data.unflatten(1, (-1, self.block_bytes)))
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row. ValueError if it is no whole number of blocks."""
+        """Bytes of a row. ValueError if blocks do not divide it."""
         if columns % self.block:
             raise ValueError(f"rows of {columns} weights are no multiple of the {self.block} in a block of {self.name}")
         return columns // self.block * self.block_bytes

@@ -203,7 +203,8 @@ Space space_of(const Model *model, const Batch *batch) {
 
 static ONE_COPY void embed_rows(const Model *model, const Batch *batch, float *hidden) {
 #pragma omp for
-    for (int64_t row = 0; row < batch->rows; row++) one_output(&model->embedding, batch->token_ids[row], hidden + row * model->hidden);
+    for (int64_t row = 0; row < batch->rows; row++)
+        one_output(&model->embedding, batch->token_ids[row], hidden + row * model->hidden);
 }
 
 /* hidden += norm(branch), for all rows. */

@@ -124,7 +124,7 @@ class NativeModel(ForwardPass):
 
     @property
     def kinds(self) -> Mapping[str, int]:
-        """Bytes of the weights of products by the kinds in which they are kept."""
+        """The same, by the names of panels.h."""
         return self._kinds
 
     def product_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:

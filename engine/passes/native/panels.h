@@ -1,5 +1,5 @@
 /* Weights as they are kept: in panels of PANEL outputs, each in one of several kinds. A kind of few bits is widened to
-   the float32 numbers that its file means, with the roundings of the reference, right before they are used.
+   the float32 numbers that it stands for, with the roundings of the reference, right before they are used.
 
    FLOAT32: [inputs, PANEL]. BFLOAT16: the same, where the halves of a panel alternate, output by output.
 
@@ -158,7 +158,7 @@ static INLINE wide weight_of(int kind, const char *codes, const Scales *scales, 
     return weight;
 }
 
-/* Those of a panel of whole numbers, whose weights of this input begin at `at`. */
+/* Those of a panel of float32 or bfloat16, whose weights of this input begin at `at`. */
 static INLINE int is_dense(int kind) { return kind == FLOAT32 || kind == BFLOAT16; }
 
 static INLINE int64_t dense_bytes(int kind) { return kind == BFLOAT16 ? HALF_WORDS : WORDS; }

@@ -37,7 +37,7 @@ static INLINE wide at(const float *from, int piece) { return *(const wide *)(fro
 
 static INLINE void put(float *to, int piece, wide numbers) { *(wide *)(to + piece * WIDE) = numbers; }
 
-/* --- Panels of whole numbers */
+/* --- Panels of float32 or bfloat16 */
 
 /* Adds `count` terms to the sums of PANEL outputs. `kind` and `rows` are constants at every call, so that sums stay in
    registers. The sums begin with the bias, or are `continued` from the values in `out`. Meanwhile the weights at `ahead`

@@ -149,16 +149,17 @@ def test_what_is_kept_cannot_be_changed_in_the_file(whole: Path) -> None:
         ),
         (
             padded(header(described("up", (4, 2), 0))) + bytes(31),
-            "tensor up is cut off: the file lacks 1 bytes of its 32",
+            "tensor up is cut off: the file lacks 1 of its 32 bytes",
         ),
         (
             padded(header(described("up", (2**40, 2**20), 0))),
-            "tensor up is cut off: the file lacks 4,611,686,018,427,387,904 bytes of its 4,611,686,018,427,387,904",
+            "tensor up is cut off: the file lacks 4,611,686,018,427,387,904 of its 4,611,686,018,427,387,904 bytes",
         ),
         (header(values=(value("key", 13, b""),)), "its metadata has a value of type 13"),
-        (header(described("up", (4,), 0))[:-1], " is no whole GGUF file: it ends in its header"),
-        (header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63), " is no whole GGUF file: it ends in its header"),
-        (header(struct.pack("<Q", 2**62) + b"name"), " is no whole GGUF file: it ends in its header"),
+        (header(described("up", (4,), 0))[:-1], " is not a whole GGUF file: it ends within its header"),
+        (header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63), " is not a whole GGUF file: it ends within its header"),
+        (header(struct.pack("<Q", 2**62) + b"name"), " is not a whole GGUF file: it ends within its header"),
+        (header(struct.pack("<Q", 1) + b"\xff"), " is damaged: its header has a name that is not UTF-8"),
         (header(values=(value("general.alignment", 4, bytes(4)),)), "its general.alignment is 0"),
         (header(values=(value("general.alignment", 8, string("x")),)), "its general.alignment is 'x'"),
         (
@@ -203,7 +204,7 @@ def test_a_type_that_cannot_be_unpacked_names_its_tensor(tmp_path: Path) -> None
 
 
 def patched(whole: Path, path: Path, name: str, **changes: int) -> Path:
-    """A copy of a file in which the header tells another `kind` of a tensor, or another first size, `columns`."""
+    """A copy of a file whose header gives another `kind` of a tensor, or another first size, `columns`."""
     content = bytearray(whole.read_bytes())
     at = content.index(string(name)) + len(string(name))
     (dimensions,) = struct.unpack_from("<I", content, at)

@@ -1,4 +1,4 @@
-"""Models whose weights stay in the bits of their files have the weights and logits that transformers gives them."""
+"""Models whose weights stay as they are in their files have the weights and logits that transformers gives them."""
 
 import shutil
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def one_of(*kinds: str | None) -> Callable[[str], str | None]:
 
 
 def as_many_do(name: str) -> str | None:
-    """Types as in a common file: most Q4_K, some Q6_K, and one Q5_K, which is no kind of ours."""
+    """Types as in a common file: most Q4_K, some Q6_K, and one Q5_K, which is not kept."""
     if name == "model.layers.1.mlp.up_proj.weight":
         return "Q5_K"
     return "Q6_K" if any(part in name for part in ("v_proj", "down_proj", "lm_head", "embed")) else "Q4_K"
@@ -148,7 +148,7 @@ def test_logits_and_fingerprints_are_those_of_unpacked_weights(mixed: Path, kept
 
 
 def test_what_is_unpacked_is_said(mixed: Path, kept: Engine) -> None:
-    assert kept.notes == ["its weights of the type Q5_K (1) are unpacked to float32: 4 bytes each"]
+    assert kept.notes == ["its Q5_K weights (tensors: 1) are unpacked to float32: 4 bytes each"]
     unpacked = load_model(EngineOptions(model=str(mixed), device="cpu", weights="float32"))
     assert unpacked.notes == ("its GGUF weights are unpacked to float32: 4 bytes each",)
 

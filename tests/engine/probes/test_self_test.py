@@ -465,5 +465,5 @@ def test_weights_that_are_widened_wrongly_are_noticed(
 
 
 @pytest.mark.cpus
-def test_weights_that_are_widened_rightly_are_no_find(tmp_path: Path) -> None:
+def test_weights_that_are_widened_rightly_pass(tmp_path: Path) -> None:
     assert products_agree(products_with(tmp_path / "model", "Q4_K"))

@@ -20,7 +20,7 @@ def random_bytes(rows: int, row_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def finite(kind: str, rows: int, columns: int) -> Coded:
-    """A weight whose scales are neither infinite nor no numbers."""
+    """A weight whose scales are neither infinite nor NaN."""
     data = random_bytes(rows, KINDS[kind].row_bytes(columns))
     if kind == "INT8":
         data[:, :SCALE_BYTES] = torch.rand(rows, 1).view(torch.uint8)
@@ -30,7 +30,7 @@ def finite(kind: str, rows: int, columns: int) -> Coded:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether numbers have the same bits, or are both no number: which one is not defined."""
+    """Whether numbers have the same bits, or are both NaN: which one is not defined."""
     unknown = one.isnan()
     known = ~unknown
     return torch.equal(unknown, other.isnan()) and torch.equal(
