@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from grpc import RpcError
+
 from benchmarks.report import finish, output_folder, progress, show, whole
 from specpool.client import Client
 
@@ -49,6 +51,7 @@ def main() -> None:
     memory = [
         {"process": kind, **{name: statistics.median(its["memory"][kind][name] for its in runs) for name in MEASURES}}
         for kind in KINDS
+        if kind in runs[0]["memory"]
     ]
     show("seconds from the start of the command", seconds)
     show("MiB", memory)
@@ -72,7 +75,10 @@ def run(flags: list[str], bare: bool) -> dict[str, Any]:
             seconds = {"it serves": time.perf_counter() - began}
             with Client(serving[1]) as client:
                 for name, tokens in ANSWERS.items():
-                    client.generate(PROMPT, max_tokens=tokens)
+                    try:
+                        client.generate(PROMPT, max_tokens=tokens)
+                    except RpcError as error:
+                        raise RuntimeError(f"no answer of {tokens} tokens: {error.details()}") from error
                     seconds[name] = time.perf_counter() - began
             return {"seconds": seconds, "memory": memory_of_children(up.pid)}
         finally:

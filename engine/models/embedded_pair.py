@@ -133,7 +133,7 @@ def main() -> None:
         pair = embedded_pair()
         unpacked = {"target_float32": str(float32_copy())} if options.float32 else {}
         print(json.dumps({"target": str(pair.target), "draft": str(pair.draft), **unpacked}), flush=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"embedded pair: {error}")
 
 

@@ -57,6 +57,9 @@ class UpSettings(ListeningSettings):
         description="devices among which the target is divided (tensor parallelism), such as cuda:0,cuda:1; instead of "
         "target_device",
     )
+    target_weights: Literal["auto", "float32"] = Field(
+        "auto", description='"float32": quantized weights of the target are unpacked, as --weights of its worker says'
+    )
     draft_device: str = Field("auto", description="device of the draft; with two GPUs name cuda:1")
     threads: int = Field(
         default_factory=lambda: len(os.sched_getaffinity(0)),
@@ -231,6 +234,7 @@ def _worker(kind: str, model: str, settings: UpSettings, shared: list[str]) -> S
     arguments = ["--model", model, *_device_flags(kind, settings), "--port", str(port), *shared]
     revision = getattr(settings, f"{kind}_revision")
     arguments += ["--revision", revision] if revision is not None else []
+    arguments += ["--weights", settings.target_weights] if kind == "target" else []
     return Service(f"{kind} worker", f"{kind}_worker.server", arguments, f"127.0.0.1:{port}")
 
 
