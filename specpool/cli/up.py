@@ -234,7 +234,8 @@ def _worker(kind: str, model: str, settings: UpSettings, shared: list[str]) -> S
     arguments = ["--model", model, *_device_flags(kind, settings), "--port", str(port), *shared]
     revision = getattr(settings, f"{kind}_revision")
     arguments += ["--revision", revision] if revision is not None else []
-    arguments += ["--weights", settings.target_weights] if kind == "target" else []
+    unpacked = kind == "target" and settings.target_weights != "auto"
+    arguments += ["--weights", settings.target_weights] if unpacked else []
     return Service(f"{kind} worker", f"{kind}_worker.server", arguments, f"127.0.0.1:{port}")
 
 
