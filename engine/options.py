@@ -28,8 +28,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     )
     weights: Literal["auto", "float32"] = Field(
         "auto",
-        description='"auto": quantized weights of a GGUF file stay in its bits where the pass is compiled and the '
-        'dtype float32; "float32": they are unpacked',
+        description='"auto": quantized weights of a GGUF file, or of a trained draft (int8), stay in its bits where '
+        'the pass is compiled and the dtype float32; "float32": they are unpacked',
     )
     max_model_len: int | None = Field(
         None, ge=16, description="positions a sequence can have; default: the model's own limit, at most 4096"
