@@ -7,13 +7,15 @@ from math import lcm, prod
 import numpy as np
 import torch
 
-from engine.weights.coded import AT_A_TIME, Coded, Weight, as_tensor, slice_of
+from engine.weights.coded import Coded, Weight, as_tensor, slice_of
 
 WORDS = 1 << 16
 """Words of a row: the multipliers and a row of products stay in a processor's cache."""
 ROWS = {"cpu": 32, "cuda": 256}
 """Rows summed at a time, by type of device."""
 WORD_BYTES, SUM_BYTES = 4, 8
+AT_A_TIME = 1 << 20
+"""Weights that are dequantized, or converted, before they are summed: a part stays in a processor's cache."""
 
 
 def word_sums(weight: Weight, dtype: torch.dtype | None = None) -> bytes:
