@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.weights.coded import Coded, Weight, as_tensor
-from engine.weights.kinds import INT8, KINDS
+from engine.weights.kinds import INT8, KINDS, Kind
 
 LARGEST = 127
 SCALE = ".scale"
@@ -63,8 +63,22 @@ def _bytes_of(weight: Weight) -> torch.Tensor:
 
 
 def find_named(tensors: Mapping[str, torch.Tensor], name: str) -> Weight | None:
-    """A weight that `save_named` has written; None if it is not there."""
+    """A weight that `save_named` has written; None if it is not there. ValueError for bytes that are no such weight."""
     for kind in KINDS.values():
-        if f"{name}.{kind.name}" in tensors:
-            return Coded(kind, tensors[f"{name}.{kind.name}"])
+        stored = f"{name}.{kind.name}"
+        if stored in tensors:
+            return _of_kind(kind, tensors[stored], stored)
     return tensors.get(name)
+
+
+def _of_kind(kind: Kind, data: torch.Tensor, name: str) -> Coded:
+    if data.dtype != torch.uint8 or data.dim() != 2:
+        found = f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)}"
+        raise ValueError(f"tensor {name} is {found}, not rows of bytes")
+    columns = kind.columns(data.shape[1])
+    if columns < 1 or kind.row_bytes(columns) != data.shape[1]:
+        raise ValueError(f"tensor {name} has rows of {data.shape[1]} bytes, which are no whole blocks of {kind.name}")
+    weight = Coded(kind, data)
+    if not weight.is_finite():
+        raise ValueError(f"tensor {name} has a scale that is infinite or not a number")
+    return weight

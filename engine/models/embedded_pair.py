@@ -8,6 +8,7 @@ are the target's (see embedded_draft.md). `python -m engine.models.embedded_pair
 
 import argparse
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
 # Change this name whenever the draft or its conversion below changes, so that no pair made by older code is used.
 FOLDER = "smollm2-135m-4"
+# Those of older versions, of half a gigabyte each, which nobody else would remove. An older version that still runs
+# has its weights in memory, or mapped, and makes the folder anew when it starts again.
+OLDER = ("smollm2-135m-1", "smollm2-135m-2", "smollm2-135m-3")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ def embedded_pair(cache: Path | None = None) -> Pair:
             _describe(_fetch(made.parent), made / "target")
             _say("putting the draft together")
             save_draft(made / "draft", str(made / "target"), load_compact(DRAFT))
+        for older in OLDER:
+            shutil.rmtree(folder.with_name(older), ignore_errors=True)
     return Pair(folder / "target", folder / "draft")
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.models.loading import LoadedModel
 from engine.models.words import word_sums
-from engine.weights.coded import Coded, CodedEmbedding, CodedLinear, Weight, as_tensor
+from engine.weights.coded import Coded, CodedEmbedding, CodedLinear, Weight
 
 
 @torch.inference_mode()
@@ -33,7 +33,7 @@ def weights_fingerprint(loaded: LoadedModel, sums: Mapping[str, bytes] | None = 
         facts = (str(dtype), tuple(wholes[name].shape))
         same = (*_place_of(weight), *facts)  # tied weights have two names
         if same not in known:
-            known[same] = given.get(_place_of(weight)) or word_sums(as_tensor(weight))
+            known[same] = given.get(_place_of(weight)) or word_sums(weight)
         digest.update(repr((name, *facts)).encode() + known[same])
     return digest.hexdigest()
 

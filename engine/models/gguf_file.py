@@ -21,6 +21,8 @@ from engine.weights.kinds import KINDS
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32
+DIMENSIONS = 4
+"""That a tensor of ggml can have."""
 ARCHITECTURE, ALIGNED = "general.architecture", "general.alignment"
 # Types of the values of metadata, by their numbers in the file.
 SIMPLE = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -60,14 +62,22 @@ class GgufFile:
         # Copied on write, since torch warns of memory that cannot be written.
         self._bytes = np.memmap(path, dtype=np.uint8, mode="c")
         header = _Header(self._bytes.data, path)
-        self.architecture, self.tensors = header.read()
+        self.metadata, self.tensors = header.read()
+        """By key, its numbers and texts; None for an array."""
+        self.architecture = str(self.metadata.get(ARCHITECTURE))
 
     def read(self, name: str) -> Weight:
-        """A tensor: `Coded` if its type is one of KINDS, else in float32. GgufError if its type cannot be unpacked."""
+        """A tensor: `Coded` if its type is one of KINDS, else in float32.
+
+        GgufError if its type cannot be unpacked, or if a block's scale is no finite number.
+        """
         its = self.tensors[name]
         data = self._bytes[its.offset : its.offset + its.size].reshape(-1, its.row_bytes)
         if its.kind.name in KINDS and len(its.shape) == 2:
-            return Coded(KINDS[its.kind.name], torch.from_numpy(data))
+            weight = Coded(KINDS[its.kind.name], torch.from_numpy(data))
+            if not weight.is_finite():
+                raise GgufError(f"{self.path}: tensor {name} has a block whose scale is infinite or not a number")
+            return weight
         try:
             numbers = dequantize(data, its.kind)
         except NotImplementedError as error:
@@ -90,8 +100,8 @@ class _Header:
     def __init__(self, data: memoryview, path: Path) -> None:
         self._bytes, self._path, self._at = data, path, 0
 
-    def read(self) -> tuple[str, dict[str, Stored]]:
-        """The architecture, and the tensors by name."""
+    def read(self) -> tuple[dict[str, Any], dict[str, Stored]]:
+        """The metadata by key, and the tensors by name."""
         if bytes(self._bytes[:4]) != MAGIC:
             raise GgufError(f"{self._path} is not a GGUF file")
         self._at = len(MAGIC)
@@ -105,14 +115,19 @@ class _Header:
         except struct.error as error:
             raise GgufError(f"{self._path} is not a whole GGUF file: it ends within its header") from error
         except UnicodeDecodeError as error:
-            raise GgufError(f"{self._path} is damaged: its header has a name that is not UTF-8") from error
+            raise GgufError(f"{self._path} is damaged: its header has a text that is not UTF-8") from error
         except RecursionError:
             raise GgufError(f"{self._path} is damaged: its metadata has too many arrays in arrays") from None
         alignment = metadata.get(ALIGNED, ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise GgufError(f"{self._path} is damaged: its {ALIGNED} is {alignment!r}")
+        if type(alignment) is not int or alignment.bit_count() != 1:
+            raise GgufError(f"{self._path} is damaged: its {ALIGNED} is {alignment!r}, no power of two")
         begin = -(-self._at // alignment) * alignment
-        return str(metadata.get(ARCHITECTURE)), {its[0]: self._stored(*its, begin) for its in described}
+        stored: dict[str, Stored] = {}
+        for its in described:
+            if its[0] in stored:
+                raise GgufError(f"{self._path} is damaged: it has two tensors {its[0]}")
+            stored[its[0]] = self._stored(*its, begin)
+        return metadata, stored
 
     def _stored(self, name: str, shape: tuple[int, ...], number: int, offset: int, begin: int) -> Stored:
         tensor = f"{self._path}: tensor {name}"
@@ -120,6 +135,8 @@ class _Header:
             kind = GGMLQuantizationType(number)
         except ValueError:
             raise GgufError(f"{tensor} has the type {number}, which is not known") from None
+        if 0 in shape:
+            raise GgufError(f"{tensor} has a dimension of 0")
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise GgufError(
@@ -133,7 +150,10 @@ class _Header:
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
-        shape = tuple(self._number("<Q") for _ in range(self._number("<I")))
+        dimensions = self._number("<I")
+        if dimensions > DIMENSIONS:
+            raise GgufError(f"{self._path}: tensor {name} has {dimensions} dimensions; at most {DIMENSIONS} are read")
+        shape = tuple(self._number("<Q") for _ in range(dimensions))
         return name, shape[::-1] or (1,), self._number("<I"), self._number("<Q")
 
     def _pair(self) -> tuple[str, Any]:

@@ -25,6 +25,7 @@ from engine.options import EngineOptions
 from engine.parallel.shares import Share
 from engine.parallel.weights import ShardConfig, sums_of
 from engine.passes.attention import PACKED_ATTENTION
+from engine.passes.lean import is_lean
 from engine.weights.coded import Coded, CodedLinear, Weight, linear_of
 from protocol.tokenizer import TokenizerFiles
 
@@ -126,15 +127,17 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
         stored = stored_weights(options, config)
-        kept = stored is not None and _keeps(options, device, dtype)
+        kept = stored is not None and _keeps(options, config, device, dtype)
         if stored is not None:
-            model, report = read_stored(stored, config, asked, attn_implementation=PACKED_ATTENTION)
+            model, report = read_stored(stored, config, asked, dtype, attn_implementation=PACKED_ATTENTION)
         else:
             shards = {} if asked is None else {"quantization_config": asked}
             model, report = _read_by_library(
                 options, config, device, dtype, attn_implementation=PACKED_ATTENTION, **shards
             )
         refuse_made_up_weights(report)
+        if stored is not None:
+            refuse_unread_weights(report)
         files = tokenizer_files(tokenizer, model)
     except Exception as error:  # the files may contain anything
         fixed = isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,)
@@ -143,6 +146,7 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     output_ids = _reduce_head(model, Path(options.model) / OUTPUT_HEAD)
     if stored is not None and not kept:
         model = decode_model(model, device, dtype)
+        output_ids = None if output_ids is None else output_ids.to(device)
     notes = _unpacked_notes(stored, method_of(config), None if kept else dtype)
     loaded = LoadedModel(options.model, model.eval(), files, _max_model_len(config, options), output_ids, notes)
     if asked is None and not kept:
@@ -151,9 +155,9 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
     return replace(loaded, whole=_without_weights(config, output_ids), sums=sums)
 
 
-def _keeps(options: EngineOptions, device: torch.device, dtype: torch.dtype) -> bool:
+def _keeps(options: EngineOptions, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a pass may be compiled that computes with weights as they are stored."""
-    compiled = options.native and (options.lean or options.tensor_parallel > 1)
+    compiled = options.native and (options.lean or options.tensor_parallel > 1) and is_lean(config)
     return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
 
 
@@ -286,9 +290,10 @@ def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
     except Exception as error:  # the file may contain anything
         raise UnsupportedModelError(f"{file} cannot be read: {first_line(error)}") from error
     config: Any = model.config
-    known, hidden = config.vocab_size, config.hidden_size
-    if weight.shape != (len(output_ids), hidden) or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < known:
-        raise UnsupportedModelError(f"{file} has a head of {tuple(weight.shape)} for {len(output_ids)} tokens")
+    known, tokens = config.vocab_size, output_ids.numel()
+    one_each = output_ids.dim() == 1 and tokens > 0 and tuple(weight.shape) == (tokens, config.hidden_size)
+    if not one_each or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < known:
+        raise UnsupportedModelError(f"{file} has a head of {tuple(weight.shape)} for {tokens} tokens")
     model.set_output_embeddings(
         CodedLinear([weight]) if isinstance(weight, Coded) else linear_of(weight.to(model.dtype), None)
     )
@@ -338,6 +343,20 @@ def refuse_made_up_weights(report: dict[str, Any]) -> None:
     if scales:
         raise UnsupportedModelError(
             f"its weights are quantized, as {scales[0]} shows, but its configuration does not say how; {INSTEAD}"
+        )
+
+
+def refuse_unread_weights(report: dict[str, Any]) -> None:
+    """Refuses a checkpoint with weights that the model has no place for, so that it would be another model.
+
+    `report`: what `read_stored` reports of the weights.
+    """
+    unread = report["unexpected_keys"]
+    if unread:
+        first = ", ".join(unread[:NAMES_IN_A_MESSAGE])
+        more = ", ..." if len(unread) > NAMES_IN_A_MESSAGE else ""
+        raise UnsupportedModelError(
+            f"its files have {len(unread)} weights for which its configuration has no place: {first}{more}"
         )
 
 

@@ -1,11 +1,12 @@
 """Models whose weights can stay as they are in their files: GGUF files, and trained drafts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 from safetensors import safe_open
 from torch import nn
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from engine.models.compact import find_named
 from engine.models.gguf_file import GgufFile
 from engine.models.quantization import CODED, method_of
-from engine.models.sources import gguf_file_of
+from engine.models.sources import UnsupportedModelError, gguf_file_of
 from engine.options import EngineOptions
 from engine.parallel.weights import ShardConfig, adapt
 from engine.passes.lean import why_not_lean
@@ -24,6 +25,13 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Architectures whose tensors are those of transformers, but for names and the order of rows in some of those of Llama.
 SAME_TENSORS = {"llama", "qwen2", "qwen3"}
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+# What the metadata of a GGUF file says of the sizes of its model, and the names of these in a configuration.
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+ROPE_FREQS, ROPE_SCALING = "rope_freqs.weight", "rope.scaling.type"
 
 
 class StoredWeights(ABC):
@@ -34,9 +42,18 @@ class StoredWeights(ABC):
     folder: Path
     """Where the files of the model are."""
 
+    def __init__(self, names: Collection[str]) -> None:
+        """`names`: of the tensors in the file."""
+        self._unread = set(names)
+
     @abstractmethod
     def find(self, name: str) -> Weight | None:
-        """A weight; None if it is not there."""
+        """A weight; None if it is not there. ValueError if it cannot be read."""
+
+    @property
+    def unread(self) -> list[str]:
+        """The names, in the file, of the tensors that were not found by any name of a weight so far."""
+        return sorted(self._unread)
 
     @property
     def unpacked(self) -> Mapping[str, int]:
@@ -50,6 +67,10 @@ class GgufWeights(StoredWeights):
     method = "GGUF"
 
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
+        """UnsupportedModelError if the configuration is that of another model than the file's."""
+        super().__init__(file.tensors.keys() - {ROPE_FREQS})
+        _refuse_other_sizes(file, config)
+        _refuse_other_rotations(file, config)
         self._file, self._config, self.folder = file, config, file.path.parent
         (architecture,) = (its for its in MODEL_ARCH if MODEL_ARCH_NAMES[its] == file.architecture)
         self._names = get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -60,6 +81,7 @@ class GgufWeights(StoredWeights):
         tensor = f"{self._names.get_name(stem)}.{suffix}"
         if tensor not in self._file.tensors:
             return None
+        self._unread.discard(tensor)
         weight = self._file.read(tensor)
         module = stem.rpartition(".")[2]
         if self._file.architecture != "llama" or module not in ROTATED:
@@ -80,14 +102,16 @@ class CodedWeights(StoredWeights):
 
     def __init__(self, file: Path) -> None:
         """ValueError or OSError for a file that is no such file."""
-        self._file, self.folder = file, file.parent
-        with safe_open(file, framework="pt") as stored:
-            self._names = set(stored.keys())
+        self.folder = file.parent
+        self._file = safe_open(file, framework="pt")
+        self._names = tuple(self._file.keys())
+        super().__init__(self._names)
 
     def find(self, name: str) -> Weight | None:
         """A weight."""
-        with safe_open(self._file, framework="pt") as stored:
-            return find_named({key: stored.get_tensor(key) for key in self._names if key.startswith(name)}, name)
+        of_name = {key for key in self._names if key == name or key.rpartition(".")[0] == name}
+        self._unread -= of_name
+        return find_named({key: self._file.get_tensor(key) for key in of_name}, name)
 
 
 def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWeights | None:
@@ -101,18 +125,23 @@ def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWe
 
 
 def read_stored(
-    stored: StoredWeights, config: PreTrainedConfig, asked: ShardConfig | None = None, **others: Any
+    stored: StoredWeights,
+    config: PreTrainedConfig,
+    asked: ShardConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    **others: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The library's model with these weights, and a report like that of transformers.
 
-    `asked`: the share of a rank, if the model is divided. `others`: further arguments for the library's class.
+    `asked`: the share of a rank, if the model is divided; `dtype`: that its weights will have in the end. `others`:
+    further arguments for the library's class. UnsupportedModelError; ValueError.
     """
-    with torch.device("meta"):
+    with init_empty_weights(include_buffers=False):  # buffers are computed, not stored
         model: Any = AutoModelForCausalLM.from_config(config, **others)
+    model.tie_weights()  # again, since each of the two has become one of its own
     if (stored.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(stored.folder)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its tables are computed, not stored
-    report: dict[str, Any] = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
+    report: dict[str, Any] = {"missing_keys": [], "mismatched_keys": []}
     for name, wanted in list(model.named_parameters()):
         weight = stored.find(name)
         if weight is None:
@@ -120,21 +149,63 @@ def read_stored(
         elif tuple(weight.shape) != tuple(wanted.shape):
             report["mismatched_keys"].append((name, tuple(weight.shape), tuple(wanted.shape)))
         else:
-            _place(model, name, weight if asked is None else asked.share_of(name, weight))
+            _place(model, name, weight if asked is None else asked.share_of(name, weight, dtype))
     if config.tie_word_embeddings:
+        _refuse_another_head(stored)
         _place(model, HEAD, model.get_input_embeddings().weight)
     if asked is not None:
         adapt(model, asked.share)
-    return model, report
+    left = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if left:
+        raise UnsupportedModelError(f"{config.model_type} has a table that is not computed when it is made: {left[0]}")
+    return model, {**report, "unexpected_keys": stored.unread}
+
+
+def _refuse_other_sizes(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Refuses a configuration that does not belong to its file."""
+    for key, name in SIZES.items():
+        size, configured = file.metadata.get(f"{file.architecture}.{key}"), getattr(config, name, None)
+        if None not in (size, configured) and size != configured:
+            raise UnsupportedModelError(
+                f"the configuration is that of another model than {file.path.name}: "
+                f"{name} is {configured}, but the file's {key} is {size}"
+            )
+
+
+def _refuse_other_rotations(file: GgufFile, config: Any) -> None:
+    """Refuses a file of a model whose positions are scaled beside a configuration that does not say so: transformers
+    reads no scaling from a file."""
+    scaling, key = file.metadata.get(f"{file.architecture}.{ROPE_SCALING}"), ROPE_FREQS
+    if scaling not in (None, "none"):
+        key = f"{file.architecture}.{ROPE_SCALING} ({scaling})"
+    elif ROPE_FREQS not in file.tensors or bool((as_tensor(file.read(ROPE_FREQS)) == 1).all()):
+        return
+    if (config.rope_parameters or {}).get("rope_type", "default") == "default":
+        raise UnsupportedModelError(
+            f"its rotary embedding is scaled, as {key} of {file.path.name} says, but its configuration does not say "
+            "how; serve the folder with the model's own config.json instead"
+        )
+
+
+def _refuse_another_head(stored: StoredWeights) -> None:
+    """Refuses an output head of a file whose configuration says that the head is that of the embeddings."""
+    head, embedding = stored.find(HEAD), stored.find(EMBEDDING)
+    if head is None or embedding is None:
+        return
+    if head.shape != embedding.shape or not torch.equal(as_tensor(head), as_tensor(embedding)):
+        raise UnsupportedModelError(
+            "its file has an output head that differs from its embeddings, but its configuration has "
+            "tie_word_embeddings, which says that they are the same"
+        )
 
 
 def _place(model: nn.Module, name: str, weight: Weight) -> None:
     """Gives a model a weight, and the module that it needs. Biases come after the weights of their modules."""
     path, _, attribute = name.rpartition(".")
     module: Any = model.get_submodule(path)
-    if isinstance(weight, Coded) and isinstance(module, nn.Linear):
+    if isinstance(weight, Coded) and type(module) is nn.Linear:
         model.set_submodule(path, CodedLinear([weight]))
-    elif isinstance(weight, Coded) and isinstance(module, nn.Embedding):
+    elif isinstance(weight, Coded) and type(module) is nn.Embedding:  # others do more than to look up
         model.set_submodule(path, CodedEmbedding(weight))
     else:
         setattr(module, attribute, nn.Parameter(as_tensor(weight).detach().float(), requires_grad=False))

@@ -36,13 +36,16 @@ class ShardConfig(QuantizationConfigMixin):
         """The rank's piece of the weight of this name; None: the rank has all of it."""
         return piece_of(name, self.model, self.share)
 
-    def share_of(self, name: str, whole: Weight) -> Weight:
-        """The rank's part of a weight, which does not keep the whole weight in memory. May sum up the whole weight."""
+    def share_of(self, name: str, whole: Weight, dtype: torch.dtype | None = None) -> Weight:
+        """The rank's part of a weight, which does not keep the whole weight in memory. May sum up the whole weight.
+
+        `dtype`: that the weight will have in the model, if it does not have it yet.
+        """
         piece = self.piece(name)
         if piece is None:
             return whole
         if self.is_its_turn(name):
-            self.sums[name] = word_sums(as_tensor(whole))
+            self.sums[name] = word_sums(whole, dtype)
         return cut(whole, piece)
 
     def is_its_turn(self, name: str) -> bool:

@@ -39,6 +39,10 @@ class Coded:
         """What the bytes mean."""
         return self.kind.fields(self.data)
 
+    def is_finite(self) -> bool:
+        """Whether all scales and offsets are finite numbers."""
+        return self.kind.is_finite(self.data)
+
     def dequantized(self) -> torch.Tensor:
         """The weights [rows, columns] in float32."""
         rows, columns = self.shape

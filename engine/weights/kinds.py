@@ -70,6 +70,11 @@ class Kind:
         """Weights in a row of so many bytes."""
         return row_bytes // self.block_bytes * self.block
 
+    def is_finite(self, data: torch.Tensor) -> bool:
+        """Whether all scales and offsets of the bytes [rows, bytes of a row] are finite numbers."""
+        blocks = data.unflatten(1, (-1, self.block_bytes))
+        return all(bool(_halves(blocks, at).isfinite().all()) for at in self.halves)
+
     def part(self, data: torch.Tensor, chosen: range) -> torch.Tensor | None:
         """The bytes of some columns; None if these are no whole blocks."""
         if chosen.start % self.block or chosen.stop % self.block:
@@ -105,6 +110,10 @@ class RowKind(Kind):
     def columns(self, row_bytes: int) -> int:
         """Weights in a row of so many bytes."""
         return row_bytes - SCALE_BYTES
+
+    def is_finite(self, data: torch.Tensor) -> bool:
+        """Whether all scales of the bytes [rows, bytes of a row] are finite numbers."""
+        return bool(self.fields(data).scale.isfinite().all())
 
     def part(self, data: torch.Tensor, chosen: range) -> torch.Tensor:
         """The bytes of some columns, with the scale of all."""

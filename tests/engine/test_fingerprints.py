@@ -7,17 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import random_rows
 from safetensors.torch import load_file, save_file
 from tiny_models import load_engine, random_tokens, save_output_head
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.cache.spans import Span
+from engine.models import words
 from engine.models.fingerprints import weights_fingerprint
 from engine.models.loading import LoadedModel, load_model
 from engine.models.words import WORDS, word_sums
 from engine.options import EngineOptions
 from engine.probes.numerics import numerics_fingerprint
+from engine.weights.coded import Coded
+from engine.weights.kinds import KINDS
 
 ONE_ROW, MORE = WORDS, 5 * WORDS + 77
 
@@ -108,6 +112,17 @@ def test_the_bits_count_and_not_how_they_lie_in_memory(size: int, dtype: torch.d
     strided = torch.stack([weight, weight], 1)[:, 0]
     behind = torch.cat([weight[:1], weight])[1:]
     assert word_sums(weight) == word_sums(strided) == word_sums(behind)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1500, 96), (4096, 32), (5, 64)])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_sums_of_parts_are_those_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, dtype: torch.dtype | None
+) -> None:
+    monkeypatch.setattr(words, "AT_A_TIME", 1)
+    weight = Coded(KINDS["Q8_0"], torch.from_numpy(random_rows("Q8_0", rows, columns)))
+    whole = weight.dequantized()
+    assert word_sums(weight, dtype) == word_sums(whole, dtype) == word_sums(whole if dtype is None else whole.to(dtype))
 
 
 def test_tied_weights_are_a_model_of_their_own(loaded: LoadedModel) -> None:

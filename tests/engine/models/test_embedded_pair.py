@@ -72,9 +72,12 @@ def test_the_pair_is_made_of_the_target_and_the_shipped_draft(
     monkeypatch.setattr(embedded_pair, "DRAFT", tmp_path / "draft.safetensors")
     monkeypatch.setattr(embedded_pair, "_fetch", lambda folder: tiny_pair[0])
     monkeypatch.setattr(embedded_pair, "_describe", shutil.copytree)
+    for name in (*embedded_pair.OLDER, "smollm2-135m-30"):
+        (tmp_path / "cache" / name / "target").mkdir(parents=True)
     pair = embedded_pair.embedded_pair(tmp_path / "cache")
     assert embedded_pair.embedded_pair(tmp_path / "cache") == pair
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [embedded_pair.FOLDER]
+    left = {path.name for path in (tmp_path / "cache").iterdir()}
+    assert left == {embedded_pair.FOLDER, "smollm2-135m-30"}, "only pairs of older versions are removed"
     draft = load_engine(pair.draft)
     assert draft.bitwise
     assert draft.loaded.output_ids is not None

@@ -163,6 +163,15 @@ def test_what_is_kept_cannot_be_changed_in_the_file(whole: Path) -> None:
         (header(values=(value("general.alignment", 4, bytes(4)),)), "its general.alignment is 0"),
         (header(values=(value("general.alignment", 8, string("x")),)), "its general.alignment is 'x'"),
         (
+            header(values=(value("general.alignment", 4, struct.pack("<I", 3)),)),
+            "its general.alignment is 3, no power of two",
+        ),
+        (header(values=(value("general.alignment", 7, b"\1"),)), "its general.alignment is True, no power of two"),
+        (padded(header(described("up", (8,), 0), described("up", (4,), 0))) + bytes(32), "it has two tensors up"),
+        (header(described("up", (4, 0), 0)), "tensor up has a dimension of 0"),
+        (header(described("up", (1,) * 5, 0)), "tensor up has 5 dimensions; at most 4 are read"),
+        (header(struct.pack("<Q", 1) + b"\xff"), "its header has a text that is not UTF-8"),
+        (
             header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)),
             "its metadata has too many arrays in arrays",
         ),
@@ -192,6 +201,14 @@ def test_a_changed_byte_raises_nothing_else(
     path.write_bytes(content)
     with suppress(GgufError):
         GgufFile(path)
+
+
+@pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E01])
+def test_a_scale_that_is_no_finite_number_names_its_tensor(tmp_path: Path, half: int) -> None:
+    blocks = struct.pack("<H16x", 0x3C00) + struct.pack("<H16x", half)
+    content = padded(header(described("up", (32, 2), GGMLQuantizationType.Q4_0))) + blocks
+    with pytest.raises(GgufError, match=r"tensor up has a block whose scale is infinite or not a number$"):
+        read(tmp_path, content).read("up")
 
 
 def test_a_type_that_cannot_be_unpacked_names_its_tensor(tmp_path: Path) -> None:
