@@ -159,7 +159,7 @@ def test_what_is_kept_cannot_be_changed_in_the_file(whole: Path) -> None:
         (header(described("up", (4,), 0))[:-1], " is not a whole GGUF file: it ends within its header"),
         (header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63), " is not a whole GGUF file: it ends within its header"),
         (header(struct.pack("<Q", 2**62) + b"name"), " is not a whole GGUF file: it ends within its header"),
-        (header(struct.pack("<Q", 1) + b"\xff"), " is damaged: its header has a name that is not UTF-8"),
+        (header(struct.pack("<Q", 1) + b"\xff"), " is damaged: its header has a text that is not UTF-8"),
         (header(values=(value("general.alignment", 4, bytes(4)),)), "its general.alignment is 0"),
         (header(values=(value("general.alignment", 8, string("x")),)), "its general.alignment is 'x'"),
         (
