@@ -102,8 +102,8 @@ static INLINE void dense_panel(int kind, const char *weight, int64_t inputs, int
 /* --- Panels of few bits */
 
 /* Adds the terms of parts `part` to `end` to the sums of `rows` rows and `abreast` panels, which begin with the bias, or go
-   on from `out` after the first part. Weights are widened in registers, and written to `wide`, [.., PANEL], if that is not
-   null. `kind`, `rows` and `abreast`, and whether `wide` is null, are constants at every call. */
+   on from `out` after the first part. Weights are widened in registers, and written to `wide_weights`, [inputs, PANEL], if
+   that is not null. `kind`, `rows`, `abreast` and whether it is null are constants at every call. */
 static INLINE void coded_tile(int kind, int rows, int abreast, const Panel *panels, int64_t part, int64_t end,
                               float *wide_weights, const float *x, int64_t inputs, const float *bias, float *out,
                               int64_t outputs) {
