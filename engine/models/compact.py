@@ -52,14 +52,10 @@ def _coded(codes: torch.Tensor, scale: torch.Tensor) -> Coded:
 def save_named(path: Path, weights: Mapping[str, Weight]) -> None:
     """Writes weights for `find_named`: the name of a tensor of bytes ends with its kind."""
     tensors = {
-        f"{name}.{weight.kind.name}" if isinstance(weight, Coded) else name: _bytes_of(weight).contiguous()
+        f"{name}.{weight.kind.name}" if isinstance(weight, Coded) else name: weight.data.contiguous()
         for name, weight in weights.items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _bytes_of(weight: Weight) -> torch.Tensor:
-    return weight.data if isinstance(weight, Coded) else weight
 
 
 def find_named(tensors: Mapping[str, torch.Tensor], name: str) -> Weight | None:

@@ -49,5 +49,4 @@ def _weights_of(model: PreTrainedModel) -> dict[str, Weight]:
 
 
 def _place_of(weight: Weight) -> tuple[object, ...]:
-    data = weight.data if isinstance(weight, Coded) else weight
-    return data.data_ptr(), data.stride()
+    return weight.data.data_ptr(), weight.data.stride()

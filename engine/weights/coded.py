@@ -114,11 +114,7 @@ def parts_of(layer: nn.Module) -> tuple[Weight, ...]:
 def same_memory(weight: Weight, layer: nn.Module) -> bool:
     """Whether a linear layer has no other weight than this one."""
     parts = parts_of(layer)
-    return len(parts) == 1 and _address(parts[0]) == _address(weight)
-
-
-def _address(weight: Weight) -> int:
-    return (weight.data if isinstance(weight, Coded) else weight).data_ptr()
+    return len(parts) == 1 and parts[0].data.data_ptr() == weight.data.data_ptr()
 
 
 def decoded(layer: nn.Module) -> nn.Linear:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn.functional import pad
@@ -31,7 +32,7 @@ class Segment:
         """How many they are."""
         return -(-self.weight.shape[0] // PANEL)
 
-    @property
+    @cached_property
     def panel_bytes(self) -> int:
         """Bytes of each."""
         return self._written(slice_of(self.weight, 0, PANEL)).shape[1]

@@ -18,6 +18,28 @@ extern int omp_get_thread_num(void);
 #define ABREAST 1
 #endif
 
+/* OF_ROWS(n) for so many rows, or for TILE if there are more. */
+#if TILE > 3
+#define BY_ROWS(rows) \
+    switch (rows) { \
+    case 1: OF_ROWS(1) \
+    case 2: OF_ROWS(2) \
+    case 3: OF_ROWS(3) \
+    case 4: OF_ROWS(4) \
+    case 5: OF_ROWS(5) \
+    case 6: OF_ROWS(6) \
+    case 7: OF_ROWS(7) \
+    default: OF_ROWS(TILE) \
+    }
+#else
+#define BY_ROWS(rows) \
+    switch (rows) { \
+    case 1: OF_ROWS(1) \
+    case 2: OF_ROWS(2) \
+    default: OF_ROWS(TILE) \
+    }
+#endif
+
 /* Inputs of a product that all rows are multiplied with before the next ones, so that their weights stay cached. */
 #define BLOCK 512
 #define WIDENED 256
@@ -68,20 +90,9 @@ static INLINE void dense_tile(int kind, int rows, int64_t count, const char *wei
 static INLINE void dense_rows(int kind, int64_t rows, int64_t count, const char *weight, const char *ahead,
                               int64_t fetched, const float *x, int64_t inputs, int continued, const float *bias,
                               float *out, int64_t outputs) {
-    switch (rows) {
 #define OF_ROWS(n) dense_tile(kind, n, count, weight, ahead, fetched, x, inputs, continued, bias, out, outputs); break;
-    case 1: OF_ROWS(1)
-    case 2: OF_ROWS(2)
-#if TILE > 3
-    case 3: OF_ROWS(3)
-    case 4: OF_ROWS(4)
-    case 5: OF_ROWS(5)
-    case 6: OF_ROWS(6)
-    case 7: OF_ROWS(7)
-#endif
-    default: OF_ROWS(TILE)
+    BY_ROWS(rows)
 #undef OF_ROWS
-    }
 }
 
 /* out [rows, outputs] of one panel. */
@@ -203,22 +214,9 @@ static INLINE int coded_panels(int kind, const Panel *panels, int count, const L
     }
 #endif
     for (int64_t row = 0; row < rows; row += TILE, x += TILE * inputs, out += TILE * outputs)
-        switch (rows - row) {
 #define OF_ROWS(n) coded_tile(kind, n, 1, panels, 0, end, 0, x, inputs, bias, out, outputs); break;
-        case 1: OF_ROWS(1)
-#if TILE > 1
-        case 2: OF_ROWS(2)
-#endif
-#if TILE > 3
-        case 3: OF_ROWS(3)
-        case 4: OF_ROWS(4)
-        case 5: OF_ROWS(5)
-        case 6: OF_ROWS(6)
-        case 7: OF_ROWS(7)
-#endif
-        default: OF_ROWS(TILE)
+        BY_ROWS(rows - row)
 #undef OF_ROWS
-        }
     return 1;
 }
 
