@@ -13,6 +13,9 @@
 /* Vectors of a head that are summed at the same time, for all query heads of a KV head. */
 #define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / LANES ? SUMS / GROUPS : HEAD_DIM / LANES)
 
+/* Cached positions ahead of the one in use that are fetched from memory. */
+#define SOON 64
+
 /* Seconds that the first thread has spent in each stage since the library was loaded, measured from end to end. */
 enum { PRODUCTS, ATTENTION, ROWS };
 #ifdef MEASURED
@@ -108,14 +111,21 @@ static inline __attribute__((always_inline)) vec products(const float *query, co
     return FOLDED(sums[0], sums[1], 1);
 }
 
-/* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. */
-static inline __attribute__((always_inline)) void weigh(
-    int width, const float *values, int64_t count, const float *scores, int64_t stride, const float *total, float *out) {
+/* Where position `at + SOON` is of `count` positions, or of those that are read after them. */
+static INLINE const float *soon(const float *positions, int64_t at, int64_t count, const float *after) {
+    return at + SOON < count ? positions + (at + SOON) * HEAD_DIM : after + (at + SOON - count) * HEAD_DIM;
+}
+
+/* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. `after`: what is
+   read after the values. */
+static INLINE void weigh(int width, const float *values, int64_t count, const float *scores, int64_t stride,
+                         const float *total, const float *after, float *out) {
     vec sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (vec){0};
     for (int64_t at = 0; at < count; at++) {
-        for (int v = 0; v < width; v++) __builtin_prefetch(values + (at + 2 * LANES) * HEAD_DIM + v * LANES, 0, 2);
+        const float *fetched = soon(values, at, count, after);
+        for (int v = 0; v < width; v++) __builtin_prefetch(fetched + v * LANES, 0, 2);
         for (int g = 0; g < GROUPS; g++)
             for (int v = 0; v < width; v++)
                 sums[g][v] += load(values + at * HEAD_DIM + v * LANES) * scores[g * stride + at];
@@ -124,19 +134,19 @@ static inline __attribute__((always_inline)) void weigh(
         for (int v = 0; v < width; v++) store(out + g * HEAD_DIM + v * LANES, sums[g][v] / total[g]);
 }
 
-/* Attention of the query heads of one KV head over `count` cached positions. `scores`: [GROUPS, stride] floats. */
+/* Attention of the query heads of one KV head over `count` cached positions. `scores`: [GROUPS, stride] floats. `after`:
+   the keys that this thread is likely to read next. */
 static void attend(const float *query, const float *keys, const float *values, int64_t count, float scaling,
-                   float *scores, int64_t stride, float *out) {
-    int64_t whole = count - count % LANES;
-    for (int64_t at = 0; at < whole; at += LANES) {
-        const float *block = keys + at * HEAD_DIM;
-        for (int i = 0; i < LANES * HEAD_DIM; i += LANES) __builtin_prefetch(block + 2 * LANES * HEAD_DIM + i, 0, 2);
-        for (int g = 0; g < GROUPS; g++)
-            store(scores + g * stride + at, products(query + g * HEAD_DIM, block, LANES) * scaling);
-    }
-    for (int g = 0; whole < count && g < GROUPS; g++) {
-        vec rest = products(query + g * HEAD_DIM, keys + whole * HEAD_DIM, count - whole);
-        store(scores + g * stride + whole, rest * scaling);
+                   float *scores, int64_t stride, const float *after, float *out) {
+    int64_t rest = count % LANES, whole = count - rest, blocks = whole + (rest ? LANES : 0);
+    for (int64_t at = 0; at < blocks; at += LANES) {
+        const float *block = keys + at * HEAD_DIM, *fetched = soon(keys, at, blocks, values);
+        for (int i = 0; i < LANES * HEAD_DIM; i += LANES) __builtin_prefetch(fetched + i, 0, 2);
+        for (int g = 0; g < GROUPS; g++) {
+            const float *its = query + g * HEAD_DIM;
+            vec found = at < whole ? products(its, block, LANES) : products(its, block, rest);
+            store(scores + g * stride + at, found * scaling);
+        }
     }
     float total[GROUPS];
     for (int g = 0; g < GROUPS; g++) {
@@ -157,8 +167,9 @@ static void attend(const float *query, const float *keys, const float *values, i
     }
     int64_t done = 0;
     for (; done + WIDTH * LANES <= HEAD_DIM; done += WIDTH * LANES)
-        weigh(WIDTH, values + done, count, scores, stride, total, out + done);
-    if (HEAD_DIM / LANES % WIDTH) weigh(HEAD_DIM / LANES % WIDTH, values + done, count, scores, stride, total, out + done);
+        weigh(WIDTH, values + done, count, scores, stride, total, after + done, out + done);
+    if (HEAD_DIM / LANES % WIDTH)
+        weigh(HEAD_DIM / LANES % WIDTH, values + done, count, scores, stride, total, after + done, out + done);
 }
 
 /* silu(gate) * up */
@@ -228,6 +239,12 @@ static ONE_COPY void normalise_rows(const Model *model, const float *norm, int64
     END_OF(ROWS)
 }
 
+/* Where the keys and values begin, in floats, that the queries of a KV head and a row see: task head * rows + row. */
+static int64_t first_of_task(const Model *model, const Batch *batch, int64_t task) {
+    int64_t head = task / batch->rows, row = task % batch->rows;
+    return (head * model->columns + batch->columns[row] - batch->positions[row]) * HEAD_DIM;
+}
+
 /* Caches the keys and values of all rows. `attended`: what their queries find. */
 static ONE_COPY void attend_rows(const Model *model, const Layer *layer, const Batch *batch, const Space *space) {
     int64_t rows = batch->rows, heads_stride = layer->query_key_value.outputs, stride = attended_stride(model);
@@ -237,13 +254,15 @@ static ONE_COPY void attend_rows(const Model *model, const Layer *layer, const B
 #pragma omp for
     for (int64_t row = 0; row < rows; row++) cache(model, layer, batch, row, space->heads + row * heads_stride);
     END_OF(ROWS)
+    int64_t tasks = rows * model->kv_heads, threads = omp_get_num_threads();
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < rows * model->kv_heads; task++) {
-        int64_t head = task / rows, row = task % rows, seen = batch->positions[row] + 1;
-        int64_t first = head * model->columns + batch->columns[row] - batch->positions[row];
-        attend(space->heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first * HEAD_DIM,
-               layer->values + first * HEAD_DIM, seen, model->scaling,
-               space->scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores,
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t head = task / rows, row = task % rows, first = first_of_task(model, batch, task);
+        /* Threads take tasks in turn, more or less. */
+        int64_t after = first_of_task(model, batch, task + threads < tasks ? task + threads : task);
+        attend(space->heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first, layer->values + first,
+               batch->positions[row] + 1, model->scaling,
+               space->scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores, layer->keys + after,
                space->attended + row * stride + head * GROUPS * HEAD_DIM);
     }
     END_OF(ATTENTION)
