@@ -93,6 +93,8 @@ class Engine:
         """
         logits = [self._pass(chunk) for chunk in _chunks(spans, self.max_forward_tokens)]
         wanted = [rows for rows in logits if len(rows)]
+        if len(wanted) == 1:
+            return wanted[0]
         return torch.cat(wanted) if wanted else torch.empty(0, self.facts.outputs, device=self.facts.device)
 
     @property

@@ -1,5 +1,6 @@
 """Sequences of many coordinators in one engine: the part of a round that drafting and verifying share."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
@@ -9,7 +10,7 @@ import torch
 from engine.cache.slots import SequenceKey, Slot
 from engine.cache.spans import Span
 from engine.engine import Engine
-from engine.sampling import choose_together, choose_tokens, samples_by_kernel
+from engine.sampling import choose_together, choose_tokens, largest, samples_by_kernel
 from protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
 from protocol.sampling import SamplingParams
 from protocol.worker_info import WorkerInfo
@@ -117,15 +118,15 @@ class SequenceEngine:
         if known is not None and samples_by_kernel(known.device, known.dtype, known.shape[1]):
             sequences = [(slot.sampling, slot.token_ids, count) for slot, count in zip(slots, counts, strict=True)]
             return [*choose_together(known, sequences)], repeat(True)
-        indexes = logits.argmax(-1)
+        indexes = largest(logits)
         finite = _are_finite(logits, indexes) if logits.device.type == "cpu" else repeat(True)
         best = iter(self.engine.token_ids(indexes).tolist())
-        largest: list[Iterable[int]] = [list(islice(best, count)) for count in counts]
+        greedy: list[Iterable[int]] = [list(islice(best, count)) for count in counts]
         if known is None:
-            return largest, finite
+            return greedy, finite
         sampled = [
             its if slot.sampling is None else choose_tokens(rows, slot.sampling, slot.token_ids)
-            for its, slot, rows in zip(largest, slots, known.split(counts), strict=True)
+            for its, slot, rows in zip(greedy, slots, known.split(counts), strict=True)
         ]
         return sampled, finite
 
@@ -192,11 +193,9 @@ class SequenceEngine:
         )
 
 
-def _are_finite(logits: torch.Tensor, largest: torch.Tensor) -> list[bool]:
-    """Whether the largest logit of each row is a finite number; `largest` has their indexes. A NaN counts as the
-    largest."""
-    found: list[bool] = logits.gather(-1, largest[:, None]).isfinite().squeeze(-1).tolist()
-    return found
+def _are_finite(logits: torch.Tensor, indexes: torch.Tensor) -> list[bool]:
+    """Whether the largest logit of each row is a finite number; `indexes` are theirs."""
+    return [math.isfinite(logit) for logit in logits.gather(-1, indexes[:, None]).squeeze(-1).tolist()]
 
 
 def _largest_probabilities(logits: torch.Tensor) -> torch.Tensor:

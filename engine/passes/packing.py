@@ -1,10 +1,9 @@
 """Packs the new tokens of many sequences into one row."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-import numpy as np
 import torch
 
 from engine.cache.arena import KVArena
@@ -78,39 +77,38 @@ def pack(
     tile of attention. `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is
     neither cached nor attended.
     """
-    lengths = np.array([len(span.token_ids) for span in spans])
-    tokens = int(lengths.sum())
-    first = lengths.cumsum() - lengths
-    index = np.arange(tokens) - np.repeat(first, lengths)  # of each token in its span
-    numbers = np.zeros((3, padded(tokens)), np.int64)
-    own = numbers[:, :tokens]
-    own[INPUT_IDS] = np.fromiter(chain.from_iterable(span.token_ids for span in spans), np.int64, tokens)
-    own[POSITIONS] = index + np.repeat([span.start for span in spans], lengths)
-    own[COLUMNS] = own[POSITIONS] + np.repeat([location.first for location in locations], lengths)
-    begins = np.flatnonzero(index % rows_per_tile == 0)
-    tiles = np.zeros((2, padded(len(begins))), np.int64)
-    tiles[TILE_BEGINS, : len(begins)] = begins
-    left = np.repeat(lengths, lengths) - index  # in the span, from each token on
-    tiles[TILE_SIZES, : len(begins)] = np.minimum(left[begins], rows_per_tile)
-    if repeats:
-        numbers[:, tokens:] = numbers[:, :1]
-    else:
-        numbers[COLUMNS, tokens:] = -1
-    wanted = np.array([span.num_logits for span in spans])
-    num_logits = int(wanted.sum())
-    logit_rows = np.zeros(padded(num_logits) if num_logits else 0, np.int64)
-    before = wanted.cumsum() - wanted
-    logit_rows[:num_logits] = np.arange(num_logits) + np.repeat(first + lengths - wanted - before, wanted)
-    if num_logits:
-        logit_rows[num_logits:] = logit_rows[0]
-    together = torch.from_numpy(np.concatenate([numbers.ravel(), tiles.ravel(), logit_rows]))
+    input_ids: list[int] = []
+    positions: list[int] = []
+    columns: list[int] = []
+    begins: list[int] = []
+    sizes: list[int] = []
+    logit_rows: list[int] = []
+    # As lists: for a few rows, operations on arrays take several times as long.
+    for span, location in zip(spans, locations, strict=True):
+        first, count = len(input_ids), len(span.token_ids)
+        input_ids += span.token_ids
+        positions += range(span.start, span.end)
+        columns += range(location.first + span.start, location.first + span.end)
+        begins += range(first, first + count, rows_per_tile)
+        sizes += [rows_per_tile] * (count // rows_per_tile) + [count % rows_per_tile] * (count % rows_per_tile > 0)
+        logit_rows += range(first + count - span.num_logits, first + count)
+    tokens, num_logits = len(input_ids), len(logit_rows)
+    rows, tiles = padded(tokens), padded(len(begins))
+    for numbers, beyond in ((input_ids, 0), (positions, 0), (columns, -1)):
+        numbers.extend([numbers[0] if repeats else beyond] * (rows - tokens))
+    for numbers in (begins, sizes):
+        numbers.extend([0] * (tiles - len(numbers)))
+    if logit_rows:
+        logit_rows += logit_rows[:1] * (padded(num_logits) - num_logits)
+    each = array("q", input_ids + positions + columns + begins + sizes + logit_rows)
+    together = torch.frombuffer(each, dtype=torch.int64)
     if arena.device.type == "cuda":
         together = together.pin_memory()
     return PackedBatch(
         arena=arena,
         tokens=tokens,
-        rows=numbers.shape[1],
-        tiles=tiles.shape[1],
+        rows=rows,
+        tiles=tiles,
         longest=max(span.end for span in spans),
         num_logits=num_logits,
         numbers=together.to(arena.device, non_blocking=True),

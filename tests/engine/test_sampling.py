@@ -24,13 +24,31 @@ from transformers import (
 
 from engine import noise
 from engine.noise import gumbel
-from engine.sampling import adjust, candidates, choose_token, choose_tokens
+from engine.sampling import adjust, candidates, choose_token, choose_tokens, largest
 from protocol.sampling import SamplingParams
 
 VOCAB = 40
 DRAWS = 10_000
 # Of chi-squared with 39 degrees of freedom.
 QUANTILE_99_9 = 72.05
+
+
+@given(
+    st.integers(1, 300).flatmap(
+        lambda size: st.lists(
+            st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 2.5, math.inf, math.nan]), min_size=size, max_size=size),
+            min_size=1,
+            max_size=4,
+        )
+    )
+)
+def test_the_largest_logit_is_the_one_that_torch_finds(rows: list[list[float]]) -> None:
+    """Of several that are the largest, the first, NaN included, in padded rows, too."""
+    logits = torch.tensor(rows)
+    assert largest(logits).tolist() == logits.argmax(-1).tolist()
+    padded = torch.nn.functional.pad(logits, (0, 3), value=math.inf)[:, : logits.shape[1]]
+    assert largest(padded).tolist() == logits.argmax(-1).tolist()
+    assert largest(logits.bfloat16()).tolist() == logits.argmax(-1).tolist()
 
 
 def logits_at(expected: torch.Tensor, got: torch.Tensor, where: torch.Tensor) -> list[float]:
