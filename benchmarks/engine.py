@@ -27,8 +27,9 @@ from benchmarks.shapes import SHAPES, random_loaded, random_model
 from engine.cache.memory import zeros
 from engine.cache.spans import Span
 from engine.engine import Engine
+from engine.models.devices import use_device
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import load_config, read_weights, use_device
+from engine.models.loading import load_config, read_weights
 from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.passes.native.model import NativeModel

@@ -18,8 +18,8 @@ import torch
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, progress, show
+from engine.models.devices import use_device
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import use_device
 from specpool.cli.generate import sure_answers
 from specpool.cli.prompts import PromptLine
 from specpool.cli.up import UpSettings, running

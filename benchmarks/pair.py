@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.shapes import SHAPES, random_model
-from engine.models.loading import pick_device
+from engine.models.devices import pick_device
 from engine.models.sources import UnsupportedModelError
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 

@@ -27,8 +27,9 @@ from distill.training import (
     loss_of,
 )
 from engine.models.compact import load_compact, load_trained, save_compact
+from engine.models.devices import pick_device
 from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import load_config, pick_device, read_weights
+from engine.models.loading import load_config, read_weights
 from engine.models.sources import UnsupportedModelError, source_of
 from engine.models.trained_draft import layers_of, save_draft
 from engine.options import EngineOptions

@@ -5,8 +5,8 @@ import torch
 
 from engine.cache.memory import release_files
 from engine.models.facts import ModelFacts
-from engine.models.loading import LoadedModel, first_line
-from engine.models.sources import UnsupportedModelError
+from engine.models.loading import LoadedModel
+from engine.models.sources import UnsupportedModelError, first_line
 from engine.numerics import Tiles
 from engine.options import EngineOptions
 from engine.parallel.group import ALONE, Alone

@@ -11,8 +11,8 @@ from engine.cache.layout import LAYOUTS, KVLayout
 from engine.cache.memory import Footprint, KVLimit, activation_bytes, default_kv_memory, weight_bytes
 from engine.cache.slots import SlotTable
 from engine.models.facts import ModelFacts
-from engine.models.loading import LoadedModel, first_line
-from engine.models.sources import UnsupportedModelError
+from engine.models.loading import LoadedModel
+from engine.models.sources import UnsupportedModelError, first_line
 from engine.numerics import Tiles, round_up
 from engine.options import EngineOptions
 from engine.passes.forward_pass import ForwardPass

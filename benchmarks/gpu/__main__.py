@@ -35,7 +35,7 @@ from benchmarks.gpu.part import TINY_SHAPES, Settings
 from benchmarks.gpu.report import goals, show_part
 from benchmarks.report import console, finish, output_folder, show
 from benchmarks.shapes import SHAPES
-from engine.models.loading import pick_device
+from engine.models.devices import pick_device
 from engine.models.sources import UnsupportedModelError
 
 ROOT = Path(__file__).parents[2]

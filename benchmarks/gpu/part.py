@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import SHAPES
-from engine.models.loading import first_line
+from engine.models.sources import first_line
 from engine.probes.kernels import TIMED_ROWS
 
 Row = dict[str, Any]

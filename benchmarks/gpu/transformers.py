@@ -11,7 +11,7 @@ from benchmarks.gpu.pair import made_pair
 from benchmarks.gpu.part import Findings, Settings
 from benchmarks.peers import Peers
 from benchmarks.report import seconds_of
-from engine.models.loading import pick_device
+from engine.models.devices import pick_device
 from specpool.cli.prompts import own_prompts
 
 # A run that may not fit into the time left is not begun.

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from engine.models.compact import find_named
+from engine.models.devices import use_device
 from engine.models.gguf_file import GgufError, GgufFile
 from engine.models.quantization import INSTEAD, are_scales, method_of, unpacking
-from engine.models.sources import UnsupportedModelError, gguf_file_of, source_of
+from engine.models.sources import UnsupportedModelError, first_line, gguf_file_of, source_of
 from engine.models.stored import EMBEDDING, StoredWeights, decode_model, read_stored, stored_weights
 from engine.models.support import why_unsupported
 from engine.options import EngineOptions
@@ -244,38 +244,6 @@ def _without_weights(config: PreTrainedConfig, output_ids: torch.Tensor | None) 
     return described
 
 
-def use_device(wanted: str) -> torch.device:
-    """Picks a device as `pick_device` does, with its errors, and makes it the current one of this thread."""
-    device = pick_device(wanted)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels and graphs go to the current device
-    return device
-
-
-def pick_device(wanted: str) -> torch.device:
-    """The device that `wanted` names, a GPU with its index; "auto" takes a GPU if there is one. UnsupportedModelError
-    if there is no such device."""
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
-    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise UnsupportedModelError(f'device {wanted} cannot be used: it must be "auto", "cpu", "cuda" or "cuda:N"')
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-            _refuse_missing_gpu(wanted, device.index)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UnsupportedModelError(f"device {wanted} cannot be used: {first_line(error)}") from error
-    return device
-
-
-def _refuse_missing_gpu(wanted: str, index: int) -> None:
-    count = torch.cuda.device_count()
-    if index >= count:
-        names = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise UnsupportedModelError(f"device {wanted} cannot be used: this machine has {names}")
-
-
 def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
     """Replaces the output head by that of a file, if the file exists; returns the tokens of its rows."""
     if not file.is_file():
@@ -378,8 +346,3 @@ def _reason(error: Exception) -> str:
             "only such files and GGUF files are read, since others, such as .bin, can run code"
         )
     return reason
-
-
-def first_line(error: Exception) -> str:
-    """The first line of another library's error, short enough for a message of our own."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Where a model is: on a hub, in a folder, or in a GGUF file."""
+"""Where a model is: on a hub, in a folder, or in a GGUF file; and the error that says why it cannot be served."""
 
 from pathlib import Path
 from typing import Any
@@ -44,3 +44,8 @@ def gguf_file_of(model: str) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise UnsupportedModelError(f"{model} has several GGUF files ({names}); name one of them as the model")
     return files[0] if files else None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of another library's error, short enough for a message of our own."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

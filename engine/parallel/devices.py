@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.models.loading import pick_device
+from engine.models.devices import pick_device
 from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 

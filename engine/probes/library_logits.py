@@ -5,8 +5,8 @@ import torch
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.facts import ModelFacts
-from engine.models.loading import LoadedModel, first_line
-from engine.models.sources import UnsupportedModelError
+from engine.models.loading import LoadedModel
+from engine.models.sources import UnsupportedModelError, first_line
 from engine.passes.attention import PACKED_ATTENTION
 
 PROBE_TOKENS = 8

@@ -11,7 +11,8 @@ from tiny_pair import tiny_config
 from transformers import AutoModelForCausalLM
 
 from engine.models import loading
-from engine.models.loading import load_model, pick_device
+from engine.models.devices import pick_device
+from engine.models.loading import load_model
 from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.startup import load_engine
