@@ -5,7 +5,7 @@ fingerprint can be made.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from engine.models.loading import LoadedModel
 from engine.models.words import word_sums
 from engine.weights.coded import Coded, CodedEmbedding, CodedLinear, Weight
+from engine.weights.on_threads import on_threads
 
 
 @torch.inference_mode()
@@ -26,15 +27,16 @@ def weights_fingerprint(loaded: LoadedModel, sums: Mapping[str, bytes] | None = 
     weights, wholes = _weights_of(loaded.model), dict(loaded.described.state_dict())
     if loaded.output_ids is not None:
         weights["output_ids"] = wholes["output_ids"] = loaded.output_ids
-    digest, known = hashlib.sha256(), dict[tuple[object, ...], bytes]()
     given = {_place_of(weights[name]): its for name, its in (sums or {}).items()}  # of tied weights, one is named
-    for name, weight in sorted(weights.items()):
-        dtype = torch.float32 if isinstance(weight, Coded) else weight.dtype
-        facts = (str(dtype), tuple(wholes[name].shape))
-        same = (*_place_of(weight), *facts)  # tied weights have two names
-        if same not in known:
-            known[same] = given.get(_place_of(weight)) or word_sums(weight)
-        digest.update(repr((name, *facts)).encode() + known[same])
+    facts = {name: (_dtype_of(weight), tuple(wholes[name].shape)) for name, weight in weights.items()}
+    same = {name: (*_place_of(weight), *facts[name]) for name, weight in weights.items()}
+    each = {same[name]: weight for name, weight in weights.items()}  # tied weights have two names
+    known = {key: given[_place_of(weight)] for key, weight in each.items() if _place_of(weight) in given}
+    unknown = [key for key in each if key not in known]
+    known.update(zip(unknown, _summed([each[key] for key in unknown]), strict=True))
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(repr((name, *facts[name])).encode() + known[same[name]])
     return digest.hexdigest()
 
 
@@ -46,6 +48,16 @@ def _weights_of(model: PreTrainedModel) -> dict[str, Weight]:
         elif isinstance(module, CodedEmbedding):
             found[f"{name}.weight"] = module.weight
     return found
+
+
+def _dtype_of(weight: Weight) -> str:
+    return str(torch.float32 if isinstance(weight, Coded) else weight.dtype)
+
+
+def _summed(weights: Sequence[Weight]) -> list[bytes]:
+    if all(weight.data.device.type == "cpu" for weight in weights):
+        return on_threads(word_sums, weights)
+    return [word_sums(weight) for weight in weights]
 
 
 def _place_of(weight: Weight) -> tuple[object, ...]:

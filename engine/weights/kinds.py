@@ -85,8 +85,8 @@ class Kind:
     def dequantized(self, fields: Fields) -> torch.Tensor:
         """The weights [rows, columns] in float32."""
         scale = _of_parts(fields.scale, fields.scale_factors)
-        codes = (fields.codes - self.middle).float().reshape(*scale.shape, -1)
-        weights = codes.mul_(scale[..., None])
+        codes = fields.codes - self.middle if self.middle else fields.codes
+        weights = codes.float().reshape(*scale.shape, -1).mul_(scale[..., None])
         if fields.offset is not None:
             offset = _of_parts(fields.offset, fields.offset_factors)
             # Of a block with parts, the offset is subtracted.
@@ -129,12 +129,16 @@ def _of_parts(numbers: torch.Tensor, factors: torch.Tensor | None) -> torch.Tens
 
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The float16 at this byte of each block."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+    return blocks.view(torch.float16)[..., at // 2]
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Codes of 4 bits [..., 2n] of bytes [..., n]: first all that are in lower halves, then all in upper ones."""
-    return torch.cat([packed & 15, packed >> 4], -1)
+    size = packed.shape[-1]
+    codes = packed.new_empty(*packed.shape[:-1], 2 * size)
+    torch.bitwise_and(packed, 15, out=codes[..., :size])
+    torch.bitwise_right_shift(packed, 4, out=codes[..., size:])
+    return codes
 
 
 def _split_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:

@@ -9,12 +9,13 @@ from torch.nn.functional import pad
 
 from engine.weights.coded import Coded, Weight, as_tensor, slice_of
 from engine.weights.kinds import INT8, KINDS, Fields, Kind
+from engine.weights.on_threads import on_threads
 
 PANEL, PART = 32, 32
 FLOAT32, BFLOAT16 = "FLOAT32", "BFLOAT16"
 NUMBERS = {name: i for i, name in enumerate((FLOAT32, BFLOAT16, *KINDS))}
 """The kinds of panels, as in the enum of panels.h."""
-AT_A_TIME = 1 << 20
+AT_A_TIME = 1 << 18
 """Weights that are written together, at most: what is in between takes several bytes for each."""
 
 
@@ -40,8 +41,11 @@ class Segment:
     def write(self, to: torch.Tensor) -> None:
         """Writes them into bytes [panels, panel_bytes]."""
         step = max(1, AT_A_TIME // (PANEL * self.weight.shape[1]))
-        for first in range(0, self.panels, step):
+
+        def write(first: int) -> None:
             to[first : first + step] = self._written(slice_of(self.weight, first * PANEL, (first + step) * PANEL))
+
+        on_threads(write, range(0, self.panels, step))
 
     def _written(self, weight: Weight) -> torch.Tensor:
         if isinstance(weight, Coded):
