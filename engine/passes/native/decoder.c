@@ -11,10 +11,11 @@
 #include "products.h"
 
 /* Vectors of a head that are summed at the same time, for all query heads of a KV head. */
-#define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / LANES ? SUMS / GROUPS : HEAD_DIM / LANES)
+#define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / WIDE ? SUMS / GROUPS : HEAD_DIM / WIDE)
 
-/* Cached positions ahead of the one in use that are fetched from memory. */
+/* Cached positions ahead of the one in use that are fetched from memory, and floats of a cache line. */
 #define SOON 64
+#define LINE 16
 
 /* Seconds that the first thread has spent in each stage since the library was loaded, measured from end to end. */
 enum { PRODUCTS, ATTENTION, ROWS };
@@ -64,10 +65,11 @@ typedef struct {
 
 /* x / rms(x) * weight, of `size` features; `out` may be `x`. */
 static void normalise(const float *x, const float *weight, int64_t size, float eps, float *out) {
-    vec squares = {0};
-    for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
+    wide squares[SLICES] = {{0}};
+    for (int64_t i = 0; i < size; i += LANES)
+        for (int s = 0; s < SLICES; s++) squares[s] += at(x + i, s) * at(x + i, s);
     float scale = 1.0f / sqrtf(folded(squares, 0) / size + eps);
-    for (int64_t i = 0; i < size; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
+    for (int64_t i = 0; i < size; i += WIDE) put(out + i, 0, at(x + i, 0) * scale * at(weight + i, 0));
 }
 
 static void rotate(const float *cosines, const float *sines, float *head) {
@@ -90,48 +92,58 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
     const float *key = heads + HEADS(model) * HEAD_DIM, *value = heads + rotated * HEAD_DIM;
     for (int64_t h = 0; h < model->kv_heads; h++) {
         int64_t to = (h * model->columns + batch->columns[row]) * HEAD_DIM;
-        for (int i = 0; i < HEAD_DIM; i += LANES) {
-            store(layer->keys + to + i, load(key + h * HEAD_DIM + i));
-            store(layer->values + to + i, load(value + h * HEAD_DIM + i));
+        for (int i = 0; i < HEAD_DIM; i += WIDE) {
+            put(layer->keys + to + i, 0, at(key + h * HEAD_DIM + i, 0));
+            put(layer->values + to + i, 0, at(value + h * HEAD_DIM + i, 0));
         }
     }
 }
 
-/* The dot products of a query with `count` keys, at most LANES; the other lanes repeat that with the last key. */
-static inline __attribute__((always_inline)) vec products(const float *query, const float *keys, int count) {
-    vec sums[LANES];
-    for (int lane = 0; lane < LANES; lane++) {
-        const float *key = keys + (lane < count ? lane : count - 1) * HEAD_DIM;
-        sums[lane] = load(query) * load(key);
-        for (int i = LANES; i < HEAD_DIM; i += LANES) sums[lane] += load(query + i) * load(key + i);
+/* The dot products of a query with `count` keys, at most LANES, times `scaling`; beyond them that with the last key. */
+static INLINE void score(const float *query, const float *keys, int count, float scaling, float *out) {
+    for (int first = 0; first < LANES; first += WIDE) {
+        wide sums[WIDE];
+        for (int i = 0; i < WIDE; i++) {
+            const float *key = keys + (first + i < count ? first + i : count - 1) * HEAD_DIM;
+            wide slices[SLICES];
+            for (int s = 0; s < SLICES; s++) slices[s] = at(query, s) * at(key, s);
+            for (int k = LANES; k < HEAD_DIM; k += LANES)
+                for (int s = 0; s < SLICES; s++) slices[s] += at(query + k, s) * at(key + k, s);
+            for (int half = SLICES / 2; half; half /= 2)
+                for (int s = 0; s < half; s++) slices[s] += slices[s + half];
+            sums[i] = slices[0];
+        }
+#if WIDE > 8
+        for (int i = 0; i < 8; i++) sums[i] = FOLDED(sums[i], sums[i + 8], 8);
+#endif
+#if WIDE > 4
+        for (int i = 0; i < 4; i++) sums[i] = FOLDED(sums[i], sums[i + 4], 4);
+#endif
+        for (int i = 0; i < 2; i++) sums[i] = FOLDED(sums[i], sums[i + 2], 2);
+        put(out + first, 0, FOLDED(sums[0], sums[1], 1) * scaling);
     }
-    for (int i = 0; i < 8; i++) sums[i] = FOLDED(sums[i], sums[i + 8], 8);
-    for (int i = 0; i < 4; i++) sums[i] = FOLDED(sums[i], sums[i + 4], 4);
-    for (int i = 0; i < 2; i++) sums[i] = FOLDED(sums[i], sums[i + 2], 2);
-    return FOLDED(sums[0], sums[1], 1);
 }
 
-/* Where position `at + SOON` is of `count` positions, or of those that are read after them. */
-static INLINE const float *soon(const float *positions, int64_t at, int64_t count, const float *after) {
-    return at + SOON < count ? positions + (at + SOON) * HEAD_DIM : after + (at + SOON - count) * HEAD_DIM;
+/* Where position `i + SOON` is of `count` positions, or of those that are read after them. */
+static INLINE const float *soon(const float *positions, int64_t i, int64_t count, const float *after) {
+    return i + SOON < count ? positions + (i + SOON) * HEAD_DIM : after + (i + SOON - count) * HEAD_DIM;
 }
 
 /* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. `after`: what is
    read after the values. */
 static INLINE void weigh(int width, const float *values, int64_t count, const float *scores, int64_t stride,
                          const float *total, const float *after, float *out) {
-    vec sums[GROUPS][WIDTH];
+    wide sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
-        for (int v = 0; v < width; v++) sums[g][v] = (vec){0};
-    for (int64_t at = 0; at < count; at++) {
-        const float *fetched = soon(values, at, count, after);
-        for (int v = 0; v < width; v++) __builtin_prefetch(fetched + v * LANES, 0, 2);
+        for (int v = 0; v < width; v++) sums[g][v] = (wide){0};
+    for (int64_t i = 0; i < count; i++) {
+        const float *fetched = soon(values, i, count, after);
+        for (int v = 0; v < width * WIDE; v += LINE) __builtin_prefetch(fetched + v, 0, 2);
         for (int g = 0; g < GROUPS; g++)
-            for (int v = 0; v < width; v++)
-                sums[g][v] += load(values + at * HEAD_DIM + v * LANES) * scores[g * stride + at];
+            for (int v = 0; v < width; v++) sums[g][v] += at(values + i * HEAD_DIM, v) * scores[g * stride + i];
     }
     for (int g = 0; g < GROUPS; g++)
-        for (int v = 0; v < width; v++) store(out + g * HEAD_DIM + v * LANES, sums[g][v] / total[g]);
+        for (int v = 0; v < width; v++) put(out + g * HEAD_DIM, v, sums[g][v] / total[g]);
 }
 
 /* Attention of the query heads of one KV head over `count` cached positions. `scores`: [GROUPS, stride] floats. `after`:
@@ -139,44 +151,45 @@ static INLINE void weigh(int width, const float *values, int64_t count, const fl
 static void attend(const float *query, const float *keys, const float *values, int64_t count, float scaling,
                    float *scores, int64_t stride, const float *after, float *out) {
     int64_t rest = count % LANES, whole = count - rest, blocks = whole + (rest ? LANES : 0);
-    for (int64_t at = 0; at < blocks; at += LANES) {
-        const float *block = keys + at * HEAD_DIM, *fetched = soon(keys, at, blocks, values);
-        for (int i = 0; i < LANES * HEAD_DIM; i += LANES) __builtin_prefetch(fetched + i, 0, 2);
+    for (int64_t i = 0; i < blocks; i += LANES) {
+        const float *block = keys + i * HEAD_DIM, *fetched = soon(keys, i, blocks, values);
+        for (int k = 0; k < LANES * HEAD_DIM; k += LINE) __builtin_prefetch(fetched + k, 0, 2);
         for (int g = 0; g < GROUPS; g++) {
             const float *its = query + g * HEAD_DIM;
-            vec found = at < whole ? products(its, block, LANES) : products(its, block, rest);
-            store(scores + g * stride + at, found * scaling);
+            if (i < whole) score(its, block, LANES, scaling, scores + g * stride + i);
+            else score(its, block, rest, scaling, scores + g * stride + i);
         }
     }
     float total[GROUPS];
     for (int g = 0; g < GROUPS; g++) {
-        float *score = scores + g * stride;
-        for (int64_t at = count; at % LANES; at++) score[at] = -INFINITY;
-        vec most = load(score), sum = {0};
-        for (int64_t at = LANES; at < count; at += LANES) most = larger(most, load(score + at));
+        float *its = scores + g * stride;
+        for (int64_t i = count; i < blocks; i++) its[i] = -INFINITY;
+        wide most[SLICES], sum[SLICES] = {{0}};
+        for (int s = 0; s < SLICES; s++) most[s] = at(its, s);
+        for (int64_t i = LANES; i < count; i += LANES)
+            for (int s = 0; s < SLICES; s++) most[s] = larger(most[s], at(its + i, s));
         float largest = folded(most, 1);
-        for (int64_t at = 0; at < count; at += LANES) {
-            vec weight = exponential(load(score + at) - largest);
-            store(score + at, weight);
+        for (int64_t i = 0; i < count; i += LANES) {
+            for (int s = 0; s < SLICES; s++) put(its + i, s, exponential(at(its + i, s) - largest));
             /* Beyond `count` the weights are tiny, but not zero. */
-            if (at + LANES > count)
-                for (int64_t i = count; i < at + LANES; i++) score[i] = 0;
-            sum += load(score + at);
+            if (i + LANES > count)
+                for (int64_t k = count; k < i + LANES; k++) its[k] = 0;
+            for (int s = 0; s < SLICES; s++) sum[s] += at(its + i, s);
         }
         total[g] = folded(sum, 0);
     }
     int64_t done = 0;
-    for (; done + WIDTH * LANES <= HEAD_DIM; done += WIDTH * LANES)
+    for (; done + WIDTH * WIDE <= HEAD_DIM; done += WIDTH * WIDE)
         weigh(WIDTH, values + done, count, scores, stride, total, after + done, out + done);
-    if (HEAD_DIM / LANES % WIDTH)
-        weigh(HEAD_DIM / LANES % WIDTH, values + done, count, scores, stride, total, after + done, out + done);
+    if (HEAD_DIM / WIDE % WIDTH)
+        weigh(HEAD_DIM / WIDE % WIDTH, values + done, count, scores, stride, total, after + done, out + done);
 }
 
 /* silu(gate) * up */
 static void gate(const float *gate_up, int64_t size, float *out) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        vec x = load(gate_up + i);
-        store(out + i, x / (1.0f + exponential((vec){0} - x)) * load(gate_up + size + i));
+    for (int64_t i = 0; i < size; i += WIDE) {
+        wide x = at(gate_up + i, 0);
+        put(out + i, 0, x / (1.0f + exponential((wide){0} - x)) * at(gate_up + size + i, 0));
     }
 }
 
@@ -225,7 +238,7 @@ static ONE_COPY void add(const Model *model, int64_t rows, const float *norm, fl
     for (int64_t row = 0; row < rows; row++) {
         float *from = branch + row * stride, *to = hidden + row * model->hidden;
         if (norm) normalise(from, norm, model->hidden, model->eps, from);
-        for (int64_t i = 0; i < model->hidden; i += LANES) store(to + i, load(to + i) + load(from + i));
+        for (int64_t i = 0; i < model->hidden; i += WIDE) put(to + i, 0, at(to + i, 0) + at(from + i, 0));
     }
     END_OF(ROWS)
 }

@@ -14,7 +14,7 @@ extern int omp_get_thread_num(void);
 #define ABREAST 3
 #else
 #define TILE 3
-#define SUMS 6
+#define SUMS 12
 #define ABREAST 1
 #endif
 
@@ -54,10 +54,6 @@ typedef struct {
     int64_t inputs, outputs;
     int64_t widened_from; /* rows from which a panel of few bits is widened into the cache, once for all of them */
 } Linear;
-
-static INLINE wide at(const float *from, int piece) { return *(const wide *)(from + piece * WIDE); }
-
-static INLINE void put(float *to, int piece, wide numbers) { *(wide *)(to + piece * WIDE) = numbers; }
 
 /* --- Panels of float32 or bfloat16 */
 

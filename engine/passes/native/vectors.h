@@ -1,14 +1,8 @@
-/* Vectors for any processor: `wide` has the length of a register, WIDE floats; `vec` has LANES everywhere, for which the
-   compiler uses several registers where they are shorter. Compilers are poor at that, so that most work is done in wide
-   vectors. */
+/* Vectors for any processor: `wide` has the length of a register, WIDE floats. Sums over numbers of one row have LANES
+   lanes everywhere, in SLICES vectors, so that all processors add in the same order. */
 
 #include <math.h>
 #include <stdint.h>
-
-#define LANES 16
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #if defined(__AVX512F__)
 #define WIDE 16
@@ -17,6 +11,8 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 #else
 #define WIDE 4
 #endif
+#define LANES 16
+#define SLICES (LANES / WIDE)
 
 typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 typedef int32_t iwide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
@@ -31,31 +27,35 @@ typedef int32_t iwide __attribute__((vector_size(4 * WIDE), aligned(4), may_alia
 #define ONE_COPY __attribute__((noipa))
 #define UNROLLED _Pragma("GCC unroll 8")
 #define ROLLED _Pragma("GCC unroll 1")
-#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (ivec){__VA_ARGS__})
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (iwide){__VA_ARGS__})
 #endif
 
-static inline vec load(const float *at) { return *(const vec *)at; }
+static INLINE wide at(const float *from, int piece) { return *(const wide *)(from + piece * WIDE); }
 
-static inline void store(float *at, vec x) { *(vec *)at = x; }
+static INLINE void put(float *to, int piece, wide numbers) { *(wide *)(to + piece * WIDE) = numbers; }
 
-static inline vec larger(vec x, vec y) {
-    ivec mask = x > y;
-    return (vec)(((ivec)x & mask) | ((ivec)y & ~mask));
+static INLINE wide larger(wide x, wide y) {
+    iwide mask = x > y;
+    return (wide)(((iwide)x & mask) | ((iwide)y & ~mask));
 }
 
 /* Each run of 2 * width lanes of two vectors, folded to half its length: a run of the first, one of the second, and so
-   on. If LANES vectors are folded in pairs four times, lane i of the result is the sum of all lanes of vector i. */
+   on. If WIDE vectors are folded in pairs until one is left, its lane i is the sum of all lanes of vector i. */
 #define FOLDED(x, y, width) (SHUFFLE(x, y, ALL_FROM(width, 0)) + SHUFFLE(x, y, ALL_FROM(width, width)))
-#define FROM(lane, width, plus) (lane) + (plus) + ((lane) % (2 * (width)) < (width) ? 0 : LANES - (width))
-#define ALL_FROM(w, p) \
-    FROM(0, w, p), FROM(1, w, p), FROM(2, w, p), FROM(3, w, p), FROM(4, w, p), FROM(5, w, p), FROM(6, w, p), \
-    FROM(7, w, p), FROM(8, w, p), FROM(9, w, p), FROM(10, w, p), FROM(11, w, p), FROM(12, w, p), FROM(13, w, p), \
-    FROM(14, w, p), FROM(15, w, p)
+#define FROM(lane, width, plus) (lane) + (plus) + ((lane) % (2 * (width)) < (width) ? 0 : WIDE - (width))
+#define FOUR_FROM(l, w, p) FROM(l, w, p), FROM(l + 1, w, p), FROM(l + 2, w, p), FROM(l + 3, w, p)
+#if WIDE == 16
+#define ALL_FROM(w, p) FOUR_FROM(0, w, p), FOUR_FROM(4, w, p), FOUR_FROM(8, w, p), FOUR_FROM(12, w, p)
+#elif WIDE == 8
+#define ALL_FROM(w, p) FOUR_FROM(0, w, p), FOUR_FROM(4, w, p)
+#else
+#define ALL_FROM(w, p) FOUR_FROM(0, w, p)
+#endif
 
-/* The sum or the largest of all lanes, folded in halves until one lane is left. */
-static inline float folded(vec x, int take_larger) {
+/* The sum or the largest of all LANES lanes, folded in halves until one is left. */
+static INLINE float folded(const wide *slices, int take_larger) {
     float lanes[LANES];
-    store(lanes, x);
+    for (int s = 0; s < SLICES; s++) put(lanes, s, slices[s]);
     for (int width = LANES / 2; width; width /= 2)
         for (int i = 0; i < width; i++)
             lanes[i] = !take_larger                  ? lanes[i] + lanes[i + width]
@@ -65,19 +65,19 @@ static inline float folded(vec x, int take_larger) {
 }
 
 /* e^x to about two units in the last place: 2^n times a polynomial of the remainder of x. */
-static inline vec exponential(vec x) {
+static INLINE wide exponential(wide x) {
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    const vec least = (vec){0} - 87.0f, most = (vec){0} + 88.0f;
+    const wide least = (wide){0} - 87.0f, most = (wide){0} + 88.0f;
     x = larger(x, least);
-    x = (vec){0} - larger((vec){0} - x, (vec){0} - most);
-    vec n = (x * 1.44269504f + round) - round;
-    vec rest = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts */
-    vec p = 1.9875691500e-4f * rest + 1.3981999507e-3f;
+    x = (wide){0} - larger((wide){0} - x, (wide){0} - most);
+    wide n = (x * 1.44269504f + round) - round;
+    wide rest = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts */
+    wide p = 1.9875691500e-4f * rest + 1.3981999507e-3f;
     p = p * rest + 8.3334519073e-3f;
     p = p * rest + 4.1665795894e-2f;
     p = p * rest + 1.6666665459e-1f;
     p = p * rest + 5.0000001201e-1f;
     p = p * rest * rest + rest + 1.0f;
-    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
-    return p * (vec)power;
+    iwide power = (__builtin_convertvector(n, iwide) + 127) << 23;
+    return p * (wide)power;
 }
