@@ -23,7 +23,7 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32
 DIMENSIONS = 4
 """That a tensor of ggml can have."""
-ARCHITECTURE, ALIGNED = "general.architecture", "general.alignment"
+ARCHITECTURE, ALIGNED, PARTS = "general.architecture", "general.alignment", "split.count"
 # Types of the values of metadata, by their numbers in the file.
 SIMPLE = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
@@ -65,6 +65,11 @@ class GgufFile:
         self.metadata, self.tensors = header.read()
         """By key, its numbers and texts; None for an array."""
         self.architecture = str(self.metadata.get(ARCHITECTURE))
+        parts = self.metadata.get(PARTS)
+        if type(parts) is int and parts > 1:
+            raise GgufError(
+                f"{path} is one of {parts} parts of a model; llama.cpp's llama-gguf-split --merge joins them"
+            )
 
     def read(self, name: str) -> Weight:
         """A tensor: `Coded` if its type is one of KINDS, else in float32.

@@ -175,6 +175,10 @@ def test_what_is_kept_cannot_be_changed_in_the_file(whole: Path) -> None:
             header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)),
             "its metadata has too many arrays in arrays",
         ),
+        (
+            header(values=(value("split.count", 2, struct.pack("<H", 3)),)),
+            " is one of 3 parts of a model; llama.cpp's ",
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_with_the_name_of_its_tensor(tmp_path: Path, content: bytes, reason: str) -> None:
