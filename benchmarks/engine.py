@@ -74,7 +74,10 @@ def main() -> None:
         parser.error(f"--device: {error}")
     torch.set_num_threads(options.threads)
     model = options.shape or options.model or str(embedded_pair().target)
-    engines = {weights: load(model, options, weights) for weights in options.weights}
+    try:
+        engines = {weights: load(model, options, weights) for weights in options.weights}
+    except UnsupportedModelError as error:
+        parser.error(f"{model} cannot be measured: {error}")
     engine = engines[options.weights[0]]
     bandwidth = measure_bandwidth(options.device, options.repeats)
     peer = None if options.no_peer else Peer(model, options)
