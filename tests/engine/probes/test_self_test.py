@@ -31,8 +31,8 @@ from engine.probes.operations import OperationProbe
 
 Undo = Callable[[pytest.MonkeyPatch], None]
 
-# Sizes of passes whose rows are compared with those of passes of one token.
-SIZES = (2, 3, 5, 7, 12, 97, 130, 271, 389, 500)
+# Sizes of passes whose rows are compared with those of passes of one token, and how many rows of each at most.
+SIZES = {**dict.fromkeys((2, 3, 5, 7, 12), 120), **dict.fromkeys((97, 130, 271, 389, 500), 500)}
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +47,12 @@ def different_rows(engine: Engine, length: int = 500) -> int:
     tokens = random_tokens(length, seed=3)
     alone = torch.cat([engine.forward([Span(0, at, [token], 1)]) for at, token in enumerate(tokens)])
     different = 0
-    for size in (size for size in SIZES if size <= length):
-        pieces = [tokens[at : at + size] for at in range(0, length, size)]
-        spans = [Span(1, at * size, piece, len(piece)) for at, piece in enumerate(pieces)]
-        logits = torch.cat([engine.forward([span]) for span in spans])
-        different += int((logits != alone).any(-1).sum())
+    for size, most in SIZES.items():
+        compared = tokens[: min(most, length)] if size <= length else []
+        for at in range(0, len(compared), size):
+            piece = compared[at : at + size]
+            logits = engine.forward([Span(1, at, piece, len(piece))])
+            different += int((logits != alone[at : at + len(piece)]).any(-1).sum())
     return different
 
 
@@ -258,26 +259,26 @@ def test_the_operation_that_failed_is_named(tmp_path: Path, caplog: pytest.LogCa
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     pytest.importorskip("triton")
-    for name, smaller in (("SPLIT", 64), ("BLOCK", 16), ("BUSY", 4)):  # the interpreter is slow
+    for name, smaller in (("SPLIT", 32), ("BLOCK", 16), ("BUSY", 2)):  # the interpreter is slow
         monkeypatch.setattr(gpu_attention, name, smaller)
     monkeypatch.setattr(kernels, "POSITIONS", (30,))
-    return torch.zeros(2, 1, 16)
+    return torch.zeros(1, 1, 16)
 
 
 def test_attention_agrees_at_joins_of_splits(cache: torch.Tensor) -> None:
-    assert kernels.attention_agrees(cache, query_groups=3, longest=100)
+    assert kernels.attention_agrees(cache, query_groups=3, longest=50)
 
 
-@pytest.mark.parametrize("split", [32, 128])
+@pytest.mark.parametrize("split", [16, 64])
 def test_splits_that_depend_on_the_batch_are_noticed(
     monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int
 ) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
-        monkeypatch.setattr(gpu_attention, "SPLIT", 64 if len(query) == 1 else split)
+        monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else split)
         return gpu_attention.attend_extents(query, *others[:-1], 8)
 
     monkeypatch.setattr(kernels, "attend_extents", attend)
-    assert not kernels.attention_agrees(cache, query_groups=3, longest=100)
+    assert not kernels.attention_agrees(cache, query_groups=3, longest=50)
 
 
 def products_of(folder: Path, exact: bool = True, **options: Any) -> list[Product]:
