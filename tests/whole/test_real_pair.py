@@ -20,7 +20,7 @@ from specpool.v1 import generation_pb2 as pb
 # One service and one event loop for all tests: the pair takes long to start.
 pytestmark = [pytest.mark.real_pair, pytest.mark.asyncio(loop_scope="module")]
 
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
