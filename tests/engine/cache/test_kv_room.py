@@ -63,7 +63,8 @@ async def test_gaps_between_sequences_of_all_lengths_are_closed_and_no_token_cha
             await service.client.generate(prompt, max_tokens=MAX_TOKENS + i, num_speculative_tokens=0)
             for i, prompt in enumerate(prompts)
         ]
-        for _ in range(MOST_TRIES):  # which sequences leave gaps depends on what arrives first
+        # Which sequences leave gaps depends on what arrives first; in tiles of other passes so few fit that none does.
+        for _ in range(1 if options else MOST_TRIES):
             asking = [service.client.generate(prompt, max_tokens=MAX_TOKENS + i) for i, prompt in enumerate(prompts)]
             together = await asyncio.gather(*asking)
             assert [list(response.token_ids) for response in together] == [list(one.token_ids) for one in alone]
