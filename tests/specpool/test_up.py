@@ -102,17 +102,31 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
-async def test_no_process_outlives_it(tiny_pair: Pair, number: signal.Signals) -> None:
+async def test_no_process_outlives_one_whose_terminal_hangs_up(tiny_pair: Pair) -> None:
     async with started(*up(tiny_pair, "--draft", "none", "--drain-seconds", "1")) as process:
         await address_of(process)
-        children = children_of(process.pid)
-        assert len(children) == 2
-        process.send_signal(number)
-        _, err = await process.communicate()
-        assert process.returncode == (0 if number != signal.SIGKILL else -signal.SIGKILL)
-        assert b"Traceback" not in err
-        await until(lambda: not any(map(is_running, children)))
+        await assert_all_end(process, signal.SIGHUP, 0)
+
+
+async def test_one_started_with_nohup_goes_on_until_it_is_killed_and_no_process_outlives_it(tiny_pair: Pair) -> None:
+    flags = ["--draft", "none", "--drain-seconds", "1"]
+    async with started(*up(tiny_pair, *flags), hangup=signal.SIG_IGN) as process:
+        address = await address_of(process)
+        process.send_signal(signal.SIGHUP)
+        async with AsyncClient(address) as client:
+            assert (await client.generate("abc", max_tokens=3)).token_ids
+        await assert_all_end(process, signal.SIGKILL, -signal.SIGKILL)
+
+
+async def assert_all_end(process: asyncio.subprocess.Process, number: signal.Signals, status: int) -> None:
+    """Asserts that this signal ends the process with this status, and then both of its children."""
+    children = children_of(process.pid)
+    assert len(children) == 2
+    process.send_signal(number)
+    _, err = await process.communicate()
+    assert process.returncode == status
+    assert b"Traceback" not in err
+    await until(lambda: not any(map(is_running, children)))
 
 
 async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
@@ -181,17 +195,6 @@ async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
             await asyncio.sleep(0.1)
         assert b"Traceback" not in await process.stderr.read()  # type: ignore[union-attr]
         await until(lambda: not any(map(is_running, children)))
-
-
-async def test_a_terminal_that_hangs_up_is_nothing_to_one_started_with_nohup(tiny_pair: Pair) -> None:
-    flags = ["--draft", "none", "--drain-seconds", "1"]
-    async with started(*up(tiny_pair, *flags), hangup=signal.SIG_IGN) as process:
-        address = await address_of(process)
-        process.send_signal(signal.SIGHUP)
-        async with AsyncClient(address) as client:
-            assert (await client.generate("abc", max_tokens=3)).token_ids
-        process.terminate()
-        await process.communicate()
 
 
 async def test_a_signal_while_the_embedded_pair_is_made_leaves_nothing(tmp_path: Path) -> None:
