@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Barrier
 from typing import TypeVar
 
 import torch
@@ -25,13 +26,18 @@ def on_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         with torch.inference_mode(inference):
             return function(item)
 
-    try:
-        return list(_pool(threads).map(result, items))
-    finally:
-        torch.set_num_threads(threads)  # threads that begin later would have only one, too
+    return list(_pool(threads).map(result, items))
 
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Threads that live on, since there are many small weights."""
-    return ThreadPoolExecutor(threads, "weights", torch.set_num_threads, (1,))
+    pool, all_there = ThreadPoolExecutor(threads, "weights", _use_one_thread), Barrier(threads)
+    list(pool.map(lambda _: all_there.wait(), range(threads)))
+    torch.set_num_threads(threads)  # the last number that was set is also that of threads that begin later
+    return pool
+
+
+def _use_one_thread() -> None:
+    torch.get_num_threads()  # gives this thread the number of all, which otherwise would happen in a later operation
+    torch.set_num_threads(1)
