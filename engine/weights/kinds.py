@@ -128,7 +128,7 @@ def _of_parts(numbers: torch.Tensor, factors: torch.Tensor | None) -> torch.Tens
 
 
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The float16 at this byte of each block."""
+    """The float16 at this byte of each block; blocks have even numbers of bytes."""
     return blocks.view(torch.float16)[..., at // 2]
 
 

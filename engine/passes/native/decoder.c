@@ -124,9 +124,10 @@ static INLINE void score(const float *query, const float *keys, int count, float
     }
 }
 
-/* Where position `i + SOON` is of `count` positions, or of those that are read after them. */
+/* What is read SOON positions, or as many as there are, after position `i` of `count`: `after` follows upon them. */
 static INLINE const float *soon(const float *positions, int64_t i, int64_t count, const float *after) {
-    return i + SOON < count ? positions + (i + SOON) * HEAD_DIM : after + (i + SOON - count) * HEAD_DIM;
+    i += count < SOON ? count : SOON;
+    return i < count ? positions + i * HEAD_DIM : after + (i - count) * HEAD_DIM;
 }
 
 /* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. `after`: what is

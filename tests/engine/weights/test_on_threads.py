@@ -1,6 +1,7 @@
 """Work on weights is spread over threads without a trace: same results, same settings afterwards."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,14 @@ def test_a_single_thread_needs_no_other_one() -> None:
     torch.set_num_threads(1)
     assert on_threads(where, range(3)) == [threading.current_thread()] * 3
     assert on_threads(where, []) == []
+
+
+def test_threads_that_began_without_an_operation_keep_one_torch_thread_each() -> None:
+    """Torch gives a thread the number of all in its first operation, however late that is."""
+    torch.set_num_threads(7)  # as in no other test, so that the threads are new ones
+    on_threads(lambda _: time.sleep(0.001), range(20))
+    assert set(on_threads(lambda _: torch.get_num_threads(), range(20))) == {1}
+    assert on_threads(lambda size: on_threads(abs, range(size)), range(20)) == [[*range(size)] for size in range(20)]
 
 
 def test_work_that_is_spread_may_spread_work() -> None:
