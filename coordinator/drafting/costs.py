@@ -9,6 +9,9 @@ from itertools import chain, pairwise
 # Weights of a round's time against what was believed before: in the scale of all points, and in the points near by.
 # The first rounds count for more, since what a busy machine measured at its start may be far off.
 SCALED_PER_ROUND, MOVED_PER_ROUND = 0.1, 0.02
+# How much longer each row may take where there are more of them: the first row of another tile of a kernel costs as
+# much as several later ones.
+STEP = 1.25
 # Shortest and longest time believed of a pass, so that ratios of times stay finite.
 LEAST_SECONDS, MOST_SECONDS = 1e-6, 1e6
 # Seconds by rows, believed of workers that have not measured themselves.
@@ -116,20 +119,25 @@ class StepTimes:
         return rows * self._per_cached * max(0.0, self.cached - self._measured_at)
 
     def _keep_plausible(self) -> None:
-        """Corrects points so that more rows never take less time, nor more time per row.
+        """Corrects points so that more rows never take less time, nor much more time per row.
 
         Of points that contradict each other, the one that was observed most often stays.
         """
         points = pairwise(zip(self._rows, self._seconds, strict=True))
-        if all(before <= after <= before * rows / fewer for (fewer, before), (rows, after) in points):
+        if all(before <= after <= before * rows / fewer * STEP for (fewer, before), (rows, after) in points):
             return
         kept: list[int] = []
         for at in sorted(range(len(self._rows)), key=lambda at: -self._seen[at]):
-            bounds = [sorted((self._seconds[i], self._seconds[i] * self._rows[at] / self._rows[i])) for i in kept]
+            bounds = [self._bounds(at, i) for i in kept]
             least = max((low for low, _ in bounds), default=LEAST_SECONDS)
             most = min((high for _, high in bounds), default=MOST_SECONDS)
             self._seconds[at] = min(max(least, self._seconds[at]), most)
             kept.append(at)
+
+    def _bounds(self, at: int, known: int) -> tuple[float, float]:
+        """Least and most plausible seconds of a point, by another one."""
+        seconds, ratio = self._seconds[known], self._rows[at] / self._rows[known]
+        return (seconds, seconds * ratio * STEP) if ratio > 1 else (seconds * ratio / STEP, seconds)
 
     def _segment(self, rows: float) -> tuple[int, float]:
         """The index of the point to the left, and the share of the way to the next point: above 1 beyond the last."""

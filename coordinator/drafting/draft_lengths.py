@@ -182,9 +182,9 @@ class _Batch:
         costs, lengths = self.costs, dict.fromkeys(self.counts, depth)
         for _ in range(3):  # the speed decides what a second is worth, and that decides which sequences take part
             speed, drafting = self._speed(lengths), self._drafting(lengths, depth)
-            # An average: one row more would cost a whole pass where the others fill theirs.
-            undrafted, drafted = self.sequences + self.by_lookup, max(1, sum(drafting))
-            row = speed * (costs.verify(undrafted + drafted) - costs.verify(undrafted)) / drafted
+            # An average: one row more would cost a whole pass, or a tile of it, where the others fill theirs.
+            drafted = max(1, self.by_lookup + sum(drafting))
+            row = speed * (costs.verify(self.sequences + drafted) - costs.verify(self.sequences)) / drafted
             # Where others draft too, one sequence more costs little; alone it would cost the whole step.
             steps = [speed * (costs.draft(n) - costs.draft(n - 1)) if n > 1 else 0.0 for n in drafting]
             lengths = {rate: _paying(_middle(rate), [row + step for step in steps]) for rate in lengths}

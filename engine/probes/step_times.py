@@ -18,6 +18,9 @@ LONG = 4 * STEP_CACHED
 # Passes of each kind, of which the fastest counts: the first pass of a shape also prepares it. The third one is left
 # out if the first two took this number of seconds.
 REPEATS, ENOUGH_SECONDS = 3, 0.1
+# Further numbers of rows that are measured on a CPU: the first of another tile of products, and those half way to the
+# next power of two. The first row of a tile costs as much as several later ones.
+STEPS_ON_CPU = (9, 12, 17, 24)
 LEAST_ON_GPU = 4
 """Passes of each kind on a GPU: the second one of a shape records it."""
 # Passes of more rows than this are measured only as long as none has taken more than this number of seconds: beyond it
@@ -55,9 +58,13 @@ def measure_seconds_per_cached(engine: Engine) -> float:
 
 
 def _row_numbers(engine: Engine) -> list[int]:
-    """Powers of two that are well below the most rows of a round, or of a pass if that is less, and that number."""
+    """Powers of two, and others where times grow in steps, that are well below the most rows of a round, or of a pass
+    if that is less, and that number."""
     most = max(2, min(engine.slots.total * (1 + MAX_DRAFT_TOKENS), engine.max_forward_tokens))
-    return [1 << power for power in range(most.bit_length()) if 3 << power <= 2 * most] + [most]
+    steps = STEPS_ON_CPU if engine.facts.device.type == "cpu" else ()
+    return [rows for rows in sorted([*(1 << i for i in range(most.bit_length())), *steps]) if 3 * rows <= 2 * most] + [
+        most
+    ]
 
 
 @contextmanager

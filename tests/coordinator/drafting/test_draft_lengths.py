@@ -168,6 +168,21 @@ def test_trials_of_one_way_to_draft_take_nothing_from_the_other() -> None:
     assert all(chosen)
 
 
+def test_prompt_lookup_ends_where_its_rows_begin_another_tile() -> None:
+    """Of 12 sequences, further rows cost little; of 8, they cost more than they gain, however many there are by now."""
+    tiled = StepTimes({1: 0.005, 8: 0.0148, 9: 0.0185, 12: 0.0241, 16: 0.0271, 64: 0.09})
+    lengths = DraftLengths(RoundCosts(line(0.003, 0.0003), tiled, exchange=0.001), longest=8)
+
+    def by_lookup(sequences: int) -> int:
+        found = {
+            i: DraftOptions(8, by_model=False, lookup_ids=(1,) * (i < 4), lookup_rate=0.6) for i in range(sequences)
+        }
+        return sum(len(order.lookup_ids) for order in lengths.choose(found).values())
+
+    assert sum(by_lookup(12) for _ in range(100)) == 4 * 100
+    assert sum(by_lookup(8) for _ in range(100)) < 4 * 10, "only trials are left"
+
+
 def test_only_one_of_those_who_lack_much_is_caught_up_to_try() -> None:
     lengths = DraftLengths(costs(draft=1.0), longest=8)
     chosen = lengths.choose({i: DraftOptions(8, lacking=100) for i in range(8)})

@@ -33,10 +33,10 @@ def played(monkeypatch: pytest.MonkeyPatch, seconds_per_row: float) -> list[Sequ
 @pytest.mark.parametrize(
     ("slots", "limit", "rows"),
     [
-        (6, 512, [1, 2, 4, 8, 16, 32, 64, 6 * (1 + MAX_DRAFT_TOKENS)]),
-        (6, 40, [1, 2, 4, 8, 16, 40]),
-        (6, 64, [1, 2, 4, 8, 16, 32, 64]),
-        (1, 512, [1, 2, 4, 8, 1 + MAX_DRAFT_TOKENS]),
+        (6, 512, [1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 64, 6 * (1 + MAX_DRAFT_TOKENS)]),
+        (6, 40, [1, 2, 4, 8, 9, 12, 16, 17, 24, 40]),
+        (6, 64, [1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 64]),
+        (1, 512, [1, 2, 4, 8, 9, 1 + MAX_DRAFT_TOKENS]),
         (1, 1, [1, 2]),
     ],
 )
@@ -70,7 +70,7 @@ def test_long_passes_are_repeated_once_and_not_followed_by_longer_ones(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = played(monkeypatch, 0.01)
-    assert list(measure_step_times(engine)) == [1, 2, 4, 8, 16, 32, 64]
+    assert list(measure_step_times(engine)) == [1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 64]
     counts = [sum(len(span.token_ids) for span in spans) for spans in passes]
     assert [counts.count(rows) for rows in (1, 2, 4, 8, 16, 32, 64)] == [3, 3, 3, 2, 2, 2, 2]
 
