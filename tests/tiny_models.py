@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_pair import MAX_MODEL_LEN
@@ -18,6 +19,7 @@ from engine.cache.slots import SlotTable
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.models.loading import OUTPUT_HEAD
+from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from protocol.worker_info import RankMemory
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE
@@ -75,6 +77,16 @@ def save_output_head(folder: Path, output_ids: list[int], weight: torch.Tensor |
 def load_engine(folder: Path, exact: bool = True, **options: Any) -> Engine:
     """An engine on one thread."""
     return startup.load_engine(EngineOptions(model=str(folder), **{"threads": 1, "max_sequences": 8, **options}), exact)
+
+
+def refusal(model: Path | str, **options: Any) -> str:
+    """Why an engine does not load the model; one line for a person."""
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_engine(Path(model), **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return message
 
 
 def described_as_divided(engine: Engine) -> Engine:

@@ -304,9 +304,8 @@ def refuse_made_up_weights(report: dict[str, Any]) -> None:
     for name, stored, wanted in report["mismatched_keys"]:
         made_up[name] = f"{name} (of shape {list(wanted)}, not {list(stored)})"
     if made_up:
-        first = ", ".join(made_up[name] for name in sorted(made_up)[:NAMES_IN_A_MESSAGE])
-        more = ", ..." if len(made_up) > NAMES_IN_A_MESSAGE else ""
-        raise UnsupportedModelError(f"its files lack {len(made_up)} of the weights that it needs: {first}{more}")
+        some = _some_of([made_up[name] for name in sorted(made_up)])
+        raise UnsupportedModelError(f"its files lack {len(made_up)} of the weights that it needs: {some}")
     scales = sorted(filter(are_scales, report["unexpected_keys"]))
     if scales:
         raise UnsupportedModelError(
@@ -321,11 +320,14 @@ def refuse_unread_weights(report: dict[str, Any]) -> None:
     """
     unread = report["unexpected_keys"]
     if unread:
-        first = ", ".join(unread[:NAMES_IN_A_MESSAGE])
-        more = ", ..." if len(unread) > NAMES_IN_A_MESSAGE else ""
         raise UnsupportedModelError(
-            f"its files have {len(unread)} weights for which its configuration has no place: {first}{more}"
+            f"its files have {len(unread)} weights for which its configuration has no place: {_some_of(unread)}"
         )
+
+
+def _some_of(names: list[str]) -> str:
+    """The first names, for a message."""
+    return ", ".join(names[:NAMES_IN_A_MESSAGE]) + (", ..." if len(names) > NAMES_IN_A_MESSAGE else "")
 
 
 def _max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:

@@ -9,6 +9,7 @@ import torch
 from engine.cache.slots import Slot
 from engine.cache.spans import Span
 from engine.engine import STEP_CACHED, Engine
+from engine.sampling import largest
 from protocol.rounds import MAX_DRAFT_TOKENS
 
 # Greatest number of sequences in a measured pass, and in those that show the cost of longer sequences.
@@ -105,5 +106,5 @@ def _fastest(engine: Engine, spans: Sequence[Span], least: int = 2) -> float:
 
 def _seconds(engine: Engine, spans: Sequence[Span]) -> float:
     began = time.perf_counter()
-    engine.forward(spans).argmax(-1).tolist()
+    largest(engine.forward(spans)).tolist()
     return time.perf_counter() - began

@@ -8,10 +8,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from engine.weights.kinds import Fields, Kind
-from engine.weights.on_threads import on_threads
-
-AT_A_TIME = 1 << 18
-"""Weights that are dequantized together, at most: what is in between stays in a processor's cache."""
+from engine.weights.on_threads import in_pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +45,11 @@ class Coded:
         """The weights [rows, columns] in float32."""
         rows, columns = self.shape
         weights = torch.empty(rows, columns)
-        step = max(1, AT_A_TIME // columns)
 
-        def write(first: int) -> None:
-            some = self.rows(slice(first, first + step))
-            weights[first : first + step] = self.kind.dequantized(some.fields())
+        def write(some: slice) -> None:
+            weights[some] = self.kind.dequantized(self.rows(some).fields())
 
-        on_threads(write, range(0, rows, step))
+        in_pieces(write, rows, columns)
         return weights
 
 

@@ -8,8 +8,17 @@ from typing import TypeVar
 
 import torch
 
+AT_A_TIME = 1 << 18
+"""Weights that a thread works on at a time, at most: what is in between stays in a processor's cache."""
+
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def in_pieces(work: Callable[[slice], None], count: int, weights: int) -> None:
+    """Does the work on `count` things, of so many weights each, in slices of them, on threads."""
+    step = max(1, AT_A_TIME // weights)
+    on_threads(lambda first: work(slice(first, first + step)), range(0, count, step))
 
 
 def on_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:

@@ -9,14 +9,12 @@ from torch.nn.functional import pad
 
 from engine.weights.coded import Coded, Weight, as_tensor, slice_of
 from engine.weights.kinds import INT8, KINDS, Fields, Kind
-from engine.weights.on_threads import on_threads
+from engine.weights.on_threads import in_pieces
 
 PANEL, PART = 32, 32
 FLOAT32, BFLOAT16 = "FLOAT32", "BFLOAT16"
 NUMBERS = {name: i for i, name in enumerate((FLOAT32, BFLOAT16, *KINDS))}
 """The kinds of panels, as in the enum of panels.h."""
-AT_A_TIME = 1 << 18
-"""Weights that are written together, at most: what is in between takes several bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,11 @@ class Segment:
 
     def write(self, to: torch.Tensor) -> None:
         """Writes them into bytes [panels, panel_bytes]."""
-        step = max(1, AT_A_TIME // (PANEL * self.weight.shape[1]))
 
-        def write(first: int) -> None:
-            to[first : first + step] = self._written(slice_of(self.weight, first * PANEL, (first + step) * PANEL))
+        def write(some: slice) -> None:
+            to[some] = self._written(slice_of(self.weight, some.start * PANEL, some.stop * PANEL))
 
-        on_threads(write, range(0, self.panels, step))
+        in_pieces(write, self.panels, PANEL * self.weight.shape[1])
 
     def _written(self, weight: Weight) -> torch.Tensor:
         if isinstance(weight, Coded):

@@ -12,13 +12,12 @@ import torch
 from gguf_files import random_rows, save_random_gguf
 from safetensors.torch import load_file, save_file
 from test_embedded_pair import random_trained
-from tiny_models import save_model, small_config
+from tiny_models import refusal, save_model, small_config
 from transformers import AutoModelForCausalLM
 
 from engine.models import loading
 from engine.models.compact import load_compact, save_compact
 from engine.models.loading import OUTPUT_HEAD, load_model
-from engine.models.sources import UnsupportedModelError
 from engine.models.trained_draft import save_draft
 from engine.options import EngineOptions
 from engine.weights.coded import CodedEmbedding, CodedLinear
@@ -36,14 +35,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loads(model: Path) -> loading.LoadedModel:
     return load_model(EngineOptions(model=str(model), device="cpu"))
-
-
-def refusal(model: Path) -> str:
-    with pytest.raises(UnsupportedModelError) as caught:
-        loads(model)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def beside(file: Path, folder: Path, **changes: Any) -> Path:

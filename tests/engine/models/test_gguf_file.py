@@ -13,12 +13,11 @@ from gguf import GGMLQuantizationType
 from gguf_files import gguf_config, random_rows, save_random_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import load_engine, save_model
+from tiny_models import refusal, save_model
 
 from engine.models.fingerprints import weights_fingerprint
 from engine.models.gguf_file import GgufError, GgufFile
 from engine.models.loading import load_model
-from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.weights.coded import Coded
 
@@ -61,16 +60,6 @@ def refused(folder: Path, content: bytes) -> str:
     assert "\n" not in message
     assert message.startswith(f"{folder / 'model.gguf'}")
     return message.removeprefix(f"{folder / 'model.gguf'}").removeprefix(": ")
-
-
-def refusal(model: Path) -> str:
-    """Why an engine does not load the model."""
-    with pytest.raises(UnsupportedModelError) as caught:
-        load_engine(model)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 500
-    return message
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from tiny_models import (
     decode_alone,
     load_engine,
     random_tokens,
+    refusal,
     save_model,
     save_output_head,
     small_config,
@@ -33,7 +34,6 @@ from engine.cache import memory
 from engine.cache.arena import KVArena
 from engine.cache.spans import Span
 from engine.models.loading import OUTPUT_HEAD, load_model
-from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 from engine.passes import attention
 from protocol.rounds import ProposeItem, VerifyItem
@@ -47,16 +47,6 @@ from target_worker.verifier import Verifier
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-
-def refusal(model: Path | str, **options: Any) -> str:
-    """Why the model is not loaded; one line for a person."""
-    with pytest.raises(UnsupportedModelError) as caught:
-        load_engine(Path(model), **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 500
-    return message
 
 
 def save_config(folder: Path, config: PreTrainedConfig, architecture: str | None) -> Path:

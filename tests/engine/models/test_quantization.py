@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import decode_alone, load_engine, random_tokens, save_model, small_config, transformers_logits
+from tiny_models import decode_alone, load_engine, random_tokens, refusal, save_model, small_config, transformers_logits
 from transformers import FineGrainedFP8Config, GgufConfig
 
 from engine.models.loading import load_model
 from engine.models.quantization import unpacking
-from engine.models.sources import UnsupportedModelError
 from engine.options import EngineOptions
 
 BLOCK = 128
@@ -35,14 +34,6 @@ def quantized_by(folder: Path, quantization: dict[str, Any]) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
     return folder
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(UnsupportedModelError) as caught:
-        load_engine(folder)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -164,5 +164,5 @@ def test_rows_that_are_no_whole_parts_are_kept_in_float32(inputs: int) -> None:
 def test_what_is_written_in_pieces_is_the_same(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight("Q4_1", 5 * PANEL + 1), random_rows(1)
     expected = Product(library, segments_of([weight]))(x)
-    monkeypatch.setattr("engine.passes.native.panels.AT_A_TIME", 2 * PANEL * INPUTS)
+    monkeypatch.setattr("engine.weights.on_threads.AT_A_TIME", 2 * PANEL * INPUTS)
     assert torch.equal(Product(library, segments_of([weight]))(x), expected)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import embedding, linear
 
-from engine.weights import coded
 from engine.weights.coded import Coded, CodedEmbedding, CodedLinear
 from engine.weights.kinds import INT8, KINDS, SCALE_BYTES
 
@@ -102,7 +101,7 @@ def test_columns_that_cut_a_block_are_none(kind: str) -> None:
 def test_what_is_dequantized_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = finite("Q5_1", 11, 64)
     whole = weight.dequantized()
-    monkeypatch.setattr(coded, "AT_A_TIME", 3 * 64)
+    monkeypatch.setattr("engine.weights.on_threads.AT_A_TIME", 3 * 64)
     assert torch.equal(weight.dequantized(), whole)
 
 
