@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-import torch
-
 from engine.cache.spans import Span
 from engine.engine import Engine
 from engine.sequences import Choices, SequenceEngine
@@ -66,7 +64,7 @@ class _ChoicesAhead:
                 self._found[sequence_id] = zip(tokens, probabilities, strict=True)
         chosen = {sequence_id: list(islice(self._found[sequence_id], 1)) for sequence_id in spans}
         return {
-            sequence_id: Choices([token for token, _ in its], torch.empty(0), [probability for _, probability in its])
+            sequence_id: Choices([token for token, _ in its], [probability for _, probability in its])
             for sequence_id, its in chosen.items()
         }
 

@@ -19,7 +19,7 @@ from engine.passes.forward_pass import DraftLoop, ForwardPass
 from engine.passes.lean import why_not_lean
 from engine.reservation import ReservedCache, footprint_of, reserve_cache
 from engine.runner import PassRunner
-from protocol.worker_info import RankMemory, WorkerInfo
+from protocol.worker_info import CacheLoad, RankMemory, WorkerInfo
 
 STEP_CACHED = 128
 """Cached positions of each sequence in the passes whose times are `Engine.step_seconds`."""
@@ -140,6 +140,11 @@ class Engine:
         known[:, self.loaded.output_ids] = logits
         return known
 
+    @property
+    def load(self) -> CacheLoad:
+        """How full the cache is now."""
+        return CacheLoad(slots_in_use=self.slots.in_use, kv_positions_free=self.slots.extents.free)
+
     def info(self) -> WorkerInfo:
         """The model, and how full its cache is now."""
         per_token = self.facts.kv_bytes_per_token(self.forward_pass.compute_dtype)
@@ -156,11 +161,9 @@ class Engine:
             parameters=self.facts.parameters,
             embedding_parameters=self.facts.embedding_parameters,
             slots_total=self.slots.total,
-            slots_in_use=self.slots.in_use,
             kv_bytes_per_token=per_token,
             kv_bytes_total=per_token * self.layout.arena.columns,
             kv_positions_total=self.slots.extents.columns,
-            kv_positions_free=self.slots.extents.free,
             kv_positions_multiple=self.slots.extents.multiple,
             kv_layout=self.kv_layout,
             weight_bytes=sum(rank.weight_bytes for rank in self._ranks) or self.footprint.weights,
@@ -176,6 +179,7 @@ class Engine:
             tensor_parallel_sums="" if self.leader is None else self.leader.sharding.sums,
             weight_kinds=self._weight_kinds,
             ranks=self._ranks,
+            **self.load._asdict(),
         )
 
     def close(self) -> None:

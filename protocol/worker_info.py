@@ -1,10 +1,18 @@
 """The description of a worker as plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 TENSOR_PARALLEL_SUMS = ("whole", "parts")
 """Ways in which ranks sum their products."""
+
+
+class CacheLoad(NamedTuple):
+    """How full a KV cache is: the part of a `WorkerInfo` that changes."""
+
+    slots_in_use: int
+    kv_positions_free: int
 
 
 @dataclass(frozen=True)
@@ -72,3 +80,7 @@ class WorkerInfo:
     """Bytes of the weights by the kind in which they are kept."""
     ranks: tuple[RankMemory, ...] = ()
     """Memory of each rank if the model is divided."""
+
+    def with_load(self, load: CacheLoad) -> "WorkerInfo":
+        """The same worker with another load."""
+        return replace(self, **load._asdict())

@@ -47,6 +47,8 @@ class Verifier(SequenceEngine):
         self.keep(coordinator_id, item.sequence_id, cached_length)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if item.logprobs is not None:
-            rows = zip(self.engine.over_vocabulary(choices.logits[: len(gained)]), gained, strict=True)
-            logprobs = tuple(token_logprobs(row, token, item.logprobs) for row, token in rows)
+            assert choices.pass_logits is not None
+            rows = self.engine.over_vocabulary(choices.pass_logits[choices.first :][: len(gained)])
+            chosen = zip(rows, gained, strict=True)
+            logprobs = tuple(token_logprobs(row, token, item.logprobs) for row, token in chosen)
         return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), cached_length, logprobs)

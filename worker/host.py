@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from protocol.errors import UnavailableError
 from protocol.rounds import RoundLimits
-from protocol.worker_info import WorkerInfo
+from protocol.worker_info import CacheLoad, WorkerInfo
 from worker.model_thread import ModelThread
 from worker.streams import RoundStreams
 from worker.watchdog import Watchdog
@@ -38,7 +38,11 @@ class Backend(Protocol):
         """Number of tokens that these passes have run. Read by any thread."""
 
     def info(self) -> WorkerInfo:
-        """Description of the model and its present load. Called after each work item, so it takes microseconds."""
+        """Description of the model and its present load. Called once, when the model is loaded."""
+
+    @property
+    def load(self) -> CacheLoad:
+        """The present load alone. Asked for after each work item."""
 
     def limits(self, coordinator_id: str) -> RoundLimits:
         """Limits that the items of a coordinator's round are checked against."""
@@ -70,6 +74,7 @@ class WorkerHost:
         self._thread = ModelThread()
         self._backend: Backend | None = None
         self._info: WorkerInfo | None = None
+        self._cache_load: CacheLoad | None = None
         self._orphans: dict[str, None] = {}
         """Orphaned coordinators that the backend has yet to hear about. Each had an open stream before, so they are
         few."""
@@ -93,7 +98,7 @@ class WorkerHost:
         model is still loading."""
         if self._info is None:
             raise UnavailableError("the model is still loading")
-        return self._info
+        return self._info if self._cache_load is None else self._info.with_load(self._cache_load)
 
     @property
     def waiting(self) -> int:
@@ -175,4 +180,4 @@ class WorkerHost:
         finally:
             if coordinator_id is not None:  # the work may have taken longer than the lease
                 backend.renew_lease(coordinator_id, time.monotonic())
-            self._info = backend.info()
+            self._cache_load = backend.load

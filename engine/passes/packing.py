@@ -57,7 +57,19 @@ class PackedBatch:
     @property
     def logit_rows(self) -> torch.Tensor:
         """Packed index of each row of logits, [R, padded like rows]."""
-        return self.numbers[3 * self.rows + 2 * self.tiles :]
+        return self.numbers[self._first_logit_row :]
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Where the input ids, positions, columns and rows of logits begin, for compiled code."""
+        first, size = self.numbers.data_ptr(), self.numbers.element_size()
+        starts = (INPUT_IDS * self.rows, POSITIONS * self.rows, COLUMNS * self.rows, self._first_logit_row)
+        input_ids, positions, columns, logit_rows = (first + size * start for start in starts)
+        return input_ids, positions, columns, logit_rows
+
+    @property
+    def _first_logit_row(self) -> int:
+        return 3 * self.rows + 2 * self.tiles
 
     def _of_rows(self, number: int) -> torch.Tensor:
         return self.numbers[number * self.rows : (number + 1) * self.rows]

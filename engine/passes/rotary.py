@@ -14,12 +14,13 @@ class RotaryTables:
     def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor) -> None:
         """`rotary_embedding`: the library's module. The tables have the dtype and device of `like`."""
         self._rotary_embedding, self._head_dim, self._like = rotary_embedding, head_dim, torch.empty(0).to(like)
-        self._tables = self._computed(FIRST_POSITIONS)
+        self._positions = FIRST_POSITIONS
+        self._tables = self._computed(self._positions)
 
     def __call__(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tables [positions, head_dim], of at least `longest` positions."""
-        if longest > len(self._tables[0]):
-            self._tables = self._computed(2 * longest)
+        if longest > self._positions:
+            self._tables, self._positions = self._computed(2 * longest), 2 * longest
         return self._tables
 
     def in_float32(self) -> "RotaryTables":

@@ -56,7 +56,8 @@ class LearnedTimes(StepTimes):
         return self._seen[at] > 0 and max(near, tokens) <= NEXT * min(near, tokens)
 
     def _extend(self) -> None:
-        """Puts the last point on the line through the last two that have been seen, or through zero and the only one."""
+        """Puts the last point on the line through the last two that have been seen, or through zero and the only
+        one."""
         some, more, before, after = 0, self._rows[-2], 0.0, self._seconds[-2]
         if len(self._rows) > 3:
             some, before = self._rows[-3], self._seconds[-3]

@@ -201,6 +201,7 @@ from worker.settings import WorkerSettings
 
 class Backend:
     passes = 0
+    load = None
     def info(self): pass
     def renew_lease(self, *_): pass
     def release(self, *_):

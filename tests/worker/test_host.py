@@ -18,7 +18,7 @@ async def test_work_that_takes_longer_than_the_lease_keeps_its_sequences(
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("worker.host.time", SimpleNamespace(monotonic=lambda: clock.now))
     slots = SlotTable(4)
-    slots.info = lambda: None  # type: ignore[attr-defined]
+    slots.load = slots.info = lambda: None  # type: ignore[attr-defined]
     host = WorkerHost(lambda: slots)  # type: ignore[arg-type, return-value]
     await host.load()
 

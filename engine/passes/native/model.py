@@ -90,17 +90,18 @@ class NativeModel(ForwardPass):
         threads, scores = torch.get_num_threads(), round_up(batch.longest, LANES)
         floats = self._workspace_floats(byref(self._model), c_int64(batch.tokens))
         floats += threads * self._groups * scores
-        if floats > len(self._workspace):
+        if floats > self._workspace.numel():
             self._workspace = torch.empty(floats)
         logits = torch.empty(batch.num_logits, self._model.head.outputs)
+        token_ids, positions, columns, result_rows = batch.addresses
         arguments = Batch(
             rows=batch.tokens,
             results=batch.num_logits,
             threads=threads,
-            token_ids=batch.input_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            columns=batch.columns.data_ptr(),
-            result_rows=batch.logit_rows.data_ptr(),
+            token_ids=token_ids,
+            positions=positions,
+            columns=columns,
+            result_rows=result_rows,
             workspace=self._workspace.data_ptr(),
             scores=scores,
             logits=logits.data_ptr(),
