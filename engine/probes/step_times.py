@@ -26,7 +26,7 @@ LEAST_ON_GPU = 4
 """Passes of each kind on a GPU: the second one of a shape records it."""
 # Passes of more rows than this are measured only as long as none has taken more than this number of seconds: beyond it
 # the time of a pass grows evenly, and measuring it would delay the start.
-ALWAYS_ROWS, LONG_SECONDS = 64, 0.25
+ALWAYS_ROWS, LONG_SECONDS = 64, 0.1
 
 
 @torch.inference_mode()

@@ -1,7 +1,8 @@
-"""Compiles the forward pass for this processor, with the C compiler of this machine."""
+"""Compiles the forward pass for this processor, with the C compiler of this machine, and keeps it for later starts."""
 
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 import platform
@@ -10,9 +11,10 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
-from engine.passes.native.folders import check_file, places, private_folder
+from engine.passes.native.folders import check_file, check_folder, keep, places, private_folder
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,8 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared",
 NATIVE = {"x86_64": "-march=native"}
 """Flags that select the own processor, by machine; on all other machines it is -mcpu=native."""
 TIMEOUT_SECONDS = 60.0
+KEPT, MOST_KEPT = "compiled", 32
+"""The folder of libraries that are kept, in the first of all places, and how many are kept."""
 
 
 def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured: bool = False) -> ctypes.CDLL | None:
@@ -45,13 +49,22 @@ def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured
 
 @functools.cache
 def _compile(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
-    """Compiles once per process. Nothing is kept on disk: compiling takes less time than finding out whether a file
-    fits this processor."""
+    """The library that was kept of these sources, or a new one, which is kept where that is possible."""
     reasons = []
+    identity = _identity(command, sources)
+    kept = places()[0].resolve() / KEPT / f"{identity}.so"
+    if identity is not None:
+        with suppress(OSError):  # it is not there, or not whole, or somebody else could have written it
+            check_folder(kept.parent)
+            return _load(kept)
     for place in places():
         try:
             with private_folder(place) as folder:
-                return _load(_build(command, sources, folder))
+                library = _load(built := _build(command, sources, folder))
+                if identity is not None:
+                    with suppress(OSError):
+                        keep(built, kept, MOST_KEPT)
+                return library
         except OSError as error:  # no such folder can be made here, or no code can be loaded from it
             reasons.append(str(error))
         except subprocess.SubprocessError as error:  # it would not compile in another folder either
@@ -60,6 +73,20 @@ def _compile(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> 
     reason = "; ".join(reasons)
     log.warning("the forward pass could not be compiled, and runs on torch's operations: %s", reason)
     return None
+
+
+def _identity(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> str | None:
+    """Hash of everything that a library is made of; None if that cannot be found out.
+
+    The compiler is asked what it would run: that names its version and all features of this processor.
+    """
+    asked = [*command, "-###", "-S", "-o", "-", "-x", "c", os.devnull]
+    try:
+        answer = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS).stderr
+    except (OSError, subprocess.SubprocessError):
+        return None
+    made_of = repr((command, sources, _openmp(), answer))
+    return hashlib.sha256(made_of.encode()).hexdigest()[:32] if answer.strip() else None
 
 
 def _build(command: tuple[str, ...], sources: tuple[tuple[str, str], ...], folder: Path) -> Path:

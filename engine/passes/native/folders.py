@@ -31,10 +31,31 @@ def private_folder(place: Path) -> Iterator[Path]:
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="compiled-", dir=place.resolve()) as name:
         folder = Path(name)
-        for parent in folder.parents:
-            _check_parent(parent)
-        _check(folder, folder.lstat(), stat.S_IFDIR, OTHERS)
+        check_folder(folder)
         yield folder
+
+
+def keep(file: Path, kept: Path, most: int) -> None:
+    """Moves a file to its place in a folder of this user's alone, which keeps the `most` newest files.
+
+    OSError if that is impossible; a file that was kept there before is then still whole.
+    """
+    kept.parent.mkdir(mode=0o700, exist_ok=True)
+    check_folder(kept.parent)
+    with file.open("rb") as written:
+        os.fsync(written)
+    file.rename(kept)
+    newest = sorted(kept.parent.iterdir(), key=lambda its: its.stat().st_mtime, reverse=True)
+    for old in newest[most:]:
+        old.unlink(missing_ok=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises NotPrivateError unless this is a folder of this user's that is open to nobody else, where nobody can put
+    another one in its place."""
+    for parent in folder.parents:
+        _check_parent(parent)
+    _check(folder, folder.lstat(), stat.S_IFDIR, OTHERS)
 
 
 def check_file(file: Path) -> None:

@@ -33,6 +33,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     run, load = subprocess.run, ctypes.CDLL
 
     def compile_(command: list[str], **options: Any) -> Any:
+        if "-###" in command:  # a question
+            return run(command, **options)
         output = Path(command[command.index("-o") + 1])
         assert stat.S_IMODE(output.parent.stat().st_mode) == 0o700
         assert output.suffix != ".so", "a library must be whole once it has its name"
@@ -60,7 +62,20 @@ def refuse_to_load(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.ctypes, "CDLL", refuse)
 
 
-def test_a_library_is_compiled_in_a_private_folder_and_leaves_nothing(
+def compile_in_another_process() -> ctypes.CDLL | None:
+    compiler._compile.cache_clear()
+    return compiler.compile_decoder(*SIZES)
+
+
+def compiler_that_says(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> None:
+    """Makes $CC a compiler that answers so when it is asked what it would run."""
+    script = folder / "cc"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *-###*) echo "{text}" >&2; exit {status};; esac\nexec cc "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+
+
+def test_a_library_is_compiled_in_a_private_folder_and_kept_for_the_next_process(
     two_places: list[Path], watched: list[tuple[str, Path]]
 ) -> None:
     umask = os.umask(0)  # by which all new files are open to everybody
@@ -71,8 +86,73 @@ def test_a_library_is_compiled_in_a_private_folder_and_leaves_nothing(
         os.umask(umask)
     assert [what for what, _ in watched] == ["compile", "load"]
     assert all(path.is_relative_to(two_places[0]) for _, path in watched)
-    assert not [*two_places[0].iterdir()]
+    (kept,) = two_places[0].iterdir()
+    assert (kept.name, stat.S_IMODE(kept.stat().st_mode)) == (compiler.KEPT, 0o700)
     assert not two_places[1].exists()
+    assert compile_in_another_process() is not None
+    assert watched[2:] == [("load", *kept.iterdir())]
+
+
+def test_a_library_for_another_processor_or_of_another_compiler_is_not_loaded(
+    two_places: list[Path], watched: list[tuple[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("cc 1 -mavx", "cc 1 -mavx512f", "cc 2 -mavx", "cc 1 -mavx"):
+        compiler_that_says(tmp_path, text, monkeypatch)
+        assert compile_in_another_process() is not None
+    assert [what for what, _ in watched] == ["compile", "load"] * 3 + ["load"]
+
+
+@pytest.mark.parametrize(("text", "status"), [("what?", 1), ("", 0)])
+def test_nothing_is_kept_if_the_compiler_does_not_say_what_it_would_run(
+    text: str,
+    status: int,
+    two_places: list[Path],
+    watched: list[tuple[str, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler_that_says(tmp_path, text, monkeypatch, status)
+    for _ in range(2):
+        assert compile_in_another_process() is not None
+    assert [what for what, _ in watched] == ["compile", "load"] * 2
+    assert not [*two_places[0].iterdir()]
+
+
+def _cut_short(kept: Path) -> None:
+    kept.write_bytes(kept.read_bytes()[:100])
+
+
+def _open_to_all(kept: Path) -> None:
+    kept.parent.chmod(0o777)
+
+
+@pytest.mark.parametrize(("change", "mended"), [(_cut_short, True), (_open_to_all, False)])
+def test_a_kept_library_that_cannot_be_trusted_is_compiled_anew(
+    change: Callable[[Path], None], mended: bool, two_places: list[Path], watched: list[tuple[str, Path]]
+) -> None:
+    assert compiler.compile_decoder(*SIZES) is not None
+    (kept,) = (two_places[0] / compiler.KEPT).iterdir()
+    change(kept)
+    watched.clear()
+    for _ in range(2):
+        assert compile_in_another_process() is not None
+    compiled = ["compile" for what, _ in watched if what == "compile"]
+    assert len(compiled) == (1 if mended else 2)
+
+
+def test_only_the_newest_libraries_are_kept(
+    two_places: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "MOST_KEPT", 2)
+    kept = two_places[0] / compiler.KEPT
+    seen: list[Path] = []
+    for version in range(3):
+        compiler_that_says(tmp_path, f"cc {version}", monkeypatch)
+        assert compile_in_another_process() is not None
+        (new,) = set(kept.iterdir()) - set(seen)
+        os.utime(new, (version, version))
+        seen.append(new)
+    assert set(kept.iterdir()) == set(seen[1:])
 
 
 def test_where_code_cannot_be_loaded_the_next_place_is_tried(
