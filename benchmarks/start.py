@@ -4,9 +4,10 @@
 
 Each run starts the command anew, waits until it serves, and has one token generated, then 16. Seconds are counted from
 the start of the command; the pair exists already and its files are mostly in the machine's cache, since they were read
-before. `--bare`: each run has an empty cache folder of its own, so that pip fetches the pair and it is made, as on a
-machine that never ran it. Memory is that of each process after the second answer, and the most that it had: pages of
-mapped files count. Only the command line and the client are used, so that other commits can be measured by this file.
+before; all but the first run may find the compiled passes that another has kept. `--bare`: each run has an empty cache
+folder of its own, so that pip fetches the pair, it is made, and passes are compiled, as on a machine that never ran it.
+Memory is that of each process after the second answer, and the most that it had: pages of mapped files count. Only the
+command line and the client are used, so that other commits can be measured by this file.
 The last line printed is JSON.
 """
 

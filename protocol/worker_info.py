@@ -82,5 +82,5 @@ class WorkerInfo:
     """Memory of each rank if the model is divided."""
 
     def with_load(self, load: CacheLoad) -> "WorkerInfo":
-        """The same worker with another load."""
+        """This description with another load."""
         return replace(self, **load._asdict())

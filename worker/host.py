@@ -42,7 +42,7 @@ class Backend(Protocol):
 
     @property
     def load(self) -> CacheLoad:
-        """The present load alone. Asked for after each work item."""
+        """The present load alone. Read after each work item, so it takes microseconds."""
 
     def limits(self, coordinator_id: str) -> RoundLimits:
         """Limits that the items of a coordinator's round are checked against."""

@@ -61,7 +61,7 @@ class PackedBatch:
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
-        """Where the input ids, positions, columns and rows of logits begin, for compiled code."""
+        """Memory addresses of the first input id, position, column and row of logits, for compiled code."""
         first, size = self.numbers.data_ptr(), self.numbers.element_size()
         starts = (INPUT_IDS * self.rows, POSITIONS * self.rows, COLUMNS * self.rows, self._first_logit_row)
         input_ids, positions, columns, logit_rows = (first + size * start for start in starts)

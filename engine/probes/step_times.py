@@ -24,8 +24,8 @@ REPEATS, ENOUGH_SECONDS = 3, 0.1
 STEPS_ON_CPU = (9, 12, 17, 24)
 LEAST_ON_GPU = 4
 """Passes of each kind on a GPU: the second one of a shape records it."""
-# Passes of more rows than this are measured only as long as none has taken more than this number of seconds: beyond it
-# the time of a pass grows evenly, and measuring it would delay the start.
+# Passes of more rows than this are measured only as long as none has taken more than this number of seconds: with more
+# rows the time of a pass grows evenly, and measuring it would delay the start.
 ALWAYS_ROWS, LONG_SECONDS = 64, 0.1
 
 

@@ -24,6 +24,8 @@ class LearnedTimes(StepTimes):
     def __init__(self) -> None:
         super().__init__({FIRST: UNKNOWN_SECONDS, LAST: UNKNOWN_SECONDS * LAST})
         self._seen = [0.0, 0.0]
+        self._first_is_known = False
+        """Whether a step with the first point's number of tokens has been seen, and not only steps near it."""
 
     def seen(self, tokens: int) -> float:
         """Steps of about this number of tokens that have been seen."""
@@ -37,6 +39,7 @@ class LearnedTimes(StepTimes):
             believed = self(rows)
             seconds = min(MOST_ERROR * believed, max(believed / MOST_ERROR, seconds))
         super().observe(rows, seconds)
+        self._first_is_known |= rows == FIRST
         self._extend()
 
     def _insert(self, tokens: int) -> None:
@@ -56,11 +59,11 @@ class LearnedTimes(StepTimes):
         return self._seen[at] > 0 and max(near, tokens) <= NEXT * min(near, tokens)
 
     def _extend(self) -> None:
-        """Puts the last point on the line through the last two that have been seen, or through zero and the only
-        one."""
-        some, more, before, after = 0, self._rows[-2], 0.0, self._seconds[-2]
-        if len(self._rows) > 3:
-            some, before = self._rows[-3], self._seconds[-3]
+        """Puts the last point on the line through the last two that have been seen; after only one, on the line through
+        zero and that one."""
+        more, after = self._rows[-2], self._seconds[-2]
+        known = len(self._rows) - 1 - (not self._first_is_known)
+        some, before = (self._rows[-3], self._seconds[-3]) if known > 1 else (0, 0.0)
         slope = max(0.0, after - before) / (more - some)
         self._seconds[-1] = after + slope * (LAST - more)
 

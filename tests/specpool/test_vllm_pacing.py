@@ -187,6 +187,22 @@ def test_times_are_those_of_the_steps_that_were_seen() -> None:
     assert (times.seen(4), times.seen(8), times.seen(16)) == (1, 1, 0)
 
 
+def test_the_first_number_of_tokens_is_like_all_others() -> None:
+    times = LearnedTimes()
+    times.observe(1, 0.03)
+    assert times(8) == pytest.approx(0.24)
+    times.observe(8, 0.04)
+    assert times(15) == pytest.approx(0.05)
+
+
+def test_steps_near_one_number_promise_nothing_of_others() -> None:
+    times = LearnedTimes()
+    times.observe(8, 0.04)
+    for _ in range(20):
+        times.observe(7, 0.04)
+    assert times(16) == pytest.approx(0.08, rel=0.2)
+
+
 def test_one_slow_step_changes_little() -> None:
     times = LearnedTimes()
     for _ in range(20):

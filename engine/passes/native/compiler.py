@@ -11,10 +11,9 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
-from engine.passes.native.folders import check_file, check_folder, keep, places, private_folder
+from engine.passes.native.folders import check_file, keep, places, private_folder, read_kept, write
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +22,12 @@ INCLUDED = ("products.h", "panels.h", "vectors.h")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 NATIVE = {"x86_64": "-march=native"}
 """Flags that select the own processor, by machine; on all other machines it is -mcpu=native."""
-TIMEOUT_SECONDS = 60.0
-KEPT, MOST_KEPT = "compiled", 32
-"""The folder of libraries that are kept, in the first of all places, and how many are kept."""
+LIBRARY = "decoder.so"
+SEARCHED = ("CPATH", "C_INCLUDE_PATH")
+"""Variables that name further folders of headers."""
+TIMEOUT_SECONDS, ANSWER_SECONDS = 60.0, 10.0
+KEPT, MOST_KEPT = "compiled", 64
+"""The folder of kept libraries, in the first of `places()`, and the greatest number of them."""
 
 
 def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured: bool = False) -> ctypes.CDLL | None:
@@ -49,21 +51,18 @@ def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured
 
 @functools.cache
 def _compile(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
-    """The library that was kept of these sources, or a new one, which is kept where that is possible."""
+    """The library that an earlier process kept for this command and these sources, or a new one, which is kept if that
+    is possible; None if none can be compiled and loaded."""
     reasons = []
-    identity = _identity(command, sources)
-    kept = places()[0].resolve() / KEPT / f"{identity}.so"
-    if identity is not None:
-        with suppress(OSError):  # it is not there, or not whole, or somebody else could have written it
-            check_folder(kept.parent)
-            return _load(kept)
+    kept = _kept_file(command, sources)
+    code = read_kept(kept) if kept is not None else None
     for place in places():
         try:
             with private_folder(place) as folder:
-                library = _load(built := _build(command, sources, folder))
-                if identity is not None:
-                    with suppress(OSError):
-                        keep(built, kept, MOST_KEPT)
+                file = _build(command, sources, folder) if code is None else write(code, folder / LIBRARY)
+                library = _load(file)
+                if code is None and kept is not None:
+                    keep(file.read_bytes(), kept, MOST_KEPT)
                 return library
         except OSError as error:  # no such folder can be made here, or no code can be loaded from it
             reasons.append(str(error))
@@ -75,23 +74,29 @@ def _compile(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> 
     return None
 
 
-def _identity(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> str | None:
-    """Hash of everything that a library is made of; None if that cannot be found out.
+def _kept_file(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> Path | None:
+    """Where the library of this command and these sources is kept; None if that cannot be found out.
 
-    The compiler is asked what it would run: that names its version and all features of this processor.
+    It is named by everything that it is made of. The compiler is asked what it would run, which names its version and
+    this processor's features.
     """
     asked = [*command, "-###", "-S", "-o", "-", "-x", "c", os.devnull]
+    english = {**os.environ, "LC_ALL": "C"}
     try:
-        answer = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS).stderr
+        answer = subprocess.run(asked, check=True, capture_output=True, env=english, timeout=ANSWER_SECONDS).stderr
+        answer = answer.replace(os.getcwdb(), b".")  # which clang names
+        folder = Path(os.path.realpath(places()[0])) / KEPT
+        made_of = (command, sources, _openmp(), *map(os.environ.get, SEARCHED), answer)
     except (OSError, subprocess.SubprocessError):
         return None
-    made_of = repr((command, sources, _openmp(), answer))
-    return hashlib.sha256(made_of.encode()).hexdigest()[:32] if answer.strip() else None
+    if b"cc1" not in answer:  # gcc's and clang's compiler proper
+        return None
+    return folder / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.kept"
 
 
 def _build(command: tuple[str, ...], sources: tuple[tuple[str, str], ...], folder: Path) -> Path:
     """Compiles into a private folder; returns the library, which is whole if it is there. OSError, SubprocessError."""
-    file, unfinished, library = folder / SOURCE.name, folder / "decoder.part", folder / "decoder.so"
+    file, unfinished = folder / SOURCE.name, folder / "decoder.part"
     for name, text in sources:
         (folder / name).write_text(text)
     subprocess.run(
@@ -99,7 +104,7 @@ def _build(command: tuple[str, ...], sources: tuple[tuple[str, str], ...], folde
         check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
     unfinished.chmod(0o700)  # whatever the umask
-    return unfinished.rename(library)
+    return unfinished.rename(folder / LIBRARY)
 
 
 def _load(library: Path) -> ctypes.CDLL:

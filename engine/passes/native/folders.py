@@ -1,5 +1,7 @@
 """Private folders for code that is compiled and loaded: nobody else may write or replace what is in them."""
 
+import hashlib
+import logging
 import os
 import stat
 import tempfile
@@ -9,6 +11,9 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+log = logging.getLogger(__name__)
+
+DIGEST_BYTES = 32
 OTHERS = 0o077
 OTHERS_MAY_WRITE = 0o022
 ROOT = 0
@@ -28,31 +33,61 @@ def places() -> list[Path]:
 def private_folder(place: Path) -> Iterator[Path]:
     """A new folder in `place`, open to this user only, and removed at the end. OSError if it cannot be made there;
     NotPrivateError if somebody else could replace it."""
-    place.mkdir(parents=True, exist_ok=True)
+    place.mkdir(mode=0o755, parents=True, exist_ok=True)  # a place that others may write is refused
     with tempfile.TemporaryDirectory(prefix="compiled-", dir=place.resolve()) as name:
         folder = Path(name)
-        check_folder(folder)
+        _check_folder(folder)
         yield folder
 
 
-def keep(file: Path, kept: Path, most: int) -> None:
-    """Moves a file to its place in a folder of this user's alone, which keeps the `most` newest files.
+def write(code: bytes, file: Path) -> Path:
+    """Writes a new file that only this user can open, and returns it."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700)
+    with open(descriptor, "wb") as written:
+        written.write(code)
+        written.flush()
+        os.fsync(descriptor)
+    return file
 
-    OSError if that is impossible; a file that was kept there before is then still whole.
+
+def keep(code: bytes, kept: Path, most: int) -> None:
+    """Keeps code for later processes, in a folder that only this user can open, where the `most` files stay that were
+    used last. Where that is impossible nothing is kept.
+
+    Code that is loaded from such a file could change or vanish under a process, on a network's file system or when the
+    file is damaged: it is to be read, and loaded from another.
     """
-    kept.parent.mkdir(mode=0o700, exist_ok=True)
-    check_folder(kept.parent)
-    with file.open("rb") as written:
-        os.fsync(written)
-    file.rename(kept)
-    newest = sorted(kept.parent.iterdir(), key=lambda its: its.stat().st_mtime, reverse=True)
-    for old in newest[most:]:
-        old.unlink(missing_ok=True)
+    try:
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        _check_folder(kept.parent)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            write(_digest(code) + code, Path(folder) / kept.name).rename(kept)
+        others = [file for file in kept.parent.glob(f"*{kept.suffix}") if file != kept]
+        for old in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True)[most - 1 :]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.info("compiled code is not kept for later starts: %s", error)
 
 
-def check_folder(folder: Path) -> None:
-    """Raises NotPrivateError unless this is a folder of this user's that is open to nobody else, where nobody can put
-    another one in its place."""
+def read_kept(kept: Path) -> bytes | None:
+    """The code that was kept in this file; None if there is none, it is damaged, or others could have written it."""
+    try:
+        _check_folder(kept.parent)
+        check_file(kept)
+        content = kept.read_bytes()
+        os.utime(kept)
+    except OSError:
+        return None
+    digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    return code if digest == _digest(code) else None
+
+
+def _digest(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises NotPrivateError unless the folder is this user's, closed to others, and cannot be replaced by them."""
     for parent in folder.parents:
         _check_parent(parent)
     _check(folder, folder.lstat(), stat.S_IFDIR, OTHERS)

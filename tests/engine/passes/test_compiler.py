@@ -33,7 +33,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     run, load = subprocess.run, ctypes.CDLL
 
     def compile_(command: list[str], **options: Any) -> Any:
-        if "-###" in command:  # a question
+        if "-###" in command:  # only asks what would be run
             return run(command, **options)
         output = Path(command[command.index("-o") + 1])
         assert stat.S_IMODE(output.parent.stat().st_mode) == 0o700
@@ -62,13 +62,13 @@ def refuse_to_load(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.ctypes, "CDLL", refuse)
 
 
-def compile_in_another_process() -> ctypes.CDLL | None:
+def compile_as_a_new_process() -> ctypes.CDLL | None:
     compiler._compile.cache_clear()
     return compiler.compile_decoder(*SIZES)
 
 
 def compiler_that_says(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> None:
-    """Makes $CC a compiler that answers so when it is asked what it would run."""
+    """Makes $CC a compiler that gives this answer when it is asked what it would run."""
     script = folder / "cc"
     script.write_text(f'#!/bin/sh\ncase "$*" in *-###*) echo "{text}" >&2; exit {status};; esac\nexec cc "$@"\n')
     script.chmod(0o755)
@@ -89,20 +89,22 @@ def test_a_library_is_compiled_in_a_private_folder_and_kept_for_the_next_process
     (kept,) = two_places[0].iterdir()
     assert (kept.name, stat.S_IMODE(kept.stat().st_mode)) == (compiler.KEPT, 0o700)
     assert not two_places[1].exists()
-    assert compile_in_another_process() is not None
-    assert watched[2:] == [("load", *kept.iterdir())]
+    assert compile_as_a_new_process() is not None
+    assert [what for what, _ in watched] == ["compile", "load", "load"]
+    assert watched[2][1].parent.parent == two_places[0] != watched[2][1].parent != kept
+    assert not watched[2][1].exists()
 
 
-def test_a_library_for_another_processor_or_of_another_compiler_is_not_loaded(
+def test_a_library_for_another_processor_or_from_another_compiler_is_not_loaded(
     two_places: list[Path], watched: list[tuple[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for text in ("cc 1 -mavx", "cc 1 -mavx512f", "cc 2 -mavx", "cc 1 -mavx"):
+    for text in ("cc1 -mavx", "cc1 -mavx512f", "cc1 2 -mavx", "cc1 -mavx"):
         compiler_that_says(tmp_path, text, monkeypatch)
-        assert compile_in_another_process() is not None
+        assert compile_as_a_new_process() is not None
     assert [what for what, _ in watched] == ["compile", "load"] * 3 + ["load"]
 
 
-@pytest.mark.parametrize(("text", "status"), [("what?", 1), ("", 0)])
+@pytest.mark.parametrize(("text", "status"), [("cc1", 1), ("", 0), ("a licence", 0)])
 def test_nothing_is_kept_if_the_compiler_does_not_say_what_it_would_run(
     text: str,
     status: int,
@@ -113,20 +115,32 @@ def test_nothing_is_kept_if_the_compiler_does_not_say_what_it_would_run(
 ) -> None:
     compiler_that_says(tmp_path, text, monkeypatch, status)
     for _ in range(2):
-        assert compile_in_another_process() is not None
+        assert compile_as_a_new_process() is not None
     assert [what for what, _ in watched] == ["compile", "load"] * 2
     assert not [*two_places[0].iterdir()]
 
 
 def _cut_short(kept: Path) -> None:
-    kept.write_bytes(kept.read_bytes()[:100])
+    kept.write_bytes(kept.read_bytes()[:8192])
+
+
+def _flip_a_bit(kept: Path) -> None:
+    content = bytearray(kept.read_bytes())
+    content[-1000] ^= 1
+    kept.write_bytes(content)
+
+
+def _empty(kept: Path) -> None:
+    kept.write_bytes(b"")
 
 
 def _open_to_all(kept: Path) -> None:
     kept.parent.chmod(0o777)
 
 
-@pytest.mark.parametrize(("change", "mended"), [(_cut_short, True), (_open_to_all, False)])
+@pytest.mark.parametrize(
+    ("change", "mended"), [(_cut_short, True), (_flip_a_bit, True), (_empty, True), (_open_to_all, False)]
+)
 def test_a_kept_library_that_cannot_be_trusted_is_compiled_anew(
     change: Callable[[Path], None], mended: bool, two_places: list[Path], watched: list[tuple[str, Path]]
 ) -> None:
@@ -135,9 +149,49 @@ def test_a_kept_library_that_cannot_be_trusted_is_compiled_anew(
     change(kept)
     watched.clear()
     for _ in range(2):
-        assert compile_in_another_process() is not None
+        assert compile_as_a_new_process() is not None
     compiled = ["compile" for what, _ in watched if what == "compile"]
     assert len(compiled) == (1 if mended else 2)
+
+
+def test_a_kept_library_is_loaded_in_the_next_place_where_the_first_does_not_allow_it(
+    two_places: list[Path], watched: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_to_load(two_places[0], monkeypatch)
+    for _ in range(2):
+        assert compile_as_a_new_process() is not None
+    assert [what for what, _ in watched].count("compile") == 2  # once in each place
+    assert watched[-1][1].is_relative_to(two_places[1])
+
+
+def _a_loop_of_links(place: Path, _: pytest.MonkeyPatch) -> None:
+    place.symlink_to(place)
+
+
+def _not_text(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = place.with_name("cc")
+    script.write_text('#!/bin/sh\ncase "$*" in *-###*) printf \'cc1 \\377\' >&2;; esac\nexec cc "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+
+
+@pytest.mark.parametrize("change", [_a_loop_of_links, _not_text])
+def test_what_is_strange_about_a_machine_does_not_keep_code_from_being_compiled(
+    change: Callable[[Path, pytest.MonkeyPatch], None], two_places: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(two_places[0], monkeypatch)
+    assert compiler.compile_decoder(*SIZES) is not None
+
+
+def test_a_place_that_is_made_is_closed_to_others_whatever_the_umask(
+    two_places: list[Path], watched: list[tuple[str, Path]]
+) -> None:
+    umask = os.umask(0o002)
+    try:
+        assert compiler.compile_decoder(*SIZES) is not None
+    finally:
+        os.umask(umask)
+    assert (two_places[0] / compiler.KEPT).exists()
 
 
 def test_only_the_newest_libraries_are_kept(
@@ -147,8 +201,8 @@ def test_only_the_newest_libraries_are_kept(
     kept = two_places[0] / compiler.KEPT
     seen: list[Path] = []
     for version in range(3):
-        compiler_that_says(tmp_path, f"cc {version}", monkeypatch)
-        assert compile_in_another_process() is not None
+        compiler_that_says(tmp_path, f"cc1 {version}", monkeypatch)
+        assert compile_as_a_new_process() is not None
         (new,) = set(kept.iterdir()) - set(seen)
         os.utime(new, (version, version))
         seen.append(new)
