@@ -1,7 +1,6 @@
 """A coordinator's process under floods, and at its end: what it takes, who is served, and how long stopping lasts."""
 
 import asyncio
-import resource
 import signal
 import socket
 import sys
@@ -32,15 +31,12 @@ async def coordinator(
     target: FakeTarget, *flags: str, descriptors: int | None = None
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, AsyncClient, str]]:
     """A coordinator's process that serves, a client that does not try again, and the address."""
-
-    def limit() -> None:
-        if descriptors is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-
+    # By the shell: a function that runs in the forked child may hang there, with gRPC's threads in this process.
+    limited = [] if descriptors is None else ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors)]
     address, target_address = free_address(), await target.start()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coordinator.server", "--port", address.rpartition(":")[2], "--log-level", "error",
-        "--target-address", target_address, *flags, preexec_fn=limit,
+        *limited, sys.executable, "-m", "coordinator.server", "--port", address.rpartition(":")[2],
+        "--log-level", "error", "--target-address", target_address, *flags,
     )  # fmt: skip
     try:
         async with asyncio.timeout(2 * PATIENCE_SECONDS), AsyncClient(address, retry_seconds=0) as client:
