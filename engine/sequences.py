@@ -203,10 +203,9 @@ class SequenceEngine:
 
 def _are_finite(logits: torch.Tensor, indexes: torch.Tensor) -> list[bool]:
     """Whether the largest logit of each row is a finite number; `indexes` says where it is."""
-    if logits.dtype != torch.float32:
-        return [math.isfinite(logit) for logit in logits.gather(-1, indexes[:, None]).squeeze(-1).tolist()]
-    # Takes half the time of torch's operations, or of one of numpy's on all rows.
-    return [math.isfinite(row[index]) for row, index in zip(logits.numpy(), indexes.tolist(), strict=True)]
+    # Numpy has no bfloat16. One by one, its numbers take half the time of operations on all rows, torch's or its own.
+    rows = logits.numpy() if logits.dtype == torch.float32 else logits
+    return [math.isfinite(row[index]) for row, index in zip(rows, indexes.tolist(), strict=True)]
 
 
 def _largest_probabilities(logits: torch.Tensor) -> torch.Tensor:

@@ -60,12 +60,11 @@ class PackedBatch:
         return self.numbers[self._first_logit_row :]
 
     @property
-    def addresses(self) -> tuple[int, int, int, int]:
+    def addresses(self) -> tuple[int, ...]:
         """Memory addresses of the first input id, position, column and row of logits, for compiled code."""
         first, size = self.numbers.data_ptr(), self.numbers.element_size()
         starts = (INPUT_IDS * self.rows, POSITIONS * self.rows, COLUMNS * self.rows, self._first_logit_row)
-        input_ids, positions, columns, logit_rows = (first + size * start for start in starts)
-        return input_ids, positions, columns, logit_rows
+        return tuple(first + size * start for start in starts)
 
     @property
     def _first_logit_row(self) -> int:

@@ -63,9 +63,8 @@ def _row_numbers(engine: Engine) -> list[int]:
     if that is less, and that number."""
     most = max(2, min(engine.slots.total * (1 + MAX_DRAFT_TOKENS), engine.max_forward_tokens))
     steps = STEPS_ON_CPU if engine.facts.device.type == "cpu" else ()
-    return [rows for rows in sorted([*(1 << i for i in range(most.bit_length())), *steps]) if 3 * rows <= 2 * most] + [
-        most
-    ]
+    numbers = sorted([*(1 << power for power in range(most.bit_length())), *steps])
+    return [*(rows for rows in numbers if 3 * rows <= 2 * most), most]
 
 
 @contextmanager

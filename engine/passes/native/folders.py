@@ -45,8 +45,6 @@ def write(code: bytes, file: Path) -> Path:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700)
     with open(descriptor, "wb") as written:
         written.write(code)
-        written.flush()
-        os.fsync(descriptor)
     return file
 
 
@@ -61,7 +59,10 @@ def keep(code: bytes, kept: Path, most: int) -> None:
         kept.parent.mkdir(mode=0o700, exist_ok=True)
         _check_folder(kept.parent)
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-            write(_digest(code) + code, Path(folder) / kept.name).rename(kept)
+            unfinished = write(_digest(code) + code, Path(folder) / kept.name)
+            with unfinished.open("rb") as written:
+                os.fsync(written)
+            unfinished.rename(kept)
         others = [file for file in kept.parent.glob(f"*{kept.suffix}") if file != kept]
         for old in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True)[most - 1 :]:
             old.unlink(missing_ok=True)
