@@ -17,7 +17,7 @@ test-benchmarks: .venv/ready
 
 # Bitwise equality on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
 test-cpus: .venv/ready
-	$(BIN)/pytest -m all_cpus tests/engine/probes/test_cpus.py
+	$(BIN)/pytest -m all_cpus tests/specpool/engine/probes/test_cpus.py
 
 # Compiles every kernel of a GPU's pass, for three architectures; needs no GPU.
 test-kernels: .venv/ready
@@ -38,7 +38,7 @@ test-monitoring: .venv/ready
 
 # Drafts for a real vLLM on the CPU, in an environment of its own (5 minutes), or in that of SPECPOOL_VLLM_PYTHON.
 test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
-	$(BIN)/pytest -m vllm tests/specpool
+	$(BIN)/pytest -m vllm tests/specpool/vllm
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from specpool.cli.prompts import PromptLine
 from specpool.client import AsyncClient
+from specpool.client.prompts import PromptLine
 from specpool.client.requests import GenerateOptions
 from specpool.v1 import generation_pb2 as pb
 

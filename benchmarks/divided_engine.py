@@ -14,11 +14,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.engine_answers import Answers, by_drafts, one_by_one
 from benchmarks.report import seconds_of
-from engine.cache.spans import Span
-from engine.engine import Engine
-from engine.options import EngineOptions
-from engine.parallel.shares import Sums
-from engine.startup import load_engine
+from specpool.engine.cache.spans import Span
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.run.engine import Engine
+from specpool.engine.sharding.shares import Sums
+from specpool.engine.startup.loading import load_engine
 
 MAX_MODEL_LEN, MAX_SEQUENCES = 320, 16
 T = TypeVar("T")

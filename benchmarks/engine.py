@@ -24,16 +24,16 @@ from transformers import DynamicCache
 from benchmarks.figures import engine_figure
 from benchmarks.report import finish, output_folder, progress, seconds_of, show
 from benchmarks.shapes import SHAPES, random_loaded, random_model
-from engine.cache.memory import zeros
-from engine.cache.spans import Span
-from engine.engine import Engine
-from engine.models.devices import use_device
-from engine.models.embedded_pair import embedded_pair
-from engine.models.loading import load_config, read_weights
-from engine.models.sources import UnsupportedModelError
-from engine.options import EngineOptions
-from engine.passes.native.model import NativeModel
-from engine.startup import load_engine, start_engine
+from specpool.engine.cache.memory import zeros
+from specpool.engine.cache.spans import Span
+from specpool.engine.config.devices import use_device
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.engine.models.loading import load_config, read_weights
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.run.engine import Engine
+from specpool.engine.startup.loading import load_engine, start_engine
 
 DTYPES = ("float32", "bfloat16", "float16")
 BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 1024, 2048)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.cache.spans import Span
-from engine.engine import Engine
+from specpool.engine.cache.spans import Span
+from specpool.engine.run.engine import Engine
 
 DRAFTED = 3
 """Draft tokens of each sequence in a round."""

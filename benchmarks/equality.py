@@ -18,12 +18,12 @@ import torch
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, progress, show
-from engine.models.devices import use_device
-from engine.models.embedded_pair import embedded_pair
 from specpool.cli.generate import sure_answers
-from specpool.cli.prompts import PromptLine
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
+from specpool.client.prompts import PromptLine
+from specpool.engine.config.devices import use_device
+from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.v1 import common_pb2
 
 

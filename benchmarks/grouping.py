@@ -15,8 +15,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.report import finish, output_folder, progress, show
-from coordinator.counters import GroupingCounters
 from coordinator.scheduling.capacity import QueueLimits
+from coordinator.scheduling.counters import GroupingCounters
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, Sequence

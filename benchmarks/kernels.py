@@ -27,18 +27,18 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import finish, output_folder, progress, show
 from benchmarks.shapes import SHAPES
-from engine.cache.arena import KVArena
-from engine.cache.spans import Location, Span
-from engine.parallel.group import ALONE, Alone, Group
-from engine.parallel.shares import Share, Sums, piece_of, shard
-from engine.parallel.weights import adapt, cut
-from engine.passes.attention import PACKED_ATTENTION
-from engine.passes.gpu.model import GpuModel
-from engine.passes.lean import LeanModel
-from engine.passes.packing import pack
-from engine.sampling_kernel import sample_rows
-from engine.weights.coded import as_tensor
-from protocol.sampling import SamplingParams
+from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.spans import Location, Span
+from specpool.engine.passes.attention import PACKED_ATTENTION
+from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.packing import pack
+from specpool.engine.sampling.kernel import sample_rows
+from specpool.engine.sharding.group import ALONE, Alone, Group
+from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
+from specpool.engine.sharding.weights import adapt, cut
+from specpool.engine.weights.quantized import as_tensor
+from specpool.protocol.sampling import SamplingParams
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Bytes of shared memory that a program may have, by architecture.

@@ -35,12 +35,12 @@ from benchmarks.llamacpp_process import LlamaCpp, environment, running_llamacpp
 from benchmarks.prompts import load_prompts, number_of_prompts
 from benchmarks.report import console, finish, output_folder, progress, show, whole
 from benchmarks.vllm_process import token_ids
-from engine.models.embedded_pair import Pair, embedded_pair
-from rpc.status import status_line
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
 from specpool.client.requests import GenerateOptions
+from specpool.engine.models.embedded_pair import Pair, embedded_pair
+from specpool.rpc.status import status_line
 
 LLAMACPP = "llama.cpp"
 OURS: dict[str, GenerateOptions] = {"plain": {"num_speculative_tokens": 0}, "default": {}}

@@ -21,9 +21,9 @@ from urllib.request import urlopen
 
 from benchmarks.coordinator_cost import run_once, start_process, wait_ready
 from benchmarks.report import add_load_arguments, finish, progress, seconds_of, show
-from coordinator.generation import Piece, Sample
+from coordinator.requests.generation import Piece, Sample
+from coordinator.requests.latencies import Latencies
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from coordinator.telemetry.latencies import Latencies
 from specpool.client import AsyncClient
 
 PORTS = {"off": 50060, "on": 50061}

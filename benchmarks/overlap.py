@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.report import finish, output_folder, progress, show
+from coordinator.config.settings import CoordinatorSettings, Overlap
 from coordinator.scheduling.sequence import DraftMethod
 from coordinator.server import CoordinatorServer
-from coordinator.settings import CoordinatorSettings, Overlap
 from specpool.client import AsyncClient
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb

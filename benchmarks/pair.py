@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.shapes import SHAPES, random_model
-from engine.models.devices import pick_device
-from engine.models.sources import UnsupportedModelError
+from specpool.engine.config.devices import pick_device
+from specpool.engine.config.sources import UnsupportedModelError
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 
 # The output of the random layers is scaled down to this.

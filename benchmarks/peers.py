@@ -7,11 +7,11 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from coordinator.prompts.tokenizer import TargetTokenizer
-from engine.models.loading import load_config, read_weights, tokenizer_files
-from engine.models.sources import source_of
-from engine.options import EngineOptions
-from protocol.tokenizer import TokenizerFiles
 from specpool.client import Chat
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import source_of
+from specpool.engine.models.loading import load_config, read_weights, tokenizer_files
+from specpool.protocol.tokenizer import TokenizerFiles
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
 
-from specpool.cli.prompts import PromptLine, own_prompts, read_prompts
+from specpool.client.prompts import PromptLine, own_prompts, read_prompts
 
 # Prompts of a run per request in flight, and the fewest prompts of a run.
 LOAD, FEWEST_PROMPTS = 2, 4

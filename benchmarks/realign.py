@@ -18,13 +18,13 @@ from benchmarks.figures import realign_figure
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts, number_of_prompts
 from benchmarks.report import console, finish, median, output_folder, progress, show
+from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
-from coordinator.settings import CoordinatorSettings
-from engine.models.embedded_pair import embedded_pair
 from specpool.cli.processes import Service
-from specpool.cli.prompts import PromptLine
 from specpool.cli.up import free_port
 from specpool.client import AsyncClient
+from specpool.client.prompts import PromptLine
+from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.v1 import generation_pb2 as pb
 
 POLICIES, LAYOUTS = ("ragged", "exspec", "eqspec"), ("slots", "padded")

@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.prompts import load_prompts, number_of_prompts
 from benchmarks.report import finish, output_folder, progress, show
 from specpool.cli.generate import sure_answers
-from specpool.cli.prompts import PromptLine
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
+from specpool.client.prompts import PromptLine
 from specpool.v1 import generation_pb2 as pb
 
 CONCURRENCIES, DRAFTED = (1, 4, 8, 16), (0, 4)

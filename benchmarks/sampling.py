@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from benchmarks.peers import Peers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, output_folder, progress, seconds_of, show
-from engine.models.devices import use_device
-from engine.models.embedded_pair import embedded_pair
-from engine.models.sources import UnsupportedModelError
-from engine.sampling import choose_together, choose_token
-from protocol.sampling import SamplingParams
+from specpool.engine.config.devices import use_device
+from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.engine.sampling.sampler import choose_together, choose_token
+from specpool.protocol.sampling import SamplingParams
 
 RULES: Mapping[str, Mapping[str, Any]] = {
     "greedy": {},

@@ -6,9 +6,9 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.models.loading import LoadedModel
-from engine.passes.attention import PACKED_ATTENTION
-from protocol.tokenizer import TokenizerFiles
+from specpool.engine.models.loading import LoadedModel
+from specpool.engine.passes.attention import PACKED_ATTENTION
+from specpool.protocol.tokenizer import TokenizerFiles
 
 MAX_MODEL_LEN = 4096
 _QWEN3 = {

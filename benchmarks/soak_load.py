@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from benchmarks.tiny_pair import MAX_MODEL_LEN
-from rpc.status import status_line
 from specpool.client import AsyncClient
+from specpool.rpc.status import status_line
 from specpool.testing import EOS_TOKEN_ID
 from specpool.v1 import generation_pb2 as pb
 

@@ -22,11 +22,11 @@ from benchmarks.engine_answers import Answers
 from benchmarks.prompts import load_prompts
 from benchmarks.report import finish, output_folder, progress, show, whole
 from benchmarks.vllm_process import token_ids
-from engine.models.embedded_pair import embedded_pair
-from engine.models.sources import UnsupportedModelError
-from engine.options import MAX_RANKS
-from engine.parallel.dividing import load_sharding
-from engine.parallel.shares import Sums
+from specpool.engine.config.options import MAX_RANKS
+from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.engine.sharding.shares import Sums
+from specpool.engine.startup.sharding import load_sharding
 
 PASSES = {
     "1 sequence": Pass(1, 1, 128),

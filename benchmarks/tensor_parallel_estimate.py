@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.report import console, finish, output_folder, show, whole
-from engine.parallel.shares import Sums
+from specpool.engine.sharding.shares import Sums
 
 ITEM_BYTES = 2
 """Of a weight, an activation or a logit in bfloat16."""

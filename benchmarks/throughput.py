@@ -29,9 +29,9 @@ from benchmarks.figures import throughput_figure
 from benchmarks.prompts import in_turn, load_by_category
 from benchmarks.report import console, finish, median, output_folder, progress, show
 from specpool.cli.processes import ProcessFailedError
-from specpool.cli.prompts import PromptLine
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
+from specpool.client.prompts import PromptLine
 from specpool.client.requests import GenerateOptions
 from specpool.v1 import generation_pb2 as pb
 

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.prompts import load_prompts
 from benchmarks.report import console, finish, output_folder, progress, show, whole
 from benchmarks.vllm_process import VllmEngine, draft_process, token_ids, vllm_python
-from engine.models.embedded_pair import embedded_pair, float32_copy
+from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
 
 # Prompts of a run per request in flight: with fewer, the emptying batch at the end of a run counts for much.
 LOAD = 2

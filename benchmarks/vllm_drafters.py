@@ -5,9 +5,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from coordinator.counters import Timed
 from coordinator.drafting.costs import StepTimes
-from protocol.rounds import Proposal, ProposeItem
+from coordinator.scheduling.counters import Timed
+from specpool.protocol.rounds import Proposal, ProposeItem
 from specpool.vllm.link import BlockingDraftLink
 from specpool.vllm.remote_draft import RemoteDraft
 

@@ -17,11 +17,11 @@ from typing import IO, Any, Self
 
 from transformers import AutoTokenizer
 
-from engine.models.sources import source_of
-from rpc.channel import Connector
-from rpc.healthcheck import problem
 from specpool.cli.processes import worker_environment
-from specpool.cli.prompts import PromptLine
+from specpool.client.prompts import PromptLine
+from specpool.engine.config.sources import source_of
+from specpool.rpc.security.channel import Connector
+from specpool.rpc.server.healthcheck import problem
 
 ROOT = Path(__file__).parents[1]
 PYTHON_VARIABLE = "SPECPOOL_VLLM_PYTHON"

@@ -5,15 +5,15 @@ import contextlib
 import logging
 import sys
 
-from coordinator.coordinator import Coordinator
-from coordinator.intake import Intake
-from coordinator.service import GenerationServicer
-from coordinator.settings import CoordinatorSettings
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.serving.coordinator import Coordinator
+from coordinator.serving.intake import Intake
+from coordinator.serving.service import GenerationServicer
 from coordinator.telemetry.metrics import CoordinatorMetrics
 from coordinator.workers.errors import MismatchError
-from rpc.logs import configure_logging
-from rpc.server import Server
-from rpc.tracing import tracer_of
+from specpool.rpc.observability.logs import configure_logging
+from specpool.rpc.observability.tracing import tracer_of
+from specpool.rpc.server.server import Server
 from specpool.v1 import generation_pb2_grpc as pb_grpc
 
 # Time that the workers have at the end to confirm that all slots are free.

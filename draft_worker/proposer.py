@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from engine.cache.spans import Span
-from engine.engine import Engine
-from engine.sequences import Choices, SequenceEngine
-from protocol.rounds import ItemStatus, Proposal, ProposeItem
+from specpool.engine.cache.spans import Span
+from specpool.engine.run.engine import Engine
+from specpool.engine.run.sequences import Choices, SequenceEngine
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem
 
 log = logging.getLogger(__name__)
 

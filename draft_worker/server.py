@@ -6,13 +6,13 @@ from pydantic import Field
 
 from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
-from engine.models.sources import UnsupportedModelError
-from engine.options import EngineOptions
-from engine.parallel.node import run_node
-from engine.startup import load_engine
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.startup.loading import load_engine
+from specpool.engine.startup.node import run_node
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
-from worker.process import run_worker
-from worker.settings import WorkerSettings
+from specpool.worker.process import run_worker
+from specpool.worker.settings import WorkerSettings
 
 PROGRAM = "specpool-draft-worker"
 SERVICE = "specpool.v1.DraftWorkerService"

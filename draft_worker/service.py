@@ -4,12 +4,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from draft_worker.proposer import Proposer
-from protocol.codec import propose_response, read_chances, read_propose_items, read_step_cost, require_coordinator
-from protocol.rounds import Proposal
-from rpc.callers import client_of
+from specpool.protocol.codec import (
+    propose_response,
+    read_chances,
+    read_propose_items,
+    read_step_cost,
+    require_coordinator,
+)
+from specpool.protocol.rounds import Proposal
+from specpool.rpc.server.callers import client_of
 from specpool.v1 import draft_worker_pb2 as pb
 from specpool.v1 import draft_worker_pb2_grpc
-from worker.servicer import WorkerServicer
+from specpool.worker.servicer import WorkerServicer
 
 
 class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServiceServicer):

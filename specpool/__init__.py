@@ -1,5 +1,16 @@
-"""Batch speculative decoding as a gRPC service: the public names of its client library."""
+"""Batch speculative decoding as a gRPC service. The names below are those of the client library."""
 
-from specpool.client import AsyncClient, Chat, Client, DivergedError, GenerateOptions, Prompt
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specpool.client import AsyncClient, Chat, Client, DivergedError, GenerateOptions, Prompt
 
 __all__ = ["AsyncClient", "Chat", "Client", "DivergedError", "GenerateOptions", "Prompt"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the client library on first use, so that no other part of the package loads it."""
+    if name in __all__:
+        return getattr(import_module("specpool.client"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,15 +4,15 @@ from functools import partial
 
 from pydantic import Field
 
-from engine.models.sources import UnsupportedModelError
-from engine.options import EngineOptions
-from engine.parallel.node import run_node
-from engine.startup import load_engine
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.startup.loading import load_engine
+from specpool.engine.startup.node import run_node
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
+from specpool.worker.process import run_worker
+from specpool.worker.settings import WorkerSettings
 from target_worker.service import TargetWorkerServicer
 from target_worker.verifier import Verifier
-from worker.process import run_worker
-from worker.settings import WorkerSettings
 
 PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"

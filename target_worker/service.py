@@ -3,13 +3,13 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from protocol.codec import read_verify_items, require_coordinator, tokenizer_response, verify_response
-from protocol.rounds import Verdict
-from rpc.callers import client_of
+from specpool.protocol.codec import read_verify_items, require_coordinator, tokenizer_response, verify_response
+from specpool.protocol.rounds import Verdict
+from specpool.rpc.server.callers import client_of
 from specpool.v1 import target_worker_pb2 as pb
 from specpool.v1 import target_worker_pb2_grpc
+from specpool.worker.servicer import WorkerServicer
 from target_worker.verifier import Verifier
-from worker.servicer import WorkerServicer
 
 
 class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerServiceServicer):

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from engine.sampling import token_logprobs
-from engine.sequences import Choices, SequenceEngine
-from protocol.errors import WorkerFailedError
-from protocol.rounds import ItemStatus, Verdict, VerifyItem
-from protocol.sampling import TokenLogprobs
-from protocol.tokenizer import TokenizerFiles
+from specpool.engine.run.sequences import Choices, SequenceEngine
+from specpool.engine.sampling.sampler import token_logprobs
+from specpool.protocol.errors import WorkerFailedError
+from specpool.protocol.rounds import ItemStatus, Verdict, VerifyItem
+from specpool.protocol.sampling import TokenLogprobs
+from specpool.protocol.tokenizer import TokenizerFiles
 from target_worker.acceptance import accept
 
 

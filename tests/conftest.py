@@ -34,5 +34,5 @@ def cpu_threads() -> int:
 @pytest.fixture(autouse=True, scope="session")
 def _no_last_resort() -> Iterator[None]:
     """A server that was stopped by a signal in this process must not end it."""
-    with mock.patch("rpc.signals._end"):
+    with mock.patch("specpool.rpc.server.signals._end"):
         yield

@@ -1,55 +1,57 @@
-"""Rules for imports between packages, checked in the sources and, for torch, by the modules that really get loaded."""
+"""Rules for imports between folders, checked in the sources and, for torch, by the modules that really get loaded."""
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = (
-    "specpool", "protocol", "coordinator", "worker", "draft_worker", "target_worker", "engine", "rpc",
-    "distill", "planning",
-)  # fmt: skip
+PACKAGES = ("specpool", "coordinator", "draft_worker", "target_worker")
 GENERATED = "specpool/v1/"
+ENGINE = "specpool/engine"
 
-# Packages that the files of a folder must not import directly; indirect imports are not checked.
+# What the files of a folder must not import directly, by prefix; indirect imports are not checked.
 WORKERS = {"draft_worker", "target_worker"}
+SERVICES = {"coordinator", *WORKERS}
 FORBIDDEN = {
-    "protocol": {"torch", "grpc", "coordinator", "engine", "worker", "rpc", *WORKERS},
-    "rpc": {"torch", "coordinator", "engine", "protocol.rounds", "protocol.codec", "worker", *WORKERS},
-    "specpool/client": {"torch", "coordinator", "engine", "worker", "protocol", *WORKERS},
-    "specpool/cli": {"torch", "worker", *WORKERS},
+    "specpool/protocol": {"torch", "grpc", "specpool.engine", "specpool.worker", "specpool.rpc", *SERVICES},
+    "specpool/rpc": {
+        "torch", "specpool.engine", "specpool.protocol.rounds", "specpool.protocol.codec", "specpool.worker", *SERVICES,
+    },
+    "specpool/client": {"torch", "specpool.engine", "specpool.worker", "specpool.protocol", *SERVICES},
+    "specpool/cli": {"torch", "specpool.worker", *WORKERS},
     # vLLM takes the coordinator's place: the coordinator's own parts draft for it, and vLLM loads our class itself.
-    "specpool/vllm": {"torch", "vllm", "numpy", "engine", "worker", "specpool.client", "specpool.cli", *WORKERS},
-    "coordinator": {"torch", "engine", "worker", "specpool.client", "specpool.cli", *WORKERS},
-    "worker": {"torch", "coordinator", "engine", *WORKERS},
+    "specpool/vllm": {
+        "torch", "vllm", "numpy", "specpool.engine", "specpool.worker", "specpool.client", "specpool.cli", *WORKERS,
+    },
+    "specpool/worker": {"torch", "specpool.engine", *SERVICES},
+    "specpool/engine": {
+        "grpc", "google", "specpool.v1", "specpool.rpc", "specpool.worker", "specpool.client", "specpool.distill",
+        *SERVICES,
+    },
+    "specpool/distill": {"specpool.client", "specpool.cli", "specpool.v1", "specpool.worker", *SERVICES},
+    "specpool/planning": {"specpool.worker", *WORKERS},
+    "coordinator": {"torch", "specpool.engine", "specpool.worker", "specpool.client", "specpool.cli", *WORKERS},
     "draft_worker": {"coordinator", "target_worker"},
     "target_worker": {"coordinator", "draft_worker"},
-    "engine": {"grpc", "google", "specpool", "rpc", "coordinator", "worker", *WORKERS, "distill"},
-    "engine/cache": {"engine.passes", "engine.models", "engine.probes", "engine.engine"},
-    "engine/passes": {"engine.models", "engine.probes", "engine.engine"},
-    "engine/models": {"engine.probes", "engine.engine"},
-    "distill": {"coordinator", "specpool", "worker", *WORKERS},
-    "planning": {"grpc", "google", "specpool.v1", "worker", *WORKERS},
-}
-ALLOWED = {"specpool/cli": {"worker.settings"}}
+}  # fmt: skip
+ALLOWED = {"specpool/cli": {"specpool.worker.settings"}}
 # Folders without torch, protobuf, a clock or a random generator of their own, and project packages they may import.
 PURE = {
-    "coordinator/scheduling": {"coordinator.scheduling", "coordinator.text", "protocol"},
-    "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "coordinator.counters", "protocol"},
+    "coordinator/scheduling": {"coordinator.scheduling", "specpool.protocol"},
+    "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "specpool.protocol"},
 }
 PURE_BESIDE_VLLM = ("costs", "drafter", "pacing", "rows")
-PURE_IN_PLANNING = ("capacity", "plan", "prediction", "scaling", "values")
-IMPURE = {"grpc", "google", "specpool", "rpc", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
-FILES_A_LEVEL = 14
+IMPURE = {"grpc", "google", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 
 MAY_NAME_STATUS_CODES = {
-    "rpc/errors.py",
-    "rpc/interceptor.py",
-    "rpc/tracing.py",  # those of OpenTelemetry
+    "specpool/rpc/errors.py",
+    "specpool/rpc/server/interceptor.py",
+    "specpool/rpc/observability/tracing.py",  # those of OpenTelemetry
     "coordinator/workers/streams.py",
     "coordinator/workers/draft_link.py",
     "coordinator/workers/link.py",
@@ -59,32 +61,37 @@ MAY_NAME_STATUS_CODES = {
     "specpool/client/retries.py",
     "specpool/cli/health.py",
 }
-MAY_USE_PROTOBUF = {
-    "protocol/answers.py",
-    "protocol/codec.py",
-    "coordinator/intake.py",
+# Where protobuf messages are known: the edges.
+EDGES = (
     "coordinator/prompts/reading.py",
+    "coordinator/requests/validation.py",
     "coordinator/server.py",
-    "coordinator/service.py",
-    "coordinator/smg/answers.py",
-    "coordinator/smg/requests.py",
-    "coordinator/validation.py",
-    "draft_worker/server.py",
-    "draft_worker/service.py",
-    "target_worker/server.py",
-    "target_worker/service.py",
-    "worker/servicer.py",
-}
-ALSO_AT_THE_EDGE = ("specpool/", "rpc/", "coordinator/workers/")
-
-
-def sources(package: str) -> list[Path]:
-    files = sorted((ROOT / package).rglob("*.py"))
-    return [path for path in files if not name_of(path).startswith(GENERATED)]
+    "coordinator/serving/",
+    "coordinator/smg/",
+    "coordinator/workers/",
+    "draft_worker/",
+    "specpool/cli/",
+    "specpool/client/",
+    "specpool/planning/",
+    "specpool/protocol/",
+    "specpool/rpc/",
+    "specpool/testing/",
+    "specpool/vllm/",
+    "specpool/worker/",
+    "target_worker/",
+)
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def sources(folder: str) -> list[Path]:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    return [path for path in files if not name_of(path).startswith(GENERATED)]
+
+
+ALL = [path for package in PACKAGES for path in sources(package)]
 
 
 def module_of(path: Path) -> str:
@@ -103,111 +110,127 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def is_within(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
+def is_within(name: str, packages: set[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def top_levels(path: Path) -> set[str]:
-    return set(map(top_of, imported(path)))
+    return {name.partition(".")[0] for name in imported(path)}
 
 
-def top_of(name: str) -> str:
-    return name.partition(".")[0]
+def edges() -> set[tuple[Path, Path]]:
+    """Pairs of a file and a file of the project that it imports."""
+    paths = {module_of(path): path for path in ALL}
+
+    def owner(name: str) -> Path | None:
+        return paths.get(name) or paths.get(name.rpartition(".")[0])
+
+    found = {(path, owner(name)) for path in ALL for name in imported(path)}
+    return {(path, other) for path, other in found if other is not None and other != path}
+
+
+def refuse_cycles(pairs: set[tuple[str, str]]) -> None:
+    """CycleError names the folders of a cycle."""
+    graph = defaultdict(set)
+    for importer, other in pairs:
+        if importer != other:
+            graph[importer].add(other)
+    TopologicalSorter(graph).prepare()
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    refuse_cycles({(name_of(path), name_of(other)) for path, other in edges()})
+
+
+@pytest.mark.parametrize("depth", range(1, 6))
+def test_no_folder_imports_itself_by_way_of_others(depth: int) -> None:
+    """A folder counts with everything below it: first `specpool/engine`, then `specpool/engine/passes`, and so on.
+
+    `specpool` alone is no floor: its library is below the services, and its commands are above them.
+    """
+
+    def floor(path: Path) -> str:
+        folders = path.relative_to(ROOT).parent.parts
+        return "/".join(folders[: depth + (folders[0] == "specpool")])
+
+    refuse_cycles({(floor(path), floor(other)) for path, other in edges()})
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_a_folder_imports_nothing_it_must_not(folder: str) -> None:
-    assert sources(folder)
     broken = {
         (name_of(path), name)
         for path in sources(folder)
         for name in imported(path)
-        if any(is_within(name, package) for package in FORBIDDEN[folder])
-        and not any(is_within(name, package) for package in ALLOWED.get(folder, ()))
+        if is_within(name, FORBIDDEN[folder]) and not is_within(name, ALLOWED.get(folder, set()))
     }
     assert broken == set()
 
 
 def test_the_check_sees_imports() -> None:
-    assert "torch" in set().union(*map(top_levels, sources("engine")))
+    assert "torch" in set().union(*map(top_levels, sources(ENGINE)))
     assert "grpc" in top_levels(ROOT / "coordinator/workers/link.py")
-
-
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Imports under `TYPE_CHECKING` count too. CycleError names the modules."""
-    paths = {module_of(path): path for package in PACKAGES for path in sources(package)}
-
-    def owner(name: str) -> str | None:
-        return name if name in paths else next(iter({name.rpartition(".")[0]} & paths.keys()), None)
-
-    graph = {module: {owner(name) for name in imported(path)} - {None} for module, path in paths.items()}
-    TopologicalSorter(graph).prepare()
+    assert all(sources(folder) for folder in (*FORBIDDEN, *PURE))
 
 
 @pytest.mark.parametrize("folder", PURE)
 def test_scheduling_and_drafting_import_neither_transport_nor_model_nor_clock(folder: str) -> None:
     for path in sources(folder):
         assert top_levels(path) & IMPURE == set(), name_of(path)
-        own = {name for name in imported(path) if top_of(name) in PACKAGES}
-        assert {name for name in own if not any(is_within(name, pure) for pure in PURE[folder])} == set()
-
-
-@pytest.mark.parametrize("module", PURE_IN_PLANNING)
-def test_predictions_import_neither_model_nor_clock(module: str) -> None:
-    path = ROOT / "planning" / f"{module}.py"
-    assert top_levels(path) & IMPURE == set()
-    pure = {"coordinator.drafting.costs", "distill.replay", *(f"planning.{name}" for name in PURE_IN_PLANNING)}
-    own = {name.rpartition(".")[0] for name in imported(path) if top_of(name) in PACKAGES}
-    assert own <= pure
+        own = {name for name in imported(path) if name.startswith(PACKAGES)}
+        assert {name for name in own if not is_within(name, PURE[folder])} == set()
 
 
 @pytest.mark.parametrize("module", PURE_BESIDE_VLLM)
 def test_what_drafts_for_vllm_is_as_pure_as_drafting(module: str) -> None:
     path = ROOT / "specpool/vllm" / f"{module}.py"
-    assert top_levels(path) & (IMPURE - {"specpool"}) == set()
+    assert top_levels(path) & IMPURE == set()
     pure = {*PURE["coordinator/drafting"], *(f"specpool.vllm.{name}" for name in PURE_BESIDE_VLLM)}
-    own = {name for name in imported(path) if top_of(name) in PACKAGES}
-    assert {name for name in own if not any(is_within(name, allowed) for allowed in pure)} == set()
-
-
-@pytest.mark.parametrize("package", ["coordinator", "engine"])
-def test_a_folder_is_small_enough_to_be_read(package: str) -> None:
-    folders = {path.parent for path in sources(package)}
-    counts = {name_of(folder): len([*folder.glob("*.py")]) - 1 for folder in folders}
-    assert {name: count for name, count in counts.items() if count > FILES_A_LEVEL} == {}
+    own = {name for name in imported(path) if name.startswith(PACKAGES)}
+    assert {name for name in own if not is_within(name, pure)} == set()
 
 
 def test_only_the_error_table_and_clients_name_status_codes() -> None:
-    files = [path for package in PACKAGES for path in sources(package)]
-    named = {name_of(path) for path in files if "StatusCode" in path.read_text()}
+    named = {name_of(path) for path in ALL if "StatusCode" in path.read_text()}
     assert named - MAY_NAME_STATUS_CODES == set()
-    assert "rpc/errors.py" in named
+    assert "specpool/rpc/errors.py" in named
 
 
 def test_protobuf_stays_at_the_edges() -> None:
-    files = [path for package in PACKAGES for path in sources(package)]
-    users = {name_of(path) for path in files if any(is_within(name, "specpool.v1") for name in imported(path))}
-    users |= {name_of(path) for path in files if "google" in top_levels(path)}
-    assert {name for name in users - MAY_USE_PROTOBUF if not name.startswith(ALSO_AT_THE_EDGE)} == set()
-    assert "coordinator/service.py" in users
+    users = {
+        name_of(path) for path in ALL if any(is_within(name, {"specpool.v1", "google"}) for name in imported(path))
+    }
+    assert {name for name in users if not name.startswith(EDGES)} == set()
+    assert "coordinator/serving/service.py" in users
 
 
 def test_only_one_module_knows_opentelemetry() -> None:
-    files = [path for package in PACKAGES for path in sources(package)]
-    assert [name_of(path) for path in files if "opentelemetry" in top_levels(path)] == ["rpc/tracing.py"]
+    users = [name_of(path) for path in ALL if "opentelemetry" in top_levels(path)]
+    assert users == ["specpool/rpc/observability/tracing.py"]
 
 
 def test_only_one_folder_knows_the_gateway_and_it_is_loaded_when_asked_for() -> None:
-    files = [path for package in PACKAGES for path in sources(package)]
-    users = {name_of(path.parent) for path in files if "smg_grpc_proto" in top_levels(path)}
+    users = {name_of(path.parent) for path in ALL if "smg_grpc_proto" in top_levels(path)}
     assert users == {"coordinator/smg"}
     program = "import coordinator.server, specpool, sys; sys.exit('smg_grpc_proto' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 def test_what_a_user_imports_and_the_coordinator_load_neither_torch_nor_opentelemetry() -> None:
-    files = [path for package in ("specpool", "protocol", "coordinator", "rpc", "worker") for path in sources(package)]
-    modules = [module_of(path) for path in files]
-    assert {"specpool", "coordinator.server"} <= set(modules)
-    program = f"import {', '.join(modules)}, sys; sys.exit(bool({{'torch', 'opentelemetry'}} & sys.modules.keys()))"
+    folders = {
+        "specpool/client",
+        "specpool/cli",
+        "specpool/protocol",
+        "specpool/rpc",
+        "specpool/testing",
+        "coordinator",
+    }
+    modules = [module_of(path) for path in ALL if name_of(path).startswith((*folders, "specpool/worker"))]
+    program = f"import specpool, {', '.join(modules)}, sys; "
+    program += "assert specpool.Client; sys.exit(bool({'torch', 'opentelemetry'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_engine_loads_no_grpc() -> None:
+    program = "import specpool.engine.startup.loading, sys; sys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

@@ -13,7 +13,7 @@ from tiny_models import described_as_divided, load_engine
 from worker_service import TARGET
 from worker_service import serving as serving_worker
 
-from worker.metrics import WorkerMetrics
+from specpool.worker.metrics import WorkerMetrics
 
 PAGE = (Path(__file__).parents[1] / "docs/metrics.md").read_text()
 ROW = re.compile(r"^\| `([\w:]+)` \| (\w+) \| (.*?) \| (.*) \|$", re.MULTILINE)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from serving import serving
 
-from rpc.settings import Settings
 from specpool.cli.main import COMMANDS, known_keys
+from specpool.rpc.config.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.relative_to(ROOT).as_posix(): page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -31,12 +31,12 @@ PYTHON_EXAMPLES = {
 
 # Commands whose arguments are settings, and their settings classes; `specpool.cli.main.COMMANDS` has further commands.
 SETTINGS = {
-    "specpool distill": "distill.main.DistillSettings",
-    "specpool plan": "planning.main.PlanSettings",
-    "specpool-coordinator": "coordinator.settings.CoordinatorSettings",
+    "specpool distill": "specpool.distill.main.DistillSettings",
+    "specpool plan": "specpool.planning.main.PlanSettings",
+    "specpool-coordinator": "coordinator.config.settings.CoordinatorSettings",
     "specpool-draft-worker": "draft_worker.server.DraftWorkerSettings",
     "specpool-target-worker": "target_worker.server.TargetWorkerSettings",
-    "python -m distill.evaluate": "distill.evaluate.EvaluateSettings",
+    "python -m specpool.distill.evaluate": "specpool.distill.evaluate.EvaluateSettings",
 }
 # Commands of other projects, and those that tests in this file or elsewhere run completely.
 NOT_OURS = (

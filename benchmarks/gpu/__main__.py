@@ -35,8 +35,8 @@ from benchmarks.gpu.part import TINY_SHAPES, Settings
 from benchmarks.gpu.report import goals, show_part
 from benchmarks.report import console, finish, output_folder, show
 from benchmarks.shapes import SHAPES
-from engine.models.devices import pick_device
-from engine.models.sources import UnsupportedModelError
+from specpool.engine.config.devices import pick_device
+from specpool.engine.config.sources import UnsupportedModelError
 
 ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float16", "float32")

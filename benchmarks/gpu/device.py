@@ -11,7 +11,7 @@ import transformers
 from benchmarks.engine import finished
 from benchmarks.gpu.part import Findings, Settings
 from benchmarks.report import seconds_of
-from engine.passes.gpu.launching import triton
+from specpool.engine.numerics.triton_compat import triton
 
 
 def measure(settings: Settings, findings: Findings) -> None:

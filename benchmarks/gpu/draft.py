@@ -9,8 +9,8 @@ from benchmarks.gpu.device import bandwidth
 from benchmarks.gpu.part import Findings, Settings
 from benchmarks.gpu.target import LONGEST, WARM_UPS, Limit, started
 from benchmarks.report import seconds_of
-from engine.cache.spans import Span
-from engine.engine import Engine
+from specpool.engine.cache.spans import Span
+from specpool.engine.run.engine import Engine
 
 
 def measure(settings: Settings, findings: Findings) -> None:

@@ -11,15 +11,15 @@ from benchmarks.gpu import products
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.sampling import RULES
 from benchmarks.shapes import SHAPES
-from engine.cache.arena import KVArena
-from engine.passes.gpu.attention import attend_extents, rows_per_tile, splits_for
-from engine.passes.gpu.cublas import restrict_cublas
-from engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
-from engine.passes.rotary import rotate
-from engine.probes.kernels import attention_agrees
-from engine.sampling import choose_token
-from engine.sampling_kernel import sample_rows
-from protocol.sampling import SamplingParams
+from specpool.engine.cache.arena import KVArena
+from specpool.engine.passes.gpu.attention import attend_extents, rows_per_tile, splits_for
+from specpool.engine.passes.gpu.cublas import restrict_cublas
+from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
+from specpool.engine.passes.rotary import rotate
+from specpool.engine.probes.kernels import attention_agrees
+from specpool.engine.sampling.kernel import sample_rows
+from specpool.engine.sampling.sampler import choose_token
+from specpool.protocol.sampling import SamplingParams
 
 # Norm of the error, of the norm of the result: about twice what rounding the inputs and the result takes.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}

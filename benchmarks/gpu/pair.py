@@ -13,10 +13,10 @@ from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.pair import partly_wrong, path_through, save_model
 from benchmarks.shapes import SHAPES
 from benchmarks.throughput import PLAIN, Load, run, summary
-from engine.models.devices import pick_device
-from specpool.cli.prompts import own_prompts
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
+from specpool.client.prompts import own_prompts
+from specpool.engine.config.devices import pick_device
 
 ACCEPTANCE = 0.7
 KINDS = [PLAIN, "k2", "k4", "adaptive"]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import SHAPES
-from engine.models.sources import first_line
-from engine.probes.kernels import TIMED_ROWS
+from specpool.engine.config.sources import first_line
+from specpool.engine.probes.kernels import TIMED_ROWS
 
 Row = dict[str, Any]
 

@@ -9,9 +9,9 @@ from benchmarks.gpu import kernels
 from benchmarks.gpu.device import seconds_each
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.shapes import SHAPES
-from engine.passes.gpu.graphs import CudaGraphs
-from engine.passes.gpu.products import KINDS, Product
-from engine.probes.inputs import ProbeInputs
+from specpool.engine.passes.gpu.gemm import KINDS, Product
+from specpool.engine.passes.gpu.graphs import CudaGraphs
+from specpool.engine.probes.inputs import ProbeInputs
 
 # Seconds without which a shape is not begun.
 LONGEST_CHECK = 15

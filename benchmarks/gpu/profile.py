@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.engine import Step, engine_step, finished
 from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.gpu.target import LONGEST, WARM_UPS, is_recorded, started
-from engine.engine import Engine
+from specpool.engine.run.engine import Engine
 
 NAMED = 25
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.gpu.part import Row
 from benchmarks.report import show
-from engine.passes.gpu.products import KINDS
+from specpool.engine.passes.gpu.gemm import KINDS
 
 Results = Mapping[str, Mapping[str, Any]]
 # Names of kernels that are shown, their letters, and numbers of a list.

@@ -15,12 +15,12 @@ from benchmarks.gpu.device import bandwidth
 from benchmarks.gpu.part import Findings, Settings, log_lines
 from benchmarks.report import seconds_of
 from benchmarks.shapes import random_loaded
-from engine.engine import Engine
-from engine.options import EngineOptions
-from engine.passes.gpu.model import GpuModel
-from engine.passes.gpu.products import KINDS, Kind
-from engine.passes.gpu.recorded import RecordedModel
-from engine.startup import start_engine
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.passes.gpu.captured import RecordedModel
+from specpool.engine.passes.gpu.gemm import KINDS, Kind
+from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.run.engine import Engine
+from specpool.engine.startup.loading import start_engine
 
 CHOSEN = "chosen"
 # A shape is launched the first time that it is seen, and recorded the second time.

@@ -11,8 +11,8 @@ from benchmarks.gpu.pair import made_pair
 from benchmarks.gpu.part import Findings, Settings
 from benchmarks.peers import Peers
 from benchmarks.report import seconds_of
-from engine.models.devices import pick_device
-from specpool.cli.prompts import own_prompts
+from specpool.client.prompts import own_prompts
+from specpool.engine.config.devices import pick_device
 
 # A run that may not fit into the time left is not begun.
 LONGEST_RUN = 10

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from coordinator.counters import Timed
 from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import UNKNOWN_DRAFT, UNKNOWN_VERIFY, RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions, expected_tokens
 from coordinator.drafting.lookup import PromptLookup
 from coordinator.scheduling.commits import Commit, DraftOrder
+from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.sequence import DRAFT_MAY_LACK, DraftMethod, Sequence
-from protocol.rounds import Proposal, ProposeItem, VerifyItem
+from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
 
 # Most rounds over which the cost of catching up the draft worker is spread.
 CATCH_UP_ROUNDS = 32

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from coordinator.prompts.slots import Check, TokenizingSlots
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, WorkLimits
-from protocol.errors import InvalidArgumentError
+from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
 MAX_MESSAGES, MAX_ROLE_LENGTH = 1024, 64

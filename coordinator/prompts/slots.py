@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from typing import TypeVar
 
-from protocol.errors import QueueFullError
+from specpool.protocol.errors import QueueFullError
 
 THREADS = 2
 # Larger prompts use only one of the threads.

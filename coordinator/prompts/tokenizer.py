@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from coordinator.prompts.detokenizer import Detokenizer
 from coordinator.prompts.panics import panics_are_errors
 from coordinator.prompts.templates import ChatTemplate, ChatTemplateError
-from protocol.tokenizer import TokenizerFiles
+from specpool.protocol.tokenizer import TokenizerFiles
 
 # Tokens of ordinary text have about this number of bytes. A text that fits only if its tokens are longer is counted in
 # pieces first: all of its tokens at once could take a gigabyte.

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from coordinator.scheduling.sequence import DraftMethod, Sequence
-from coordinator.text import ShownText
-from protocol.rounds import Proposal
-from protocol.sampling import TokenLogprobs
+from coordinator.scheduling.text import ShownText
+from specpool.protocol.rounds import Proposal
+from specpool.protocol.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from coordinator.scheduling.commits import Commit, DraftOrder
 from coordinator.scheduling.sequence import Sequence
 from coordinator.scheduling.turn import PrefillBudget, Turn, known
-from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
 
 class Round:

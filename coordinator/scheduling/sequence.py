@@ -8,8 +8,8 @@ from functools import partial
 
 from coordinator.scheduling.speculation import SpeculationStats
 from coordinator.scheduling.suspicion import Progress, Suspicion
-from coordinator.text import ShownText, TextStream
-from protocol.sampling import SamplingParams
+from coordinator.scheduling.text import ShownText, TextStream
+from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
 """Numbers that must be equal for sequences to need no padding between them: tokens, tokens that each worker lacks, and

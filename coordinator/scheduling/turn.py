@@ -7,8 +7,8 @@ from operator import mul
 
 from coordinator.scheduling.commits import Commit, DraftOrder
 from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, Prefix, Sequence
-from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
-from protocol.sampling import SamplingParams
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.sampling import SamplingParams
 
 # The draft may lack its own last token and the bonus token: catch-ups as short as this are never cut into chunks.
 FEW_TOKENS = 8

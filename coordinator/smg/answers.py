@@ -6,9 +6,9 @@ from pathlib import PurePath
 
 from smg_grpc_proto import vllm_engine_pb2 as smg
 
-from coordinator.coordinator import Coordinator
-from coordinator.generation import Piece, Sample
-from protocol.sampling import TokenLogprobs
+from coordinator.requests.generation import Piece, Sample
+from coordinator.serving.coordinator import Coordinator
+from specpool.protocol.sampling import TokenLogprobs
 from specpool.v1 import common_pb2
 
 NO_TOKENIZER = "/dev/null"

@@ -5,8 +5,8 @@ from itertools import islice
 
 from smg_grpc_proto import vllm_engine_pb2 as smg
 
-from coordinator.validation import MAX_LOGIT_BIASES
-from protocol.errors import InvalidArgumentError
+from coordinator.requests.validation import MAX_LOGIT_BIASES
+from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
 REQUEST_FIELDS = {"request_id", "tokenized", "text", "sampling_params", "stream"}

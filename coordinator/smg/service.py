@@ -9,15 +9,15 @@ from smg_grpc_proto import vllm_engine_pb2 as smg
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from coordinator.coordinator import Coordinator
-from coordinator.intake import Intake
+from coordinator.serving.coordinator import Coordinator
+from coordinator.serving.intake import Intake
 from coordinator.smg.answers import chunk, complete, end, loads, model_info
 from coordinator.smg.requests import generate_request
 from coordinator.smg.tokenizer import TokenizerArchive
-from protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
-from rpc.callers import client_of
-from rpc.server import Server
-from rpc.version import package_version
+from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
+from specpool.rpc.server.callers import client_of
+from specpool.rpc.server.server import Server
+from specpool.rpc.version import package_version
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 MOST_ABORTED = 1024

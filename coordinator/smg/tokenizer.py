@@ -10,7 +10,7 @@ from functools import cached_property
 
 from smg_grpc_proto.generated import common_pb2 as smg
 
-from protocol.tokenizer import TokenizerFiles
+from specpool.protocol.tokenizer import TokenizerFiles
 
 CHUNK_BYTES = 2**20
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 
-from coordinator.coordinator import Coordinator
 from coordinator.drafting.drafting import SpeculationState
+from coordinator.requests.latencies import Histogram, Latencies
 from coordinator.scheduling.sequence import DraftMethod, FinishReason
-from coordinator.telemetry.latencies import Histogram, Latencies
+from coordinator.serving.coordinator import Coordinator
 from coordinator.workers.link import LinkState
-from rpc.metrics import Families
+from specpool.rpc.observability.metrics import Families
 
 ENDS = (*FinishReason, "error")
 DRAFT_METHODS = (DraftMethod.MODEL, DraftMethod.NGRAM)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from coordinator.generation import Generation, Sample
+from coordinator.requests.generation import Generation, Sample
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.sequence import FinishReason
 from coordinator.tracing.traces import UNTRACED, Asked, Messages, RequestTrace, RoundTrace, Traces
-from rpc import logs
-from rpc.tracing import Attributes, Span, Tracer
+from specpool.rpc.observability import logs
+from specpool.rpc.observability.tracing import Attributes, Span, Tracer
 
 _METHODS = {"propose": "specpool.v1.DraftWorkerService/Propose", "verify": "specpool.v1.TargetWorkerService/Verify"}
 # The largest integer that an attribute can hold.

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from coordinator.generation import Generation
+from coordinator.requests.generation import Generation
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group
 

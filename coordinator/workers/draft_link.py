@@ -5,17 +5,17 @@ from typing import Any, Protocol
 
 import grpc
 
-from coordinator.counters import Timed
 from coordinator.drafting.costs import UNKNOWN_DRAFT
+from coordinator.scheduling.counters import Timed
 from coordinator.workers import link
 from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
 from coordinator.workers.link import LinkState, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
-from protocol.answers import MisfitError, read_proposals
-from protocol.codec import propose_request
-from protocol.rounds import Proposal, ProposeItem
-from rpc.channel import Connector
+from specpool.protocol.answers import MisfitError, read_proposals
+from specpool.protocol.codec import propose_request
+from specpool.protocol.rounds import Proposal, ProposeItem
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, draft_worker_pb2_grpc
 
 # The longest rest of a draft that flaps, and how long it must have worked to be trusted again, as a multiple of a rest.

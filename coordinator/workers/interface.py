@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.counters import Timed
 from coordinator.drafting.costs import StepTimes
-from protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
+from coordinator.scheduling.counters import Timed
+from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 
 
 class Worker(Protocol):

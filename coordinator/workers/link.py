@@ -10,17 +10,17 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.counters import Timed
 from coordinator.drafting.costs import StepTimes
+from coordinator.scheduling.counters import Timed
 from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.releases import Releases
 from coordinator.workers.streams import RoundCalls, was_cancelled
-from protocol.answers import MisfitError, check_worker_info, decoded, read_step_costs
-from protocol.codec import release_request
-from protocol.worker_info import StepCosts
-from rpc.channel import Connector
-from rpc.errors import ANSWERED
+from specpool.protocol.answers import MisfitError, check_worker_info, decoded, read_step_costs
+from specpool.protocol.codec import release_request
+from specpool.protocol.worker_info import StepCosts
+from specpool.rpc.errors import ANSWERED
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)

@@ -7,16 +7,16 @@ from typing import Any
 
 import grpc
 
-from coordinator.counters import Timed
 from coordinator.drafting.costs import UNKNOWN_VERIFY
 from coordinator.prompts.tokenizer import TargetTokenizer
+from coordinator.scheduling.counters import Timed
 from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
-from protocol.answers import MisfitError, decoded, read_tokenizer, read_verdicts
-from protocol.codec import verify_request
-from protocol.rounds import Verdict, VerifyItem
+from specpool.protocol.answers import MisfitError, decoded, read_tokenizer, read_verdicts
+from specpool.protocol.codec import verify_request
+from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 
 log = logging.getLogger(__name__)

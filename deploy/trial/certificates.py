@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from deploy.trial.namespaces import run
-from rpc.channel import SecurityOptions
+from specpool.rpc.security.channel import SecurityOptions
 
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 

@@ -110,7 +110,13 @@ def service(images: Images) -> Iterator[int]:
 
 def wait_serving(images: Images, name: str, port: int) -> None:
     """Waits until the health check of the image says that the process serves."""
-    check = ["exec", name, "sh", "-c", f"python -m rpc.healthcheck 127.0.0.1:{port} && echo serving || true"]
+    check = [
+        "exec",
+        name,
+        "sh",
+        "-c",
+        f"python -m specpool.rpc.server.healthcheck 127.0.0.1:{port} && echo serving || true",
+    ]
     state = ["container", "inspect", "--format", "{{.State.Running}}", name]
     deadline = time.monotonic() + SERVING_SECONDS
     while True:

@@ -10,8 +10,8 @@ import grpc
 
 from benchmarks.tiny_pair import MAX_MODEL_LEN
 from deploy.trial.timeline import Timeline
-from rpc.status import status_line
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
+from specpool.rpc.status import status_line
 from specpool.testing import EOS_TOKEN_ID
 
 MOST_PROMPT, LEAST_TOKENS, MOST_TOKENS = 80, 20, 400

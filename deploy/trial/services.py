@@ -9,8 +9,8 @@ from pathlib import Path
 
 from deploy.trial.certificates import Authority
 from deploy.trial.namespaces import ADDRESSES, namespace
-from rpc.channel import SecurityOptions
 from specpool.cli.processes import Service, kill, run_module, worker_environment
+from specpool.rpc.security.channel import SecurityOptions
 
 PORTS = {"coordinator": 50050, "target": 50051, "draft": 50052}
 DRAIN_SECONDS = 2.0

@@ -11,9 +11,9 @@ from deploy.trial.load import Load, Tally
 from deploy.trial.network import Network
 from deploy.trial.services import Deployment
 from deploy.trial.timeline import Event
-from rpc.status import status_line
 from specpool.cli.processes import ProcessFailedError
 from specpool.client import AsyncClient
+from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
 STEADY_SECONDS, SETTLE_SECONDS = 10.0, 5.0

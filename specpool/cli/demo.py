@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from rpc.settings import UINT32_MAX, LogLevel, Seconds
-from rpc.status import status_line
 from specpool.cli.equivalence import equivalence_name
 from specpool.cli.generate import sure_answers
 from specpool.cli.processes import ProcessFailedError, require_torch
-from specpool.cli.prompts import PromptLine, own_prompts, read_prompt_file
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
+from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
+from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Seconds
+from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
 

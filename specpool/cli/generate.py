@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import track
 
 from coordinator.scheduling.sequence import DraftMethod
-from rpc.channel import Connector
-from rpc.security import ClientSecurity
-from rpc.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
-from rpc.status import status_line
 from specpool.cli.health import PROBE_SECONDS, is_serving
-from specpool.cli.prompts import PromptLine, read_prompt_file, read_standard_input
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
+from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
+from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
+from specpool.rpc.security.channel import Connector
+from specpool.rpc.security.settings import ClientSecurity
+from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
 

@@ -5,15 +5,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.settings import CoordinatorSettings
-from engine.options import EngineOptions
-from rpc.settings import Settings
+from coordinator.config.settings import CoordinatorSettings
 from specpool.cli.demo import DemoSettings, demo
 from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.processes import ProcessFailedError, require_torch, run_module
 from specpool.cli.top import TopSettings, top
 from specpool.cli.up import SecureUpSettings, up
-from worker.settings import WorkerSettings
+from specpool.engine.config.options import EngineOptions
+from specpool.rpc.config.settings import Settings
+from specpool.worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "up": (SecureUpSettings, up),
@@ -24,8 +24,8 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
 
 # Commands whose code needs torch: the module that replaces this process, and what it does.
 ELSEWHERE = {
-    "distill": ("distill.main", "Trains a small draft on what its target writes."),
-    "plan": ("planning.main", "Measures a pair, and predicts its speed by batch and draft length."),
+    "distill": ("specpool.distill.main", "Trains a small draft on what its target writes."),
+    "plan": ("specpool.planning.main", "Measures a pair, and predicts its speed by batch and draft length."),
 }
 
 

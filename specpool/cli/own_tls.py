@@ -5,9 +5,9 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from rpc.channel import SecurityOptions
-from rpc.security import ServerSecurity
 from specpool.cli.processes import ProcessFailedError
+from specpool.rpc.security.channel import SecurityOptions
+from specpool.rpc.security.settings import ServerSecurity
 
 FILES = ("tls_cert", "tls_key", "tls_ca", "api_tokens")
 # Messages of a handshake: three in TLS 1.3, four in TLS 1.2.

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from rpc.channel import Connector, SecurityOptions
-from rpc.server import process_name
-from rpc.settings import ENV_PREFIX
 from specpool.cli.health import PROBE_SECONDS, is_serving
+from specpool.rpc.config.settings import ENV_PREFIX
+from specpool.rpc.security.channel import Connector, SecurityOptions
+from specpool.rpc.server.server import process_name
 
 # The time that a process gets, after the drain that it was promised, before it is killed.
 KILL_AFTER_SECONDS = 5.0

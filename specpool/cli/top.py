@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rpc.security import ClientSecurity
-from rpc.settings import Seconds, Settings
-from rpc.status import status_line
 from specpool.cli.top_panels import FailurePanel, Panels, clean
 from specpool.cli.top_view import View, view_of
 from specpool.client import AsyncClient
+from specpool.rpc.config.settings import Seconds, Settings
+from specpool.rpc.security.settings import ClientSecurity
+from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
 # A server asks its workers before it answers, and these may be busy.

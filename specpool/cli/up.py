@@ -13,12 +13,8 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName, ServesSmg
 from coordinator.scheduling.sequence import DraftMethod
-from coordinator.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName, ServesSmg
-from rpc.channel import join_address
-from rpc.security import Names, ServerSecurity
-from rpc.settings import UINT32_MAX, ListeningSettings
-from rpc.trace_settings import TraceSettings
 from specpool.cli.own_tls import coordinator_flags, own_security
 from specpool.cli.processes import (
     KILL_AFTER_SECONDS,
@@ -29,6 +25,10 @@ from specpool.cli.processes import (
     require_torch,
     start_module,
 )
+from specpool.rpc.config.settings import UINT32_MAX, ListeningSettings
+from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.security.channel import join_address
+from specpool.rpc.security.settings import Names, ServerSecurity
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 METRICS_PORTS = 3
@@ -194,7 +194,7 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
     if settings.target is not None:
         return settings.target, draft
     # In a process of its own, because making the pair needs torch and this process does not.
-    making = await start_module("engine.models.embedded_pair", stdout=asyncio.subprocess.PIPE)
+    making = await start_module("specpool.engine.models.embedded_pair", stdout=asyncio.subprocess.PIPE)
     try:
         printed, _ = await making.communicate()
     finally:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rpc.channel import Connector
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2_grpc
 
 C = TypeVar("C")

@@ -9,10 +9,10 @@ from typing import Self, Unpack
 
 import grpc
 
-from rpc.channel import Connector, SecurityOptions
 from specpool.client.connections import Connections
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
+from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 

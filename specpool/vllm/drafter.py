@@ -9,10 +9,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import count
 
-from coordinator.counters import Timed
 from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.scheduling.commits import DraftOrder
+from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import (
@@ -23,7 +23,7 @@ from coordinator.scheduling.sequence import (
     GenerationRequest,
     Sequence,
 )
-from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict
 from specpool.vllm.costs import StepCosts
 from specpool.vllm.pacing import Mode, Pacing
 from specpool.vllm.rows import Batch, Rows

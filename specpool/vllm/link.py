@@ -7,12 +7,12 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from coordinator.counters import Timed
+from coordinator.scheduling.counters import Timed
 from coordinator.workers.draft_link import FIRST_ROUNDS, DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.link import LinkState
-from protocol.rounds import Proposal, ProposeItem
-from rpc.channel import Connector
+from specpool.protocol.rounds import Proposal, ProposeItem
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2
 from specpool.vllm.drafter import DraftModel
 

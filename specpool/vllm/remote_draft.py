@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from coordinator.workers.errors import MismatchError, WorkerRefusedError, WorkerUnreachableError
-from rpc.channel import Connector
+from specpool.rpc.security.channel import Connector
 from specpool.vllm.drafter import Drafter
 from specpool.vllm.link import BlockingDraftLink, ServedModel
 from specpool.vllm.rows import Batch

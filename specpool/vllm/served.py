@@ -6,7 +6,7 @@ vLLM calls its interface for drafts experimental. All that is read of it is here
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from protocol.tokenizer import TokenizerFiles
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.v1 import common_pb2
 from specpool.vllm.drafter import Limits
 

@@ -6,8 +6,8 @@ from typing import Self
 
 from pydantic import Field
 
-from rpc.security import ClientSecurity
-from rpc.settings import UINT32_MAX, Seconds, Settings
+from specpool.rpc.config.settings import UINT32_MAX, Seconds, Settings
+from specpool.rpc.security.settings import ClientSecurity
 
 
 class RemoteDraftSettings(Settings, ClientSecurity):

@@ -20,8 +20,8 @@ from benchmarks.gpu.kernels import counts_that_differ, row_counts
 from benchmarks.gpu.part import Findings, Settings
 from benchmarks.gpu.profile import times_of
 from benchmarks.gpu.report import goals
-from engine import forward
-from engine.passes.gpu.graphs import Run
+from specpool.engine.passes.gpu.graphs import Run
+from specpool.engine.run import pass_selection as forward
 
 pytest.importorskip("triton")
 

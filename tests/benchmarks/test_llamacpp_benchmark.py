@@ -12,7 +12,7 @@ from pair_service import serving_pair
 from benchmarks import llamacpp
 from benchmarks.llamacpp import Engine, Run
 from benchmarks.vllm_process import token_ids
-from engine.models.embedded_pair import Pair
+from specpool.engine.models.embedded_pair import Pair
 
 TOKENS, LONG = 6, "Why? " * 60
 SYSTEMS = ("llama.cpp", "plain", "default")

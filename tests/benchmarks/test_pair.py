@@ -8,7 +8,7 @@ from tiny_models import load_engine
 from transformers import AutoTokenizer
 
 from benchmarks import pair, shapes
-from engine.cache.spans import Span
+from specpool.engine.cache.spans import Span
 from specpool.testing import EOS_TOKEN_ID
 
 VOCAB_SIZE = 2000

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import tensor_parallel_estimate
 from benchmarks.tensor_parallel_estimate import Estimate, Hardware, Shapes, Work, rows_of
-from engine.parallel.shares import Sums
+from specpool.engine.sharding.shares import Sums
 
 # 10 layers of 200 weights; rates of one byte or operation per millisecond.
 SHAPES = Shapes(layers=10, hidden=5, intermediate=8, heads=2, kv_heads=2, head_dim=2, vocabulary=100)

@@ -20,7 +20,7 @@ from helm_chart import (
 )
 from pod_settings import mounted, pod_settings
 
-from rpc.server import LIVE
+from specpool.rpc.server.server import LIVE
 
 GPU = "nvidia.com/gpu"
 COMMIT = re.compile(r"[0-9a-f]{40}")

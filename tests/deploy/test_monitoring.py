@@ -16,12 +16,12 @@ from serving import make_request, serving
 from tiny_models import described_as_divided, forget_all, load_engine
 
 from benchmarks.dashboard import DASHBOARD, dashboard_figure, read_panels
-from rpc.server import Server
-from rpc.settings import ServerSettings
 from specpool.cli.up import UpSettings, services_of
+from specpool.rpc.config.settings import ServerSettings
+from specpool.rpc.server.server import Server
+from specpool.worker.host import WorkerHost
+from specpool.worker.metrics import WorkerMetrics
 from target_worker.verifier import Verifier
-from worker.host import WorkerHost
-from worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/helm/specpool/monitoring/alerts.yaml"

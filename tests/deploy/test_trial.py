@@ -22,15 +22,15 @@ from deploy.trial.services import Deployment, make_deployment
 from deploy.trial.steps import Steps, has_recovered, leftovers, requests_gone_wrong
 from deploy.trial.switch import Conditions, Wire
 from deploy.trial.timeline import Event, Timeline, throughput_figure
-from rpc.channel import SecurityOptions
 from specpool.client import AsyncClient
+from specpool.rpc.security.channel import SecurityOptions
 from specpool.v1 import generation_pb2 as pb
 
 CAN_MAKE_HOSTS = os.geteuid() == 0 and trial.TUN.exists() and all(map(shutil.which, trial.TOOLS))
 SETTINGS = {
     "target": ("target_worker.server", "TargetWorkerSettings"),
     "draft": ("draft_worker.server", "DraftWorkerSettings"),
-    "coordinator": ("coordinator.settings", "CoordinatorSettings"),
+    "coordinator": ("coordinator.config.settings", "CoordinatorSettings"),
 }
 
 

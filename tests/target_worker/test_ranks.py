@@ -64,7 +64,11 @@ def info_of(port: int, process: subprocess.Popen[str]) -> common_pb2.GetWorkerIn
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children() if "engine.parallel.follower" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process(process.pid).children()
+        if "specpool.engine.startup.follower" in child.cmdline()
+    ]
 
 
 def test_a_worker_reports_its_ranks_and_ends_with_them(start: Start) -> None:

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.counters import Timed
 from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.draft_lengths import PLAIN_EVERY, ROUNDS_OF_A_PLAN
 from coordinator.drafting.drafting import Drafting, DraftWorker
 from coordinator.drafting.trials import FIRST_TRIALS
 from coordinator.scheduling.commits import Commit, DraftOrder
+from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
-from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
-from protocol.sampling import SamplingParams
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.sampling import SamplingParams
 
 WORKER = DraftWorker(max_model_len=1000, round_id=1)
 LOOP = (5, 6, 7, 8) * 4

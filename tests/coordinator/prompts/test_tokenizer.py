@@ -14,7 +14,7 @@ from coordinator.prompts import tokenizer as module
 from coordinator.prompts.detokenizer import Detokenizer
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, TokenizerError, WorkLimits
-from protocol.tokenizer import TokenizerFiles
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
 

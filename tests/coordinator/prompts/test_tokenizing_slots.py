@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.prompts.slots import LARGE_BYTES, MOST_LARGE_WAITING, AbandonedError, TokenizingSlots
-from protocol.errors import QueueFullError
+from specpool.protocol.errors import QueueFullError
 
 PATIENCE_SECONDS = 20
 SMALL, LARGE = 10, LARGE_BYTES + 1

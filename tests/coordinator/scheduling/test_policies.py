@@ -13,7 +13,7 @@ from pair_service import LogitsTap, PairService, serving_coordinator, serving_pa
 from serving import info_with_loads
 
 from coordinator.scheduling.grouping import POLICIES
-from engine.cache.layout import LAYOUTS
+from specpool.engine.cache.layout import LAYOUTS
 from specpool.v1 import generation_pb2 as pb
 
 EVERY_POLICY, EVERY_LAYOUT = sorted(POLICIES), sorted(LAYOUTS)

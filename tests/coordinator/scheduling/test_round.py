@@ -13,7 +13,7 @@ from coordinator.scheduling.commits import DraftOrder
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.turn import DRAFT_REST_ROUNDS, FEW_TOKENS
-from protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
 VOCAB_SIZE = 11
 DRAFT_VOCAB_SIZE = 13

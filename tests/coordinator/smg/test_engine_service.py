@@ -17,10 +17,10 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from tokenizers import Tokenizer
 
-from coordinator.settings import CoordinatorSettings
+from coordinator.config.settings import CoordinatorSettings
 from coordinator.smg.answers import served_name
-from rpc.settings import Settings
 from specpool.cli.up import UpSettings
+from specpool.rpc.config.settings import Settings
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, FakeTarget
 
 PROMPT = (1, 2, 3)
@@ -232,7 +232,9 @@ async def test_health_follows_the_target_and_the_drain(served: Serving) -> None:
     await served.target.start(served.target_address)
     await served.until_ready()
     assert (await health()).healthy
-    with mock.patch("rpc.server.Server.stopping", True):  # a server that drains takes calls for a moment only
+    with mock.patch(
+        "specpool.rpc.server.server.Server.stopping", True
+    ):  # a server that drains takes calls for a moment only
         assert await health() == smg.HealthCheckResponse(healthy=False, message="the server is shutting down")
         refused = await refusal(engine(served).Generate(request()))
         assert refused.code() == grpc.StatusCode.UNAVAILABLE
@@ -262,7 +264,7 @@ async def test_without_the_flag_only_our_own_service_is_served() -> None:
 def test_the_flag_without_the_extra_says_what_to_install(
     settings: type[Settings], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch("coordinator.settings.find_spec", return_value=None), pytest.raises(SystemExit):
+    with mock.patch("coordinator.config.settings.find_spec", return_value=None), pytest.raises(SystemExit):
         settings.load("a", ["--smg"])
     assert capsys.readouterr().err == "a: smg: needs smg-grpc-proto: pip install 'specpool[smg]'\n"
 

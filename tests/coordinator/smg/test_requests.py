@@ -6,7 +6,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2 as smg
 
 from coordinator.smg.requests import generate_request
-from protocol.errors import InvalidArgumentError
+from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
 

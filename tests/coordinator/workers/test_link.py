@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.workers.target_link import TargetLink
-from rpc.channel import Connector
+from specpool.rpc.security.channel import Connector
 from specpool.testing import FakeTarget
 from specpool.v1 import common_pb2
 

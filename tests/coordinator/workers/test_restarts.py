@@ -13,7 +13,7 @@ from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.link import LinkState
 from coordinator.workers.target_link import TargetLink
-from rpc.channel import Connector
+from specpool.rpc.security.channel import Connector
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import common_pb2
 

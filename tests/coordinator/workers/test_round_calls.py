@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
 
 from coordinator.workers.streams import RoundCalls
-from rpc.channel import open_channel
+from specpool.rpc.security.channel import open_channel
 
 
 class Echo(grpc.GenericRpcHandler):

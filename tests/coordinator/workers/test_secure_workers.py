@@ -10,9 +10,9 @@ from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate, replace
 from pydantic import ValidationError
 from secure_service import SecureService, coordinator, secure_service, until, worker
 
-from coordinator.settings import CoordinatorSettings
-from rpc.channel import Connector
+from coordinator.config.settings import CoordinatorSettings
 from specpool.client import AsyncClient
+from specpool.rpc.security.channel import Connector
 from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import common_pb2, target_worker_pb2_grpc
 

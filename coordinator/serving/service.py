@@ -1,0 +1,157 @@
+"""The public RPCs: protobuf in, protobuf out, and the coordinator in between."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from coordinator.requests.generation import Piece, Sample
+from coordinator.serving.coordinator import Coordinator
+from coordinator.serving.intake import Intake
+from coordinator.workers.link import WorkerLink
+from specpool.protocol.codec import logprobs_message
+from specpool.rpc.server.callers import client_of
+from specpool.rpc.server.server import Server
+from specpool.rpc.version import package_version
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import generation_pb2_grpc
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """`specpool.v1.GenerationService`."""
+
+    def __init__(self, coordinator: Coordinator, server: Server, intake: Intake) -> None:
+        self._coordinator, self._server, self._intake = coordinator, server, intake
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        """Generates to the end and answers once."""
+        async with self._intake.generation(request, context) as (generation, _):
+            first, *others = [await _response(sample) for sample in await generation.finished()]
+            first.other_samples.extend(others)
+            return first
+
+    async def GenerateStream(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """Generates and sends every piece as it is committed, at the pace of the client."""
+        async with self._intake.generation(request, context, stream=True) as (generation, give_up):
+            request_id = generation.request_id
+            async for sample, piece in generation.pieces(give_up):
+                if piece is not None and not (piece.token_ids or piece.text):
+                    continue  # an end that leaves nothing to show
+                if piece is not None:
+                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
+                else:
+                    yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        """Ends a request in flight of the same client."""
+        self._intake.abort(request.request_id, client_of(context))
+        return pb.AbortResponse()
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        """Models and limits."""
+        coordinator, settings = self._coordinator, self._coordinator.settings
+        draft = coordinator.draft.info if coordinator.draft is not None else None
+        return pb.GetModelInfoResponse(
+            max_model_len=coordinator.max_model_len,
+            target=coordinator.target.info,
+            draft=draft,
+            default_max_tokens=settings.default_max_tokens,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            max_num_speculative_tokens=settings.max_num_speculative_tokens,
+            has_chat_template=coordinator.tokenizer.has_chat_template,
+            eos_token_ids=coordinator.tokenizer.eos_token_ids,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        """Load, workers and counters."""
+        coordinator, counters = self._coordinator, self._coordinator.counters
+        target, draft = await asyncio.gather(_worker_state(coordinator.target), _worker_state(coordinator.draft))
+        return pb.GetServerInfoResponse(
+            version=package_version(),
+            uptime_s=time.monotonic() - coordinator.started,
+            policy=coordinator.settings.policy,
+            window_size=coordinator.pool.window_size,
+            queue_size=coordinator.settings.queue_size,
+            running=coordinator.pool.running,
+            queued=coordinator.pool.queued,
+            target=target,
+            draft=draft,
+            counters=pb.ServerCounters(
+                requests=coordinator.in_flight.requests,
+                finished=coordinator.in_flight.finished,
+                rounds=counters.rounds,
+                completion_tokens=counters.completion_tokens,
+                draft_tokens=counters.draft_tokens,
+                accepted_draft_tokens=counters.accepted_draft_tokens,
+                cache_misses=counters.cache_misses,
+                prompt_tokens=coordinator.in_flight.prompt_tokens,
+                cached_tokens=coordinator.in_flight.cached_tokens,
+                stage_seconds=counters.stage_seconds,
+                grouping=pb.GroupingCounters(**vars(counters.grouping)),
+                draft_lengths=counters.draft_lengths,
+                refused=self._server.refusals.counts,
+                drafts={method: pb.DraftCounters(**vars(drafts)) for method, drafts in counters.drafts.items()},
+            ),
+            speculation=pb.SpeculationState(**vars(coordinator.drafting.state())),
+        )
+
+
+def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
+    return pb.GenerateChunk(
+        index=sample.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        logprobs=map(logprobs_message, piece.logprobs),
+    )
+
+
+async def _response(sample: Sample) -> pb.GenerateResponse:
+    response = _without_logprobs(sample)
+    async for logprobs in sample.logprobs():
+        response.logprobs.extend(map(logprobs_message, logprobs))
+    return response
+
+
+def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
+    sequence, finish, timings = sample.sequence, sample.sequence.finish, sample.timings
+    assert finish is not None
+    speculation = sequence.speculation
+    return pb.GenerateResponse(
+        request_id=sequence.request.request_id,
+        index=sample.index,
+        text="".join(piece.text for piece in sample.pieces),
+        token_ids=sequence.generated_ids,
+        finish_reason=finish.reason,
+        matched_token_id=finish.matched_token_id,
+        matched_stop_str=finish.matched_stop,
+        seed=sequence.request.sampling.seed,
+        usage=pb.Usage(
+            prompt_tokens=sequence.prompt_length,
+            completion_tokens=sequence.num_generated,
+            cached_tokens=sequence.cached_tokens,
+        ),
+        speculative_decoding=pb.SpeculativeDecodingStats(
+            mean_acceptance_length=speculation.mean_acceptance_length,
+            draft_acceptance_rate=speculation.draft_acceptance_rate,
+            acceptance_histogram=speculation.histogram,
+            num_spec_steps=speculation.rounds,
+            num_draft_tokens=speculation.draft_tokens,
+            num_accepted_draft_tokens=speculation.accepted_tokens,
+        ),
+        timings=pb.Timings(
+            queue_s=timings.queue,
+            prefill_s=timings.prefill,
+            decode_s=timings.decode,
+            time_to_first_token_s=timings.first_token,
+            total_s=timings.total,
+        ),
+    )
+
+
+async def _worker_state(link: WorkerLink | None) -> pb.WorkerState | None:
+    if link is None:
+        return None
+    load = await link.load() if link.is_ready else None
+    return pb.WorkerState(address=link.address, state=link.state, reason=link.reason, model=link.info, load=load)

@@ -1,8 +1,0 @@
-"""Statuses of calls as clients show them. Apart from `rpc.errors`, so that a health check needs none of its imports."""
-
-import grpc
-
-
-def status_line(error: grpc.RpcError) -> str:
-    """The status in which a call ended: the name of its code, and its message as the server sent it."""
-    return f"{error.code().name}: {error.details()}"

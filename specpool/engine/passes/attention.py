@@ -1,0 +1,98 @@
+"""Attention of packed tokens over their sequences' slots, plugged into any transformers model by its registry."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from specpool.engine.passes.attention_plan import AttentionCall
+from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.packing import PackedBatch
+
+PACKED_ATTENTION = "specpool_packed"
+
+# Features of attention that this function lacks: a model that asks for one must not be served.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, heads, rows, dim]
+    key: torch.Tensor,  # [1, kv_heads, rows, dim]
+    value: torch.Tensor,  # [1, kv_heads, rows, dim]
+    attention_mask: None,
+    scaling: float | None = None,
+    packed_batch: PackedBatch | None = None,
+    **features: Any,
+) -> tuple[torch.Tensor, None]:
+    """Caches the keys and values of the new tokens, then attends from the new tokens. Returns [1, rows, heads, dim].
+
+    The signature is that of transformers' attention functions.
+    """
+    assert packed_batch is not None, f"{type(module).__name__} does not pass keyword arguments on to attention"
+    for name in _UNSUPPORTED:
+        if features.get(name) is not None:
+            raise NotImplementedError(f"attention with {name}")
+    window = features.get("sliding_window")
+    if window is not None and window < packed_batch.longest:
+        raise NotImplementedError(f"attention with sliding_window {window} at position {packed_batch.longest}")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    return attend(packed_batch, layer, query, key, value, scaling)[None], None
+
+
+def attend(
+    batch: PackedBatch,
+    layer: int,
+    query: torch.Tensor,  # [rows, heads, dim]
+    key: torch.Tensor,  # [rows, kv_heads, dim]
+    value: torch.Tensor,  # [rows, kv_heads, dim]
+    scaling: float | None,
+) -> torch.Tensor:
+    """Caches the keys and values of the new tokens, then attends from the new tokens. Returns [rows, heads, dim]."""
+    arena, plan = batch.arena, batch.attention
+    arena.write(layer, batch.columns, key, value)
+    assert plan is not None
+    results = [_attend(call, query, arena.keys[layer], arena.values[layer], scaling) for call in plan.calls]
+    return torch.cat(results)[plan.result_rows]
+
+
+def _attend(
+    call: AttentionCall, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """The result of one call, [B * Q, heads, dim]."""
+    _, heads, dim = query.shape
+    kv_heads = len(keys)
+    batch, length = call.query_index.shape
+    # Query heads that share a KV head become query rows of it, so that no key is ever copied for them.
+    q = query[call.query_index].transpose(1, 2)  # [B, heads, Q, dim]
+    q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
+    k, v = call.attended(keys), call.attended(values)
+    attended = scaled_dot_product_attention(q, k, v, attn_mask=call.mask, scale=scaling)
+    return attended.reshape(batch, heads, length, dim).transpose(1, 2).reshape(batch * length, heads, dim)
+
+
+class LibraryModel(ForwardPass):
+    """Runs packed batches through the library's own modules, for any architecture."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model, self.compute_dtype = model, model.dtype
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
+        output = self.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            packed_batch=batch,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, lambda *_, **__: None)  # masks come with the packed batch

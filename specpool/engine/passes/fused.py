@@ -1,0 +1,188 @@
+"""A forward pass of few operations for the Llama family: the library's weights, without the library's modules.
+
+Queries, keys and values take one product, gate and up another, and rotary tables are looked up once for all layers. The
+differences between families are resolved when the weights are taken over, so that the pass is the same for all.
+
+A rank of a divided model has its share of the weights, and gathers what the other ranks compute.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import rms_norm, silu
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from specpool.engine.passes.activations import in_pieces
+from specpool.engine.passes.attention import attend
+from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.packing import PackedBatch
+from specpool.engine.passes.rotary import RotaryTables, head_order, rotate
+from specpool.engine.sharding.group import ALONE, Alone
+from specpool.engine.weights.quantized import (
+    Coded,
+    CodedLinear,
+    Weight,
+    as_tensor,
+    decoded,
+    linear_of,
+    parts_of,
+    same_memory,
+)
+
+# Families whose rotary pairs are neighbouring features, not half a head apart.
+INTERLEAVED = {"glm", "glm4"}
+# Vicuna and SmolLM are Llamas too. Norms inside a residual branch and norms of heads are recognised by their names.
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
+
+
+def is_lean(config: PreTrainedConfig) -> bool:
+    """Whether `LeanModel` can run a model of this configuration."""
+    return why_not_lean(config) is None
+
+
+def why_not_lean(config: PreTrainedConfig) -> str | None:
+    """The reason why `LeanModel` cannot run a model of this configuration; None if it can."""
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is none of the families {', '.join(sorted(FAMILIES))}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope:
+        return "its rotary embedding has no rope_theta"
+    # These types encode a position differently in a longer batch, which a table cannot do.
+    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+        return f"its rotary embedding is of the type {rope['rope_type']}"
+    return None
+
+
+class LeanModel(ForwardPass):
+    """Takes the weights out of a library's model, which cannot run afterwards, so that there is never a second copy."""
+
+    def __init__(self, model: PreTrainedModel, group: Alone = ALONE) -> None:
+        """`group`: the ranks that share the model."""
+        super().__init__()
+        self.group = group
+        config: Any = model.config
+        inner: Any = model.model
+        self.compute_dtype = model.dtype
+        self.eps: float = config.rms_norm_eps
+        self.head_dim: int = inner.layers[0].self_attn.head_dim
+        self.embedding: Weight = inner.embed_tokens.weight
+        self.norm = inner.norm.weight
+        self.head: Any = model.lm_head
+        self.rotary = RotaryTables(inner.rotary_emb, self.head_dim, self.norm)
+        order = head_order(len(inner.rotary_emb.inv_freq), self.head_dim, config.model_type in INTERLEAVED)
+        self.layers = nn.ModuleList()
+        for index in range(len(inner.layers)):
+            self.layers.append(LeanLayer(inner.layers[index], index, order, group))
+            inner.layers[index] = nn.Identity()
+        model.lm_head = inner.embed_tokens = nn.Identity()
+        layer: Any = self.layers[0]
+        self.kv_heads: int = layer.kv_heads
+
+    @property
+    def dense_embedding(self) -> torch.Tensor:
+        """The embedding of a model without quantized weights."""
+        assert isinstance(self.embedding, torch.Tensor)
+        return self.embedding
+
+    def decode(self) -> None:
+        """Dequantizes all weights, for passes that cannot widen them as they go."""
+        layers: list[Any] = list(self.layers)
+        if any(isinstance(module, CodedLinear) for module in self.modules()):
+            self.notes.append("its quantized weights are unpacked to float32, because its pass is not compiled")
+        tied = same_memory(self.embedding, self.head)
+        self.head = decoded(self.head)
+        self.embedding = self.head.weight if tied else as_tensor(self.embedding)
+        for layer in layers:
+            layer.decode()
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
+        hidden = self.group.embedded(self.dense_embedding, batch.input_ids)  # [rows, hidden]
+        cos, sin = self.rotary(batch.longest)
+        rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
+        for layer in self.layers:
+            hidden = layer(hidden, batch, rotation)
+        wanted = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
+        return self.group.gathered(self.head(wanted), "tokens")
+
+
+class LeanLayer(nn.Module):
+    """One decoder layer of a lean model."""
+
+    def __init__(self, layer: Any, index: int, order: torch.Tensor, group: Alone) -> None:
+        super().__init__()
+        self.group = group
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.head_dim, self.scaling = index, attention.head_dim, attention.scaling
+        self.eps = layer.input_layernorm.variance_epsilon
+        query, key = _reordered(attention.q_proj, order), _reordered(attention.k_proj, order)
+        self.kv_heads = key.out_features // self.head_dim
+        self.heads = query.out_features // self.head_dim
+        self.qkv = _joined(query, key, attention.v_proj)
+        self.out = attention.o_proj
+        self.gate_up = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else _joined(mlp.gate_proj, mlp.up_proj)
+        self.down = mlp.down_proj
+        self.before_attention, self.before_mlp = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.after_attention = _norm_weight(layer, "post_self_attn_layernorm")
+        self.after_mlp = _norm_weight(layer, "post_mlp_layernorm")
+        self.head_norms = None  # [heads + kv_heads, head_dim]
+        if hasattr(attention, "q_norm"):
+            query_norm = attention.q_norm.weight.expand(self.heads, -1)
+            self.head_norms = torch.cat([query_norm, attention.k_norm.weight.expand(self.kv_heads, -1)])
+
+    def forward(
+        self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """The hidden states [rows, hidden] after this layer."""
+        attended = self._attend(self._normed(hidden, self.before_attention), batch, rotation)
+        hidden = hidden + self._normed(self.group.added(self.out, attended, "attended"), self.after_attention)
+        gate, up = self.gate_up(self._normed(hidden, self.before_mlp)).chunk(2, dim=-1)
+        activated = in_pieces(silu, gate) * up
+        return hidden + self._normed(self.group.added(self.down, activated, "intermediate"), self.after_mlp)
+
+    def decode(self) -> None:
+        """Dequantizes all weights."""
+        self.qkv, self.out, self.gate_up, self.down = map(decoded, (self.qkv, self.out, self.gate_up, self.down))
+
+    def _attend(
+        self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)  # [rows, heads + 2 kv_heads, head_dim]
+        query_key, value = heads[:, : -self.kv_heads], heads[:, -self.kv_heads :]
+        if self.head_norms is not None:
+            query_key = rms_norm(query_key, (self.head_dim,), eps=self.eps) * self.head_norms
+        query, key = rotate(query_key, *rotation).split([self.heads, self.kv_heads], dim=1)
+        return attend(batch, self.index, query, key, value, self.scaling).view(len(hidden), -1)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else rms_norm(x, weight.shape, weight, self.eps)
+
+
+def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
+    """The layer with the features of every head rearranged in this order."""
+    if torch.equal(order, torch.arange(len(order))):
+        return linear
+    weight = decoded(linear).weight
+    rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten().to(weight.device)
+    return linear_of(weight[rows], None if linear.bias is None else linear.bias[rows])
+
+
+def _joined(*linears: nn.Linear) -> nn.Linear | CodedLinear:
+    """One layer whose outputs are the concatenated outputs of these layers."""
+    biases = [linear.bias for linear in linears]
+    known = [bias for bias in biases if bias is not None]
+    joined = None
+    if known:
+        zeros = [known[0].new_zeros(linear.out_features) for linear in linears]
+        joined = torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
+    parts = [part for linear in linears for part in parts_of(linear)]
+    if any(isinstance(part, Coded) for part in parts):
+        return CodedLinear(parts, joined)
+    return linear_of(torch.cat([as_tensor(part) for part in parts]), joined)
+
+
+def _norm_weight(module: Any, name: str) -> torch.Tensor | None:
+    return getattr(module, name).weight if hasattr(module, name) else None

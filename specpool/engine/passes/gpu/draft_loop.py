@@ -1,0 +1,96 @@
+"""Drafting without a host in the loop: each step feeds the next one on the device, and all tokens are read at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from specpool.engine.cache.arena import KVArena
+from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.gpu.attention import splits_for
+from specpool.engine.passes.gpu.graphs import Record, Recordings, Run
+from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS, TILE_BEGINS, TILE_SIZES, PackedBatch
+
+# The numbers of a step are those of a packed batch, in which each row is a tile and has logits; the last one is how
+# many tokens each sequence still wants.
+BEGINS, SIZES = COLUMNS + 1 + TILE_BEGINS, COLUMNS + 1 + TILE_SIZES
+LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one token for each sequence; all that changes between two steps is changed on the device."""
+
+    numbers: torch.Tensor  # [7, rows]
+    result: torch.Tensor  # [2, rows] the tokens that the step chose, and their probabilities, as float64
+
+
+class GpuDraftLoop:
+    """The draft loop of passes without an attention plan."""
+
+    def __init__(
+        self,
+        model: ForwardPass,
+        arena: KVArena,
+        token_ids: Callable[[torch.Tensor], torch.Tensor],
+        record: Record | None,
+    ) -> None:
+        """`token_ids`: the tokens of rows of the head. `record`: how to record a step; None: steps are launched."""
+        self._model, self._arena, self._token_ids = model, arena, token_ids
+        self._recordings: Recordings[Step] = Recordings(record)
+
+    def first(self, logits: torch.Tensor) -> torch.Tensor:
+        """The choices after the logits [n, rows of the head]: tokens and probabilities, [2, n], as float64."""
+        values = logits.float()
+        largest, rows = values.max(-1)
+        probabilities = (largest - values.logsumexp(-1)).exp()
+        return torch.stack([self._token_ids(rows).double(), probabilities.double()])
+
+    def __call__(
+        self, chosen: torch.Tensor, positions: list[int], columns: list[int], wanted: list[int], longest: int
+    ) -> torch.Tensor:
+        """Goes on from the choices [2, n] of n sequences. Returns all choices, theirs included, [1 + steps, 2, n]."""
+        count = len(positions)
+        rows = self._model.padded_rows(count)
+        numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
+        numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
+        numbers[POSITIONS, :count] = torch.tensor(positions)
+        numbers[REMAINING, :count] = torch.tensor(wanted)
+        alive = numbers[REMAINING] > 0
+        numbers[SIZES] = alive
+        numbers[COLUMNS] = -1
+        numbers[COLUMNS, :count] = torch.where(alive[:count], torch.tensor(columns), -1)
+        if chosen.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        numbers = numbers.to(chosen.device, non_blocking=True)
+        numbers[INPUT_IDS, :count] = chosen[0].long()
+        recording = self._recordings.find((rows, splits_for(longest)), lambda: self._prepared(numbers, longest))
+        again: Callable[[], object]
+        if recording is None:
+            step, again = self._prepared(numbers, longest)
+        else:
+            step, again = recording.input, recording.replay
+            step.numbers.copy_(numbers)
+        found = [chosen]
+        for _ in range(max(wanted)):
+            again()
+            found.append(step.result[:, :count].clone())
+        return torch.stack(found)
+
+    def _prepared(self, numbers: torch.Tensor, longest: int) -> tuple[Step, Run]:
+        """A step with memory of its own, and the work of a step on it."""
+        rows, own = numbers.shape[1], numbers.clone()
+        batch = PackedBatch(self._arena, rows, rows, rows, longest, rows, own[:REMAINING].view(-1))
+        step = Step(own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))
+
+        def run() -> torch.Tensor:
+            chosen = step.result.copy_(self.first(self._model(batch)))
+            own[REMAINING] -= 1
+            alive = own[REMAINING] > 0
+            own[INPUT_IDS] = chosen[0].long()
+            own[POSITIONS] += alive.long()
+            own[COLUMNS] = torch.where(alive, own[COLUMNS] + 1, -1)
+            own[SIZES] = alive.long()
+            return chosen
+
+        return step, run

@@ -1,0 +1,126 @@
+"""Packs the new tokens of many sequences into one row."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.spans import Location, Span
+from specpool.engine.passes.attention_plan import AttentionPlan
+
+# Numbers of each row, and of each tile of attention.
+INPUT_IDS, POSITIONS, COLUMNS = range(3)
+TILE_BEGINS, TILE_SIZES = range(2)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Input of one forward pass: the T tokens of all spans in one row, then padding."""
+
+    arena: KVArena
+    tokens: int  # T
+    rows: int
+    tiles: int  # of attention, in a pass without an attention plan
+    longest: int  # positions of the longest sequence
+    num_logits: int  # R
+    numbers: torch.Tensor  # everything that differs between passes of one shape, moved to the device at once
+    attention: AttentionPlan | None = None
+    """The attention calls; None if the pass attends without a plan."""
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """Token id of each row, [rows]."""
+        return self._of_rows(INPUT_IDS)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of each row in its sequence, [rows]."""
+        return self._of_rows(POSITIONS)
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """Column of the arena in which each row is cached, [rows]; -1: it is not cached."""
+        return self._of_rows(COLUMNS)
+
+    @property
+    def tile_begins(self) -> torch.Tensor:
+        """The first row of each tile of attention, [tiles]."""
+        return self.numbers[3 * self.rows :][: self.tiles]
+
+    @property
+    def tile_sizes(self) -> torch.Tensor:
+        """How many rows, of one sequence, share each tile, [tiles]; 0: none."""
+        return self.numbers[3 * self.rows + self.tiles :][: self.tiles]
+
+    @property
+    def logit_rows(self) -> torch.Tensor:
+        """Packed index of each row of logits, [R, padded like rows]."""
+        return self.numbers[self._first_logit_row :]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Memory addresses of the first input id, position, column and row of logits, for compiled code."""
+        first, size = self.numbers.data_ptr(), self.numbers.element_size()
+        starts = (INPUT_IDS * self.rows, POSITIONS * self.rows, COLUMNS * self.rows, self._first_logit_row)
+        return tuple(first + size * start for start in starts)
+
+    @property
+    def _first_logit_row(self) -> int:
+        return 3 * self.rows + 2 * self.tiles
+
+    def _of_rows(self, number: int) -> torch.Tensor:
+        return self.numbers[number * self.rows : (number + 1) * self.rows]
+
+
+def pack(
+    spans: Sequence[Span],
+    locations: Sequence[Location],
+    arena: KVArena,
+    padded: Callable[[int], int],
+    rows_per_tile: int = 1,
+    repeats: bool = True,
+) -> PackedBatch:
+    """Concatenates the spans in their order. `locations`: those of their sequences.
+
+    `padded`: to how many a number of tokens, tiles or rows of logits is padded. `rows_per_tile`: most rows that share a
+    tile of attention. `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is
+    neither cached nor attended.
+    """
+    input_ids: list[int] = []
+    positions: list[int] = []
+    columns: list[int] = []
+    begins: list[int] = []
+    sizes: list[int] = []
+    logit_rows: list[int] = []
+    # As lists: for a few rows, operations on arrays take several times as long.
+    for span, location in zip(spans, locations, strict=True):
+        first, count = len(input_ids), len(span.token_ids)
+        input_ids += span.token_ids
+        positions += range(span.start, span.end)
+        columns += range(location.first + span.start, location.first + span.end)
+        begins += range(first, first + count, rows_per_tile)
+        sizes += [rows_per_tile] * (count // rows_per_tile) + [count % rows_per_tile] * (count % rows_per_tile > 0)
+        logit_rows += range(first + count - span.num_logits, first + count)
+    tokens, num_logits = len(input_ids), len(logit_rows)
+    rows, tiles = padded(tokens), padded(len(begins))
+    for numbers, beyond in ((input_ids, 0), (positions, 0), (columns, -1)):
+        numbers.extend([numbers[0] if repeats else beyond] * (rows - tokens))
+    for numbers in (begins, sizes):
+        numbers.extend([0] * (tiles - len(numbers)))
+    if logit_rows:
+        logit_rows += logit_rows[:1] * (padded(num_logits) - num_logits)
+    each = array("q", input_ids + positions + columns + begins + sizes + logit_rows)
+    together = torch.frombuffer(each, dtype=torch.int64)
+    if arena.device.type == "cuda":
+        together = together.pin_memory()
+    return PackedBatch(
+        arena=arena,
+        tokens=tokens,
+        rows=rows,
+        tiles=tiles,
+        longest=max(span.end for span in spans),
+        num_logits=num_logits,
+        numbers=together.to(arena.device, non_blocking=True),
+    )

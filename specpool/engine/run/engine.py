@@ -1,0 +1,240 @@
+"""A model with its KV cache, which runs the new tokens of many sequences in one ragged forward pass."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from specpool.engine.cache.memory import Footprint
+from specpool.engine.cache.spans import Location, Span
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.facts import ModelFacts
+from specpool.engine.models.loading import LoadedModel
+from specpool.engine.numerics.tiles import Tiles
+from specpool.engine.passes.attention import LibraryModel
+from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
+from specpool.engine.passes.fused import why_not_lean
+from specpool.engine.run.leader import Leader
+from specpool.engine.run.reservation import ReservedCache, footprint_of, reserve_cache
+from specpool.engine.run.runner import PassRunner
+from specpool.protocol.worker_info import CacheLoad, RankMemory, WorkerInfo
+
+STEP_CACHED = 128
+"""Cached positions of each sequence in the passes whose times are `Engine.step_seconds`."""
+
+
+class Engine:
+    """A model with its KV cache. An engine is used by one thread only, the one that built it.
+
+    `specpool.engine.startup.loading` builds engines, and fills in what it finds out about them.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        facts: ModelFacts,
+        forward_pass: ForwardPass,
+        tiles: Tiles,
+        options: EngineOptions,
+        leader: Leader | None = None,
+    ) -> None:
+        """Reserves the cache. `tiles`: the shapes of exact results, as far as the pass needs any. `leader`: tells the
+        other ranks what to run, if the model is divided."""
+        self.loaded, self.facts, self.forward_pass = loaded, facts, forward_pass
+        self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
+        """What an operator should know, one sentence each; what is found out about the engine later is appended."""
+        if isinstance(forward_pass, LibraryModel):
+            reason = why_not_lean(loaded.config) or "the lean pass is switched off"
+            self.notes.append(f"runs slowly, by the modules of transformers, because {reason}")
+        self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
+        self.tiles = tiles
+        most = options.forward_tokens(facts.device.type)
+        self.max_forward_tokens = min(most, self.tiles.max_rows or most)
+        footprint = footprint_of(loaded, facts, forward_pass, self.max_forward_tokens)
+        reserved = self._reserved(options, footprint, leader)
+        self.kv_layout = options.kv_layout
+        self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
+        self.leader = leader
+        """Rank 0's view of the other ranks; None: the model is not divided."""
+        self._runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups)
+        self._ranks: tuple[RankMemory, ...] = ()
+        self._weight_kinds = Counter(forward_pass.weight_kinds)
+        if leader is not None:
+            leader.begin(self.layout.arena, self.tiles)
+            self._ranks = leader.memory(str(facts.device), self.footprint)
+            for report in leader.reports:
+                self._weight_kinds.update(report.weight_kinds)
+        self._draft_loop: DraftLoop | None = None
+        if not self.layout.spare_columns:  # in such a layout sequences stay in place
+            self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
+        self.realign_ns = 0
+        """Nanoseconds spent so far on bringing caches to the length and the columns that a pass needs."""
+        self.passes = 0
+        """Forward passes so far."""
+        self.tokens = 0
+        """Tokens run so far, each of which was a row of a pass."""
+        self.weights_fingerprint = self.numerics_fingerprint = ""
+        """Fingerprints of the weights and of the logits that they give."""
+        self.bitwise = False
+        """Whether the logits of a token were proved to be the same bits in every batch."""
+        self.step_seconds: Mapping[int, float] = {}
+        """Seconds of a pass by the number of its new tokens, as measured when the model was loaded."""
+        self.seconds_per_cached = 0.0
+        """Extra seconds per new token and additional cached position, likewise."""
+
+    @torch.inference_mode()
+    def forward(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Caches the new tokens of all spans and returns the logits they ask for, [R, rows of the head], in span order.
+
+        `token_ids` and `over_vocabulary` translate rows of the head to tokens. More than `max_forward_tokens` tokens
+        take several passes, which changes no bit of the result.
+        """
+        logits = [self._pass(chunk) for chunk in _chunks(spans, self.max_forward_tokens)]
+        wanted = [rows for rows in logits if len(rows)]
+        if len(wanted) == 1:
+            return wanted[0]
+        return torch.cat(wanted) if wanted else torch.empty(0, self.facts.outputs, device=self.facts.device)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether `draft` can be called."""
+        return self._draft_loop is not None
+
+    @torch.inference_mode()
+    def draft(self, spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
+        """Caches the new tokens of all spans, and drafts as many tokens after each as `lengths` says.
+
+        At least one length is above 0. Each token is the most probable one after those before it. Returns the tokens of
+        each span, and their probabilities; the host waits for the device once. All tokens but the last one of each span
+        are cached. A span asks for one row of logits if tokens are wanted after it, else for none.
+        """
+        assert self._draft_loop is not None
+        drafted = [(span, length) for span, length in zip(spans, lengths, strict=True) if length]
+        found = self._draft_loop(
+            self._draft_loop.first(self.forward(spans)),
+            positions=[span.end for span, _ in drafted],
+            columns=[self.layout.origin(span.slot) + span.end for span, _ in drafted],
+            wanted=[length - 1 for _, length in drafted],
+            longest=max(span.end + length - 1 for span, length in drafted),
+        )
+        self.tokens += sum(length - 1 for _, length in drafted)
+        tokens, probabilities = found.permute(1, 2, 0).tolist()  # [sequences][steps]
+        rows = iter(zip(tokens, probabilities, strict=True))
+        each = [next(rows) if length else ([], []) for length in lengths]
+        return (
+            [[int(token) for token in its[:length]] for (its, _), length in zip(each, lengths, strict=True)],
+            [its[:length] for (_, its), length in zip(each, lengths, strict=True)],
+        )
+
+    def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """The token ids of rows of the head, given by their indexes."""
+        return rows if self.loaded.output_ids is None else self.loaded.output_ids[rows]
+
+    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] from logits [n, rows of the head]: minus infinity for tokens without a row."""
+        if self.loaded.output_ids is None:
+            return logits
+        known = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        known[:, self.loaded.output_ids] = logits
+        return known
+
+    @property
+    def load(self) -> CacheLoad:
+        """How full the cache is now."""
+        return CacheLoad(slots_in_use=self.slots.in_use, kv_positions_free=self.slots.extents.free)
+
+    def info(self) -> WorkerInfo:
+        """The model, and how full its cache is now."""
+        per_token = self.facts.kv_bytes_per_token(self.forward_pass.compute_dtype)
+        name = f" ({torch.cuda.get_device_name(self.facts.device)})" if self.facts.device.type == "cuda" else ""
+        return WorkerInfo(
+            model=self.loaded.name,
+            architecture=self.loaded.config.model_type,
+            dtype=str(self.facts.dtype).removeprefix("torch."),
+            device=f"{self.facts.device}{name}",
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            tokenizer_fingerprint=self.loaded.tokenizer.fingerprint,
+            bitwise=self.bitwise,
+            parameters=self.facts.parameters,
+            embedding_parameters=self.facts.embedding_parameters,
+            slots_total=self.slots.total,
+            kv_bytes_per_token=per_token,
+            kv_bytes_total=per_token * self.layout.arena.columns,
+            kv_positions_total=self.slots.extents.columns,
+            kv_positions_multiple=self.slots.extents.multiple,
+            kv_layout=self.kv_layout,
+            weight_bytes=sum(rank.weight_bytes for rank in self._ranks) or self.footprint.weights,
+            activation_bytes=sum(rank.activation_bytes for rank in self._ranks) or self.footprint.activations,
+            step_seconds=self.step_seconds,
+            step_cached=STEP_CACHED,
+            seconds_per_cached=self.seconds_per_cached,
+            max_rows=self.max_forward_tokens,
+            notes=tuple(self.notes),
+            weights_fingerprint=self.weights_fingerprint,
+            numerics_fingerprint=self.numerics_fingerprint,
+            tensor_parallel=max(1, len(self._ranks)),
+            tensor_parallel_sums="" if self.leader is None else self.leader.sharding.sums,
+            weight_kinds=self._weight_kinds,
+            ranks=self._ranks,
+            **self.load._asdict(),
+        )
+
+    def close(self) -> None:
+        """Ends the other ranks of a divided model; the engine cannot be used afterwards."""
+        if self.leader is not None:
+            self.leader.close()
+
+    @contextmanager
+    def realigning(self) -> Iterator[None]:
+        """A context whose time is counted as realignment."""
+        self._synchronize()  # otherwise work that is still running would be counted too
+        began = time.perf_counter_ns()
+        yield
+        self._synchronize()
+        self.realign_ns += time.perf_counter_ns() - began
+
+    def _synchronize(self) -> None:
+        if self.facts.device.type == "cuda" and self.layout.spare_columns:  # the layout in place rarely moves anything
+            torch.cuda.synchronize(self.facts.device)
+
+    def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Logits of spans that fit in one forward pass."""
+        with self.realigning():
+            starts = self.layout.align(spans)
+        locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
+        if self.leader is None:
+            logits = self._runner.run(spans, locations)
+        else:
+            logits = self.leader.run(self._runner, spans, locations)
+        self.passes += 1
+        self.tokens += sum(len(span.token_ids) for span in spans)
+        return logits
+
+    def _reserved(self, options: EngineOptions, footprint: Footprint, leader: Leader | None) -> ReservedCache:
+        """The cache; of a divided model rank 0's, for its share of heads, and no longer than every rank can hold."""
+        own, others = self.facts, None
+        if leader is not None:
+            own = own.of_rank(leader.sharding.kv_heads.sizes[0])
+            others = min(report.kv_limit for report in leader.reports)
+        return reserve_cache(own, self.forward_pass.compute_dtype, self.tiles, options, footprint, others)
+
+
+def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
+    """Splits spans into chunks of at most `limit` tokens; each piece keeps the logits of its own tokens."""
+    chunks: list[list[Span]] = []
+    left = 0  # tokens that the last chunk can still take
+    for span in spans:
+        start, tokens, logits = span.start, span.token_ids, span.num_logits
+        while tokens:
+            if left == 0:
+                chunks.append([])
+                left = limit
+            take = min(left, len(tokens))
+            piece_logits = max(0, logits - (len(tokens) - take))
+            chunks[-1].append(Span(span.slot, start, tokens[:take], piece_logits))
+            logits -= piece_logits
+            start, tokens, left = start + take, tokens[take:], left - take
+    return chunks

@@ -1,0 +1,107 @@
+"""Chooses the forward pass of a model - compiled for the processor, of few torch operations, or the library's own - and
+the shapes that make it exact."""
+
+import torch
+
+from specpool.engine.cache.memory import release_files
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError, first_line
+from specpool.engine.models.facts import ModelFacts
+from specpool.engine.models.loading import LoadedModel
+from specpool.engine.numerics.tiles import Tiles
+from specpool.engine.passes.activations import activate_in_pieces
+from specpool.engine.passes.attention import LibraryModel
+from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.fused import LeanModel, is_lean
+from specpool.engine.passes.gpu.captured import RecordedModel
+from specpool.engine.passes.gpu.graphs import CudaGraphs
+from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.passes.linear import can_prepack, prepack_linears
+from specpool.engine.passes.native.model import NativeModel, compile_pass
+from specpool.engine.passes.native.sharded import DividedNativeModel
+from specpool.engine.probes.exactness import ONE_SHAPE, choose_tiles
+from specpool.engine.probes.kernels import choose_products
+from specpool.engine.sharding.group import ALONE, Alone
+
+
+def build_exact_pass(
+    loaded: LoadedModel, facts: ModelFacts, options: EngineOptions, exact: bool, group: Alone = ALONE
+) -> tuple[ForwardPass, Tiles | None]:
+    """The forward pass of a model, or of a rank's share of it, and the shapes that make it exact; None: no shapes do.
+
+    `exact`: whether it is to be exact. `group`: the ranks that share the model. UnsupportedModelError.
+    """
+    forward_pass = build_forward_pass(loaded, options, group)
+    return forward_pass, _tiles(forward_pass, facts, options, exact)
+
+
+def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone = ALONE) -> ForwardPass:
+    """The fastest pass that this model can have on its device. It takes over the weights of the library's model.
+
+    `group`: the ranks that share the model, which `LeanModel` must then be able to run. UnsupportedModelError: this
+    rank cannot run the GPU's kernels, which the others may run.
+    """
+    device, dtype = loaded.model.device, loaded.model.dtype
+    forward_pass: ForwardPass = LibraryModel(loaded.model)
+    if (options.lean or group is not ALONE) and is_lean(loaded.config):
+        forward_pass = lean = LeanModel(loaded.model, group)
+        if options.native and device.type == "cpu":
+            native = compile_pass(lean, NativeModel if group is ALONE else DividedNativeModel)
+            if native is not None:
+                release_files(loaded.model)
+                return native
+        lean.decode()
+        if runs_kernels(device):
+            fallback = why_no_kernels(lean)
+            if fallback is None:
+                kernels = GpuModel(lean, loaded.max_model_len)
+                return RecordedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
+            if group is not ALONE:
+                raise UnsupportedModelError(
+                    f"a model cannot be divided among GPUs where its kernels cannot run: {fallback}"
+                )
+            lean.notes.append(f"runs slowly, by torch's operations, because its kernels cannot run here: {fallback}")
+    if can_prepack(dtype, device):
+        prepack_linears(forward_pass)
+    if device == torch.device("cpu"):
+        release_files(forward_pass)
+    return forward_pass
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether passes on this device should consist of kernels of our own."""
+    return device.type == "cuda"
+
+
+def why_no_kernels(lean: LeanModel) -> str | None:
+    """Why the kernels cannot run this model on its device; None if they can."""
+    try:
+        try_kernels(lean)
+    except Exception as error:  # the compiler for this GPU may raise anything
+        return first_line(error)
+    return None
+
+
+def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions, exact: bool) -> Tiles | None:
+    """Chooses the products of a pass where there is a choice, and finds the tiles that make it exact, if it is to be.
+
+    None if no tiles do.
+    """
+    model = forward_pass.model if isinstance(forward_pass, RecordedModel) else forward_pass
+    if isinstance(model, GpuModel):
+        record = forward_pass.record if isinstance(forward_pass, RecordedModel) else None
+        wanted = None if options.products == "auto" else options.products
+        exists = choose_products(model, options.forward_tokens(facts.device.type), exact, wanted, record)
+        if facts.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was only tried must not count as used when the KV cache is sized
+        if exists:
+            return Tiles()
+        forward_pass.notes.append(
+            f"runs slowly, {ONE_SHAPE.max_rows} rows at a time: other products are not exact here"
+        )
+        return ONE_SHAPE
+    if not exact or forward_pass.exact_by_construction:
+        return Tiles()
+    activate_in_pieces(forward_pass)
+    attention = (facts.kv_heads, facts.query_groups, facts.head_dim)
+    return choose_tiles(forward_pass, attention if forward_pass.plans_attention else None)

@@ -1,0 +1,223 @@
+"""Configuration of a process from flags, `SPECPOOL_*` variables and a TOML file, in this order of precedence.
+
+Every key can be given in any of the three ways; unknown keys are refused.
+"""
+
+import argparse
+import logging
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from specpool.rpc.observability.logs import LogFormat
+from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.security.settings import ServerSecurity
+
+ENV_PREFIX = "SPECPOOL_"
+
+# The text that means "no value" on a command line: one that cannot be typed, since any word may be a real value.
+NO_VALUE = "\0"
+
+UINT32_MAX, UINT64_MAX, INT32_MIN, INT32_MAX = 2**32 - 1, 2**64 - 1, -(2**31), 2**31 - 1
+"""Limits of the integer fields of messages."""
+MAX_CALLS, MAX_CONNECTIONS = 100_000, 60_000
+
+log = logging.getLogger(__name__)
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Seconds = Annotated[float, Field(le=86_400)]
+"""A waiting time of a day at most, which every timer can count."""
+Host = Annotated[str, Field(min_length=1), AfterValidator(lambda host: host.strip("[]"))]
+"""A host name or an address; brackets around an IPv6 address are optional."""
+
+S = TypeVar("S", bound="Settings")
+
+
+class Settings(BaseSettings):
+    """Base class of the settings of every process and command."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_prefix_target="all",
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_implicit_flags=True,
+        cli_parse_none_str=NO_VALUE,
+        protected_namespaces=(),
+    )
+
+    file_values: ClassVar[dict[str, Any]] = {}
+    """Values from the TOML file."""
+
+    config: Path | None = Field(None, description="TOML file with any of these settings")
+    log_level: LogLevel = Field("info", description="least severe messages logged")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, InitSettingsSource(settings_cls, cls.file_values)
+
+    @classmethod
+    def load(cls, program: str, arguments: list[str] | None = None, neighbours: Iterable[str] = ()) -> Self:
+        """Reads the settings of this process; on bad ones says which and why, and exits with status 2.
+
+        `neighbours`: settings of other processes, whose variables may stand in our environment.
+        """
+        arguments = sys.argv[1:] if arguments is None else arguments
+        try:
+            _refuse_what_is_no_text(arguments)
+            _refuse_unknown_variables(cls.keys() | set(neighbours))
+            resolved = _with_file(cls, program, _config_file(arguments))
+            source: CliSettingsSource[Any] = CliSettingsSource(resolved, formatter_class=_HelpFormatter)
+            return CliApp.run(resolved, arguments, cli_settings_source=source)
+        except ValidationError as error:
+            for problem in error.errors():
+                key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")  # none if several disagree
+                print(
+                    ": ".join(filter(None, (program, key, problem["msg"].removeprefix("Value error, ")))),
+                    file=sys.stderr,
+                )
+        except (SettingsError, OSError, ValueError) as error:
+            print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2)
+
+    @classmethod
+    def keys(cls) -> set[str]:
+        """Names of the settings in a file; environment variables have them in capitals, after the prefix."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+    def log_resolved(self) -> None:
+        """Logs the settings that the process runs with, wherever each value came from."""
+        log.info("settings: %s", self.model_dump_json(exclude={"config"}))
+
+
+class ListeningSettings(Settings):
+    """Settings of a process that listens: where, and how it stops."""
+
+    host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
+    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    drain_seconds: Seconds = Field(30.0, ge=0, description="time that running calls get after SIGTERM")
+    log_format: LogFormat = Field("text", description="format of the log's lines: text, or json: one object per line")
+
+
+class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
+    """Settings of every Specpool server."""
+
+    health_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="a second port, for health checks alone, without TLS and with bounds of its own; default: none",
+    )
+    metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="a port for Prometheus: GET /metrics, over HTTP without TLS; default: none"
+    )
+    max_connections: int = Field(
+        1024, ge=1, le=MAX_CONNECTIONS, description="connections open at a time; further ones are closed at once"
+    )
+    max_calls: int = Field(4096, ge=1, le=MAX_CALLS, description="calls in progress; requests beyond them are refused")
+    max_calls_per_client: int | None = Field(
+        None, ge=1, le=MAX_CALLS, description="calls of one client in progress; default: max_calls"
+    )
+    request_memory: ByteSize = Field(
+        ByteSize(128 * 2**20), ge=1, description="memory for the requests of all calls; requests beyond it are refused"
+    )
+    receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive, once it is being read")
+
+    parent_pid: int | None = Field(
+        None, ge=1, description="stop as soon as this process, which started this one, is gone; default: never"
+    )
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        ports = [port for port in (self.port, self.health_port, self.metrics_port) if port]
+        if len(set(ports)) < len(ports):
+            raise ValueError("port, health_port and metrics_port must differ")
+        return self
+
+
+@contextmanager
+def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[None]:
+    """Ends the command with one line if what a setting names cannot be used."""
+    try:
+        yield
+    except errors as error:
+        print(f"{program}: {setting}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A help text without defaults that say nothing: None, and names of functions."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return re.sub(rf" \(default: {NO_VALUE}\)| \(default factory: .*\)| \(default: \(\)\)", "", action.help or "")
+
+
+def _refuse_what_is_no_text(arguments: list[str]) -> None:
+    variables = [f"{name}={value}" for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)]
+    for word in (*arguments, *variables):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{word!a} is not UTF-8") from None
+
+
+def _refuse_unknown_variables(keys: set[str]) -> None:
+    known = {ENV_PREFIX + key.upper() for key in keys}
+    unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
+    if unknown:
+        raise ValueError(f"unknown environment variable {', '.join(unknown)}")
+
+
+def _config_file(arguments: list[str]) -> str | None:
+    variables = {name.upper(): value for name, value in os.environ.items()}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=variables.get(ENV_PREFIX + "CONFIG"))
+    path: str | None = parser.parse_known_args(arguments)[0].config
+    return path
+
+
+def _with_file(settings: type[S], program: str, path: str | None) -> type[S]:
+    class Resolved(settings):  # type: ignore[misc, valid-type]
+        __doc__ = settings.__doc__
+        model_config = SettingsConfigDict(cli_prog_name=program)
+        file_values = {} if path is None else _read_file(Path(path))
+
+    return Resolved
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"config: no such file: {path}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config: {path}: {error}") from None
+    if "config" in values:
+        raise ValueError(f"config: {path}: a file cannot name another one")
+    return values

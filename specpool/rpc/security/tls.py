@@ -1,0 +1,115 @@
+"""TLS of servers and clients from PEM files, which are read anew when they change."""
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from specpool.rpc.security.reloading import Reloaded
+
+
+@dataclass(frozen=True)
+class Pem:
+    """The content of the files of one end of a connection."""
+
+    ca: bytes | None
+    cert: bytes | None
+    key: bytes | None = field(repr=False)
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one end of a connection: the CA that signs the other end's certificate, and a certificate with its
+    key. `prefix` stands before the names of the settings in errors."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            missing, given = ("key", "cert") if self.key is None else ("cert", "key")
+            raise ValueError(f"{self.prefix}tls_{missing}: must be given with {self.prefix}tls_{given}")
+
+    def load(self) -> Pem:
+        """Reads the files. ValueError, which names the setting, for one that cannot be used."""
+        pem = Pem(self._certificates("ca", self.ca), self._certificates("cert", self.cert), self._key())
+        if self.cert is not None:
+            self._check_pair(self.cert)
+        return pem
+
+    def reloaded(self) -> Reloaded[Pem]:
+        """The content of the files, now and after each change. ValueError as from `load`."""
+        return Reloaded([path for path in (self.ca, self.cert, self.key) if path is not None], self.load)
+
+    def _certificates(self, part: str, path: Path | None) -> bytes | None:
+        if path is None:
+            return None
+        content = self._read(part, path)
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.load_verify_locations(cadata=content.decode("ascii", errors="ignore"))
+        except (ssl.SSLError, ValueError):
+            raise ValueError(f"{self.prefix}tls_{part}: {path} holds no certificate in PEM") from None
+        return content
+
+    def _key(self) -> bytes | None:
+        return None if self.key is None else self._read("key", self.key)
+
+    def _read(self, part: str, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{self.prefix}tls_{part}: {path}: {error.strerror}") from None
+
+    def _check_pair(self, cert: Path) -> None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, self.key, password=_refuse_encrypted)
+        except ssl.SSLError as error:
+            reason = f" ({error.reason})" if error.reason else ""
+            raise ValueError(f"{self.prefix}tls_key: {self.key} is not the key of {cert}{reason}") from None
+        except _EncryptedError:
+            raise ValueError(f"{self.prefix}tls_key: {self.key} is encrypted; give one without a passphrase") from None
+        except OSError as error:
+            raise ValueError(f"{self.prefix}tls_key: {self.key}: {error.strerror}") from None
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Credentials of a server. Every handshake uses the files as they are then; with a CA, clients must show a
+    certificate that it has signed. ValueError as from `TlsFiles.load`."""
+    files_now = files.reloaded()
+    served = files_now.current()
+
+    def changed() -> Any:
+        """What the next handshake uses; None for the same as before."""
+        nonlocal served
+        if (current := files_now.current()) == served:
+            return None
+        served = current
+        return _configuration(current)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(served), changed, require_client_authentication=files.ca is not None
+    )
+
+
+def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
+    """Credentials of a client, which trusts servers whose certificate the CA has signed."""
+    return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+
+
+def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    assert pem.key is not None
+    assert pem.cert is not None
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
+
+
+class _EncryptedError(Exception):
+    """A key that needs a passphrase, which nobody is there to type."""
+
+
+def _refuse_encrypted() -> str:
+    raise _EncryptedError

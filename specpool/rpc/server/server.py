@@ -1,0 +1,217 @@
+"""A gRPC server as every Specpool process runs it: health, reflection, error mapping, and a drain on SIGTERM."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_reflection.v1alpha import reflection
+
+from specpool.rpc.config.settings import ServerSettings
+from specpool.rpc.observability.metrics import CallCounter, server_registry
+from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
+from specpool.rpc.security.channel import join_address
+from specpool.rpc.security.tls import server_credentials
+from specpool.rpc.server.callers import Authenticator
+from specpool.rpc.server.connections import connection_options
+from specpool.rpc.server.health import HealthServicer
+from specpool.rpc.server.interceptor import CallInterceptor
+from specpool.rpc.server.signals import StopSignals
+
+log = logging.getLogger(__name__)
+
+LIVE = "live"
+"""The health-check name that is SERVING as long as a restart of the process would not help, whatever it waits for."""
+
+PARENT_CHECK_SECONDS = 0.5
+# Time that calls of health and reflection get to end by themselves after the last call of a service.
+LAST_CALLS_SECONDS = 0.5
+
+# The request of a health check has the name of a service.
+HEALTH_MESSAGE = ("grpc.max_receive_message_length", 4096)
+
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a surprise
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A peer that vanished without a word holds no stream open for longer.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+]
+
+
+def process_name(pid: int) -> str:
+    """The health-check name that only the process with this id has; another server on its port does not know it."""
+    return f"process-{pid}"
+
+
+class Server:
+    """A server with health checks, reflection, TLS and a drain. Starts NOT_SERVING; its owner says when it serves."""
+
+    def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
+        """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read.
+
+        ValueError for a file of TLS or tokens that cannot be used.
+        """
+        self._settings = settings
+        self._health = HealthServicer()
+        self._services: list[str] = []
+        self._stopping, self._cut_off = asyncio.Event(), asyncio.Event()
+        self._orphaned: asyncio.Task[None] | None = None
+        self._signals: StopSignals | None = None
+        self.on_drain: Callable[[], None] | None = None
+        """Called when the drain begins."""
+        options = [*SERVER_OPTIONS, *connection_options(settings)]
+        interceptor = CallInterceptor(settings)
+        self._calls, self.refusals = interceptor.calls, interceptor.refusals
+        authenticator = Authenticator(
+            settings.api_tokens, with_certificates=settings.tls_ca is not None, allowed_names=settings.allowed_names
+        )
+        self._credentials = server_credentials(settings.tls_files) if settings.tls_files is not None else None
+        self._counter = CallCounter()
+        counting = [self._counter] if settings.metrics_port is not None else []
+        self.registry = server_registry(self._counter)
+        """Collectors of metrics, used only if the settings have a `metrics_port`."""
+        self._metrics = MetricsEndpoint(self.registry)
+        self._server = grpc.aio.server(
+            interceptors=[*counting, authenticator, interceptor],
+            options=[*options, ("grpc.max_receive_message_length", max_message_bytes)],
+        )
+        self._health_server: grpc.aio.Server | None = None
+        if settings.health_port is not None:  # neither TLS nor a flood of connections keeps a probe from an answer
+            self._health_server = grpc.aio.server(
+                interceptors=[*counting, CallInterceptor(settings)], options=[*options, HEALTH_MESSAGE]
+            )
+
+    def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
+        """Adds the service of full `name` by the `add_..._to_server` function of its stubs."""
+        register(servicer, self._server)
+        self._services.append(name)
+
+    async def start(self) -> int:
+        """Listens, and returns the port. OSError says why if it cannot."""
+        for server in self._servers():
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        if self._settings.reflection:
+            reflection.enable_server_reflection(names, self._server)
+        self._health.set(LIVE, True)
+        self.set_serving(False)
+        host, health_port = self._settings.host, self._settings.health_port
+        port = _listen(host, self._settings.port, self._add_port)
+        if self._health_server is not None and health_port is not None:
+            _listen(host, health_port, self._health_server.add_insecure_port)
+        if self._settings.metrics_port is not None:
+            self._counter.add_services(names)
+            self._metrics.start(host, self._settings.metrics_port)
+        for server in self._servers():
+            await server.start()
+        log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
+        if self._settings.api_tokens is not None and self._credentials is None:
+            log.warning("api_tokens without tls_cert: whoever sees the traffic can read the tokens")
+        return port
+
+    def _servers(self) -> list[grpc.aio.Server]:
+        return [self._server, *([self._health_server] if self._health_server is not None else [])]
+
+    def _add_port(self, address: str) -> int:
+        if self._credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self._credentials)
+
+    def set_serving(self, serving: bool) -> None:
+        """Sets what health checks answer, for the process ("" and its own name) and for each of its services."""
+        for name in ("", process_name(os.getpid()), *self._services):
+            self._health.set(name, serving and not self.stopping)
+
+    def set_live(self, live: bool) -> None:
+        """Sets what health checks named `LIVE` answer: False asks for a restart of the process."""
+        self._health.set(LIVE, live)
+
+    def stop_on_signals(self) -> StopSignals:
+        """Drains on SIGTERM and SIGINT. Stops at once on a second signal, and when the parent process that the settings
+        name has ended. The process, too, has to end soon after `wait_stopped`."""
+        self._signals = StopSignals(self.stop, lambda: self.stop(drain=False))
+        if self._settings.parent_pid is not None:
+            self._orphaned = asyncio.create_task(self._stop_when_orphaned(self._settings.parent_pid))
+        return self._signals
+
+    def stop(self, drain: bool = True) -> None:
+        """Begins the drain, or ends running calls at once, also those of a drain; `wait_stopped` sees it through."""
+        if not drain:
+            self._cut_off.set()
+        self._stopping.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the drain has begun: new work is refused."""
+        return self._stopping.is_set()
+
+    async def wait_stopping(self) -> None:
+        """Waits until the drain begins."""
+        await self._stopping.wait()
+
+    async def wait_stopped(self) -> None:
+        """Serves until `stop`, then gives running calls their time to end, and ends the rest as UNAVAILABLE."""
+        await self._stopping.wait()
+        seconds = self._settings.drain_seconds
+        log.info("draining for at most %g s", 0 if self._cut_off.is_set() else seconds)
+        self.set_serving(False)
+        self._health.end_watches()
+        if self.on_drain is not None:
+            self.on_drain()
+        endings = (self._server.stop(seconds + 2 * LAST_CALLS_SECONDS), self._calls_ended(), self._cut_off.wait())
+        tasks = [asyncio.create_task(ending) for ending in endings]
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        self._calls.cancel()
+        with contextlib.suppress(TimeoutError):  # clients that do not read get no status
+            await asyncio.wait_for(self._calls.idle.wait(), LAST_CALLS_SECONDS)
+        for server in self._servers():
+            await server.stop(None)
+        await self._metrics.close()
+        log.info("stopped")
+        if self._signals is not None:
+            self._signals.server_stopped()
+
+    async def _calls_ended(self) -> None:
+        """Returns once all calls have ended, except those of health and reflection, which clients may keep open."""
+        while True:
+            await self._calls.idle.wait()
+            await asyncio.sleep(LAST_CALLS_SECONDS)
+            if self._calls.idle.is_set():
+                return
+
+    async def _stop_when_orphaned(self, parent_pid: int) -> None:
+        while True:
+            await asyncio.sleep(PARENT_CHECK_SECONDS)
+            if os.getppid() != parent_pid:
+                log.warning("the process that started this one is gone")
+                return self.stop(drain=False)
+
+
+def _listen(host: str, port: int, add_port: Callable[[str], int]) -> int:
+    """Adds a port, and returns it. OSError says why it cannot be used."""
+    try:
+        return add_port(join_address(host, port))
+    except RuntimeError as error:
+        reason = _reason_not_to_listen(host, port) or error
+        raise OSError(f"cannot listen on {join_address(host, port)}: {reason}") from None
+
+
+def _reason_not_to_listen(host: str, port: int) -> str | None:
+    """The system's own error, which gRPC does not pass on; None if listening would work by now."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror
+    return None

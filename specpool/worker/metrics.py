@@ -1,0 +1,73 @@
+"""A worker's metrics, read from its host when a scrape asks for them, even while a pass runs or hangs."""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.metrics_core import Metric
+
+from specpool.protocol.worker_info import RankMemory, WorkerInfo
+from specpool.rpc.observability.metrics import Families
+from specpool.worker.host import Backend, WorkerHost
+
+
+class WorkerMetrics:
+    """Collector. Metrics of the model and its cache begin when the model is loaded."""
+
+    def __init__(self, worker: str, host: WorkerHost) -> None:
+        """`worker`: "draft" or "target"."""
+        self._worker, self._host = worker, host
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics."""
+        host, families = self._host, Families(labels={"worker": self._worker})
+        counter, gauge = families.counter, families.gauge
+        yield gauge("worker_loaded", "Whether the model is loaded; 0 or 1.", host.is_loaded)
+        yield gauge("worker_hanging", "Whether the model hangs in a pass; 0 or 1.", host.hanging is not None)
+        yield gauge("worker_streams_open", "Streams of rounds that coordinators have open.", host.streams.open)
+        yield gauge("worker_calls_waiting", "Calls that wait for the model, behind the one it runs.", host.waiting)
+        yield counter("worker_rounds", "Rounds served.", host.rounds)
+        text = "Seconds that rounds took in the model, without realignment."
+        yield counter("worker_forward_seconds", text, host.forward_ns / 1e9)
+        if host.is_loaded:
+            yield from _of_backend(families, host.backend)
+            yield from _of_model(families, host.info)
+
+
+def _of_backend(families: Families, backend: Backend) -> Iterator[Metric]:
+    text = "Seconds spent on bringing caches to the length and place that a pass needs."
+    yield families.counter("worker_realign_seconds", text, backend.realign_ns / 1e9)
+    yield families.counter("worker_passes", "Forward passes.", backend.passes)
+    yield families.counter(
+        "worker_tokens", "Tokens run, those of prompts and rejected drafts included.", backend.tokens
+    )
+
+
+def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
+    gauge = families.gauge
+    yield gauge("worker_slots", "Sequences that can hold a slot at a time.", info.slots_total)
+    yield gauge("worker_slots_used", "Sequences that hold a slot.", info.slots_in_use)
+    yield gauge("worker_kv_positions", "Positions that the KV cache has room for.", info.kv_positions_total)
+    used = info.kv_positions_total - info.kv_positions_free
+    yield gauge("worker_kv_positions_used", "Positions of the KV cache in use, including what is kept for reuse.", used)
+    memory = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
+    yield gauge(
+        "worker_memory_bytes", "Memory of the weights and the KV cache, and the most that a pass takes.", memory, "part"
+    )
+    if info.ranks:
+        yield _of_ranks(families, info.ranks)
+    model = {
+        "model_name": info.model,
+        "dtype": info.dtype,
+        "device": info.device,
+        "kv_layout": info.kv_layout,
+        "equivalence": "bitwise" if info.bitwise else "numeric",
+    }
+    yield gauge("worker_model_info", "The model and how it runs; always 1.", {tuple(model.values()): 1}, *model)
+
+
+def _of_ranks(families: Families, ranks: Sequence[RankMemory]) -> Metric:
+    memory: dict[tuple[str, str], float] = {}
+    for rank, its in enumerate(ranks):
+        parts = {"weights": its.weight_bytes, "kv_cache": its.kv_bytes, "activations": its.activation_bytes}
+        memory |= {(str(rank), part): value for part, value in parts.items()}
+    text = "Memory of each rank of a divided model; no samples if the model is not divided."
+    return families.gauge("worker_rank_memory_bytes", text, memory, "rank", "part")

@@ -1,0 +1,112 @@
+"""The life cycle of a worker process: it listens at once, serves once the model is loaded, and drains on SIGTERM."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from specpool.rpc.observability.logs import configure_logging
+from specpool.rpc.observability.tracing import Tracer, tracer_of
+from specpool.rpc.security.channel import MAX_ROUND_BYTES
+from specpool.rpc.server.server import Server
+from specpool.worker.host import Backend, WorkerHost
+from specpool.worker.metrics import WorkerMetrics
+from specpool.worker.servicer import WorkerServicer
+from specpool.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+CLOSE_SECONDS = 5.0
+"""Time that a pass gets to end after the drain, when nobody waits for it any more."""
+
+
+def run_worker(
+    program: str,
+    settings: WorkerSettings,
+    load: Callable[[], Backend],
+    service: str,
+    register: Callable[[Any, Any], None],
+    servicer: type[WorkerServicer],
+    refusals: tuple[type[Exception], ...],
+) -> None:
+    """Runs a worker until SIGTERM: `load` builds its backend, and `servicer` serves it as `service`.
+
+    An error of a type in `refusals` ends the process with one line instead of a stack trace.
+    """
+    configure_logging(settings.log_level, settings.log_format)
+    settings.log_resolved()
+    host = WorkerHost(load)
+
+    def add_service(server: Server) -> None:
+        server.add(service, register, servicer(host, tracer))
+        server.registry.register(WorkerMetrics(program.removeprefix("specpool-").removesuffix("-worker"), host))
+
+    expected: tuple[type[BaseException], ...] = (*refusals, OSError)
+    try:
+        tracer = tracer_of(settings, program)
+        asyncio.run(_serve(settings, host, add_service, tracer))
+    except expected as error:
+        sys.exit(f"{program}: {error}")
+    finally:
+        # At exit, Python would search all of torch's objects for garbage: a second or more without a successor.
+        gc.freeze()
+
+
+async def _serve(
+    settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None], tracer: Tracer | None = None
+) -> None:
+    """Serves until a signal. Raises any error of loading."""
+    server = Server(settings, MAX_ROUND_BYTES)
+    add_service(server)
+    server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other
+    await server.start()
+
+    ending: asyncio.TimerHandle | None = None
+
+    def show(hangs: bool) -> None:
+        nonlocal ending
+        server.set_live(not hangs)
+        server.set_serving(not hangs)
+        if hangs:
+            ending = asyncio.get_running_loop().call_later(settings.watchdog_seconds, _end_hung)
+        elif ending is not None:
+            ending.cancel()
+
+    def drain() -> None:
+        host.drain()
+        if host.hanging is not None:
+            server.stop(drain=False)
+
+    async def load_and_serve() -> None:
+        await host.load()
+        server.set_serving(True)
+        log.info("serving")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(host.expire_leases(settings.lease_seconds))
+            if settings.watchdog_seconds:
+                tasks.create_task(host.watch(settings.watchdog_seconds, show))
+
+    server.on_drain = drain
+    serving = asyncio.create_task(load_and_serve())
+    serving.add_done_callback(lambda task: server.stop())
+    await server.wait_stopped()
+    if not serving.done() and not host.is_loaded:
+        log.warning("stopped while the model was loading")
+        os._exit(0)  # nothing can interrupt the thread that loads
+    serving.cancel()
+    if tracer is not None:
+        await tracer.close()
+    if not host.close(CLOSE_SECONDS):
+        log.error("stopped while the model was still at work")
+        os._exit(1)  # nothing can interrupt the thread
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+def _end_hung() -> None:
+    """Ends the process: another one may do better, and who started this one can start that."""
+    log.error("the model has hung for twice the time it may take; the process ends")
+    os._exit(1)

@@ -1,0 +1,163 @@
+"""Several clients of one server, over real sockets: turns, limits, and what each can know and do of the others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from serving import RecordingTarget, Serving, detail_of, make_request, serving
+
+from specpool.v1 import generation_pb2 as pb
+
+ANNE, BOB = (("client", "anne"),), (("client", "bob"),)
+
+
+@pytest.fixture(autouse=True)
+def clients_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All connections of a test come from one host: here calls say whose they are."""
+
+    def named(context: Any) -> str:
+        return str(dict(context.invocation_metadata()).get("client", ""))
+
+    for module in ("coordinator.serving.intake", "coordinator.serving.service"):
+        monkeypatch.setattr(f"{module}.client_of", named)
+
+
+@asynccontextmanager
+async def held(**settings: Any) -> AsyncIterator[Serving]:
+    """A server whose target answers nothing until its `open` is set."""
+    async with serving(**settings) as served:
+        assert isinstance(served.target, RecordingTarget)
+        served.target.open.clear()
+        yield served
+
+
+async def submit(
+    served: Serving, requests: list[pb.GenerateRequest], client: Any, order: list[str]
+) -> list[asyncio.Task[None]]:
+    """Calls whose ends are noted in `order`, once all of them wait or run."""
+    before = await served.info()
+
+    async def one(request: pb.GenerateRequest) -> None:
+        await served.stub.Generate(request, metadata=client)
+        order.append(request.request_id)
+
+    calls = [asyncio.create_task(one(request)) for request in requests]
+    more = sum(max(1, request.sampling_params.n) for request in requests)
+    total = before.running + before.queued + more
+    await served.until(lambda info: info.running + info.queued == total)
+    return calls
+
+
+async def test_two_hundred_waiting_requests_delay_another_clients_only_by_a_turn() -> None:
+    order: list[str] = []
+    async with held(window_size=2, num_speculative_tokens=0) as served:
+        many = [make_request([i], 4, request_id=f"anne {i}") for i in range(200)]
+        calls = await submit(served, many, ANNE, order)
+        calls += await submit(served, [make_request([7], 4, request_id="bob")], BOB, order)
+        served.target.open.set()
+        await asyncio.gather(*calls)
+        await served.until_idle()
+    assert order.index("bob") <= 4
+
+
+async def test_sixty_four_samples_of_one_request_let_others_pass() -> None:
+    order: list[str] = []
+    async with held(window_size=4, num_speculative_tokens=0) as served:
+        large = make_request([1], 4, request_id="many", temperature=1.0, n=64)
+        calls = await submit(served, [large], ANNE, order)
+        calls += await submit(served, [make_request([i], 4, request_id=f"one {i}") for i in range(3)], ANNE, order)
+        served.target.open.set()
+        await asyncio.gather(*calls)
+        assert order[-1] == "many"
+        assert len(served.target.requests) < 4 * 67 / 2, "the window was used meanwhile"
+
+
+async def test_what_others_have_queued_keeps_nobody_out() -> None:
+    async with held(window_size=1, queue_size=3) as served:
+        order: list[str] = []
+        calls = await submit(served, [make_request([i], request_id=f"anne {i}") for i in range(4)], ANNE, order)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.stub.Generate(make_request([9]), metadata=ANNE)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls += await submit(served, [make_request([9], request_id="bob")], BOB, order)
+        served.target.open.set()
+        await asyncio.gather(*calls)
+        assert order.index("bob") <= 2
+
+
+async def test_limits_of_a_client_and_of_waiting_tokens_say_when_to_try_again() -> None:
+    async with held(window_size=1, max_requests_per_client=3, queue_tokens=50) as served:
+        calls = await submit(served, [make_request([i] * 20, request_id=f"{i}") for i in range(3)], ANNE, [])
+        for request, reason in (
+            (make_request([1]), "3 samples of this client are in flight, of at most 3"),
+            (make_request([1], temperature=1.0, n=3), "3 samples of this client"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
+                await served.stub.Generate(request, metadata=ANNE)
+            delay = detail_of(caught.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds()
+            assert 50 <= delay <= 10_000
+        with pytest.raises(grpc.aio.AioRpcError, match=r"sampling_params\.n: 4 is beyond 3") as caught:
+            await served.stub.Generate(make_request([1], temperature=1.0, n=4), metadata=BOB)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        calls += await submit(served, [make_request([1] * 30)], BOB, [])
+        with pytest.raises(grpc.aio.AioRpcError, match="70 prompt tokens wait, of at most 50"):
+            await served.stub.Generate(make_request([1] * 5), metadata=BOB)
+        served.target.open.set()
+        await asyncio.gather(*calls)
+
+
+async def test_a_request_is_aborted_by_its_own_client_only() -> None:
+    async with held(window_size=4) as served:
+        calls = [
+            asyncio.ensure_future(served.stub.Generate(make_request([i], 50, request_id="same"), metadata=client))
+            for i, client in enumerate((ANNE, BOB))
+        ]
+        await served.until(lambda info: info.running + info.queued == 2)
+        errors = []
+        for request_id, client in (("same", (("client", "eve"),)), ("unknown", ANNE)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await served.stub.Abort(pb.AbortRequest(request_id=request_id), metadata=client)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            errors.append(str(caught.value.details()).replace(request_id, "ID"))
+        assert errors[0] == errors[1], "nobody can tell another's id from an unknown one"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.stub.Generate(make_request(request_id="same"), metadata=ANNE)
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        await served.stub.Abort(pb.AbortRequest(request_id="same"), metadata=ANNE)
+        served.target.open.set()
+        mine, others = await asyncio.gather(*calls)
+        assert (mine.finish_reason, others.finish_reason) == ("abort", "length")
+
+
+async def test_a_prompt_cannot_be_read_from_what_others_reuse() -> None:
+    """A secret behind a known beginning: another client sees nothing of it, and the client itself only whole blocks."""
+    known, secret = [5] * 32, list(range(100, 116))
+    async with serving(RecordingTarget(slots=64)) as served:
+
+        async def cached(prompt: list[int], client: Any) -> int:
+            response = await served.stub.Generate(make_request(prompt, 2), metadata=client)
+            return int(response.usage.cached_tokens)
+
+        assert await cached([*known, *secret, 1], ANNE) == 0
+        assert await cached([*known, *secret, 1], BOB) == 0
+        for guessed in range(16):
+            assert await cached([*known, *secret[:guessed], 200 + guessed], ANNE) == 32
+        assert await cached([*known, *secret[:15], 3], ANNE) == 32
+        assert await cached([*known, *secret, 4], ANNE) == 48
+
+
+async def test_idle_time_does_not_count_in_the_time_to_try_again() -> None:
+    async with serving(window_size=1, queue_size=1, num_speculative_tokens=0) as served:
+        for i in range(20):
+            await served.expect(make_request([i], 2))
+        served.target.open.clear()
+        calls = await submit(served, [make_request([i], request_id=f"{i}") for i in range(2)], ANNE, [])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.stub.Generate(make_request(), metadata=ANNE)
+        assert detail_of(caught.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+        served.target.open.set()
+        await asyncio.gather(*calls)

@@ -1,0 +1,165 @@
+"""Streams whose clients do not read, over real sockets: they pause, others go on, and in the end they are ended."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import generate_latest
+from scraping import Scrape, free_port
+from serving import PATIENCE_SECONDS, Serving, check_tokens, expected_tokens, make_request, serving, stream
+
+from coordinator.requests.generation import MOST_UNREAD
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import generation_pb2_grpc
+
+# A client that takes in little more than it reads.
+SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+LONG = 3000
+
+
+@asynccontextmanager
+async def unread(served: Serving, request: pb.GenerateRequest) -> AsyncIterator[AsyncIterator[Any]]:
+    """A stream of which one message was read."""
+    async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:
+        call = generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(request, timeout=60)
+        messages = aiter(call)
+        await anext(messages)
+        yield messages
+        call.cancel()
+
+
+def paused(served: Serving) -> int:
+    return sum(sequence.paused for sequence in served.process.coordinator.pool.members)
+
+
+async def until_paused(served: Serving, number: int = 1) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while paused(served) != number:  # noqa: ASYNC110 - the state of the pool has no event
+            await asyncio.sleep(0.01)
+
+
+def generations(served: Serving) -> list[Any]:
+    return [generation for generation, _ in served.process.coordinator.in_flight._samples.values()]
+
+
+async def test_a_stream_that_is_not_read_pauses_and_others_go_on() -> None:
+    async with serving(window_size=2) as served, unread(served, make_request([1], LONG, k=4)) as messages:
+        await until_paused(served)
+        (sample,) = generations(served)[0].samples
+        before = sample.sequence.num_generated
+        for i in range(5):
+            await stream(served, make_request([i], 100))
+        served.process.coordinator.pool.check_integrity()
+        assert sample.sequence.num_generated == before < LONG
+        assert MOST_UNREAD < sample.unread <= MOST_UNREAD + 5
+        assert (await served.info()).running == 1
+        # Its reader comes back: nothing was lost.
+        rest = [message async for message in messages]
+        check_tokens(served.target, make_request([1], LONG), rest[-1].complete)
+        chunks = [token for message in rest[:-1] for token in message.chunk.token_ids]
+        assert chunks == expected_tokens(served.target, make_request([1], LONG))[-len(chunks) :]
+        await served.until_idle()
+
+
+async def test_streams_that_are_not_read_give_their_places_to_others_and_go_on_when_they_are() -> None:
+    request = make_request([1], LONG, k=4)
+    async with serving(window_size=1) as served, unread(served, request) as messages:
+        await until_paused(served)
+        for i in range(3):
+            await stream(served, make_request([i], 100))
+        served.process.coordinator.pool.check_integrity()
+        rest = [message async for message in messages]
+        check_tokens(served.target, request, rest[-1].complete)
+        await served.until_idle()
+
+
+async def test_each_sample_of_a_request_pauses_for_itself() -> None:
+    request = make_request([1], 1000, k=0, temperature=1.0, n=3)
+    async with serving(window_size=4) as served, unread(served, request) as messages:
+        await until_paused(served, 3)
+        ended = [message.complete async for message in messages if message.HasField("complete")]
+        assert sorted(complete.index for complete in ended) == [0, 1, 2]
+        assert [len(complete.token_ids) for complete in ended] == [1000] * 3
+        await served.until_idle()
+
+
+async def test_a_paused_stream_can_be_aborted_and_cancelled() -> None:
+    async with serving(window_size=2) as served:
+        async with unread(served, make_request([1], LONG, request_id="lazy")) as messages:
+            await until_paused(served)
+            await served.stub.Abort(pb.AbortRequest(request_id="lazy"))
+            rest = [message async for message in messages]
+            assert rest[-1].complete.finish_reason == "abort"
+            await served.until_idle()
+        async with unread(served, make_request([1], LONG)):
+            await until_paused(served)
+        await served.until_idle()
+
+
+async def test_a_stream_that_stays_unread_is_ended_and_its_slot_freed() -> None:
+    settings = {"window_size": 1, "stream_stall_seconds": 0.3}
+    async with serving(**settings) as served, unread(served, make_request([1], LONG)) as messages:
+        await until_paused(served)
+        await served.expect(make_request([2], 10))  # in its slot
+        await served.until(lambda _: not generations(served))
+        info = await served.until_idle()
+        assert dict(info.counters.finished) == {"abort": 1, "length": 1}
+        with pytest.raises(grpc.aio.AioRpcError, match=r"not read for 0\.3 s") as caught:
+            async for _ in messages:
+                pass
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert ("specpool-answered", "1") in [*caught.value.trailing_metadata()]
+
+
+async def test_what_is_left_of_a_finished_stream_goes_if_it_stays_unread() -> None:
+    settings = {"window_size": 1, "stream_stall_seconds": 0.3}
+    async with serving(**settings) as served, unread(served, make_request([1], MOST_UNREAD, k=0)) as messages:
+        await served.until(lambda info: info.counters.finished["length"] == 1)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while generations(served):  # noqa: ASYNC110 - nothing tells when a handler is gone
+                await asyncio.sleep(0.01)
+        with pytest.raises(grpc.aio.AioRpcError, match="not read"):
+            async for _ in messages:
+                pass
+
+
+async def test_a_slow_reader_of_a_finished_stream_gets_all_of_it() -> None:
+    settings = {"window_size": 1, "stream_stall_seconds": 1.0}
+    request = make_request([1], MOST_UNREAD, k=0)
+    async with serving(**settings) as served, unread(served, request) as messages:
+        await served.until(lambda info: info.counters.finished["length"] == 1)
+        rest = []
+        async for message in messages:
+            rest.append(message)
+            await asyncio.sleep(0.01)  # longer in all than the time after which an unread stream is ended
+        check_tokens(served.target, request, rest[-1].complete)
+
+
+async def test_unary_calls_never_pause() -> None:
+    async with serving(window_size=1) as served:
+        async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            response = await stub.Generate(make_request([1], LONG))
+        check_tokens(served.target, make_request([1], LONG), response)
+
+
+async def test_a_client_that_leaves_while_it_reads_nothing_is_no_error() -> None:
+    async with serving(with_draft=False, metrics_port=free_port()) as served:
+        async with unread(served, make_request([1], LONG)):
+            await until_paused(served)
+        ended = {"grpc_service": "specpool.v1.GenerationService", "grpc_method": "GenerateStream"}
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (codes := codes_of(served, **ended)):  # noqa: ASYNC110 - the end of a call has no event
+                await asyncio.sleep(0.01)
+        assert codes == {"Canceled"}
+        assert not (await served.info()).counters.refused
+
+
+def codes_of(served: Serving, **call: str) -> set[str]:
+    """The status codes in which calls have ended."""
+    seen = Scrape.of(generate_latest(served.process.server.registry).decode())
+    found = map(dict, seen.values("specpool:grpc_server_handled_total"))
+    return {labels["grpc_code"] for labels in found if call.items() <= labels.items()}

@@ -1,0 +1,246 @@
+"""Traces of a coordinator with fake workers, as a collector receives them over a real socket."""
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from typing import Any
+
+import grpc
+import pytest
+from collector import Collector, Received, collecting
+from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, stream
+
+from specpool.v1 import generation_pb2 as pb
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
+CANARY = "CANARY"
+
+
+def chat(text: str = CANARY, **params: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id="mine",
+        chat=pb.ChatInput(messages=[pb.ChatMessage(role="user", content=text)]),
+        sampling_params=pb.SamplingParams(max_tokens=12, stop=[CANARY], **params),
+    )
+
+
+def requests(collector: Collector) -> list[Received]:
+    return [*collector.named("chat fake"), *collector.named("text_completion fake")]
+
+
+async def test_a_request_has_a_span_with_its_phases_and_its_rounds() -> None:
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url) as served:
+            answer = await served.stub.Generate(chat(temperature=0.5, top_k=7, seed=3))
+        (request,) = requests(collector)
+        assert (request.kind, request.parent_id, request.service) == ("server", "", "specpool-coordinator")
+        assert not request.is_fault
+        attributes = request.attributes
+        assert attributes.pop("gen_ai.response.time_to_first_chunk") > 0
+        assert attributes == {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "specpool",
+            "gen_ai.request.model": "fake",
+            "gen_ai.request.stream": False,
+            "gen_ai.request.max_tokens": 12,
+            "gen_ai.request.temperature": 0.5,
+            "gen_ai.request.top_p": 1.0,
+            "gen_ai.request.top_k": 7,
+            "gen_ai.request.seed": 3,
+            "gen_ai.request.frequency_penalty": 0.0,
+            "gen_ai.request.presence_penalty": 0.0,
+            "gen_ai.response.id": "mine",
+            "gen_ai.response.finish_reasons": ["length"],
+            "gen_ai.usage.input_tokens": answer.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": 12,
+            "gen_ai.usage.cache_read.input_tokens": 0,
+            "specpool.request.num_speculative_tokens": 4,
+            "specpool.request.draft_method": "model",
+            "specpool.response.draft_tokens": answer.speculative_decoding.num_draft_tokens,
+            "specpool.response.accepted_draft_tokens": answer.speculative_decoding.num_accepted_draft_tokens,
+        }
+        phases = [span for span in collector.children(request) if span.name != "round"]
+        assert [span.name for span in phases] == ["queue", "prefill", "decode"]
+        assert phases[0].began_ns == request.began_ns
+        for one, other in itertools.pairwise(phases):
+            assert one.ended_ns == other.began_ns
+        check_rounds(collector, served, request, answer)
+
+
+def check_rounds(collector: Collector, served: Serving, request: Received, answer: pb.GenerateResponse) -> None:
+    rounds = [span for span in collector.children(request) if span.name == "round"]
+    counters = served.process.coordinator.counters
+    assert len(rounds) == counters.rounds
+    assert sum(span.attributes["specpool.round.tokens"] for span in rounds) == 12
+    drafted = sum(span.attributes["specpool.round.draft_tokens"] for span in rounds)
+    assert drafted == answer.speculative_decoding.num_draft_tokens
+    accepted = sum(span.attributes["specpool.round.accepted_draft_tokens"] for span in rounds)
+    assert accepted == answer.speculative_decoding.num_accepted_draft_tokens
+    sent = {request.traceparent for request in [*served.target.requests, *served.draft.requests]}
+    for span in rounds:
+        assert (span.trace_id, span.links) == (request.trace_id, [request.span_id])
+        assert span.attributes["specpool.group.size"] == 1
+        calls = collector.children(span)
+        assert {call.kind for call in calls} == {"client"}
+        assert calls[-1].attributes["rpc.method"] == "specpool.v1.TargetWorkerService/Verify"
+        for call in calls:
+            assert f"00-{call.trace_id}-{call.span_id}-01" in sent
+        methods = span.attributes["specpool.round.draft_methods"]
+        assert methods == (["model"] if span.attributes["specpool.round.draft_tokens"] else [])
+
+
+async def test_requests_that_share_a_round_are_linked_to_it() -> None:
+    async with collecting() as (collector, url):
+        target = RecordingTarget()
+        async with serving(target, otlp_traces_endpoint=url) as served:
+            target.open.clear()
+            calls = [asyncio.ensure_future(served.stub.Generate(make_request([i], 20))) for i in range(3)]
+            await served.until(lambda info: info.running + info.queued == 3)
+            target.open.set()
+            await asyncio.gather(*calls)
+        ids = {span.span_id for span in requests(collector)}
+        shared = [span for span in collector.named("round") if span.attributes["specpool.group.size"] == 3]
+        assert shared
+        for span in shared:
+            assert set(span.links) == ids
+            assert span.parent_id == span.links[0]
+            assert span.attributes["specpool.group.traced_requests"] == 3
+
+
+async def test_the_trace_of_the_caller_goes_on_and_decides_whether_there_is_one() -> None:
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url, trace_sample_rate=0.0) as served:
+            for parent in (SAMPLED, NOT_SAMPLED, "nonsense", ""):
+                metadata = (("traceparent", parent), ("tracestate", "vendor=1")) if parent else ()
+                await served.stub.Generate(make_request(), metadata=metadata)
+        (request,) = requests(collector)
+        assert (request.trace_id, request.parent_id) == (TRACE, SPAN)
+        assert {span.trace_id for span in collector.spans} == {TRACE}
+        traced = [request.traceparent for request in served.target.requests if request.traceparent]
+        assert len(traced) == len(collector.named("verify")) < len(served.target.requests)
+
+
+async def test_headers_that_cannot_be_read_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Each caller could fill the log with them."""
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url, with_draft=False) as served:
+            for parent, state in ((SAMPLED, CANARY), (SAMPLED, f"{CANARY}=" * 500), (CANARY * 500, "")):
+                metadata = (("traceparent", parent), ("tracestate", state))
+                await served.stub.Generate(make_request(max_tokens=1), metadata=metadata)
+        assert [span.trace_id == TRACE for span in requests(collector)] == [True, True, False]
+    assert CANARY not in caplog.text
+
+
+async def test_a_share_of_the_requests_is_traced() -> None:
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url, trace_sample_rate=0.5, with_draft=False) as served:
+            for _ in range(40):
+                await served.stub.Generate(make_request(max_tokens=1))
+        assert 5 < len(requests(collector)) < 35
+
+
+async def test_refused_and_broken_requests_say_how_they_ended() -> None:
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url, queue_size=0, window_size=1, with_draft=False) as served:
+            await fails(served.stub.Generate(pb.GenerateRequest()))
+            served.target.open.clear()
+            call = served.stub.GenerateStream(make_request(max_tokens=50))
+            await served.until(lambda info: info.running == 1)
+            await fails(served.stub.Generate(make_request(max_tokens=2)))
+            call.cancel()
+            served.target.open.set()
+            await served.until_idle()
+            served.target.fail_next = [grpc.StatusCode.INTERNAL] * 20
+            await fails(served.stub.Generate(make_request(max_tokens=3)))
+        ends = [(span.attributes.get("error.type"), span.is_fault) for span in requests(collector)]
+        expected = [("INVALID_ARGUMENT", 0), ("CANCELLED", 0), ("RESOURCE_EXHAUSTED", 0), ("INTERNAL", 1)]
+        assert sorted(ends) == sorted(expected)
+        assert ("WorkerUnreachableError", True) in {
+            (span.attributes.get("error.type"), span.is_fault) for span in collector.named("verify")
+        }
+        broken = next(span for span in requests(collector) if span.is_fault)
+        assert broken.attributes["gen_ai.response.finish_reasons"] == ["error"]
+
+
+async def fails(call: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+async def test_prompts_and_outputs_are_in_a_trace_only_if_asked_for(prompts: bool) -> None:
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url, trace_prompts=prompts) as served:
+            answer = await served.stub.Generate(chat())
+            _, other = await stream(served, pb.GenerateRequest(text=CANARY))
+            await fails(served.stub.Generate(pb.GenerateRequest(text=CANARY * 10_000)))
+        assert (CANARY in collector.everything()) is prompts
+        by_chat, by_text, _ = requests(collector)
+        found = [name for span in collector.spans for name in span.attributes if name.endswith(".messages")]
+        assert len(found) == (4 if prompts else 0)
+        if prompts:
+            given = json.loads(by_chat.attributes["gen_ai.input.messages"])
+            assert given == [{"role": "user", "parts": [{"type": "text", "content": CANARY}]}]
+            for span, said in ((by_chat, answer), (by_text, other)):
+                (message,) = json.loads(span.attributes["gen_ai.output.messages"])
+                assert message["parts"] == [{"type": "text", "content": said.text}]
+                assert (message["role"], message["finish_reason"]) == ("assistant", said.finish_reason)
+
+
+async def test_several_samples_have_phases_of_their_own() -> None:
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url) as served:
+            await served.stub.Generate(make_request([1], 8, n=3, temperature=1.0, seed=2**64 - 1))
+        (request,) = requests(collector)
+        assert request.attributes["gen_ai.request.choice.count"] == 3
+        assert "gen_ai.request.seed" not in request.attributes
+        decoding = [span for span in collector.children(request) if span.name == "decode"]
+        assert sorted(span.attributes["specpool.sample.index"] for span in decoding) == [0, 1, 2]
+
+
+async def test_tokens_are_the_same_with_traces_and_without() -> None:
+    made = [make_request(range(i, i + 9), 40, seed=5, temperature=0.8) for i in range(4)]
+    answers = []
+    async with collecting() as (_, url):
+        for endpoint in (None, url):
+            async with serving(otlp_traces_endpoint=endpoint) as served:
+                replies = await asyncio.gather(*map(served.stub.Generate, made))
+                answers.append([list(reply.token_ids) for reply in replies])
+                assert served.process.coordinator.traces.__class__.__name__ == (
+                    "RecordedTraces" if endpoint else "Traces"
+                )
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["away", "silent"])
+async def test_a_collector_that_does_not_answer_costs_requests_nothing(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setattr("specpool.rpc.observability.tracing.FLUSH_SECONDS", 0.3)
+    async with collecting() as (collector, url):
+        collector.open.clear()
+        endpoint = url if is_silent else "http://127.0.0.1:1"
+        with caplog.at_level(logging.INFO):
+            async with serving(otlp_traces_endpoint=endpoint, drain_seconds=0.0) as served:
+                for _ in range(10):
+                    await served.expect(make_request(max_tokens=6))
+                stopping = time.monotonic()
+        assert time.monotonic() - stopping < PATIENCE_SECONDS / 4  # the library's own bound is 30 s
+    lines = [record for record in caplog.records if record.name.startswith("opentelemetry")]
+    assert len(lines) <= 2
+
+
+async def test_headers_and_names_of_opentelemetry_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=blue")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "cell-7")
+    async with collecting() as (collector, url):
+        async with serving(otlp_traces_endpoint=url, with_draft=False) as served:
+            await served.stub.Generate(make_request(max_tokens=1))
+        assert {span.service for span in collector.spans} == {"cell-7"}
+        assert collector.metadata[0]["x-tenant"] == "blue"
+        assert "deployment.environment.name" in collector.everything()

@@ -1,0 +1,287 @@
+"""TLS and tokens of both clients and of the commands, and certificates that are replaced under load."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate, replace
+from secure_service import SecureService, secure_service, until
+from serving import PATIENCE_SECONDS
+
+from specpool import AsyncClient, Client
+from specpool.cli import own_tls
+from specpool.cli.processes import ProcessFailedError
+from specpool.cli.up import SecureUpSettings
+from specpool.rpc.security.channel import Connector
+from specpool.v1 import generation_pb2 as pb
+from specpool.v1 import generation_pb2_grpc
+
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def server(ca: Authority) -> Certificate:
+    return ca.issue("server")
+
+
+@pytest.fixture(scope="module")
+def alice(ca: Authority) -> Certificate:
+    return ca.issue("alice")
+
+
+@asynccontextmanager
+async def service(**settings: Any) -> AsyncIterator[SecureService]:
+    """A coordinator with these settings; its workers have none."""
+    async with secure_service({}, worker_tls=False, **settings) as started:
+        await started.until_ready()
+        yield started
+
+
+Generate = Callable[..., Any]
+
+
+async def generate(address: str, **security: Any) -> list[int]:
+    async with AsyncClient(address, 0.0, **security) as client:
+        return list((await client.generate(PROMPT, max_tokens=8)).token_ids)
+
+
+async def generate_blocking(address: str, **security: Any) -> list[int]:
+    def answer() -> list[int]:
+        with Client(address, 0.0, **security) as client:
+            return list(client.generate(PROMPT, max_tokens=8).token_ids)
+
+    return await asyncio.to_thread(answer)
+
+
+CLIENTS = pytest.mark.parametrize("ask", [generate, generate_blocking])
+
+
+@CLIENTS
+async def test_clients_speak_tls_and_bring_tokens(
+    ca: Authority, server: Certificate, alice: Certificate, tmp_path: Path, ask: Generate
+) -> None:
+    known, sent = tmp_path / "known", tmp_path / "sent"
+    known.write_text(f"alice {TOKEN}")
+    sent.write_text(TOKEN)
+    mutual: Any = {"tls_ca": str(ca.path), **alice.options, "tls_name": "localhost"}
+    async with service(**server.options, tls_ca=ca.path, api_tokens=known) as served:
+        expected = served.target.continuation(PROMPT, 8)
+        assert await ask(served.address, **mutual, token=TOKEN) == expected
+        assert await ask(served.address, **mutual, token_file=sent) == expected
+        for refused, code in (
+            ({**mutual, "token": OTHER_TOKEN}, grpc.StatusCode.UNAUTHENTICATED),
+            (mutual, grpc.StatusCode.UNAUTHENTICATED),
+            ({**mutual, "token": TOKEN, "tls_name": "elsewhere"}, grpc.StatusCode.UNAVAILABLE),
+            ({"tls_ca": ca.path, "token": TOKEN}, grpc.StatusCode.UNAVAILABLE),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                await ask(served.address, **refused)
+            assert caught.value.code() is code
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_options_that_cannot_be_used_are_named(kind: Any, tmp_path: Path) -> None:
+    for options, named in (({"tls_name": "a"}, "tls_name"), ({"token_file": tmp_path / "none"}, "token_file")):
+        with pytest.raises(ValueError, match=named):
+            kind("localhost:1", **options)
+    with pytest.raises(TypeError, match="tls_certificate"):
+        kind("localhost:1", tls_certificate="a")
+
+
+async def test_every_kind_of_call_of_the_blocking_client_brings_the_token(tmp_path: Path) -> None:
+    known = tmp_path / "known"
+    known.write_text(f"alice {TOKEN}")
+    async with service(api_tokens=known) as served:
+
+        def calls() -> None:
+            with Client(served.address, 0.0, token=TOKEN) as client:
+                assert client.model_info().max_model_len == 4096
+                assert client.server_info().window_size == 16
+                assert list(client.stream(PROMPT, max_tokens=3))[-1].HasField("complete")
+                request = pb.GetModelInfoRequest()
+                assert client.stub.GetModelInfo.future(request).result().max_model_len == 4096
+                response, call = client.stub.GetModelInfo.with_call(request, metadata=[("a", "b")])
+                assert (response.max_model_len, call.code()) == (4096, grpc.StatusCode.OK)
+
+        await asyncio.to_thread(calls)
+
+
+# --- Rotation under load
+
+
+@dataclass
+class Rotation:
+    """Files that a server and its clients use, and what is put into them in turn."""
+
+    trusted: Path
+    shown: Certificate
+    own: Certificate
+    authorities: list[Authority]
+    generations: list[tuple[Certificate, Certificate]]
+
+    @classmethod
+    def make(cls, folder: Path) -> "Rotation":
+        authorities = [Authority(folder, f"ca{i}") for i in range(3)]
+        generations = [(authority.issue("server"), authority.issue("client")) for authority in authorities]
+        shown = Certificate(folder / "server.pem", folder / "server.key")
+        own = Certificate(folder / "client.pem", folder / "client.key")
+        made = cls(folder / "trusted.pem", shown, own, authorities, generations)
+        replace(made.trusted, authorities[0].path.read_bytes())
+        shown.copy_from(generations[0][0])
+        own.copy_from(generations[0][1])
+        return made
+
+    def steps(self, generation: int) -> list[Callable[[], None]]:
+        """What to do one after the other to go from the generation before to this one."""
+        before, now = (self.authorities[number].path.read_bytes() for number in (generation - 1, generation))
+        shown, own = self.generations[generation]
+        return [
+            lambda: replace(self.trusted, before + now),
+            lambda: self.shown.copy_from(shown),
+            lambda: self.own.copy_from(own),
+            lambda: replace(self.trusted, now),
+        ]
+
+
+class Load:
+    """Requests of many clients at once, until one fails or `ended` is set. Nothing is retried."""
+
+    def __init__(self, served: SecureService, **security: Any) -> None:
+        self.ended, self.answered = asyncio.Event(), 0
+        self._connector = Connector(served.address, **security)
+        self._expected = served.target.continuation(PROMPT, 40)
+
+    async def of(self, client: AsyncClient) -> None:
+        while not self.ended.is_set():
+            tokens = [
+                token async for message in client.stream(PROMPT, max_tokens=40) for token in message.chunk.token_ids
+            ]
+            response = await client.generate(PROMPT, max_tokens=40)
+            assert tokens == list(response.token_ids) == self._expected
+            self.answered += 1
+
+    def of_blocking(self, client: Client) -> None:
+        while not self.ended.is_set():
+            assert list(client.generate(PROMPT, max_tokens=40).token_ids) == self._expected
+            assert list(client.stream(PROMPT, max_tokens=40))[-1].HasField("complete")
+
+    async def of_new_connections(self) -> None:
+        while not self.ended.is_set():
+            async with self._connector.open() as channel:
+                stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+                await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=PATIENCE_SECONDS)
+
+    async def goes_on(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Returns after some more answers, or once a task has failed."""
+        enough = self.answered + 6
+        await until(lambda: self.answered >= enough or any(task.done() for task in tasks))
+
+
+async def test_no_request_fails_while_every_certificate_and_the_ca_are_replaced(tmp_path: Path) -> None:
+    rotation = Rotation.make(tmp_path)
+    security: Any = {"tls_ca": rotation.trusted, **rotation.own.options}
+    async with (
+        service(**rotation.shown.options, tls_ca=rotation.trusted) as served,
+        AsyncClient(served.address, 0.0, **security) as client,
+    ):
+        load = Load(served, **security)
+        with Client(served.address, 0.0, **security) as blocking:
+            tasks = [asyncio.create_task(load.of(client)) for _ in range(4)]
+            tasks += [asyncio.create_task(asyncio.to_thread(load.of_blocking, blocking)) for _ in range(2)]
+            tasks += [asyncio.create_task(load.of_new_connections()) for _ in range(2)]
+            for step in (*rotation.steps(1), *rotation.steps(2)):
+                await load.goes_on(tasks)
+                step()
+            await load.goes_on(tasks)
+            load.ended.set()
+            await asyncio.gather(*tasks)
+            assert len(client._connections.channels()) == len(blocking._connections.channels()) == 1
+        with pytest.raises(grpc.RpcError):
+            await generate(served.address, tls_ca=rotation.trusted, **rotation.generations[0][1].options)
+
+
+async def test_a_stream_goes_on_on_its_old_connection(tmp_path: Path) -> None:
+    rotation = Rotation.make(tmp_path)
+    security: Any = {"tls_ca": rotation.trusted, **rotation.own.options}
+    async with (
+        service(**rotation.shown.options, tls_ca=rotation.trusted) as served,
+        AsyncClient(served.address, 0.0, **security) as client,
+    ):
+        tokens: list[int] = []
+        async for message in client.stream(PROMPT, max_tokens=400):
+            if not tokens:
+                for step in rotation.steps(1):
+                    step()
+                await client.model_info()
+                assert len(client._connections.channels()) == 2
+            tokens += message.chunk.token_ids
+        assert tokens == served.target.continuation(PROMPT, 400)
+        assert len(client._connections.channels()) == 1
+
+
+# --- Commands
+
+
+async def specpool(*arguments: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a `specpool` command."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "specpool.cli.main", *map(str, arguments),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(2 * PATIENCE_SECONDS):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_generate_speaks_tls_and_brings_a_token(
+    ca: Authority, server: Certificate, alice: Certificate, tmp_path: Path
+) -> None:
+    known, sent = tmp_path / "known", tmp_path / "sent"
+    known.write_text(f"alice {TOKEN}")
+    sent.write_text(TOKEN)
+    tls = ["--tls-ca", ca.path, "--tls-cert", alice.cert, "--tls-key", alice.key, "--tls-name", "localhost"]
+    async with service(**server.options, tls_ca=ca.path, api_tokens=known) as served:
+        command = ["generate", "abc", "--address", served.address, "--max-tokens", 5, *tls]
+        status, out, err = await specpool(*command, "--token-file", sent)
+        assert (status, err) == (0, "")
+        assert out
+        status, out, err = await specpool(*command)
+        assert (status, out) == (1, "")
+        assert err.startswith("specpool generate: UNAUTHENTICATED: authorization: ")
+        status, _, err = await specpool("generate", "abc", "--tls-cert", alice.cert, "--tls-key", alice.key)
+        assert (status, err) == (2, "specpool generate: tls_cert: must be given with tls_ca\n")
+
+
+@pytest.mark.parametrize("alternative", [["DNS:*.specpool.example"], ["IP:192.0.2.1"], []])
+async def test_up_checks_its_coordinator_whatever_name_it_has(
+    ca: Authority, tmp_path: Path, alternative: list[str]
+) -> None:
+    named = ca.issue(f"up{len(str(alternative))}", alternative, "up.example")
+    settings = SecureUpSettings(**named.options, tls_ca=ca.path)
+    async with service(**named.options, tls_ca=ca.path) as served:
+        assert await generate(served.address, **own_tls.own_security(settings))
+
+
+def test_up_refuses_a_certificate_with_which_it_could_not_check_its_coordinator(
+    ca: Authority, server: Certificate, tmp_path: Path
+) -> None:
+    other = Authority(tmp_path, "other")
+    for settings, reason in (
+        (SecureUpSettings(**ca.issue("expired", days=-1).options), "certificate has expired"),
+        (SecureUpSettings(**server.options, tls_ca=other.path), "to itself as a client: unable to get local issuer"),
+    ):
+        with pytest.raises(ProcessFailedError, match=reason):
+            own_tls.own_security(settings)
+    assert own_tls.own_security(SecureUpSettings()) == {}

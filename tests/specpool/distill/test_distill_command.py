@@ -1,0 +1,177 @@
+"""`specpool distill` and `specpool.distill.evaluate` as a user calls them, with valid and invalid arguments."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_distill import student_of, target_of
+from tiny_models import save_model, small_config
+from tiny_pair import make_tiny_pair, tiny_config
+from transformers import AutoConfig
+
+from specpool.distill import corpus, evaluate, main
+from specpool.distill.student import Student, refuse_misfit
+from specpool.engine.models.compact import load_trained, save_compact
+
+TINY = ["--held-out", "8", "--dialogues", "64", "--output-tokens", "256", "--epochs", "0.3", "--batch-tokens", "200"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: object) -> int:
+    """The exit status of a command."""
+    monkeypatch.setattr("sys.argv", ["command", *map(str, arguments)])
+    try:
+        command.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random models hardly ever end a turn."""
+    monkeypatch.setattr(corpus, "LONGEST_ANSWER", 12)
+    monkeypatch.setattr(corpus, "LONGEST_QUESTION", 400)
+    monkeypatch.setattr(main, "DIALOGUES_PER_SHARD", 64)
+
+
+@pytest.mark.usefixtures("little")
+def test_a_draft_is_made_and_goes_on_learning_from_other_dialogues(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, more = tmp_path / "first", tmp_path / "more"
+    assert run(monkeypatch, main, "--target", tiny_pair[0], "--output", first, *TINY) == 0
+    assert "agreement 0." in capsys.readouterr().out
+    draft = load_trained(first / "draft.safetensors")
+    initial = ["--initial", first / "draft.safetensors", "--seed", 1, "--output", more]
+    assert run(monkeypatch, main, "--target", tiny_pair[0], *TINY, *initial) == 0
+    again = load_trained(more / "draft.safetensors")
+    assert again.keys() == draft.keys()
+    assert torch.equal(again["output_ids"], draft["output_ids"])
+    assert not torch.equal(again["head"], draft["head"])
+    torch.testing.assert_close(again["head"], draft["head"], atol=0.05, rtol=0.05)
+    # What began otherwise does not go on from this checkpoint.
+    assert run(monkeypatch, main, "--target", tiny_pair[0], *TINY, *initial[:2], "--output", first) == 2
+    assert "output: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "a,b"], "layers"),
+        (["--layers", "0,99"], "layers: 99 is not below 3"),
+        (["--held-out", "64", "--dialogues", "64"], "held_out: 64 is not below"),
+        (["--epochs", "inf"], "epochs"),
+        (["--peak-rate", "inf"], "peak-rate"),
+        (["--seed", str(2**70)], "seed"),
+        (["--target", "/nope"], "target: /nope"),
+        (["--device", "foo"], "device: device foo"),
+        (["--initial", "/nope"], "initial: "),
+        (["--output", __file__], "output: "),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], arguments: list[str], message: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, main, "--target", tiny_pair[0], *arguments) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in last
+    assert last.startswith("specpool distill: ")
+    assert not list(tmp_path.rglob("dialogues-*"))
+
+
+def test_a_target_of_another_build_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_model(tmp_path / "target", small_config("gpt2", n_embd=64, n_head=4, n_layer=2))
+    assert run(monkeypatch, main, "--target", target, "--output", tmp_path / "draft") == 2
+    assert "gpt2 are not built like Llama" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda trained: trained.pop("head"), "it has no head"),
+        (lambda trained: trained.update(head=torch.zeros(100, 32)), r"head: \[100, 32\]"),
+        (lambda trained: trained.pop("body.norm.weight"), "body.norm.weight: none"),
+        (lambda trained: trained["output_ids"].add_(1000), "1099 is no token"),
+        (lambda trained: trained.update({"body.layers.x.w": torch.zeros(2)}), "body.layers.2"),
+    ],
+)
+def test_what_is_no_draft_of_the_target_is_refused(tiny_pair: tuple[Path, Path], change: Any, message: str) -> None:
+    trained = student_of(tiny_pair, torch.arange(100)).trained()
+    config = AutoConfig.from_pretrained(tiny_pair[0])
+    refuse_misfit(trained, config)
+    change(trained)
+    with pytest.raises(ValueError, match=message):
+        refuse_misfit(trained, config)
+
+
+def test_targets_whose_layers_have_kinds_are_drafted_for_too(tmp_path: Path) -> None:
+    """The kinds are listed layer by layer."""
+    target = target_of((save_model(tmp_path, small_config("qwen3", num_hidden_layers=4)), tmp_path))
+    student = Student(target, [0, 3], torch.arange(100))
+    assert len(student.body.layers) == 2
+    refuse_misfit(student.trained(), target.config)
+
+
+# --- Evaluation
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "prompts: "),
+        ("\n", "holds none"),
+        ('{"turns": ["a"]}\nno json', "line 2 is neither"),
+        ('{"x": 1}', "line 1 is neither"),
+        ('{"turns": []}', "line 1 is neither"),
+        ('{"turns": ["a"], "category": ["b"]}', "line 1 is neither"),
+        ('{"messages": [{"role": "user"}]}', "line 1 is neither"),
+        ("[1]", "line 1 is neither"),
+    ],
+)
+def test_prompts_that_are_none_are_refused_by_line(
+    tmp_path: Path, text: str | None, message: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    prompts = tmp_path / "prompts.jsonl"
+    if text is not None:
+        prompts.write_text(text)
+    assert run(monkeypatch, evaluate, "--prompts", prompts) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nope"], "model: /nope"),
+        (["--target", "/nope"], "target: /nope"),
+        (["--max-model-len", "4096"], "target: max_model_len"),
+        (["--model", "OTHER", "--max-model-len", "512"], "another tokenizer"),
+    ],
+)
+def test_models_that_cannot_be_compared_are_refused(
+    tmp_path: Path, tiny_pair: tuple[Path, Path], arguments: list[str], message: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["a"]}))
+    if "OTHER" in arguments:
+        other, _ = make_tiny_pair(tmp_path / "other")
+        file = other / "tokenizer.json"
+        tokenizer = json.loads(file.read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["!"], vocabulary["A"] = vocabulary["A"], vocabulary["!"]
+        file.write_text(json.dumps(tokenizer))
+        arguments = [str(other) if argument == "OTHER" else argument for argument in arguments]
+    pair = ["--target", tiny_pair[0], "--model", tiny_pair[1], "--max-model-len", 512]
+    assert run(monkeypatch, evaluate, "--prompts", tmp_path / "prompts.jsonl", *pair, *arguments) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_student_that_was_saved_fits_its_target(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    save_compact(tmp_path / "draft.safetensors", student_of(tiny_pair, torch.arange(0, 200, 2)).trained())
+    refuse_misfit(load_trained(tmp_path / "draft.safetensors"), tiny_config())

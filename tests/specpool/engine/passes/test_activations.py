@@ -1,0 +1,67 @@
+"""Activations give a row the same bits in every batch, on any number of threads; so do passes of hundreds of tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import decode_alone, load_engine, random_tokens, save_model, small_config
+from torch import nn
+from torch.nn.functional import silu
+from transformers.activations import ACT2FN
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.passes import activations
+from specpool.engine.passes.activations import activate_in_pieces, in_pieces
+from specpool.engine.run.engine import Engine
+
+pytestmark = pytest.mark.cpus
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("features", [1536, 160, 40_000])
+@pytest.mark.parametrize(
+    "function", [silu, activations._InPieces(nn.GELU()), activations._InPieces(ACT2FN["gelu_new"])]
+)
+def test_a_row_has_the_same_bits_among_any_others(features: int, function: object, threads: int) -> None:
+    torch.set_num_threads(threads)
+    x = torch.randn(300 if features < 10_000 else 5, 2 * features)[:, :features]  # as half of a product
+    alone = torch.cat([in_pieces(function, row[None]) for row in x])  # type: ignore[arg-type]
+    for count in (2, 7, 22, 96, 271, 300):
+        assert torch.equal(in_pieces(function, x[-count:]), alone[-count:])  # type: ignore[arg-type]
+    torch.testing.assert_close(alone, function(x))  # type: ignore[operator]
+
+
+def test_all_activations_of_a_model_are_replaced_and_nothing_else() -> None:
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"act_fn": ACT2FN["silu"], "up": nn.Linear(4, 4)}), "act": nn.GELU()})
+    activate_in_pieces(model)
+    assert isinstance(model["mlp"]["act_fn"], activations._InPieces)
+    assert isinstance(model["act"], activations._InPieces)
+    assert type(model["mlp"]["up"]) is nn.Linear
+
+
+def long_passes_differ(engine: Engine) -> bool:
+    """Whether tokens of a pass of 271, three sequences together, have other logits than alone."""
+    sequences = [random_tokens(length, seed=length) for length in (2, 16, 253)]
+    alone = [decode_alone(engine, tokens) for tokens in sequences]
+    spans = [Span(slot, 0, tokens, len(tokens)) for slot, tokens in enumerate(sequences)]
+    together = engine.forward(spans).split([len(tokens) for tokens in sequences])
+    return not all(map(torch.equal, together, alone))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("threads_of_engine", [2, 8])
+@pytest.mark.parametrize(("architecture", "lean"), [("llama", True), ("llama", False), ("gpt2", False)])
+def test_long_passes_are_bitwise_too(tmp_path: Path, architecture: str, lean: bool, threads_of_engine: int) -> None:
+    sizes = {"n_layer": 2, "n_head": 4} if architecture == "gpt2" else {"intermediate_size": 160}
+    folder = save_model(tmp_path, small_config(architecture, **sizes))
+    engine = load_engine(folder, threads=threads_of_engine, lean=lean, native=False)
+    assert not engine.bitwise or not long_passes_differ(engine)
+    assert engine.bitwise or architecture == "gpt2"

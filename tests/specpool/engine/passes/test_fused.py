@@ -1,0 +1,136 @@
+"""Our own pass of the Llama family gives the logits of the library's modules, bitwise the same in every batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import load_engine, random_tokens, round_weights, rows_that_differ, small_config
+from transformers import AutoModelForCausalLM
+
+from benchmarks.pair import save_tokenizer
+from specpool.engine.cache.memory import weight_bytes
+from specpool.engine.cache.spans import Span
+from specpool.engine.passes.attention import LibraryModel
+from specpool.engine.passes.fused import FAMILIES, LeanModel, is_lean
+from specpool.engine.passes.linear import can_prepack
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.passes.native.panels import BFLOAT16
+from specpool.engine.run.engine import Engine
+
+THETA = {"rope_theta": 10_000.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied, biased": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama, no groups": ("llama", {"num_key_value_heads": 4}),
+    "llama 3": (
+        "llama",
+        {
+            "rope_parameters": {
+                **THETA, "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "yarn": (
+        "llama",
+        {"rope_parameters": {**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "glm": ("glm", {}),
+    "glm, all rotated": ("glm", {"rope_parameters": {**THETA, "rope_type": "default", "partial_rotary_factor": 1.0}}),
+    "glm4": ("glm4", {}),
+    "glm4, biased": ("glm4", {"attention_bias": True}),
+}  # fmt: skip
+
+
+def save_random(folder: Path, architecture: str, changes: dict[str, Any]) -> Path:
+    """A model that bfloat16 holds, whose norms and biases are random too, so that none can be forgotten."""
+    torch.manual_seed(0)
+    config = small_config(architecture, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.12)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return round_weights(folder)
+
+
+def logits_of(engine: Engine) -> torch.Tensor:
+    """Of a prompt in one pass, its continuation in two, and a neighbour that is one token long."""
+    tokens, other = random_tokens(60), random_tokens(9, seed=1)
+    first = engine.forward([Span(2, 0, tokens[:40], 40), Span(5, 0, other[:1], 1)])
+    rest = engine.forward([Span(5, 1, other[1:], 8), Span(2, 40, tokens[40:59], 19)])
+    return torch.cat([first, rest, engine.forward([Span(2, 59, tokens[59:], 1)])])
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """The folder of a model, and the logits of the library's modules."""
+    folder = save_random(tmp_path_factory.mktemp("variant"), *VARIANTS[request.param])
+    library = load_engine(folder, lean=False)
+    assert isinstance(library.forward_pass, LibraryModel)
+    return folder, logits_of(library)
+
+
+PASSES = {"torch": (LeanModel, "float32"), "native": (NativeModel, "float32"), "bfloat16": (NativeModel, "bfloat16")}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_the_logits_are_the_librarys_and_bitwise(variant: tuple[Path, torch.Tensor], kind: str) -> None:
+    folder, expected = variant
+    model, dtype = PASSES[kind]
+    lean = load_engine(folder, native=model is NativeModel, dtype=dtype)
+    assert isinstance(lean.forward_pass, model)
+    torch.testing.assert_close(logits_of(lean), expected, atol=2e-5, rtol=1e-4)
+    assert lean.bitwise
+    assert rows_that_differ(lean) == 0
+
+
+def test_every_family_is_tested() -> None:
+    assert {architecture for architecture, _ in VARIANTS.values()} == FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("gpt2", {}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}}),
+    ],
+)
+def test_what_it_does_not_know_is_left_to_the_library(architecture: str, changes: dict[str, Any]) -> None:
+    assert not is_lean(small_config(architecture, **changes))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "native"), [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
+def test_no_weight_is_kept_twice(tmp_path: Path, dtype: str, native: bool, tied: bool) -> None:
+    folder = save_random(tmp_path, "llama", {"tie_word_embeddings": tied, "vocab_size": 288})
+    engine = load_engine(folder, dtype=dtype, native=native)
+    assert sum(weight.numel() for weight in engine.loaded.model.parameters()) == engine.loaded.config.hidden_size
+    if native:
+        assert isinstance(engine.forward_pass, NativeModel)
+        # Saved in bfloat16, matrices are kept so. Each norm takes whole cache lines.
+        norms = 5 * 64
+        matrices = 2 * (engine.info().parameters - norms)
+        assert engine.forward_pass.kinds == {BFLOAT16: matrices}
+        assert 4 * norms <= weight_bytes(engine.forward_pass) - matrices <= 8 * norms
+        return
+    kept = weight_bytes(engine.forward_pass) // engine.facts.dtype.itemsize
+    prepacked = can_prepack(engine.facts.dtype, engine.facts.device)
+    head = 288 * 64 if tied and prepacked else 0  # in which no embedding can be looked up
+    assert kept == engine.info().parameters + head
+
+
+def test_the_rotary_tables_grow_with_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.engine.passes.rotary.FIRST_POSITIONS", 16)
+    folder = save_random(tmp_path, "qwen3", {})
+    grown, library = load_engine(folder), load_engine(folder, lean=False)
+    torch.testing.assert_close(logits_of(grown), logits_of(library), atol=2e-5, rtol=1e-4)
+    assert rows_that_differ(grown) == 0

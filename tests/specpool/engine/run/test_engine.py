@@ -1,0 +1,449 @@
+"""The engine gives the model's own logits, and every token the same bits in every batch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tiny_models import (
+    decode_alone,
+    load_engine,
+    random_tokens,
+    rows_that_differ,
+    save_model,
+    small_config,
+    transformers_logits,
+)
+from tiny_pair import MAX_MODEL_LEN, tiny_config
+
+from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.spans import Location, Span
+from specpool.engine.numerics.tiles import Tiles
+from specpool.engine.passes.attention_plan import plan_attention
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.passes.packing import pack
+from specpool.engine.run.engine import Engine, _chunks
+
+# Lengths on both sides of the attention tiles that CPUs need (64, 128, 256), and small ones.
+LONGEST = 264
+interesting_lengths = st.sampled_from([1, 2, 7, 8, 9, 62, 63, 64, 65, 127, 128, *range(250, 258)]) | st.integers(1, 256)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Sequences decoded alone, token by token."""
+
+    token_ids: list[list[int]]
+    logits: list[torch.Tensor]  # each [LONGEST, vocab_size]
+    keys: list[list[torch.Tensor]]  # of each sequence and layer [kv_heads, LONGEST, head_dim]
+    values: list[list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_pair: tuple[Path, Path]) -> Engine:
+    return load_engine(tiny_pair[0])
+
+
+@pytest.fixture(scope="module")
+def truth(engine: Engine) -> Truth:
+    token_ids = [random_tokens(LONGEST, seed) for seed in range(4)]
+    logits, keys, values = [], [], []
+    for tokens in token_ids:
+        logits.append(decode_alone(engine, tokens))
+        keys.append([layer[:, :LONGEST].clone() for layer in engine.layout.arena.keys])
+        values.append([layer[:, :LONGEST].clone() for layer in engine.layout.arena.values])
+    return Truth(token_ids, logits, keys, values)
+
+
+def assert_same_cache(engine: Engine, truth: Truth, sequence: int, slot: int, length: int) -> None:
+    for layer, (keys, values) in enumerate(zip(truth.keys[sequence], truth.values[sequence], strict=True)):
+        columns = slice(engine.layout.origin(slot), engine.layout.origin(slot) + length)
+        assert torch.equal(engine.layout.arena.keys[layer][:, columns], keys[:, :length])
+        assert torch.equal(engine.layout.arena.values[layer][:, columns], values[:, :length])
+
+
+# --- The model's own logits
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_prefill_and_steps_give_the_logits_of_transformers(
+    engine: Engine, tiny_pair: tuple[Path, Path], attention: str
+) -> None:
+    tokens = random_tokens(90)
+    expected = transformers_logits(tiny_pair[0], tokens, attention)
+    prefill = engine.forward([Span(3, 0, tokens[:70], 70)])
+    steps = [engine.forward([Span(3, i, [tokens[i]], 1)]) for i in range(70, 90)]
+    torch.testing.assert_close(torch.cat([prefill, *steps]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_fixture_is_bitwise_and_says_so(engine: Engine) -> None:
+    assert engine.bitwise
+    assert engine.info().bitwise
+
+
+def test_logits_are_those_of_each_spans_last_tokens(engine: Engine, truth: Truth) -> None:
+    spans = [Span(0, 0, truth.token_ids[0][:20], 3), Span(1, 0, truth.token_ids[1][:9], 0)]
+    spans += [Span(2, 0, truth.token_ids[2][:5], 5)]
+    assert torch.equal(engine.forward(spans), torch.cat([truth.logits[0][17:20], truth.logits[2][:5]]))
+
+
+def test_no_spans_give_no_logits(engine: Engine) -> None:
+    assert engine.forward([]).shape == (0, engine.vocab_size)
+    assert engine.forward([Span(0, 0, [1, 2, 3], 0)]).shape == (0, engine.vocab_size)
+
+
+# --- Bit for bit, whatever the batch
+
+
+@st.composite
+def ragged_rounds(draw: st.DrawFn) -> list[tuple[int, int, int, int, int]]:
+    """For each sequence: which it is, its slot, what is cached, draft tokens that are right, and wrong ones."""
+    sequences = draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]
+    slots = draw(st.permutations(range(8)))
+    rounds = []
+    for sequence, slot in zip(sequences, slots, strict=False):
+        cached = draw(interesting_lengths)
+        right = draw(st.integers(0, min(8, LONGEST - cached - 1)))
+        rounds.append((sequence, slot, cached, right, draw(st.integers(0, 8 - right))))
+    return rounds
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=ragged_rounds(), limit=st.sampled_from([1, 2, 3, 7, 16, 512]), junk=st.integers(0, 256))
+def test_verified_rows_equal_decoding_alone(
+    engine: Engine,
+    truth: Truth,
+    monkeypatch: pytest.MonkeyPatch,
+    rounds: list[tuple[int, int, int, int, int]],
+    limit: int,
+    junk: int,
+) -> None:
+    """Prefill, verify a draft that is partly right, and go on over what was rejected: the slots are as dirty as the
+    examples before left them."""
+    monkeypatch.setattr(engine, "max_forward_tokens", 512)
+    engine.forward([Span(slot, 0, truth.token_ids[i][:cached], 0) for i, slot, cached, _, _ in rounds])
+    monkeypatch.setattr(engine, "max_forward_tokens", limit)
+    spans = []
+    for i, slot, cached, right, wrong in rounds:
+        foreseen = truth.token_ids[i][cached : cached + 1 + right]
+        spans.append(Span(slot, cached, [*foreseen, *[junk] * wrong], right + wrong + 1))
+    rows = engine.forward(spans).split([span.num_logits for span in spans])
+    for (i, slot, cached, right, _), logits in zip(rounds, rows, strict=True):
+        assert torch.equal(logits[: right + 1], truth.logits[i][cached : cached + right + 1])
+        assert_same_cache(engine, truth, i, slot, cached + right + 1)
+
+    again = [(i, slot, cached + right + 1) for i, slot, cached, right, _ in rounds if cached + right + 1 < LONGEST]
+    rows = engine.forward([Span(slot, at, [truth.token_ids[i][at]], 1) for i, slot, at in again]).split(1)
+    for (i, slot, at), logits in zip(again, rows, strict=False):
+        assert torch.equal(logits[0], truth.logits[i][at])
+        assert_same_cache(engine, truth, i, slot, at + 1)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    limit=st.sampled_from([1, 2, 5, 8, 17, 64, 300]),
+    num_logits=st.integers(0, 90),
+)
+def test_prefill_in_chunks_of_any_size_leaves_the_same_logits_and_cache(
+    engine: Engine,
+    truth: Truth,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    limit: int,
+    num_logits: int,
+) -> None:
+    monkeypatch.setattr(engine, "max_forward_tokens", limit)
+    spans = [Span(7 - i, 0, truth.token_ids[i][:n], min(n, num_logits)) for i, n in enumerate(lengths)]
+    rows = engine.forward(spans).split([span.num_logits for span in spans])
+    for i, (length, logits) in enumerate(zip(lengths, rows, strict=True)):
+        assert torch.equal(logits, truth.logits[i][length - len(logits) : length])
+        assert_same_cache(engine, truth, i, 7 - i, length)
+
+
+@pytest.mark.parametrize("length", range(250, 261))
+def test_steps_across_the_edge_of_a_tile_equal_decoding_alone(engine: Engine, truth: Truth, length: int) -> None:
+    """One sequence at the edge between two that are far from it: their tiles differ, and the longest decides."""
+    spans = [Span(2, 0, truth.token_ids[0][:length], 1), Span(3, 0, truth.token_ids[1][:3], 1)]
+    spans += [Span(4, 0, truth.token_ids[2][:LONGEST], 1)]
+    rows = engine.forward(spans)
+    for i, span in enumerate(spans):
+        assert torch.equal(rows[i], truth.logits[i][span.end - 1])
+
+
+def test_the_last_position_can_be_used(engine: Engine) -> None:
+    tokens = random_tokens(MAX_MODEL_LEN)
+    prefill = engine.forward([Span(0, 0, tokens, 2)])
+    engine.forward([Span(5, 0, tokens[:-2], 0)])
+    steps = [engine.forward([Span(5, i, tokens[i : i + 1], 1)]) for i in (MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 1)]
+    assert torch.equal(torch.cat(steps), prefill)
+
+
+@pytest.mark.parametrize("dirt", [0.0, 1e4, -1e30])
+def test_what_a_slot_held_before_leaves_no_trace(engine: Engine, truth: Truth, dirt: float) -> None:
+    extent = slice(engine.layout.origin(3), engine.layout.origin(4))
+    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
+        tensor[:, extent] = dirt
+    for length in (1, 30, 256):
+        assert torch.equal(engine.forward([Span(3, 0, truth.token_ids[0][:length], 1)])[0], truth.logits[0][length - 1])
+    for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
+        tensor[:, extent] = 0.0
+
+
+def test_no_slot_but_its_own_is_written(engine: Engine, truth: Truth) -> None:
+    before = [tensor.clone() for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values)]
+    engine.forward([Span(1, 4, truth.token_ids[0][:13], 2), Span(6, 0, truth.token_ids[1][:3], 1)])
+    for old, new in zip(before, (*engine.layout.arena.keys, *engine.layout.arena.values), strict=True):
+        first, second = engine.layout.origin(1), engine.layout.origin(6)
+        changed = (old != new).any(0).any(-1).nonzero().flatten().tolist()
+        assert set(changed) <= {*range(first + 4, first + 17), *range(second, second + 3)}
+
+
+def test_the_cache_stays_free_of_nan(engine: Engine) -> None:
+    engine.forward([Span(slot, 0, random_tokens(20 + slot, slot), 1) for slot in range(8)])
+    assert all(torch.isfinite(tensor).all() for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values))
+
+
+# --- Shapes, architectures and dtypes
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(4, 4, 16), (4, 1, 16), (8, 2, 32), (5, 5, 24)],
+    ids=["mha", "mqa", "gqa", "odd"],
+)
+def test_every_grouping_of_heads_is_right_and_bitwise(tmp_path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    folder = save_model(tmp_path, tiny_config(hidden_size=heads * head_dim, num_hidden_layers=2, **shape))
+    engine = load_engine(folder)
+    tokens = random_tokens(40)
+    torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
+    assert engine.bitwise
+    assert rows_that_differ(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen2", {}),  # attention with biases
+        ("qwen3", {}),  # norms on queries and keys
+        ("mistral", {"sliding_window": None}),
+        ("glm4", {}),
+        ("olmo2", {}),
+        ("phi3", {}),  # one projection for queries, keys and values
+        ("gemma3_text", {"sliding_window": MAX_MODEL_LEN}),  # a rotary embedding for each type of layer
+        ("gpt_neox", {}),
+        ("gpt2", {}),  # learned positions
+        ("opt", {}),  # learned positions from 2 on
+        ("mixtral", {}),  # a mixture of experts
+    ],
+)
+def test_other_architectures_give_the_logits_of_transformers(
+    tmp_path: Path, architecture: str, changes: dict[str, object]
+) -> None:
+    folder = save_model(tmp_path, small_config(architecture, **changes))
+    engine = load_engine(folder)
+    tokens = random_tokens(60)
+    expected = transformers_logits(folder, tokens)
+    torch.testing.assert_close(decode_alone(engine, tokens), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(engine.forward([Span(2, 0, tokens, 9)]), expected[-9:], atol=1e-4, rtol=1e-4)
+    assert not engine.bitwise or rows_that_differ(engine) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_decodes_and_keeps_its_word(tiny_pair: tuple[Path, Path], dtype: str) -> None:
+    engine = load_engine(tiny_pair[0], dtype=dtype)
+    assert engine.info().dtype == dtype
+    compiled = isinstance(engine.forward_pass, NativeModel)
+    assert engine.layout.arena.keys[0].dtype == (torch.float32 if compiled else getattr(torch, dtype))
+    tokens = random_tokens(60)
+    alone = decode_alone(engine, tokens)
+    torch.testing.assert_close(alone.float(), transformers_logits(tiny_pair[0], tokens), atol=0.3, rtol=0.1)
+    assert not engine.bitwise or rows_that_differ(engine) == 0
+
+
+def test_an_overflow_does_not_outlive_its_sequence(tiny_pair: tuple[Path, Path]) -> None:
+    """A float16 value that overflowed must not reach, as NaN, those who get the slot next."""
+    engine = load_engine(tiny_pair[0], dtype="float16")
+    tokens = random_tokens(12)
+    clean = engine.forward([Span(0, 0, tokens, 12)])
+    cache = torch.full((20, 2, 16), torch.inf, dtype=torch.float16)
+    cache[::2] = torch.nan
+    for layer in range(3):
+        engine.layout.arena.write(layer, torch.arange(5, 25), cache, cache)
+    assert torch.equal(engine.forward([Span(0, 0, tokens, 12)]), clean)
+
+
+# --- Description and memory
+
+
+def test_info_describes_model_and_memory(engine: Engine, tiny_pair: tuple[Path, Path]) -> None:
+    info = engine.info()
+    assert (info.model, info.architecture, info.dtype, info.device) == (str(tiny_pair[0]), "llama", "float32", "cpu")
+    assert (info.vocab_size, info.max_model_len) == (257, MAX_MODEL_LEN)
+    assert info.parameters == sum(p.numel() for p in _parameters(tiny_pair[0]))
+    assert info.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4
+    assert (info.slots_total, info.slots_in_use) == (8, 0)
+    assert info.kv_bytes_total == sum(t.numel() * 4 for t in (*engine.layout.arena.keys, *engine.layout.arena.values))
+    assert info.kv_bytes_total >= 8 * MAX_MODEL_LEN * info.kv_bytes_per_token
+    assert info.kv_positions_total == info.kv_positions_free == info.kv_bytes_total // info.kv_bytes_per_token
+    engine.slots.take(("c", 1), 60)
+    assert engine.info().kv_positions_free == info.kv_positions_total - 60
+    engine.slots.release([("c", 1)])
+
+
+def test_less_memory_holds_fewer_positions_of_as_many_sequences(tiny_pair: tuple[Path, Path]) -> None:
+    full = load_engine(tiny_pair[0], max_sequences=4).info()
+    few = load_engine(tiny_pair[0], max_sequences=4, kv_memory=full.kv_bytes_total // 2 + 5).info()
+    assert (few.slots_total, few.kv_positions_total) == (4, full.kv_positions_total // 2)
+    most = load_engine(tiny_pair[0], max_sequences=4, kv_memory=9 * full.kv_bytes_total).info()
+    assert most.kv_positions_total == full.kv_positions_total
+
+
+def test_one_slot_is_enough(tiny_pair: tuple[Path, Path]) -> None:
+    engine = load_engine(tiny_pair[0], max_sequences=1, max_model_len=16)
+    assert engine.forward([Span(0, 0, random_tokens(16), 1)]).shape == (1, engine.vocab_size)
+
+
+def _parameters(folder: Path) -> list[torch.Tensor]:
+    return list(load_file(folder / "model.safetensors").values())
+
+
+# --- Packing
+
+
+spans_of_any_kind = st.lists(
+    st.tuples(st.integers(0, 100), st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=6
+).map(
+    lambda sizes: [
+        Span(slot, start, list(range(slot * 100, slot * 100 + count)), min(count, logits))
+        for slot, (start, count, logits) in enumerate(sizes)
+    ]
+)
+
+
+@given(spans=spans_of_any_kind, limit=st.integers(1, 40))
+def test_chunks_hold_every_token_and_every_logit_once_and_in_order(spans: list[Span], limit: int) -> None:
+    chunks = _chunks(spans, limit)
+    assert all(0 < sum(len(piece.token_ids) for piece in chunk) <= limit for chunk in chunks)
+    assert all(sum(len(p.token_ids) for p in chunk) == limit for chunk in chunks[:-1]), "room was left"
+    pieces = [piece for chunk in chunks for piece in chunk]
+    for span in spans:
+        mine = [piece for piece in pieces if piece.slot == span.slot]
+        assert [token for piece in mine for token in piece.token_ids] == span.token_ids
+        assert [position for p in mine for position in range(p.start, p.end)] == list(range(span.start, span.end))
+        wanted = [position for p in mine for position in range(p.end - p.num_logits, p.end)]
+        assert wanted == list(range(span.end - span.num_logits, span.end))
+    assert [piece.slot for piece in pieces] == sorted(piece.slot for piece in pieces)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    spans=spans_of_any_kind,
+    slots=st.permutations(range(8)),
+    tiles=st.sampled_from([Tiles(), Tiles(2, 8, 8, 64)]),
+    padded=st.booleans(),
+)
+def test_a_packed_token_sees_its_own_sequence_up_to_itself(
+    engine: Engine, gather: bool, spans: list[Span], slots: list[int], tiles: Tiles, padded: bool
+) -> None:
+    spans = [Span(slots[i], s.start, s.token_ids, s.num_logits) for i, s in enumerate(spans)]
+    starts = [max(span.end for span in spans) - span.end if padded else 0 for span in spans]
+    # Any origins: extents are of different lengths.
+    origins = {slot: tiles.kv * (11 * slot + slot * slot) for slot in range(8)}
+    where = [Location(origins[span.slot], start) for span, start in zip(spans, starts, strict=True)]
+    start_of = dict(zip([span.slot for span in spans], starts, strict=True))
+    arena = KVArena(1, 1, origins[7] + 1024, 1, torch.float32, torch.device("cpu"))
+    arena.keys[0][0, :, 0] = torch.arange(arena.columns)
+    batch = pack(spans, where, arena, tiles.rows)
+    plan = plan_attention(spans, where, arena, tiles, query_groups=3, gather=gather)
+    places = [(span.slot, position) for span in spans for position in range(span.start, span.end)]
+    assert batch.tokens == len(places)
+    assert len(batch.input_ids) == len(batch.positions) == tiles.rows(len(places))
+    assert batch.input_ids[: batch.tokens].tolist() == [token for span in spans for token in span.token_ids]
+    assert batch.positions[: batch.tokens].tolist() == [position for _, position in places]
+    wanted = [(s.slot, position) for s in spans for position in range(s.end - s.num_logits, s.end)]
+    assert [places[row] for row in batch.logit_rows[: batch.num_logits].tolist()] == wanted
+
+    assert batch.columns[: batch.tokens].tolist() == [
+        origins[slot] + start_of[slot] + position for slot, position in places
+    ]
+
+    if gather and all(len(span.token_ids) <= 8 for span in spans):
+        assert len(plan.calls) == (len(set(starts)) if tiles.exact else 1)
+    attended = []
+    results = {row: packed for packed, row in enumerate(plan.result_rows[: batch.tokens].tolist())}
+    at = 0
+    for call in plan.calls:
+        assert gather or call.gathered is None, "keys were copied"
+        kv_length = call.kv_length
+        assert kv_length % tiles.kv == 0
+        columns = call.attended(arena.keys[0])[:, 0, :, 0].int().tolist()
+        assert all(found == list(range(found[0], found[0] + kv_length)) for found in columns)
+        assert call.query_index.shape[1] % tiles.query == 0
+        length = call.query_index.shape[1]
+        masks = torch.ones(1, 1, 3 * length, kv_length, dtype=torch.bool) if call.mask is None else call.mask
+        masks = masks.expand(len(columns), -1, -1, -1)
+        here = range(at, at + call.query_index.numel())
+        at = here.stop
+        for row in results.keys() & set(here):
+            packed = results[row]
+            slot, position = places[packed]
+            member, query = divmod(row - here.start, length)
+            assert call.query_index[member, query] == packed
+            first = origins[slot] + start_of[slot] - columns[member][0]
+            assert first == 0 or not tiles.exact
+            mask = masks[member, 0].reshape(3, length, -1)[:, query]
+            assert mask.sum(-1).tolist() == [position + 1] * 3
+            assert mask[:, first : first + position + 1].all()
+        assert masks.any(-1).all(), "a query row that sees nothing would be NaN"
+        attended += [results[row] for row in results.keys() & set(here)]
+    assert sorted(attended) == list(range(batch.tokens))
+    assert len(plan.result_rows) == len(batch.input_ids)
+
+
+def test_sequences_of_equal_length_share_one_mask_or_need_none(engine: Engine) -> None:
+    spans = [Span(slot, 40, [1] * 5, 5) for slot in (2, 3, 4)]
+    arena = engine.layout.arena
+    places = [Location(origin) for origin in (128, 512, 896)]
+    (call,) = plan_attention(spans, places, arena, Tiles(2, 1, 8, 64), query_groups=3, gather=False).calls
+    assert call.attended(arena.keys[0]).data_ptr() == arena.keys[0][:, 128:].data_ptr(), "keys were copied"
+    assert call.mask is not None
+    assert call.mask.shape == (1, 1, 3 * 8, 64)
+    steps = [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
+    places = [Location(origin, start=7) for origin in (128, 512, 896)]
+    (call,) = plan_attention(steps, places, arena, Tiles(), query_groups=3, gather=False).calls
+    assert call.mask is None
+    assert (call.origins, call.kv_length) == ((135, 519, 903), 41)
+
+
+def test_sequences_at_unequal_distances_are_attended_apart_or_copied_together(engine: Engine) -> None:
+    arena, spans = engine.layout.arena, [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
+    places = [Location(origin) for origin in (128, 512, 832)]
+    apart = plan_attention(spans, places, arena, Tiles(), query_groups=3, gather=False).calls
+    assert [call.origins for call in apart] == [(128, 512), (832,)]
+    (together,) = plan_attention(spans, places, arena, Tiles(), query_groups=3, gather=True).calls
+    torch.testing.assert_close(
+        together.attended(arena.keys[0]), torch.cat([call.attended(arena.keys[0]) for call in apart])
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(spans=spans_of_any_kind, rows_per_tile=st.integers(1, 9))
+def test_tiles_of_attention_share_out_the_rows_of_each_sequence(spans: list[Span], rows_per_tile: int) -> None:
+    arena = KVArena(1, 1, 1, 1, torch.float32, torch.device("cpu"))
+    where = [Location(1000 * i) for i in range(len(spans))]
+    batch = pack(spans, where, arena, lambda count: count + 3, rows_per_tile, repeats=False)
+    assert (batch.columns[batch.tokens :] == -1).all()
+    tiles = [
+        range(begin, begin + size) for begin, size in zip(batch.tile_begins, batch.tile_sizes, strict=True) if size
+    ]
+    assert [row for tile in tiles for row in tile] == [*range(batch.tokens)]
+    ends = {batch.tokens} | {sum(len(span.token_ids) for span in spans[:i]) for i in range(len(spans))}
+    for tile in tiles:
+        assert len(tile) == rows_per_tile or tile.stop in ends
+        assert len({int(batch.columns[row]) // 1000 for row in tile}) == 1

@@ -1,0 +1,52 @@
+"""How a model is divided: every part exactly once, no rank much more than another, and refusals with numbers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import small_config
+
+from specpool.engine.sharding.shares import Share, Sums, deal, piece_of, shard
+
+WEIGHTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 64))
+def test_every_index_is_dealt_once_and_evenly(total: int, ranks: int, unit: int) -> None:
+    shares = deal(total, ranks, unit)
+    assert [index for rank in range(ranks) for index in shares.of(rank)] == list(range(total))
+    assert max(shares.sizes) - min(shares.sizes) < 2 * unit
+    assert all(first % unit == 0 for first in shares.firsts[: -(-total // unit)])
+
+
+@pytest.mark.parametrize("sums", ["whole", "parts"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_pieces_of_a_weight_are_the_weight(name: str, sums: Sums) -> None:
+    config = small_config("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3, intermediate_size=80)
+    sharding = shard(config, 2, sums)
+    pieces = [piece_of(f"model.layers.0.x.{name}.weight", config, Share(sharding, rank)) for rank in range(2)]
+    sizes = {"k_proj": 48, "v_proj": 48, "gate_proj": 80, "up_proj": 80}
+    inputs = {"o_proj": 96, "down_proj": 80}
+    by_inputs = sums == "parts" and name in inputs
+    size = inputs[name] if by_inputs else sizes.get(name, 96)
+    assert [index for piece in pieces if piece for its in piece.ranges for index in its] == list(range(size))
+    assert {piece.dimension for piece in pieces if piece} == {int(by_inputs)}
+
+
+def test_gate_and_up_in_one_weight_are_divided_alike() -> None:
+    config = small_config("glm4")
+    piece = piece_of("model.layers.0.mlp.gate_up_proj.weight", config, Share(shard(config, 2, "whole"), 1))
+    assert piece is not None
+    assert piece.ranges == (range(48, 96), range(144, 192))
+
+
+def test_every_rank_has_all_of_the_norms() -> None:
+    config = small_config("llama")
+    assert piece_of("model.layers.0.input_layernorm.weight", config, Share(shard(config, 2, "whole"), 0)) is None
+
+
+def test_what_cannot_be_divided_is_named_with_its_number() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel 3 is more than its 2 KV heads"):
+        shard(small_config("llama"), 3, "whole")
+    few = small_config("llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
+    with pytest.raises(ValueError, match="tensor_parallel 8 is too much for its 64 hidden features in multiples of 16"):
+        shard(few, 8, "whole")

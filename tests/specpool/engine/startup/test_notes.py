@@ -1,0 +1,87 @@
+"""What an operator is told about an engine: once in the log, and in its description."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import load_engine, save_model, small_config
+from transformers import PreTrainedConfig
+
+from specpool.engine.passes.fused import is_lean, why_not_lean
+from specpool.protocol.codec import worker_info_response
+
+THETA = {"rope_theta": 10_000.0}
+FAMILIES = "glm, glm4, llama, mistral, qwen2, qwen3"
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was warned of when the engine was ready; its self-test warns earlier."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if (record.name, record.levelno) == ("specpool.engine.startup.loading", logging.WARNING)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("gpt2", {}, f"gpt2 is none of the families {FAMILIES}"),
+        ("qwen3_moe", {}, f"qwen3_moe is none of the families {FAMILIES}"),
+        ("llama", {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
+        (
+            "llama",
+            {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}},
+            "its rotary embedding is of the type dynamic",
+        ),
+        ("llama", {}, None),
+    ],
+)
+def test_the_reason_why_a_model_is_not_run_by_the_lean_pass(
+    architecture: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    config = small_config(architecture, **changes)
+    assert why_not_lean(config) == reason
+    assert is_lean(config) == (reason is None)
+
+
+def test_a_rotary_embedding_without_a_base_is_not_for_the_lean_pass() -> None:
+    config: PreTrainedConfig = small_config("llama")
+    config.rope_parameters = None  # type: ignore[attr-defined]
+    assert why_not_lean(config) == "its rotary embedding has no rope_theta"
+
+
+def test_a_model_that_runs_as_it_should_has_no_notes(
+    tiny_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = load_engine(tiny_pair[0], device="cpu")
+    assert engine.notes == []
+    assert engine.info().notes == ()
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "reason"),
+    [
+        ("gpt2", {}, f"gpt2 is none of the families {FAMILIES}"),
+        ("llama", {"lean": False}, "the lean pass is switched off"),
+    ],
+)
+def test_a_model_that_runs_by_the_librarys_modules_says_so_and_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str, options: dict[str, Any], reason: str
+) -> None:
+    changes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128} if architecture == "gpt2" else {}
+    folder = save_model(tmp_path, small_config(architecture, **changes))
+    engine = load_engine(folder, device="cpu", **options)
+    note = f"runs slowly, by the modules of transformers, because {reason}"
+    assert engine.info().notes == (note,)
+    assert warnings(caplog) == [f"{folder}: {note}"]
+    assert list(worker_info_response(engine.info()).model.notes) == [note]
+
+
+def test_what_is_appended_later_is_told_too(tiny_pair: tuple[Path, Path]) -> None:
+    engine = load_engine(tiny_pair[0], device="cpu")
+    engine.notes.append("a fan is broken")
+    assert engine.info().notes == ("a fan is broken",)
+    assert list(worker_info_response(engine.info()).model.notes) == ["a fan is broken"]

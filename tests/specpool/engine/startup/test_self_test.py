@@ -1,0 +1,470 @@
+"""The self-test has power: it notices whatever protection is undone, or thousands of rows have the same bits anyway."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import save_random_gguf
+from interpreted_kernels import imitate_kernels
+from tiny_models import load_engine, random_tokens, round_weights, save_model, small_config
+from torch.nn.functional import silu
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.loading import load_model
+from specpool.engine.numerics.tiles import Tiles
+from specpool.engine.passes import fused as lean
+from specpool.engine.passes.gpu import attention as gpu_attention
+from specpool.engine.passes.gpu import gemm as gpu_products
+from specpool.engine.passes.gpu.gemm import Product
+from specpool.engine.passes.gpu.model import GpuModel
+from specpool.engine.passes.native import compiler
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.probes import exactness, kernels
+from specpool.engine.probes.kernels import choose_products
+from specpool.engine.probes.native_gemm import products_agree
+from specpool.engine.probes.operations import OperationProbe
+from specpool.engine.run import pass_selection as forward
+from specpool.engine.run.engine import Engine
+
+Undo = Callable[[pytest.MonkeyPatch], None]
+
+# Sizes of passes whose rows are compared with those of passes of one token, and how many rows of each at most.
+SIZES = {**dict.fromkeys((2, 3, 5, 7, 12), 120), **dict.fromkeys((97, 130, 271, 389, 500), 500)}
+
+
+@pytest.fixture(autouse=True)
+def _restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def different_rows(engine: Engine, length: int = 500) -> int:
+    """How many of thousands of rows of logits are not those of passes of one token, bit for bit."""
+    tokens = random_tokens(length, seed=3)
+    alone = torch.cat([engine.forward([Span(0, at, [token], 1)]) for at, token in enumerate(tokens)])
+    different = 0
+    for size, most in SIZES.items():
+        compared = tokens[: min(most, length)] if size <= length else []
+        for at in range(0, len(compared), size):
+            piece = compared[at : at + size]
+            logits = engine.forward([Span(1, at, piece, len(piece))])
+            different += int((logits != alone[at : at + len(piece)]).any(-1).sum())
+    return different
+
+
+# --- Passes of torch's operations
+
+
+def _no_pieces(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lean, "in_pieces", lambda function, x: function(x))
+
+
+def _fused_rotation(patch: pytest.MonkeyPatch) -> None:
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    patch.setattr(lean, "rotate", rotate)
+
+
+def _no_prepacked_products(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(forward, "can_prepack", lambda *_: False)
+
+
+def _plain_products_on_the_grid_of_prepacked_ones(patch: pytest.MonkeyPatch) -> None:
+    _no_prepacked_products(patch)
+    patch.setattr(forward, "choose_tiles", lambda *_: Tiles(kv=64, max_rows=512))
+
+
+def _no_tiles(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(forward, "choose_tiles", lambda *_: Tiles())
+
+
+def _no_tiles_of_attention(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(exactness, "_attention_agrees", lambda *_: True)
+    patch.setattr(exactness, "ATTENTION_GRIDS", ((1, 1), (8, 64)))
+
+
+def _last_grid_untested(patch: pytest.MonkeyPatch) -> None:
+    _no_prepacked_products(patch)
+    patch.setattr(exactness, "_rows_agree", lambda linear, x, tiles: tiles.row_multiple == 64)
+
+
+def _one_shape_untested(patch: pytest.MonkeyPatch) -> None:
+    _no_prepacked_products(patch)
+    patch.setattr(exactness, "_rows_agree", lambda *_: False)
+    patch.setattr(exactness, "_one_shape_agrees", lambda *_: True)
+
+
+UNDONE: list[Undo] = [
+    _no_pieces,
+    _fused_rotation,
+    _no_prepacked_products,
+    _plain_products_on_the_grid_of_prepacked_ones,
+    _no_tiles,
+    _no_tiles_of_attention,
+    _last_grid_untested,
+    _one_shape_untested,
+]
+
+
+@pytest.mark.cpus
+@pytest.mark.thorough
+@pytest.mark.parametrize("undo", UNDONE)
+@pytest.mark.parametrize("features", [160, 192])
+def test_an_undone_protection_is_noticed_or_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: Undo, features: int, cpu_threads: int
+) -> None:
+    undo(monkeypatch)
+    folder = save_model(tmp_path, small_config("llama", intermediate_size=features))
+    undone = load_engine(folder, threads=cpu_threads, native=False)
+    assert not undone.bitwise or different_rows(undone) == 0
+
+
+@pytest.mark.cpus
+@pytest.mark.parametrize("features", [160, 192])
+def test_nothing_is_noticed_where_nothing_is_undone(tmp_path: Path, features: int, cpu_threads: int) -> None:
+    folder = save_model(tmp_path, small_config("llama", intermediate_size=features))
+    engine = load_engine(folder, threads=cpu_threads, native=False)
+    assert engine.bitwise
+    assert different_rows(engine) == 0
+
+
+def test_one_element_of_thousands_is_noticed() -> None:
+    """Where some values round otherwise in one place of one row: passes of random tokens rarely have them there."""
+
+    def scalar_rest(x: torch.Tensor) -> torch.Tensor:
+        whole = silu(x)
+        rounded_otherwise = x.frexp().mantissa.abs() > 0.99
+        place = torch.zeros(x.shape, dtype=torch.bool)
+        place.view(-1)[-161:][:1] = True  # none if there is only one row
+        place |= torch.tensor(x.numel() == 1)
+        return torch.where(place & rounded_otherwise, whole.nextafter(whole + 1), whole)
+
+    library = torch.library.Library("specpool_test", "DEF")
+    library.define("silu(Tensor x) -> Tensor", tags=(torch.Tag.pointwise,))
+    library.impl("silu", scalar_rest, "CPU")
+    operation, numbers = torch.ops.specpool_test.silu, torch.ones(24, 160)
+    with torch.inference_mode(), OperationProbe([]) as probe:
+        operation(numbers[:1])
+        assert not probe.unequal
+        operation(numbers)
+        assert list(probe.unequal) == ["specpool_test::silu"]
+
+
+# --- What the probe of operations finds, and what it does not mistake for a find
+
+
+def unequal(operation: Callable[[torch.Tensor], Any], *kept: torch.Tensor, width: int = 96) -> list[str]:
+    """Names of operations found, in passes of 1, 2, 7, 97 and 271 rows."""
+    with torch.inference_mode(), OperationProbe(kept) as probe:
+        for rows in (1, 2, 7, 97, 271):
+            operation(torch.ones(rows, width))
+    return list(probe.unequal)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x * 2 + 1,
+        lambda x: x.sum(0),
+        lambda x: x.mean(-1),
+        lambda x: x.softmax(0),
+        lambda x: x.view(-1, 4, 24).sum(1) + x.view(-1, 8, 12).sum(1)[:, :1],
+        lambda x: x.gather(-1, x.topk(1).indices),
+        lambda x: x.masked_fill(torch.ones(len(x), x.shape[1], dtype=torch.bool), 0.0),
+        lambda x: x[None] * torch.arange(len(x))[None, :, None],
+        lambda x: (x[:, :0] * 2, x.new_empty(3), torch.empty_like(x), x.bernoulli(), torch.rand_like(x)),
+        lambda x: torch.cat([x, x]).split(len(x)),
+        lambda x: x.half().float(),
+    ],
+)
+def test_operations_that_mix_rows_or_move_numbers_are_no_find(operation: Callable[[torch.Tensor], Any]) -> None:
+    assert unequal(operation) == []
+
+
+def matmul_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product that adds up from the other end where there are many rows."""
+    order = slice(None) if len(x) < 50 else torch.arange(x.shape[1] - 1, -1, -1)
+    total = torch.zeros(len(x), weight.shape[1])
+    for i in torch.arange(x.shape[1])[order].tolist():
+        total += x[:, i : i + 1] * weight[i]
+    return total
+
+
+def softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
+    """A softmax whose sum is from the other end where there are many rows."""
+    exponentials = (x - x.amax(-1, keepdim=True)).exp()
+    total = torch.zeros(len(x), 1)
+    for i in range(x.shape[1]) if len(x) < 50 else reversed(range(x.shape[1])):
+        total += exponentials[:, i : i + 1]
+    return exponentials / total
+
+
+def uneven(x: torch.Tensor) -> torch.Tensor:
+    """Another last bit of many numbers, where there are many rows."""
+    return x * 1.1 if len(x) < 50 else (x * 1.1).nextafter(torch.tensor(torch.inf))
+
+
+@pytest.fixture(scope="module")
+def operations() -> Iterator[Any]:
+    """Operations of our own, as a library of kernels may have them."""
+    library = torch.library.Library("specpool_uneven", "DEF")
+    for schema, function in (
+        ("matmul(Tensor x, Tensor weight) -> Tensor", matmul_by_rows),
+        ("softmax(Tensor x) -> Tensor", softmax_by_rows),
+        ("scale(Tensor x) -> Tensor", uneven),
+        ("scale_(Tensor(a!) x) -> Tensor(a!)", lambda x: x.copy_(uneven(x.clone()))),
+        ("joined(Tensor[] parts) -> Tensor", lambda parts: uneven(sum(parts[1:], start=parts[0]))),
+        ("named(Tensor x, *, Tensor other) -> Tensor", lambda x, other: uneven(x) + other),
+    ):
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CPU")
+    yield torch.ops.specpool_uneven
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("scale", lambda own, x, weight: own.scale(x)),
+        ("scale", lambda own, x, weight: own.scale(x[:, :1])),
+        ("scale_", lambda own, x, weight: own.scale_(x.clone())),
+        ("joined", lambda own, x, weight: own.joined([x, x])),
+        ("named", lambda own, x, weight: own.named(x, other=x)),
+        ("softmax", lambda own, x, weight: own.softmax(x)),
+        ("matmul", lambda own, x, weight: own.matmul(x, weight)),
+        ("matmul", lambda own, x, weight: own.matmul(x, weight.view(32, 96).t())),
+        ("matmul", lambda own, x, weight: own.matmul(x, weight[:, ::2])),
+    ],
+)
+def test_rows_that_depend_on_others_are_found(operations: Any, name: str, call: Callable[..., Any]) -> None:
+    weight = torch.randn(96, 32)
+    assert unequal(lambda x: call(operations, x, weight), weight) == [f"specpool_uneven::{name}"]
+
+
+def test_the_operation_that_failed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-2 has products that are no linear layers: no grid is looked for, and torch's kernels differ by their rows."""
+    engine = load_engine(save_model(tmp_path, small_config("gpt2", n_layer=2, n_head=4)), threads=1)
+    assert engine.bitwise or "equal rows do not have equal bits after aten::addmm" in caplog.text
+    assert not engine.bitwise or different_rows(engine) == 0
+
+
+# --- The GPU's kernels
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    pytest.importorskip("triton")
+    for name, smaller in (("SPLIT", 32), ("BLOCK", 16), ("BUSY", 2)):  # the interpreter is slow
+        monkeypatch.setattr(gpu_attention, name, smaller)
+    monkeypatch.setattr(kernels, "POSITIONS", (30,))
+    return torch.zeros(1, 1, 16)
+
+
+def test_attention_agrees_at_joins_of_splits(cache: torch.Tensor) -> None:
+    assert kernels.attention_agrees(cache, query_groups=3, longest=50)
+
+
+@pytest.mark.parametrize("split", [16, 64])
+def test_splits_that_depend_on_the_batch_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int
+) -> None:
+    def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else split)
+        return gpu_attention.attend_extents(query, *others[:-1], 8)
+
+    monkeypatch.setattr(kernels, "attend_extents", attend)
+    assert not kernels.attention_agrees(cache, query_groups=3, longest=50)
+
+
+def products_of(folder: Path, exact: bool = True, **options: Any) -> list[Product]:
+    folder = save_model(folder, small_config("llama"))
+    model = load_engine(folder, exact, native=False, cuda_graphs=False, **options).forward_pass
+    assert isinstance(model, GpuModel)
+    return model.products()
+
+
+@pytest.mark.parametrize("differs", [lambda rows: rows == 320, lambda rows: rows == 8, lambda rows: rows > 8])
+def test_products_that_depend_on_the_number_of_rows_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
+) -> None:
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.flip(-1) @ weight.flip(-1).T if differs(len(x)) else gpu_products.multiply(x, weight, 1)[0]
+
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "choose_products", choose_products)
+    monkeypatch.setattr(gpu_products, "linear", linear)
+    assert {product.kind for product in products_of(tmp_path)} == {"triton"}
+
+
+def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "choose_products", choose_products)
+    monkeypatch.setattr(gpu_products, "linear", lambda x, weight: gpu_products.multiply(x, weight, 1)[0])
+    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
+    assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
+
+
+def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "choose_products", choose_products)
+    monkeypatch.setattr(
+        gpu_products, "linear", lambda x, weight: gpu_products.multiply(x.flip(-1), weight.flip(-1), 1)[0]
+    )
+    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
+    assert {product.kind for product in products_of(tmp_path)} == {"triton"}
+    assert {product.kind for product in products_of(tmp_path, products="cublas")} == {"cublas"}
+    assert {product.kind for product in products_of(tmp_path, exact=False)} == {"cublas"}
+
+
+def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of resource")
+
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "choose_products", choose_products)
+    exact = gpu_products.multiply
+    monkeypatch.setattr(gpu_products, "multiply", refuse)
+    monkeypatch.setattr(gpu_products, "linear", lambda x, weight: exact(x, weight, 1)[0])
+    assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
+
+
+def test_without_an_exact_product_all_passes_have_one_shape(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(forward, "choose_products", lambda *_: False)
+    engine = load_engine(save_model(tmp_path, small_config("llama")), native=False, cuda_graphs=False)
+    assert engine.max_forward_tokens == engine.tiles.max_rows == 64
+    assert "64 rows at a time" in engine.notes[0]
+
+
+def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    imitate_kernels(monkeypatch)
+    folder = save_model(tmp_path, small_config("llama"))
+    options = {"native": False, "cuda_graphs": False, "max_sequences": 2, "max_model_len": 32}
+    assert load_engine(folder, **options).bitwise
+    real = kernels.attend_extents
+    monkeypatch.setattr(kernels, "attend_extents", lambda *a: real(*a) * (1 + 1e-6 * (len(a[0]) > 1)))
+    assert not load_engine(folder, **options).bitwise
+
+
+# --- The compiled pass
+
+
+def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Changes the sources of the compiled pass; each change is of a text that one of its files has."""
+    sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.INCLUDED)}
+    for before, after in changes.items():
+        (name,) = (name for name, source in sources.items() if before in source)
+        sources[name] = sources[name].replace(before, after)
+    for name, source in sources.items():
+        (folder / name).write_text(source)
+    patch.setattr(compiler, "SOURCE", folder / compiler.SOURCE.name)
+
+
+TERM = "sums[r][p] += w * x[r * inputs + k];"
+
+
+def _backwards(rows: int) -> dict[str, str]:
+    """Products of this number of rows are added up from the other end."""
+    return {
+        "wide w = dense_weight(kind, weight, p);": f"int64_t j = rows == {rows} ? count - 1 - k : k;"
+        "wide w = dense_weight(kind, weight + (j - k) * dense_bytes(kind), p);",
+        TERM: "sums[r][p] += w * x[r * inputs + j];",
+    }
+
+
+NATIVE_MUTANTS = {
+    **{f"{rows} rows backwards": (_backwards(rows), False) for rows in (1, 2, 3)},
+    "threads beyond the first scale otherwise": (
+        {TERM: "sums[r][p] += w * (x[r * inputs + k] * (omp_get_thread_num() ? 1.0000001f : 1.0f));"},
+        None,
+    ),
+    **{
+        f"{rows} rows unfused": (
+            {
+                TERM: f"{{ wide product = w * x[r * inputs + k]; if (rows == {rows}) "
+                '__asm__("" : "+m"(product)); sums[r][p] += product; }'
+            },
+            None,
+        )
+        for rows in (1, 2)
+    },
+    "shorter blocks for many rows": (
+        {"(inputs + BLOCK - 1) / BLOCK": "(inputs + BLOCK - 1) / (rows > 4 ? 32 : BLOCK)"},
+        True,
+    ),
+}
+
+
+@pytest.mark.cpus
+@pytest.mark.thorough
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NATIVE_MUTANTS)
+def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, cpu_threads: int
+) -> None:
+    changes, harmless = NATIVE_MUTANTS[name]
+    change_source(changes, monkeypatch, tmp_path)
+    folder = save_model(tmp_path / "model", small_config("llama"))
+    if weights == "bfloat16":
+        round_weights(folder)
+    mutant = load_engine(folder, threads=cpu_threads)
+    assert isinstance(mutant.forward_pass, NativeModel)
+    assert not mutant.bitwise or different_rows(mutant) == 0
+    assert harmless in (None, mutant.bitwise)
+
+
+WIDENING_MUTANTS = {
+    "codes have another middle": ("Q4_0", {"kind == Q4_0 ? 8": "kind == Q4_0 ? 9"}),
+    "scales lose digits": ("Q8_0", {"= of_float16(own, p);": "= of_float16(own, p) * 1.000001f;"}),
+    "scales are those of offsets": (
+        "Q4_K",
+        {"of_float16(shared, p) * numbers(byte_of(own, p, 0) >> 24 & 255)":
+         "of_float16(shared, p) * numbers(byte_of(own, p, 1) >> 24 & 255)"},
+    ),
+    "weights of few rows lose digits": (
+        "Q4_0",
+        {"wide w = weight_of(kind, codes[a], &scales[a], p, group, i);":
+         "wide w = weight_of(kind, codes[a], &scales[a], p, group, i); if (rows == 1) w += 1e-6f; "},
+    ),
+    "weights in the cache lose digits": (
+        "Q4_0",
+        {"put(wide_weights + i * PANEL, p, w);": "put(wide_weights + i * PANEL, p, w + 1e-6f);"},
+    ),
+}  # fmt: skip
+
+
+def products_with(folder: Path, kind: str) -> NativeModel:
+    """The compiled pass of a model with weights of a kind."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
+    folder.mkdir()
+    options = EngineOptions(model=str(save_random_gguf(folder, lambda name: kind, **sizes)), device="cpu")
+    forward_pass = forward.build_forward_pass(load_model(options), options)
+    assert isinstance(forward_pass, NativeModel)
+    assert forward_pass.kinds.keys() == {kind}
+    return forward_pass
+
+
+@pytest.mark.cpus
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WIDENING_MUTANTS)
+def test_weights_that_are_widened_wrongly_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    kind, changes = WIDENING_MUTANTS[name]
+    change_source(changes, monkeypatch, tmp_path)
+    assert not products_agree(products_with(tmp_path / "model", kind))
+
+
+@pytest.mark.cpus
+def test_weights_that_are_widened_rightly_pass(tmp_path: Path) -> None:
+    assert products_agree(products_with(tmp_path / "model", "Q4_K"))

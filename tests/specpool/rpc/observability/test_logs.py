@@ -1,0 +1,152 @@
+"""The log's two formats, and what cannot get into them."""
+
+import io
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from specpool.rpc.observability import logs
+from specpool.rpc.observability.logs import JsonFormatter, TextFormatter
+
+FORGED = "2026-01-01T00:00:00 ERROR specpool.rpc.server.server: forged"
+
+
+@contextmanager
+def logging_as(formatter: logging.Formatter) -> Iterator[tuple[logging.Logger, Callable[[], list[str]]]]:
+    """A logger, and its lines so far."""
+    written, log = io.StringIO(), logging.getLogger("tests.logs")
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(formatter)
+    log.addHandler(handler)
+    yield log, lambda: written.getvalue().splitlines()
+    log.removeHandler(handler)
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def test_a_line_of_json_says_when_where_and_what() -> None:
+    with logging_as(JsonFormatter()) as (log, lines):
+        log.warning("%d of %s", 3, "ü\n}", exc_info=raised(ValueError("a\nb")))
+        (line,) = lines()
+    event = json.loads(line)
+    assert event.pop("exception").endswith("ValueError: a\nb")
+    moment = datetime.fromisoformat(event.pop("timestamp"))
+    assert moment.utcoffset() == timedelta(0)
+    assert event == {"level": "WARNING", "logger": "tests.logs", "message": "3 of ü\n}"}
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()], ids=["json", "text"])
+def test_no_line_can_be_forged(formatter: logging.Formatter) -> None:
+    for end in ("\n", "\r", "\r\n", "\x0b", "\x85", "\u2028", "\x1b[2J"):
+        with logging_as(formatter) as (log, lines):
+            log.warning("a %s", f"{end}{FORGED}", extra=logs.about(f"b{end}{FORGED}"))
+            log.error("c", exc_info=raised(ValueError(f"d{end}{FORGED}")))
+            written = lines()
+        assert all(line.isprintable() for line in written)
+        assert not any(line.startswith(FORGED) for line in written)
+        assert sum(not line.startswith("    ") for line in written) == 2
+
+
+def test_lines_in_text_name_the_requests_at_their_end() -> None:
+    def end_of(*request_ids: str) -> str:
+        with logging_as(TextFormatter()) as (log, lines):
+            log.warning("it", extra=logs.about(*request_ids))
+            return lines()[0].partition("WARNING tests.logs: ")[2]
+
+    assert end_of() == "it"
+    assert end_of("a-1") == "it [request_id=a-1]"
+    assert end_of("a", "b", "a") == "it [request_ids=a,b]"
+    assert end_of('x] "y') == 'it [request_id="x] \\"y"]'
+    assert end_of("a" * 200) == f"it [request_id={'a' * logs.MOST_ID_CHARACTERS}]"
+
+
+def test_what_outlives_a_round_does_not_belong_to_its_requests() -> None:
+    with logging_as(JsonFormatter()) as (log, lines):
+        with logs.ServesRequests(lambda: ["a", "b"]), logs.traced("f00"):
+            log.warning("within")
+        log.warning("after")
+        within, after = map(json.loads, lines())
+    assert (within["request_ids"], within["trace_id"]) == (["a", "b"], "f00")
+    assert not {"request_ids", "request_id", "trace_id"} & after.keys()
+
+
+def test_an_error_without_its_message_says_what_and_where() -> None:
+    with logging_as(JsonFormatter()) as (log, lines):
+        log.error("it", exc_info=logs.without_message(raised(KeyError("secret"))))
+        event = json.loads(lines()[0])
+    assert "secret" not in event["exception"]
+    assert event["exception"].endswith("WithheldError: KeyError")
+    assert "in raised" in event["exception"]
+
+
+PROGRAM = """
+import logging, os, sys
+logging.getLogger("chatty").addHandler(logging.StreamHandler())
+from specpool.rpc.observability.logs import configure_logging
+configure_logging("info", "json")
+logging.getLogger("chatty").warning("by a library")
+os.write(2, b"I1122 18:07:39.248465 26806 chttp2_transport.cc:1403] gone\\nW1122 2 3 a.cc:1] odd\\npanicked\\n")
+print("printed", file=sys.stderr)
+"""
+ENDINGS = {"sys.exit('the end')": "the end", "raise ValueError('the end')": "uncaught"}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_line_of_a_process_is_json_whoever_writes_it(ending: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM + ending], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    events = [json.loads(line) for line in ended.stderr.splitlines()]
+    found = {event["message"].split("] ")[-1]: (event["logger"], event["level"]) for event in events}
+    assert found.pop(ENDINGS[ending])[1] == ("CRITICAL" if "raise" in ending else "WARNING")
+    assert found == {
+        "by a library": ("chatty", "WARNING"),
+        "gone": ("stderr", "INFO"),
+        "odd": ("stderr", "WARNING"),
+        "panicked": ("stderr", "WARNING"),
+        "printed": ("stderr", "WARNING"),
+    }
+
+
+def test_a_crash_in_native_code_leaves_the_stack_in_the_log() -> None:
+    crash = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()"
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM + crash], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr
+
+
+LOGS_ONE_LINE = """
+import logging, time
+from specpool.rpc.observability.logs import configure_logging
+configure_logging("info", "json")
+lines = []
+logging.root.handlers[0].addFilter(lambda record: lines.append(record) or True)
+logging.info("lost")
+time.sleep(0.2)
+print(len(lines))
+"""
+
+
+def test_a_log_that_cannot_be_written_is_not_written_about() -> None:
+    """Nobody may read stderr any more, or its disk be full: what is said about that on stderr is logged in turn."""
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", LOGS_ONE_LINE], stdout=subprocess.PIPE, stderr=full, timeout=60, check=True
+        )
+    assert ended.stdout == b"1\n"

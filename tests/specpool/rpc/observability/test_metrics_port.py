@@ -1,0 +1,244 @@
+"""The metrics port: what it answers, that nobody can hold it up or make it large, and how calls are counted."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import grpc
+import pytest
+from certificates import TOKEN
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from scraping import Scrape, free_port, http, scrape
+
+from specpool.rpc.config.settings import ServerSettings
+from specpool.rpc.observability.metrics import Families
+from specpool.rpc.observability.metrics_endpoint import MOST_CONNECTIONS, MOST_REQUEST_BYTES
+from specpool.rpc.server.server import Server
+
+HANDLED = "specpool:grpc_server_handled_total"
+GET = "GET /metrics HTTP/1.1\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _accept_at_once() -> Iterator[None]:
+    with mock.patch("specpool.rpc.observability.metrics_endpoint.ACCEPT_SECONDS", 0):
+        yield
+
+
+@asynccontextmanager
+async def running(**changes: Any) -> AsyncIterator[tuple[int, grpc.aio.Channel, Server]]:
+    """A server without services of its own: its metrics port, and a channel to it."""
+    metrics = free_port()
+    server = Server(ServerSettings(metrics_port=metrics, drain_seconds=0, **changes), 2**20)
+    port = await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield metrics, channel, server
+    finally:
+        server.stop()
+        await server.wait_stopped()
+
+
+@pytest.mark.parametrize("accepted", ["*/*", "application/openmetrics-text; version=1.0.0,text/plain;q=0.5"])
+async def test_a_scrape_has_the_version_and_the_process(accepted: str) -> None:
+    """Names are the same whatever Prometheus says that it accepts."""
+    async with running() as (port, _, _):
+        seen = await scrape(port)
+        status, fields, body = await http(port, f"GET /metrics HTTP/1.1\r\nAccept: {accepted}\r\n\r\n")
+    (labels,) = seen.values("specpool:build_info")
+    assert dict(labels).keys() == {"version", "python_version"}
+    assert seen.value("process_resident_memory_bytes") > 2**20
+    assert (status, fields["Connection"]) == ("200 OK", "close")
+    assert fields["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert Scrape.of(body).families.keys() == seen.families.keys()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("GET / HTTP/1.1\r\n\r\n", "404 Not Found"),
+        ("GET /metricsandmore HTTP/1.1\r\n\r\n", "404 Not Found"),
+        ("GET /metrics?name[]=x HTTP/1.0\r\n\r\n", "200 OK"),
+        ("POST /metrics HTTP/1.1\r\nContent-Length: 2\r\n\r\nab", "405 Method Not Allowed"),
+        ("GET /metrics\r\n\r\n", "400 Bad Request"),
+        ("PRI * HTTP/2.0\r\n\r\n", "400 Bad Request"),
+        (b"\xff\xfe \x00 HTTP/1.1\r\n\r\n", "400 Bad Request"),
+        ("x" * (MOST_REQUEST_BYTES + 8), "431 Request Header Fields Too Large"),
+    ],
+)
+async def test_only_the_metrics_are_served(request_: str | bytes, status: str) -> None:
+    async with running() as (port, _, _):
+        assert (await http(port, request_))[0] == status
+
+
+async def test_clients_that_ask_or_read_nothing_hold_up_nobody() -> None:
+    async with running() as (port, _, _):
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_CONNECTIONS + 4)]
+        for _, writer in idle[::2]:
+            writer.write(GET.encode())
+        for _ in range(3):
+            assert (await scrape(port)).families
+        assert await idle[1][0].read() == b""  # one of the oldest, closed for the others
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_request_must_arrive_in_time() -> None:
+    with mock.patch("specpool.rpc.observability.metrics_endpoint.REQUEST_SECONDS", 0.05):
+        async with running() as (port, _, _):
+            assert await http(port, "GET /met") == ("", {}, "")
+
+
+async def test_connections_are_accepted_slowly() -> None:
+    """Whoever floods the port takes little time from the calls that the process serves."""
+    asked = []
+    with mock.patch("specpool.rpc.observability.metrics_endpoint.ACCEPT_SECONDS", 3600):
+        async with running() as (port, _, server):
+            server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
+            assert (await scrape(port)).families
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(scrape(port), 0.1)
+    assert len(asked) == 1
+
+
+async def test_scrapes_soon_after_another_get_the_same_answer() -> None:
+    asked = []
+    with mock.patch("specpool.rpc.observability.metrics_endpoint.KEPT_FOR", 10**9):
+        async with running() as (port, _, server):
+            server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
+            assert len({(await http(port, GET))[2] for _ in range(5)}) == 1
+    assert len(asked) == 1
+
+
+async def test_an_answer_that_took_long_is_not_kept_for_long() -> None:
+    """Numbers that stand still for minutes would look like a process that does nothing."""
+    asked = []
+    with mock.patch.multiple("specpool.rpc.observability.metrics_endpoint", KEPT_FOR=10**9, MOST_KEPT_SECONDS=0.0):
+        async with running() as (port, _, server):
+            server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
+            for _ in range(2):
+                await http(port, GET)
+    assert len(asked) == 2
+
+
+async def test_a_collector_that_fails_costs_its_scrape_only(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as (port, _, server):
+        broken = mock.Mock(spec=["collect"], collect=mock.Mock(side_effect=[RuntimeError("broken"), []]))
+        server.registry.register(broken)
+        assert [(await http(port, GET))[0] for _ in range(2)] == ["500 Internal Server Error", "200 OK"]
+    assert "the metrics could not be collected" in caplog.text
+
+
+async def test_a_port_in_use_is_one_line() -> None:
+    async with running() as (port, _, _):
+        for host in ("127.0.0.1", "0.0.0.0"):
+            server = Server(ServerSettings(drain_seconds=0, metrics_port=port, host=host), 2**20)
+            with pytest.raises(OSError, match=rf"^metrics_port: cannot listen on \S+:{port}: Address already in use$"):
+                await server.start()
+            server.stop()
+            await server.wait_stopped()
+
+
+async def test_an_ipv6_address_will_do() -> None:
+    port = free_port()
+    server = Server(ServerSettings(metrics_port=port, host="::", drain_seconds=0), 2**20)
+    try:
+        await server.start()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    assert (await scrape(port)).families  # by IPv4, as gRPC allows too
+    server.stop()
+    await server.wait_stopped()
+
+
+async def test_calls_are_counted_by_method_and_code() -> None:
+    async with running() as (port, channel, _):
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await health.Check(health_pb2.HealthCheckRequest(service="none"))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff")
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        watch.cancel()
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in health.Watch(health_pb2.HealthCheckRequest(), timeout=0.05):
+                pass
+        await reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(())).read()
+        expected = {
+            ("Check", "OK"): 1,
+            ("Check", "NotFound"): 1,
+            ("Check", "InvalidArgument"): 1,
+            ("Watch", "Canceled"): 1,
+            ("Watch", "DeadlineExceeded"): 1,
+            ("ServerReflectionInfo", "OK"): 1,
+        }
+        async with asyncio.timeout(10):
+            while counts(await scrape(port)) != expected:  # noqa: ASYNC110 - the last ones may still be ending
+                await asyncio.sleep(0.01)
+
+
+async def test_what_callers_invent_becomes_no_label(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"alice {TOKEN}\n")
+    async with running(api_tokens=tokens) as (port, channel, _):
+        reflect = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        for method in (reflect, *(f"/made/up{number}" for number in range(20))):
+            for token in ("", TOKEN):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await channel.unary_unary(method)(b"\xff", metadata=[("authorization", f"Bearer {token}")])
+        assert counts(await scrape(port)).keys() - {("ServerReflectionInfo", "InvalidArgument")} == {
+            ("unknown", "Unauthenticated"),
+            ("ServerReflectionInfo", "Unauthenticated"),
+        }
+
+
+async def test_without_the_port_calls_are_not_counted() -> None:
+    server = Server(ServerSettings(drain_seconds=0), 2**20)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert counts(Scrape.of(generate_latest(server.registry).decode())) == {}
+    server.stop()
+    await server.wait_stopped()
+
+
+@settings(deadline=None)
+@given(
+    label=st.text(),
+    values=st.dictionaries(st.text(), st.floats(allow_nan=False)),
+    counts=st.lists(st.integers(0, 2**40), min_size=4, max_size=4),
+    total=st.floats(0, 1e12),
+)
+def test_whatever_a_model_is_called_the_text_can_be_read(
+    label: str, values: dict[str, float], counts: list[int], total: float
+) -> None:
+    families = Families("x:", {"model_name": label})
+    made = [families.gauge("a", "Text.", values, "by"), families.histogram("b", "Text.", [0.5, 1, 20], counts, total)]
+    seen = Scrape.of(text_of(made))
+    assert {dict(labels)["by"]: value for labels, value in seen.values("x:a").items()} == values
+    assert seen.value("x:b_bucket", le="+Inf") == seen.value("x:b_count") == sum(counts)
+    assert seen.value("x:b_bucket", le="1") == sum(counts[:2])
+
+
+def text_of(metrics: list[Metric]) -> str:
+    registry = CollectorRegistry()
+    registry.register(mock.Mock(spec=["collect"], collect=lambda: metrics))
+    return generate_latest(registry).decode()
+
+
+def counts(seen: Scrape) -> dict[tuple[str, str], float]:
+    """Calls by method and code."""
+    found = {}
+    for labels, value in seen.values(HANDLED).items():
+        by = dict(labels)
+        assert by["grpc_service"].startswith("grpc.") or by["grpc_service"] == by["grpc_method"] == "unknown"
+        found[by["grpc_method"], by["grpc_code"]] = value
+    return found

@@ -1,0 +1,100 @@
+"""Settings of traces, and variables of OpenTelemetry, that are wrong: each is refused or survived in one line."""
+
+from unittest import mock
+
+import pytest
+
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.server import CoordinatorServer
+from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.observability.tracing import tracer_of
+from specpool.worker.process import run_worker
+from specpool.worker.settings import WorkerSettings
+
+
+def test_without_the_extra_the_setting_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specpool.rpc.observability.trace_settings.find_spec", lambda package: None)
+    with pytest.raises(SystemExit) as ended:
+        CoordinatorSettings.load("specpool-coordinator", ["--otlp-traces-endpoint", "http://localhost:4317"])
+    assert ended.value.code == 2
+    line = "specpool-coordinator: otlp-traces-endpoint: needs OpenTelemetry: pip install 'specpool[otel]'\n"
+    assert capsys.readouterr().err == line
+
+
+NO_ENDPOINTS = [
+    "localhost:4317",
+    "http://",
+    "ftp://a:1",
+    "http://a:b",
+    "http://u:p@a:1",
+    "",
+    "http://a b:1",
+    " http://a:1",
+]
+
+
+@pytest.mark.parametrize("endpoint", NO_ENDPOINTS)
+def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="must be a URL of a collector"):
+        TraceSettings(otlp_traces_endpoint=endpoint)
+
+
+@pytest.mark.parametrize("path", ["/v1/traces", "/?a=b", "#a"])
+def test_a_url_for_traces_over_http_is_refused(path: str) -> None:
+    assert TraceSettings(otlp_traces_endpoint="http://a:4317/").otlp_traces_endpoint == "http://a:4317/"
+    with pytest.raises(ValueError, match="must end with the port of a collector"):
+        TraceSettings(otlp_traces_endpoint=f"http://a:4318{path}")
+
+
+def test_prompts_without_traces_are_refused() -> None:
+    with pytest.raises(ValueError, match="trace_prompts needs an otlp_traces_endpoint"):
+        CoordinatorSettings(trace_prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
+        ("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "zip"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "0"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "9999999"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"),
+    ],
+)
+async def test_variables_that_opentelemetry_refuses_end_a_process_in_one_line(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    reason = rf"otlp_traces_endpoint: OpenTelemetry refuses its variables \(.*{name}.*\): [^\n]+$"
+    with pytest.raises(OSError, match=f"^{reason}"):
+        CoordinatorServer(CoordinatorSettings(otlp_traces_endpoint="http://a:4317"))
+    settings = WorkerSettings(otlp_traces_endpoint="http://a:4317")
+    with (
+        mock.patch("specpool.worker.process.gc.freeze"),
+        pytest.raises(SystemExit, match=f"^specpool-x-worker: {reason}"),
+    ):
+        run_worker("specpool-x-worker", settings, mock.Mock(), "x", mock.Mock(), mock.Mock(), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "x"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "garbage"),
+        ("OTEL_EXPERIMENTAL_RESOURCE_DETECTORS", "none"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "authorization: Bearer s3cret"),
+    ],
+)
+async def test_variables_that_opentelemetry_ignores_are_a_line_each(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, value)
+    tracer = tracer_of(TraceSettings(otlp_traces_endpoint="https://127.0.0.1:1"), "x")
+    assert tracer is not None
+    await tracer.close()
+    lines = [record for record in caplog.records if record.name.startswith("opentelemetry")]
+    assert len(lines) == 1
+    assert lines[0].exc_info is None
+    assert "s3cret" not in caplog.text

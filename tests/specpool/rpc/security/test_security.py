@@ -1,0 +1,476 @@
+"""TLS, client certificates and API tokens of a server, over real sockets."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate, openssl, remove, replace
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from pydantic import ValidationError
+from secure_service import listening
+
+from specpool.rpc.config.settings import ServerSettings
+from specpool.rpc.errors import ANSWERED
+from specpool.rpc.security.channel import Connector
+from specpool.rpc.server import healthcheck
+from specpool.rpc.server.callers import client_of
+from specpool.rpc.server.server import Server
+
+MAX_MESSAGE_BYTES = 1000
+TOO_LARGE = bytes(100 * MAX_MESSAGE_BYTES)
+"""A request that is RESOURCE_EXHAUSTED as soon as it is read."""
+TIMEOUT_SECONDS = 10
+METHODS = ("One", "Stream", "Each")
+
+
+class WhoAmI(grpc.GenericRpcHandler):
+    """Methods of all kinds that answer with the client's name."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        match details.method:
+            case "/who/One":
+                return grpc.unary_unary_rpc_method_handler(self.one, request_deserializer=bytes)
+            case "/who/Stream":
+                return grpc.unary_stream_rpc_method_handler(self.stream, request_deserializer=bytes)
+            case "/who/Each":
+                return grpc.stream_stream_rpc_method_handler(self.each, request_deserializer=bytes)
+        return None
+
+    async def one(self, request: bytes, context: Any) -> bytes:
+        return client_of(context).encode()
+
+    async def stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield client_of(context).encode()
+
+    async def each(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        yield client_of(context).encode()  # at once: grpc loses the status of a call that ends before it is written to
+        async for _ in requests:
+            yield b""
+
+
+@asynccontextmanager
+async def running(**security: Any) -> AsyncIterator[str]:
+    """A server with these settings; yields its address."""
+    server, who = Server(ServerSettings(**security), MAX_MESSAGE_BYTES), WhoAmI()
+    server.add("who", lambda handler, added_to: added_to.add_generic_rpc_handlers((handler,)), who)
+    async with listening(server) as address:
+        yield address
+
+
+async def call(
+    address: str, method: str = "One", request: bytes = b"", metadata: Any = None, **security: Any
+) -> str | grpc.aio.AioRpcError:
+    """What a call on a new connection ends in: the client's name, or an error."""
+    options: Any = {"timeout": TIMEOUT_SECONDS, "metadata": metadata}
+    async with Connector(address, **security).open() as channel:
+        try:
+            match method:
+                case "One":
+                    return (await channel.unary_unary("/who/One")(request, **options)).decode()
+                case "Stream":
+                    return (await channel.unary_stream("/who/Stream")(request, **options).read()).decode()
+            each: Any = channel.stream_stream("/who/Each")(**options)
+            client: bytes = await each.read()
+            await each.write(request)
+            await each.read()
+            return client.decode()
+        except grpc.aio.AioRpcError as error:
+            return error
+
+
+async def code(address: str, *arguments: Any, **options: Any) -> grpc.StatusCode | None:
+    """The status code of a call; None if it succeeds."""
+    answer = await call(address, *arguments, **options)
+    return answer.code() if isinstance(answer, grpc.aio.AioRpcError) else None
+
+
+async def health(address: str, **security: Any) -> int:
+    async with Connector(address, **security).open() as channel:
+        request = health_pb2.HealthCheckRequest()
+        return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_SECONDS)).status
+
+
+async def reflected(address: str, **security: Any) -> list[str]:
+    """The services that reflection lists."""
+    async with Connector(address, **security).open() as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=TIMEOUT_SECONDS)
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        return [service.name for service in (await call.read()).list_services_response.service]
+
+
+async def reflection_code(address: str, **security: Any) -> grpc.StatusCode:
+    """What a call of reflection ends in that asks for nothing."""
+    async with Connector(address, **security).open() as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        code: grpc.StatusCode = await stub.ServerReflectionInfo(timeout=TIMEOUT_SECONDS).code()
+        return code
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("other"), "other")
+
+
+@pytest.fixture(scope="module")
+def server(ca: Authority) -> Certificate:
+    return ca.issue("server")
+
+
+@pytest.fixture(scope="module")
+def alice(ca: Authority) -> Certificate:
+    return ca.issue("alice", ["DNS:alice.example", "URI:spiffe://cluster/alice"], "Alice")
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# callers\n\nalice {TOKEN}\nbob   {OTHER_TOKEN}\nbob another-token-of-bob-0\n")
+    return path
+
+
+# --- TLS
+
+
+async def test_tls_serves_who_trusts_the_ca_and_knows_the_name(ca: Authority, server: Certificate) -> None:
+    async with running(**server.options) as address:
+        for method in METHODS:
+            assert await call(address, method, tls_ca=ca.path) == "ipv4:127.0.0.1"
+        assert await call(f"localhost:{address.split(':')[1]}", tls_ca=ca.path) == "ipv4:127.0.0.1"
+        assert await call(address, tls_ca=ca.path, tls_name="localhost") == "ipv4:127.0.0.1"
+
+
+async def test_what_is_wrong_with_a_servers_certificate_ends_the_handshake(
+    ca: Authority, other_ca: Authority, server: Certificate
+) -> None:
+    unavailable = grpc.StatusCode.UNAVAILABLE
+    async with running(**server.options) as address:
+        assert await code(address, tls_ca=other_ca.path) is unavailable, "wrong CA"
+        assert await code(address, tls_ca=ca.path, tls_name="elsewhere.example") is unavailable, "wrong name"
+        assert await code(address) is unavailable, "no TLS"
+    async with running(**ca.issue("expired", days=-1).options) as address:
+        assert await code(address, tls_ca=ca.path) is unavailable, "expired"
+    async with running() as address:
+        assert await code(address, tls_ca=ca.path) is unavailable, "the server has no TLS"
+
+
+@asynccontextmanager
+async def slow(address: str, seconds: float) -> AsyncIterator[str]:
+    """A way to the address on which every message takes a while; yields its own address."""
+
+    tasks: list[Any] = []
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(2**16):
+                await asyncio.sleep(seconds)
+                writer.write(data)
+            writer.close()
+            await writer.wait_closed()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.append(asyncio.current_task())
+        there, back = await asyncio.open_connection(*address.split(":"))
+        await asyncio.gather(forward(reader, back), forward(there, writer))
+
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as proxy:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        await asyncio.gather(*tasks)
+
+
+async def test_a_handshake_may_take_longer_than_the_pause_between_attempts(ca: Authority, server: Certificate) -> None:
+    async with running(**server.options) as address, slow(address, 0.3) as slow_address:
+        assert await code(slow_address, tls_ca=ca.path) is None
+
+
+async def test_mutual_tls_wants_a_certificate_of_its_ca(
+    ca: Authority, other_ca: Authority, server: Certificate, alice: Certificate
+) -> None:
+    unavailable = grpc.StatusCode.UNAVAILABLE
+    async with running(**server.options, tls_ca=ca.path) as address:
+        for method in METHODS:
+            assert await call(address, method, tls_ca=ca.path, **alice.options) == "cert:alice.example"
+        assert await code(address, tls_ca=ca.path) is unavailable, "no certificate"
+        stranger = other_ca.issue("alice", ["DNS:alice.example"])
+        assert await code(address, tls_ca=ca.path, **stranger.options) is unavailable, "wrong CA"
+        expired = ca.issue("expired-client", days=-1)
+        assert await code(address, tls_ca=ca.path, **expired.options) is unavailable, "expired"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await health(address, tls_ca=ca.path)
+        assert await health(address, tls_ca=ca.path, **alice.options) == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("allowed", ["alice.example", "spiffe://cluster/alice", "Alice"])
+async def test_a_certificate_is_accepted_by_any_of_its_names(
+    ca: Authority, server: Certificate, alice: Certificate, allowed: str
+) -> None:
+    async with running(**server.options, tls_ca=ca.path, allowed_names=["bob", allowed]) as address:
+        for method in METHODS:
+            assert await call(address, method, tls_ca=ca.path, **alice.options) == f"cert:{allowed}"
+
+
+async def test_a_name_that_is_not_allowed_is_refused_before_its_request_is_read(
+    ca: Authority, server: Certificate, alice: Certificate
+) -> None:
+    mallory = ca.issue("mallory", ["DNS:alice.example.mallory.example"], "alice.example2")
+    async with running(**server.options, tls_ca=ca.path, allowed_names=["alice.example"]) as address:
+        for method in METHODS:
+            error = await call(address, method, TOO_LARGE, tls_ca=ca.path, **mallory.options)
+            assert isinstance(error, grpc.aio.AioRpcError)
+            assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert str(error.details()).startswith("allowed_names: none of the certificate's names")
+            assert ANSWERED not in (error.trailing_metadata() or ()), "it says nothing about the request"
+            too_large = await code(address, method, TOO_LARGE, tls_ca=ca.path, **alice.options)
+            assert too_large is grpc.StatusCode.RESOURCE_EXHAUSTED, "the request is refused once it is read"
+        assert await health(address, tls_ca=ca.path, **mallory.options) == health_pb2.HealthCheckResponse.SERVING
+        assert await reflection_code(address, tls_ca=ca.path, **mallory.options) is grpc.StatusCode.PERMISSION_DENIED
+        assert "who" in await reflected(address, tls_ca=ca.path, **alice.options)
+
+
+# --- Tokens
+
+
+async def test_a_token_says_who_calls(ca: Authority, server: Certificate, alice: Certificate, tokens: Path) -> None:
+    async with running(api_tokens=tokens) as address:
+        for method in METHODS:
+            assert await call(address, method, token=TOKEN) == "token:alice"
+        assert (
+            await call(address, token="another-token-of-bob-0") == await call(address, token=OTHER_TOKEN) == "token:bob"
+        )
+        assert await call(address, metadata=[("authorization", f"bearer  {TOKEN} ")]) == "token:alice"
+    async with running(**server.options, tls_ca=ca.path, api_tokens=tokens) as address:
+        assert await call(address, tls_ca=ca.path, **alice.options, token=TOKEN) == "token:alice"
+        assert await code(address, tls_ca=ca.path, **alice.options) is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [""],
+        ["Bearer"],
+        ["Bearer "],
+        [f"Bearer {TOKEN[:-1]}"],
+        [f"Bearer {TOKEN}x"],
+        [f"Bearer {TOKEN} {TOKEN}"],
+        [f"Basic {TOKEN}"],
+        [TOKEN],
+        ["Bearer alice"],
+        [f"Bearer {TOKEN}", f"Bearer {TOKEN}"],
+        ["Bearer " + "x" * 5000],
+    ],
+)
+async def test_without_a_token_nothing_is_read(tokens: Path, values: list[str]) -> None:
+    metadata = [("authorization", value) for value in values]
+    async with running(api_tokens=tokens) as address:
+        for method in METHODS:
+            error = await call(address, method, TOO_LARGE, metadata)
+            assert isinstance(error, grpc.aio.AioRpcError)
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert ANSWERED not in (error.trailing_metadata() or ()), "it says nothing about the request"
+        assert await code(address, "One", TOO_LARGE, token=TOKEN) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_health_is_open_and_reflection_wants_a_token_too(tokens: Path) -> None:
+    async with running(api_tokens=tokens) as address:
+        assert await health(address) == health_pb2.HealthCheckResponse.SERVING
+        assert await reflection_code(address) is grpc.StatusCode.UNAUTHENTICATED
+        assert "who" in await reflected(address, token=TOKEN)
+
+
+async def test_reflection_can_be_switched_off() -> None:
+    async with running(reflection=False) as address:
+        assert await reflection_code(address) is grpc.StatusCode.UNIMPLEMENTED
+        assert await health(address) == health_pb2.HealthCheckResponse.SERVING
+        assert await code(address) is None
+
+
+# --- Files that change
+
+
+async def test_tokens_are_read_anew_and_a_broken_file_changes_nothing(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    sent = tmp_path / "sent"
+    sent.write_text(f"{TOKEN}\n")
+    async with running(api_tokens=tokens) as address, Connector(address, token_file=sent).open() as channel:
+        who = channel.unary_unary("/who/One")
+        assert await who(b"") == b"token:alice"
+        for broken in ("alice", f"alice {OTHER_TOKEN}\nbob {OTHER_TOKEN}", "", "alice short", "\0\ud800"):
+            replace(tokens, broken.encode("utf-8", "surrogatepass"))
+            assert await who(b"") == b"token:alice", broken
+        remove(tokens)
+        assert await who(b"") == b"token:alice"
+        replace(tokens, f"carol {OTHER_TOKEN}")
+        assert await code(address, token=TOKEN) is grpc.StatusCode.UNAUTHENTICATED
+        replace(sent, "no token at all")
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await who(b"")
+        replace(sent, OTHER_TOKEN)
+        assert await who(b"") == b"token:carol", "on the channel that is open"
+    logged = [record.getMessage() for record in caplog.records if record.name == "specpool.rpc.security.reloading"]
+    assert any("line 1: must be a name and a token" in text for text in logged)
+    assert any("read anew" in text for text in logged)
+    assert not any(secret in record.getMessage() for record in caplog.records for secret in (TOKEN, OTHER_TOKEN))
+
+
+async def test_a_server_shows_its_new_certificate_and_keeps_the_old_one_while_the_new_one_is_broken(
+    ca: Authority, other_ca: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "specpool.rpc.security.reloading")
+    shown = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
+    shown.copy_from(ca.issue("old"))
+    new = other_ca.issue("new")
+    async with running(**shown.options) as address, Connector(address, tls_ca=ca.path).open() as open_before:
+        assert await open_before.unary_unary("/who/One")(b"")
+        replace(shown.cert, new.cert.read_bytes())
+        assert await code(address, tls_ca=ca.path) is None, "the new key is not there yet"
+        assert "tls_key" in caplog.text
+        replace(shown.key, "garbage")
+        assert await code(address, tls_ca=ca.path) is None
+        remove(shown.key)
+        assert await code(address, tls_ca=ca.path) is None
+        replace(shown.key, new.key.read_bytes())
+        assert await code(address, tls_ca=ca.path) is grpc.StatusCode.UNAVAILABLE
+        assert await code(address, tls_ca=other_ca.path) is None
+        assert await open_before.unary_unary("/who/One")(b""), "open connections go on"
+
+
+async def test_a_server_trusts_the_new_ca_of_its_clients(
+    ca: Authority, other_ca: Authority, server: Certificate, alice: Certificate, tmp_path: Path
+) -> None:
+    trusted = tmp_path / "ca.pem"
+    replace(trusted, ca.path.read_bytes())
+    bob = other_ca.issue("bob", [], "bob")
+    async with running(**server.options, tls_ca=trusted) as address:
+        assert await code(address, tls_ca=ca.path, **bob.options) is grpc.StatusCode.UNAVAILABLE
+        replace(trusted, ca.path.read_bytes() + other_ca.path.read_bytes())
+        assert await call(address, tls_ca=ca.path, **bob.options) == "cert:bob"
+        assert await call(address, tls_ca=ca.path, **alice.options) == "cert:alice.example"
+        replace(trusted, other_ca.path.read_bytes())
+        assert await code(address, tls_ca=ca.path, **alice.options) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_connector_is_outdated_once_its_files_have_changed_and_can_be_used(
+    ca: Authority, alice: Certificate, server: Certificate, tmp_path: Path
+) -> None:
+    shown = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
+    shown.copy_from(alice)
+    connector = Connector("localhost:1", tls_ca=ca.path, **shown.options)
+    async with connector.open():
+        assert not connector.is_outdated
+        shown.copy_from(alice)
+        assert not connector.is_outdated, "the same as before"
+        replace(shown.key, server.key.read_bytes())
+        assert not connector.is_outdated, "no certificate fits this key"
+        replace(shown.cert, server.cert.read_bytes())
+        assert connector.is_outdated
+    async with connector.open():
+        assert not connector.is_outdated
+    async with (plain := Connector("localhost:1", token=TOKEN)).open():
+        assert not plain.is_outdated
+
+
+# --- Settings
+
+
+def refusal(kind: Any, **settings: Any) -> str:
+    """Why settings are refused."""
+    with pytest.raises((ValidationError, ValueError)) as caught:
+        kind(**settings)
+    return str(caught.value)
+
+
+def test_settings_that_do_not_fit_together_are_refused_by_name(
+    ca: Authority, server: Certificate, alice: Certificate, tmp_path: Path
+) -> None:
+    garbage = tmp_path / "garbage"
+    garbage.write_text("garbage")
+    cert, key = server.cert, server.key
+    for settings, named in {
+        (("tls_cert", cert),): "tls_key: must be given with tls_cert",
+        (("tls_key", key),): "tls_cert: must be given with tls_key",
+        (("tls_ca", ca.path),): "tls_ca: must be given with tls_cert",
+        (("tls_cert", cert), ("tls_key", alice.key)): "tls_key: ",
+        (("tls_cert", cert), ("tls_key", garbage)): "tls_key: ",
+        (("tls_cert", garbage), ("tls_key", key)): "tls_cert: ",
+        (("tls_cert", cert), ("tls_key", key), ("tls_ca", garbage)): "tls_ca: ",
+        (("tls_cert", tmp_path / "none"), ("tls_key", key)): "tls_cert: ",
+        (("tls_cert", cert), ("tls_key", tmp_path)): "tls_key: ",
+        (("allowed_names", ("a",)),): "allowed_names: must be given with tls_ca",
+        (("api_tokens", tmp_path / "none"),): "api_tokens: ",
+        (("api_tokens", garbage),): "api_tokens: ",
+    }.items():
+        assert named in refusal(ServerSettings, **dict(settings)), settings
+    for options, named in {
+        (("tls_cert", cert), ("tls_key", key)): "tls_cert: must be given with tls_ca",
+        (("tls_name", "a"),): "tls_name: must be given with tls_ca",
+        (("tls_ca", ca.path), ("tls_key", key)): "tls_cert: must be given with tls_key",
+        (("token", TOKEN), ("token_file", garbage)): "token: must not be given with token_file",
+        (("token_file", garbage),): "token_file: ",
+        (("token", "short"),): "token: a token has 16 to 1024 characters, not 5",
+        (("token", "no white space is allowed"),): "token: ",
+    }.items():
+        assert named in refusal(Connector, address="localhost:1", **dict(options)), options
+
+
+def test_a_key_with_a_passphrase_is_refused_and_asks_nobody(server: Certificate, tmp_path: Path) -> None:
+    encrypted = tmp_path / "encrypted.key"
+    openssl("pkey", "-in", server.key, "-aes-256-cbc", "-passout", "pass:secret", "-out", encrypted)
+    assert "is encrypted" in refusal(ServerSettings, tls_cert=server.cert, tls_key=encrypted)
+
+
+def test_tokens_are_in_no_error_and_no_text(tokens: Path, tmp_path: Path) -> None:
+    assert TOKEN not in repr(Connector("localhost:1", token=TOKEN))
+    settings = ServerSettings(api_tokens=tokens)
+    assert TOKEN not in f"{settings!r} {settings.model_dump_json()}"
+    for text in (f"alice {TOKEN} x", f"a {TOKEN}\nb {TOKEN}", f"alice {TOKEN}!", f"alice {TOKEN * 50}"):
+        tokens.write_text(text)
+        assert TOKEN not in refusal(ServerSettings, api_tokens=tokens)
+    assert TOKEN not in refusal(Connector, address="localhost:1", token=f"{TOKEN}\n")
+
+
+def test_names_come_from_flags_variables_and_files(
+    ca: Authority, server: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ["--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-ca", str(ca.path)]
+    assert ServerSettings.load("p", [*tls, "--allowed-names", "a, b", "--allowed-names", "c"]).allowed_names == tuple(
+        "abc"
+    )
+    file = tmp_path / "settings.toml"
+    file.write_text('allowed_names = ["a", "b"]\n')
+    assert ServerSettings.load("p", [*tls, "--config", str(file)]).allowed_names == ("a", "b")
+    monkeypatch.setenv("SPECPOOL_ALLOWED_NAMES", "d,e")
+    assert ServerSettings.load("p", tls).allowed_names == ("d", "e")
+
+
+# --- The health check of containers
+
+
+async def test_the_health_check_speaks_tls(
+    ca: Authority, server: Certificate, alice: Certificate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with running(**server.options, tls_ca=ca.path) as address:
+
+        async def status(*flags: object) -> int:
+            return await asyncio.to_thread(healthcheck.main, [address, *map(str, flags)])
+
+        shown = ["--tls-cert", alice.cert, "--tls-key", alice.key]
+        assert await status("--tls-ca", ca.path, *shown) == 0
+        assert await status("--tls-ca", ca.path, *shown, "--tls-name", "localhost") == 0
+        assert await status("--tls-ca", ca.path, *shown, "--tls-name", "elsewhere") == 1
+        assert await status("--tls-ca", ca.path) == 1
+        with pytest.raises(SystemExit):
+            await status(*shown)
+        assert "tls_cert: must be given with tls_ca" in capsys.readouterr().err

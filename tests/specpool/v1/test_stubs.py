@@ -1,0 +1,46 @@
+"""The committed stubs are what the .proto files generate, and the .proto files keep the rules of `buf`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PROTOS = ROOT / "protos"
+# Compilers and plugins are installed beside the interpreter, which need not be on the path of whoever runs the tests.
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+def stubs(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in (folder / "specpool").rglob("*_pb2*")
+        if path.suffix in {".py", ".pyi"}
+    }
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_committed_stubs_are_fresh(tmp_path: Path) -> None:
+    run(sys.executable, ".ci/generate_stubs.py", str(tmp_path))
+    committed, generated = stubs(ROOT), stubs(tmp_path)
+    assert sorted(committed) == sorted(generated)
+    assert [name for name in generated if generated[name] != committed[name]] == []
+
+
+def test_every_proto_has_its_four_stubs() -> None:
+    expected = {
+        f"{path.relative_to(PROTOS).with_suffix('')}_pb2{ending}"
+        for path in PROTOS.rglob("*.proto")
+        for ending in (".py", ".pyi", "_grpc.py", "_grpc.pyi")
+    }
+    assert expected
+    assert set(stubs(ROOT)) == expected
+
+
+def test_protos_pass_the_linter() -> None:
+    run(str(BIN / "buf"), "lint")

@@ -1,0 +1,99 @@
+"""`RemoteDraft` in a real vLLM on the CPU: its answers are plain vLLM's. Only `make test-vllm` runs these tests."""
+
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from benchmarks.prompts import load_prompts
+from benchmarks.vllm_process import DraftProcess, VllmEngine, draft_process, token_ids
+from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS, TOKENS = 16, 48
+# With as many tokens, rows need a second block of vLLM's KV cache.
+MANY_TOKENS, LONG_ROWS = 112, 8
+# Compiling the model takes minutes, and changes nothing that is tested here.
+EAGER = {"enforce_eager": True}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return token_ids(float32_copy(), load_prompts(None, PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def plain_to_the_end(prompts: list[list[int]]) -> list[list[int]]:
+    with VllmEngine(float32_copy(), "plain", **EAGER) as engine:
+        answers: list[list[int]] = engine.wait_ready().run(prompts, MANY_TOKENS)["outputs"]
+    return answers
+
+
+@pytest.fixture(scope="module")
+def plain(plain_to_the_end: list[list[int]]) -> list[list[int]]:
+    return [answer[:TOKENS] for answer in plain_to_the_end]
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[DraftProcess]:
+    with draft_process(embedded_pair().draft) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def engine(draft: DraftProcess) -> Iterator[VllmEngine]:
+    with VllmEngine(float32_copy(), "remote", draft.address, **EAGER) as remote:
+        yield remote.wait_ready()
+
+
+def equal(answers: list[list[int]], truth: list[list[int]]) -> list[bool]:
+    return [one == other for one, other in zip(answers, truth, strict=True)]
+
+
+def test_answers_are_plain_vllms(engine: VllmEngine, prompts: list[list[int]], plain: list[list[int]]) -> None:
+    done = engine.run(prompts, TOKENS)
+    assert all(equal(done["outputs"], plain))
+    assert done["accepted"] > 0
+
+
+def test_rows_that_are_preempted(
+    draft: DraftProcess, prompts: list[list[int]], plain_to_the_end: list[list[int]]
+) -> None:
+    """A KV cache with room for a few long rows only: vLLM preempts the others and resumes them."""
+    little = {"max_model_len": 512, "num_gpu_blocks_override": 6}
+    with VllmEngine(float32_copy(), "remote", draft.address, **little, **EAGER) as few:
+        done = few.wait_ready().run(prompts[:LONG_ROWS], MANY_TOKENS)
+    assert done["preemptions"] > 0
+    assert all(equal(done["outputs"], plain_to_the_end[:LONG_ROWS]))
+
+
+def test_kills_of_the_draft_worker_cost_drafts_only(
+    draft: DraftProcess, engine: VllmEngine, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    done: list[dict[str, Any]] = []
+    thread = Thread(target=lambda: done.extend(engine.run(prompts, TOKENS) for _ in range(2)))
+    thread.start()
+    draft.kill()
+    thread.join()
+    draft.start()
+    while not done[-1]["accepted"]:
+        done.append(engine.run(prompts, TOKENS))
+        assert len(done) < 50
+    assert all(all(equal(run["outputs"], plain)) for run in done)
+
+
+def test_two_servers_share_a_draft_worker(
+    draft: DraftProcess, engine: VllmEngine, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    done: list[dict[str, Any]] = []
+    with VllmEngine(float32_copy(), "remote", draft.address, **EAGER) as other:
+        other.wait_ready()
+        both = [Thread(target=lambda its=its: done.append(its.run(prompts, TOKENS))) for its in (engine, other)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+    assert len(done) == 2
+    assert all(all(equal(run["outputs"], plain)) for run in done)

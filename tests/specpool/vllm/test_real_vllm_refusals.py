@@ -1,0 +1,45 @@
+"""What a user of `vllm serve` sees when its drafts cannot be made. Only `make test-vllm` runs this test."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from vllm_server import START_SECONDS, VllmServer
+
+from benchmarks.vllm_process import draft_process
+from specpool.engine.models.embedded_pair import float32_copy
+
+pytestmark = pytest.mark.vllm
+
+NOWHERE = "127.0.0.1:1"
+
+
+def test_a_server_that_cannot_have_drafts_says_why_in_a_line_and_ends(
+    tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target, other_draft = float32_copy(), tiny_pair[1]
+    with ExitStack() as stack:
+        other = stack.enter_context(draft_process(other_draft, 1)).address
+        cases = [
+            (NOWHERE, {"SPECPOOL_DRAFT_ADDRES": NOWHERE}, "unknown environment variable SPECPOOL_DRAFT_ADDRES"),
+            (
+                NOWHERE,
+                {"SPECPOOL_DRAFT_START_SECONDS": "2"},
+                f"the draft worker at {NOWHERE} cannot be used: no answer in 2 s: UNAVAILABLE: ",
+            ),
+            (
+                other,
+                {},
+                f"the draft worker at {other} cannot be used: the draft {other_draft} has another tokenizer than the "
+                f"target {target}",
+            ),
+        ]
+        servers = [
+            stack.enter_context(VllmServer(target, tmp_path_factory.mktemp("vllm"), address, **variables))
+            for address, variables, _ in cases
+        ]
+        for server, (_, _, reason) in zip(servers, cases, strict=True):
+            assert server.process.wait(START_SECONDS) != 0
+            (line,) = [line for line in server.log.read_text().splitlines() if "RemoteDraft cannot start" in line]
+            assert " ERROR " in line
+            assert reason in line

@@ -1,0 +1,115 @@
+"""`RemoteDraft` with a real draft worker behind TLS and a token; a stand-in calls it as vLLM does."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certificates import OTHER_TOKEN, TOKEN, Authority
+from pair_service import serving_draft
+from tiny_models import load_engine
+from vllm_stand_in import StandIn, vllm_config
+
+from coordinator.workers import link
+from specpool.engine.cache.spans import Span
+from specpool.testing import FakeTarget
+from specpool.vllm import RemoteDraft
+from specpool.worker.host import WorkerHost
+
+PATIENCE_SECONDS = 60
+
+
+class ModelTarget(FakeTarget):
+    """A target whose tokens a model chooses."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._engine = load_engine(folder, exact=False)
+
+    def choose(self, context: Sequence[int]) -> int:
+        return int(self._engine.forward([Span(0, 0, list(context), 1)]).argmax())
+
+    def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):  # as the stand-in, beyond the end of a sequence
+            tokens.append(self.choose(tokens))
+        return tokens[len(prompt) :]
+
+
+@dataclass
+class Secured:
+    """A draft worker, and the variables with which a client may use it."""
+
+    address: str
+    host: WorkerHost
+    variables: dict[str, Path]
+
+
+@asynccontextmanager
+async def secured_draft(draft: Path, folder: Path) -> AsyncIterator[Secured]:
+    """A draft worker that wants certificates of clients, and a token."""
+    ca = Authority(folder)
+    server, client = ca.issue("server"), ca.issue("client")
+    tokens, token = folder / "tokens", folder / "token"
+    tokens.write_text(f"alice {TOKEN}\n")
+    token.write_text(TOKEN)
+    settings = {**server.options, "tls_ca": ca.path, "api_tokens": tokens, "threads": 1, "port": 0}
+    async with serving_draft(draft, **settings) as (address, host):
+        variables = {"TLS_CA": ca.path, "TOKEN_FILE": token, "TLS_CERT": client.cert, "TLS_KEY": client.key}
+        yield Secured(address, host, {f"SPECPOOL_{name}": path for name, path in variables.items()})
+
+
+async def test_drafts_of_a_real_draft_worker_over_tls(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "PROBE_SECONDS", 0.05)
+    target, draft = tiny_pair
+    async with secured_draft(draft, tmp_path) as worker:
+        monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", worker.address)
+        await _check_refusals(target, worker, tmp_path, monkeypatch)
+        remote = await asyncio.to_thread(RemoteDraft, vllm_config(str(target)))
+        await _check_drafts(StandIn(remote, ModelTarget(target)), worker)
+        await asyncio.to_thread(remote.close)
+        assert await worker.host.run(lambda backend: backend.info().slots_in_use) == 0
+
+
+async def _check_drafts(vllm: StandIn, worker: Secured) -> None:
+    """Drafts are accepted, also after the draft worker has lost its caches, and change no token."""
+    rows = [vllm.add([i, 30, 40 + i, 7]) for i in range(3)]
+    await _until(vllm, lambda: all(row.accepted > 3 for row in rows))
+    await worker.host.run(lambda backend: backend.expire(math.inf, 0.0))  # as a restart would
+    accepted = [row.accepted for row in rows]
+    await _until(vllm, lambda: all(row.accepted > one + 3 for row, one in zip(rows, accepted, strict=True)))
+    for row in rows:
+        assert row.output == vllm.target.continuation(row.tokens[: row.prompt_length], len(row.output))
+
+
+async def _check_refusals(target: Path, worker: Secured, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries it without TLS, and with another token. Leaves the variables as they must be."""
+    monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0.3")
+
+    async def refused() -> str:
+        with pytest.raises(ValueError, match=f"the draft worker at {worker.address} cannot be used: ") as caught:
+            await asyncio.to_thread(RemoteDraft, vllm_config(str(target)))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "UNAVAILABLE" in await refused()
+    for name, path in worker.variables.items():
+        monkeypatch.setenv(name, str(path))
+    (folder / "other").write_text(OTHER_TOKEN)
+    monkeypatch.setenv("SPECPOOL_TOKEN_FILE", str(folder / "other"))
+    monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "1")
+    assert "UNAUTHENTICATED" in await refused()
+    monkeypatch.setenv("SPECPOOL_TOKEN_FILE", str(worker.variables["SPECPOOL_TOKEN_FILE"]))
+    monkeypatch.delenv("SPECPOOL_DRAFT_START_SECONDS")
+
+
+async def _until(vllm: StandIn, condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():
+            await asyncio.to_thread(vllm.step)

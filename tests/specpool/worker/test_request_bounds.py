@@ -1,0 +1,141 @@
+"""What one request may make a worker do, whoever sends it; and logits that mean nothing."""
+
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from tiny_pair import MAX_MODEL_LEN
+from worker_service import OK, SLOTS, Worker, failure, propose, verify, violated_fields
+
+from specpool.engine.run.sequences import ITEMS_PER_SLOT, LOGITS_PER_SLOT
+from specpool.protocol import codec
+from specpool.v1 import common_pb2
+
+
+def sampled(worker: Worker, **sampling: Any) -> Any:
+    item = worker.item(1, 0, [5])
+    item.sampling.CopyFrom(common_pb2.Sampling(**sampling))
+    return item
+
+
+async def assert_refused(call: Any, field: str) -> None:
+    error = await failure(call)
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert violated_fields(error) == [field]
+
+
+async def test_a_coordinator_has_a_name_of_bounded_length(worker: Worker) -> None:
+    most = codec.MAX_COORDINATOR_ID_LENGTH
+    assert await worker.round(coordinator_id="ä" * most) == []
+    for call in (worker.round(coordinator_id="ä" * (most + 1)), worker.release(1, coordinator_id="x" * 10_000)):
+        await assert_refused(call, "coordinator_id")
+    stream = worker.open_stream()
+    await stream.write(worker.request(coordinator_id="x" * (most + 1)))
+    await assert_refused(stream.read(), "coordinator_id")
+    assert worker.host.streams._open.total() == len(worker.host.streams._owned) == 0
+
+
+async def test_a_round_names_no_more_sequences_than_several_for_each_slot(worker: Worker) -> None:
+    most = ITEMS_PER_SLOT * SLOTS
+    results = await worker.round(*(worker.item(i, 0, [5]) for i in range(most)))
+    assert [result.status == OK for result in results] == [True] * SLOTS + [False] * (most - SLOTS)
+    await assert_refused(worker.round(*(worker.item(i, 0, [5]) for i in range(most + 1))), "items")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"stop_token_ids": [1] * (codec.MAX_SAMPLING_TOKENS + 1)}, "items[0].sampling.stop_token_ids"),
+        ({"logit_bias": dict.fromkeys(range(codec.MAX_SAMPLING_TOKENS + 1), 1.0)}, "items[0].sampling.logit_bias"),
+    ],
+)
+async def test_rules_of_sampling_are_of_bounded_length(worker: Worker, sampling: Any, field: str) -> None:
+    await assert_refused(worker.round(sampled(worker, **sampling)), field)
+    (result,) = await worker.round(sampled(worker, stop_token_ids=[1] * codec.MAX_SAMPLING_TOKENS))
+    assert result.status == OK
+
+
+async def test_a_release_names_a_bounded_number_of_sequences(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_RELEASED", 3)
+    assert await worker.release(1, 2, 3) == 0
+    await assert_refused(worker.release(1, 2, 3, 4), "sequence_ids")
+
+
+async def test_numbers_of_a_verification_are_bounded(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    item = verify(1, 0, [5])
+    item.logprobs = codec.MAX_ITEM_LOGPROBS + 1
+    await assert_refused(target.round(item), "items[0].logprobs")
+    drafts = [5] * (LOGITS_PER_SLOT * LOGITS_PER_SLOT // 12)
+    items = [verify(i, 0, [5], drafts[: MAX_MODEL_LEN - 2]) for i in range(ITEMS_PER_SLOT * SLOTS)]
+    await assert_refused(target.round(*items), "items")
+    monkeypatch.setattr(codec, "MAX_ITEM_DRAFT_TOKENS", 3)
+    await assert_refused(target.round(verify(1, 0, [5], [5] * 4)), "items[0].draft_token_ids")
+    assert target.engine.slots.in_use == 0
+
+
+async def test_numbers_of_a_proposal_are_bounded(draft: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = draft.request(propose(1, 0, [5], 2))
+    request.chances[:] = [0.5] * (codec.MAX_CHANCES + 1)
+    await assert_refused(draft.stub.Propose(request), "chances")
+    monkeypatch.setattr(codec, "MAX_ITEM_DRAFT_TOKENS", 3)
+    await assert_refused(draft.round(propose(1, 0, [5], 4)), "items[0].num_draft_tokens")
+
+
+# --- Logits that are not finite
+
+
+class broken:
+    """A context in which the row of logits with this index, in passes after the first `sound` ones, has one number."""
+
+    def __init__(self, worker: Worker, value: float, row: int = 0, sound: int = 0) -> None:
+        self._engine, self._value, self._row, self._left = worker.engine, value, row, sound
+
+    def __enter__(self) -> None:
+        forward = self._engine.forward
+
+        def spoil(spans: Any) -> torch.Tensor:
+            logits = forward(spans).clone()
+            self._left -= 1
+            if self._left < 0:
+                logits[self._row, 17] = self._value
+            return logits
+
+        self._engine.forward = spoil  # type: ignore[method-assign]
+
+    def __exit__(self, *_: Any) -> None:
+        del self._engine.forward  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_target_whose_logits_are_not_finite_answers_no_token(
+    target: Worker, value: float, temperature: float
+) -> None:
+    item = sampled(target, temperature=temperature)
+    item.draft_token_ids[:] = [6, 7]
+    with broken(target, value, row=1):
+        error = await failure(target.round(item))
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert error.details() == "sequence 1: the model's logits are not finite"
+    item.sequence_id = 2
+    (whole,) = await target.round(item)
+    item.sequence_id = 1
+    (again,) = await target.round(item)
+    assert (again.status, again.token_ids) == (OK, whole.token_ids)
+
+
+@pytest.mark.parametrize("min_chance", [0.0, 1e-30], ids=["tokens only", "with confidences"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_a_draft_ends_before_logits_that_are_not_finite(draft: Worker, value: float, min_chance: float) -> None:
+    items = [propose(i, 0, [i, 5], 6) for i in (1, 2)]
+    for item in items:
+        item.min_chance = min_chance
+    whole = await draft.round(*items)
+    await draft.release(1, 2)
+    with broken(draft, value, sound=2):
+        first, second = await draft.round(*items)
+    assert first.draft_token_ids == whole[0].draft_token_ids[:2]
+    assert first.confidences == whole[0].confidences[:2]
+    assert first.status == OK
+    assert second.draft_token_ids[:2] == whole[1].draft_token_ids[:2]

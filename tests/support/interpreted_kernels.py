@@ -1,0 +1,110 @@
+"""Engines on a CPU that run the GPU's pass: by the kernels themselves, or by torch's operations in their place."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+from specpool.engine.cache.arena import KVArena
+from specpool.engine.passes.gpu import attention, model
+from specpool.engine.passes.gpu import gemm as gpu_products
+from specpool.engine.passes.gpu.graphs import Run
+from specpool.engine.passes.gpu.rows import Addend
+from specpool.engine.passes.rotary import rotate
+from specpool.engine.probes import kernels
+from specpool.engine.run import pass_selection as forward
+from specpool.engine.startup import loading as startup
+from specpool.engine.startup import self_test
+
+
+def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Makes engines on any device run the kernels, and few passes, since the interpreter is slow."""
+    patch.setattr(forward, "runs_kernels", lambda device: True)
+    patch.setattr(forward, "why_no_kernels", lambda lean: None)  # so that what stops them is raised
+    patch.setattr(forward, "CudaGraphs", lambda: None)
+    patch.setattr(forward, "choose_products", lambda *_: True)
+    patch.setattr(attention, "BUSY", 8)
+    patch.setattr(kernels, "POSITIONS", (20,))
+    patch.setattr(self_test, "LONG_PASSES", (20,))
+    patch.setattr(self_test, "PROBED_PASSES", (1,))
+    patch.setattr(startup, "measure_step_times", lambda _: {})
+    patch.setattr(startup, "measure_seconds_per_cached", lambda _: 0.0)
+
+
+def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
+    """The same with torch's operations, row by row, for tests of what is built on the kernels."""
+    run_by_kernels(patch)
+    for name in ("attend_extents", "rotate_and_cache", "add_and_norm", "activate"):
+        patch.setattr(model, name, globals()[name])
+    patch.setattr(kernels, "attend_extents", attend_extents)
+    patch.setattr(gpu_products, "multiply", multiply)
+
+
+class Recorder:
+    """Repeats a pass as a graph would: reading and writing the memory of the pass that was recorded."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        self.recorded += 1
+        result = run()
+
+        def replay() -> None:
+            self.replayed += 1
+            result.copy_(run())
+
+        return replay, result
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    return torch.cat([linear(row, weight) for row in x.split(1)])[None]
+
+
+def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if added is not None:
+        more = _summed(added.parts, added.bias)
+        hidden += more if added.norm is None else _normed(more, added.norm, eps)
+    return _normed(hidden, weight, eps)
+
+
+def rotate_and_cache(
+    parts: torch.Tensor, bias: torch.Tensor | None, norms: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor], arena: KVArena, layer: int, positions: torch.Tensor,
+    columns: torch.Tensor, heads: int, eps: float,
+) -> torch.Tensor:  # fmt: skip
+    kv_heads, _, dim = arena.keys[layer].shape
+    query_key, value = _summed(parts, bias).unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
+    if norms is not None:
+        query_key = _normed(query_key, norms, eps)
+    rotated = rotate(query_key, *(table[positions, None] for table in rotary))
+    cached = columns >= 0
+    arena.write(layer, columns[cached], rotated[cached, heads:], value[cached])
+    return rotated[:, :heads].contiguous()
+
+
+def attend_extents(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile_begins: torch.Tensor, tile_sizes: torch.Tensor,
+    positions: torch.Tensor, columns: torch.Tensor, scaling: float, splits: int,
+) -> torch.Tensor:  # fmt: skip
+    groups = query.shape[1] // len(keys)
+    for begin, size in zip(tile_begins.tolist(), tile_sizes.tolist(), strict=True):
+        for row in range(begin, begin + size):
+            extent = slice(int(columns[row] - positions[row]), int(columns[row]) + 1)
+            k, v = (cache[:, extent].repeat_interleave(groups, 0) for cache in (keys, values))
+            query[row] = scaled_dot_product_attention(query[row, :, None], k, v, scale=scaling)[:, 0]
+    return query
+
+
+def activate(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    gate, up = _summed(parts, bias).chunk(2, -1)
+    return torch.cat([silu(row) for row in gate.split(1)]) * up
+
+
+def _summed(parts: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return parts.sum(0) if bias is None else parts.sum(0) + bias
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight

@@ -1,0 +1,147 @@
+"""A complete service in one process: real engines, real servers, real sockets."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordinator.config.settings import CoordinatorSettings
+from coordinator.server import CoordinatorServer
+from draft_worker.server import DraftWorkerSettings, load_proposer
+from draft_worker.service import DraftWorkerServicer
+from specpool.client import AsyncClient
+from specpool.engine.cache.spans import Span
+from specpool.engine.run.engine import Engine
+from specpool.rpc.security.channel import MAX_ROUND_BYTES
+from specpool.rpc.server.server import Server
+from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
+from specpool.worker.host import WorkerHost
+from target_worker.server import TargetWorkerSettings, load_verifier
+from target_worker.service import TargetWorkerServicer
+
+
+class LogitsTap:
+    """Monitor of an engine: logits after the same context must be bit-identical, however they are computed."""
+
+    def __init__(self, engine: Engine, seen: dict[tuple[int, ...], bytes] | None = None) -> None:
+        """`seen`: logits that another engine's tap has recorded, to compare with those too."""
+        self._cached: dict[int, list[int]] = {}
+        self.seen = {} if seen is None else seen
+        self.compared = 0
+        self.different: list[tuple[int, ...]] = []
+        self._forward, self._copy = engine.forward, engine.layout.copy
+        engine.forward = self._watch  # type: ignore[method-assign]
+        engine.layout.copy = self._watch_copy  # type: ignore[method-assign]
+
+    def _watch(self, spans: list[Span]) -> torch.Tensor:
+        logits = self._forward(spans)
+        rows = iter(logits)
+        for span in spans:
+            tokens = self._cached.get(span.slot, [])[: span.start] + list(span.token_ids)
+            assert len(tokens) == span.end, "a span does not begin where the cache ends"
+            self._cached[span.slot] = tokens
+            for i in range(span.num_logits):
+                self._compare(tuple(tokens[: span.end - span.num_logits + 1 + i]), next(rows))
+        return logits
+
+    def _watch_copy(self, source: int, destination: int, count: int) -> None:
+        self._copy(source, destination, count)
+        self._cached[destination] = self._cached[source][:count]
+
+    def _compare(self, context: tuple[int, ...], row: torch.Tensor) -> None:
+        bits = row.numpy().tobytes()
+        if context in self.seen:
+            self.compared += 1
+            if self.seen[context] != bits:
+                self.different.append(context)
+        self.seen[context] = bits
+
+
+@dataclass
+class PairService:
+    """The parts of a running service that a test may use."""
+
+    client: AsyncClient
+    process: CoordinatorServer
+    target: WorkerHost
+    draft: WorkerHost | None
+
+    async def forget(self, host: WorkerHost) -> None:
+        """Makes a worker lose every cache, as a restart would."""
+        await host.run(lambda backend: backend.expire(math.inf, 0.0))
+
+    async def wait_idle(self) -> None:
+        """Waits until neither worker holds a slot and the pool is empty."""
+        while True:
+            holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
+            if not any(holds) and not self.process.coordinator.pool.running:
+                return
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving_pair(
+    target: Path,
+    draft: Path | None,
+    worker: dict[str, Any] | None = None,
+    target_worker: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[PairService]:
+    """Starts workers (with `worker` settings; the target's also with others) and a coordinator, all on ports that the
+    system chooses."""
+    async with AsyncExitStack() as stack:
+        options = {"threads": 2, "port": 0, **(worker or {})}
+        target_settings = TargetWorkerSettings(model=str(target), **{**options, **(target_worker or {})})
+        target_host = WorkerHost(partial(load_verifier, target_settings))
+        register = target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server
+        address = await _serve(stack, target_settings, target_host, register, TargetWorkerServicer(target_host))
+        draft_host = draft_address = None
+        if draft is not None:
+            draft_address, draft_host = await stack.enter_async_context(serving_draft(draft, **options))
+        client, process = await stack.enter_async_context(serving_coordinator(address, draft_address, **settings))
+        yield PairService(client, process, target_host, draft_host)
+
+
+@asynccontextmanager
+async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str, WorkerHost]]:
+    """A draft worker with these settings; yields its address, too."""
+    async with AsyncExitStack() as stack:
+        draft = DraftWorkerSettings(model=str(model), **settings)
+        host = WorkerHost(partial(load_proposer, draft))
+        register = draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
+        yield await _serve(stack, draft, host, register, DraftWorkerServicer(host)), host
+
+
+@asynccontextmanager
+async def serving_coordinator(
+    target: str, draft: str | None, **settings: Any
+) -> AsyncIterator[tuple[AsyncClient, CoordinatorServer]]:
+    """A coordinator for the workers at these addresses, ready to generate."""
+    settings = {"port": 0, "drain_seconds": 0, "target_address": target, "draft_address": draft, **settings}
+    async with AsyncExitStack() as stack:
+        process = CoordinatorServer(CoordinatorSettings(**settings))
+        port = await process.start()
+        stack.push_async_callback(process.wait_stopped)
+        stack.callback(process.server.stop)
+        await process.coordinator.target.wait_ready()
+        if process.coordinator.draft is not None:
+            await process.coordinator.draft.wait_ready()
+        yield await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}")), process
+
+
+async def _serve(stack: AsyncExitStack, settings: Any, host: WorkerHost, register: Any, servicer: Any) -> str:
+    server = Server(settings, MAX_ROUND_BYTES)
+    server.add(servicer.__class__.__name__, register, servicer)
+    port = await server.start()
+    await host.load()
+    server.set_serving(True)
+    stack.callback(host.close)
+    stack.push_async_callback(server.wait_stopped)
+    stack.callback(server.stop)
+    return f"127.0.0.1:{port}"

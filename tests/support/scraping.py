@@ -1,0 +1,61 @@
+"""Scrapes of a metrics port, as Prometheus and routers make them."""
+
+import asyncio
+from contextlib import closing
+from dataclasses import dataclass
+from unittest import mock
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from serving import PATIENCE_SECONDS, free_address
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """The metric families that were served, by name."""
+
+    families: dict[str, Metric]
+
+    @classmethod
+    def of(cls, text: str) -> "Scrape":
+        found = list(text_string_to_metric_families(text))
+        assert len({family.name for family in found}) == len(found), "a family is served in two parts"
+        return cls({family.name: family for family in found})
+
+    def values(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+        """Values of the samples of a name, by the labels that tell them apart."""
+        samples = [sample for family in self.families.values() for sample in family.samples if sample.name == name]
+        shared = {"model_name", "engine"}
+        return {
+            tuple(sorted(label for label in sample.labels.items() if label[0] not in shared)): sample.value
+            for sample in samples
+        }
+
+    def value(self, name: str, **labels: str) -> float:
+        """The value of one sample. KeyError if there is none."""
+        return self.values(name)[tuple(sorted(labels.items()))]
+
+
+def free_port() -> int:
+    return int(free_address().rpartition(":")[2])
+
+
+async def http(port: int, request: str | bytes) -> tuple[str, dict[str, str], str]:
+    """Status, headers and body of the answer to what is sent."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with closing(writer):
+            writer.write(request.encode() if isinstance(request, str) else request)
+            answer = (await reader.read()).decode()
+    head, _, body = answer.partition("\r\n\r\n")
+    status, *fields = head.split("\r\n")
+    return status.partition(" ")[2], dict(field.split(": ", 1) for field in fields), body
+
+
+async def scrape(port: int) -> Scrape:
+    """The metrics of a server in this process, as of now."""
+    with mock.patch("specpool.rpc.observability.metrics_endpoint.KEPT_FOR", 0):
+        status, fields, body = await http(port, "GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
+    assert status == "200 OK"
+    assert int(fields["Content-Length"]) == len(body.encode())
+    return Scrape.of(body)

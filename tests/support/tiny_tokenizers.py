@@ -1,0 +1,53 @@
+"""Small tokenizers of the kinds that models have, and what they make of tokens."""
+
+import string
+from itertools import islice, product
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from coordinator.prompts.detokenizer import Detokenizer
+from coordinator.prompts.tokenizer import TargetTokenizer
+from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
+
+BYTES = byte_tokenizer()
+REPLACEMENT = "\ufffd"
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """A tokenizer as Llama 2 and its kin have them: bytes are tokens only where no other token fits."""
+    words = ["<s>", "▁", "a", "b", "▁a", "▁b"]
+    vocab = {word: i for i, word in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁", "b")], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+FALLBACK = byte_fallback_tokenizer()
+
+
+def ascii_tokenizer() -> Tokenizer:
+    """A tokenizer of as many tokens as the byte tokenizer, whose tokens make ASCII text in any order; most have two
+    letters."""
+    characters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for a space and a line's end
+    merges = list(islice(product(string.ascii_lowercase, repeat=2), EOS_TOKEN_ID - len(characters)))
+    vocab = {token: i for i, token in enumerate([*characters, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+def make_tokenizer(chat_template: str = CHAT_TEMPLATE, **special_tokens: str) -> TargetTokenizer:
+    return TargetTokenizer(
+        TokenizerFiles(BYTES.to_str().encode(), chat_template, special_tokens, eos_token_ids=(EOS_TOKEN_ID,))
+    )
+
+
+def pieces_of(tokenizer: Tokenizer, groups: list[list[int]]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.feed(group) for group in groups), detokenizer.flush()]

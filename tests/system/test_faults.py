@@ -1,0 +1,443 @@
+"""Workers that lose caches, fail, are slow, restart or never start: they cost time, and the tokens stay the same."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc import StatusCode
+from grpc_health.v1 import health_pb2
+from serving import (
+    RecordingDraft,
+    RecordingTarget,
+    Serving,
+    check_tokens,
+    detail_of,
+    make_request,
+    serving,
+    stream,
+)
+
+from coordinator.scheduling.round import Round
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from coordinator.workers.errors import MismatchError
+from specpool.v1 import generation_pb2 as pb
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def expect_all(served: Serving, requests: list[pb.GenerateRequest]) -> list[pb.GenerateResponse]:
+    """Sends all requests at once, and asserts that each gets the tokens of plain decoding."""
+    return await asyncio.gather(*(served.expect(request) for request in requests))
+
+
+def some_requests(number: int = 6, max_tokens: int = 40, k: int | None = None) -> list[pb.GenerateRequest]:
+    return [make_request(range(i, 3 * i + 1), max_tokens, k) for i in range(number)]
+
+
+async def after_rounds(worker: RecordingTarget | RecordingDraft, rounds: int, act: Callable[[], Any]) -> Any:
+    """Calls `act` once the worker has been called `rounds` more times; returns its result."""
+    end = worker.calls + rounds
+    async with asyncio.timeout(20):
+        while worker.calls < end:  # noqa: ASYNC110 - the fakes announce nothing
+            await asyncio.sleep(0.001)
+    return await act()
+
+
+@pytest.mark.parametrize("forget_every", [2, 3, 7])
+async def test_a_target_that_loses_its_caches_gets_them_again(forget_every: int) -> None:
+    async with serving() as served:
+        served.target.forget_every = forget_every
+        await expect_all(served, some_requests())
+        assert (await served.info()).counters.cache_misses > 0
+
+
+@pytest.mark.parametrize("forget_every", [1, 2, 5])
+async def test_a_draft_that_loses_its_caches_gets_them_again(forget_every: int) -> None:
+    async with serving() as served:
+        served.draft.forget_every = forget_every
+        await expect_all(served, some_requests())
+
+
+async def test_streams_outlive_a_restart_of_the_target() -> None:
+    async with serving(max_batch_size=2) as served:
+        requests = some_requests(4, max_tokens=300)
+
+        async def restart() -> None:
+            await served.target.stop()
+            await asyncio.sleep(0.2)
+            await served.target.start(served.target_address)
+
+        streams = [asyncio.ensure_future(stream(served, request)) for request in requests]
+        await after_rounds(served.target, 5, restart)
+        for request, (_, complete) in zip(requests, await asyncio.gather(*streams), strict=True):
+            check_tokens(served.target, request, complete)
+        info = await served.until_idle()
+        assert dict(info.counters.finished) == {"length": 4}
+
+
+async def test_health_follows_the_target() -> None:
+    async with serving() as served:
+        assert await served.status() == SERVING
+        await served.target.stop()
+        info = await served.until(lambda info: info.target.state == "connecting")
+        assert info.target.reason
+        assert not info.target.HasField("load")
+        assert await served.status() == NOT_SERVING
+        await served.target.start(served.target_address)
+        await served.until(lambda info: info.target.state == "ready")
+        assert await served.status() == SERVING
+
+
+async def test_requests_that_come_while_the_target_is_away_are_served_when_it_is_back() -> None:
+    async with serving() as served:
+        await served.target.stop()
+        await served.until(lambda info: info.target.state == "connecting")
+        request = make_request()
+        waiting = asyncio.ensure_future(served.expect(request))
+        await served.until(lambda info: info.queued == 1)
+        await served.target.start(served.target_address)
+        await waiting
+
+
+async def test_a_restart_of_the_draft_costs_no_token() -> None:
+    async with serving() as served:
+
+        async def stop() -> None:
+            await served.draft.stop()
+
+        running = asyncio.ensure_future(expect_all(served, some_requests(4, max_tokens=300)))
+        await after_rounds(served.draft, 5, stop)
+        await served.until(lambda info: info.draft.state != "ready")
+        await running
+        await served.draft.start(served.draft_address)
+        await served.until(lambda info: info.draft.state == "ready")
+        response = await served.expect(make_request())
+        assert response.speculative_decoding.num_draft_tokens > 0
+        await served.until_idle()
+
+
+@pytest.mark.parametrize("code", [StatusCode.INTERNAL, StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED])
+async def test_a_draft_that_fails_costs_no_token_and_joins_again(code: StatusCode) -> None:
+    async with serving() as served:
+        served.draft.fail_next = [code]
+        await expect_all(served, some_requests())
+        assert served.draft.fail_next == []
+        await served.until(lambda info: info.draft.state == "ready")
+        response = await served.expect(make_request())
+        assert response.speculative_decoding.num_draft_tokens > 0
+
+
+async def test_a_draft_that_always_fails_is_plain_decoding_and_not_asked_in_every_round() -> None:
+    async with serving(probe_seconds=1.0) as served:
+        served.draft.fail_next = [StatusCode.INTERNAL] * 10_000
+        responses = await expect_all(served, some_requests())
+        assert all(response.speculative_decoding.num_draft_tokens == 0 for response in responses)
+        info = await served.info()
+        assert served.draft.calls < info.counters.rounds / 2
+
+
+async def test_a_draft_that_is_too_slow_rests() -> None:
+    target = RecordingTarget()
+    draft = RecordingDraft(target, delay=3600)
+    async with serving(target, draft, draft_timeout_seconds=0.05, probe_seconds=1.0) as served:
+        running = asyncio.ensure_future(expect_all(served, some_requests(max_tokens=100)))
+        info = await served.until(lambda info: info.draft.state == "resting")
+        assert "DEADLINE_EXCEEDED" in info.draft.reason
+        await running
+        draft.delay = 0.0
+        await served.until(lambda info: info.draft.state == "ready")
+        response = await served.expect(make_request())
+        assert response.speculative_decoding.num_draft_tokens > 0
+
+
+async def test_a_draft_that_hangs_does_not_hold_up_those_who_queue() -> None:
+    target = RecordingTarget()
+    draft = RecordingDraft(target, delay=3600)
+    async with serving(target, draft, draft_timeout_seconds=1.5, probe_seconds=60.0, window_size=1) as served:
+        async with asyncio.timeout(15):
+            await expect_all(served, some_requests(20, max_tokens=5))
+        assert draft.releases <= 1
+
+
+async def test_slots_that_a_draft_could_not_free_are_freed_when_it_is_back() -> None:
+    async with serving() as served:
+        served.draft.failing_releases = 2
+        await served.expect(make_request())
+        await served.until_idle()
+        assert served.draft.releases == 3
+
+
+async def test_a_target_that_fails_once_is_asked_again() -> None:
+    async with serving() as served:
+        served.target.fail_next = [StatusCode.INTERNAL]
+        await served.expect(make_request())
+        served.target.fail_next = [StatusCode.INTERNAL]
+        await expect_all(served, some_requests())
+        assert "error" not in (await served.info()).counters.finished
+
+
+@pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED])
+async def test_a_target_that_is_away_for_some_rounds_is_waited_for(code: StatusCode) -> None:
+    async with serving() as served:
+        served.target.fail_next = [code] * 3
+        await expect_all(served, some_requests())
+
+
+POISON = 250
+
+
+class PoisonedTarget(RecordingTarget):
+    """Target that fails every round with a prompt that begins with POISON."""
+
+    async def Verify(self, request: Any, context: Any) -> Any:
+        if any(item.base_length == 0 and item.token_ids[0] == POISON for item in request.items):
+            await context.abort(StatusCode.INTERNAL, "told to choke")
+        return await super().Verify(request, context)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_sequence_that_the_target_cannot_serve_fails_alone(streaming: bool) -> None:
+    async with serving(PoisonedTarget()) as served:
+        neighbours = asyncio.ensure_future(expect_all(served, some_requests()))
+        poisonous = make_request([POISON, 1])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (stream(served, poisonous) if streaming else served.stub.Generate(poisonous))
+        assert caught.value.code() is StatusCode.INTERNAL
+        assert "told to choke" in caught.value.details()
+        assert not any(trace in caught.value.details() for trace in ("Traceback", "File ", ".py"))
+        await neighbours
+        info = await served.until_idle()
+        assert dict(info.counters.finished) == {"length": 6, "error": 1}
+
+
+async def test_a_fault_of_the_coordinator_ends_its_requests_and_not_the_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as served:
+        with monkeypatch.context() as broken:
+            broken.setattr("coordinator.rounds.runner.Round.verify_items", lambda _: 1 / 0)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await served.stub.Generate(make_request())
+        assert caught.value.code() is StatusCode.INTERNAL
+        assert "division" not in caught.value.details()
+        assert "ZeroDivisionError" in caplog.text
+        await served.expect(make_request())
+        await served.until_idle()
+
+
+async def test_a_draft_with_another_tokenizer_is_refused_and_never_called() -> None:
+    target = RecordingTarget()
+    draft = RecordingDraft(target, fingerprint="other")
+    async with serving(target, draft, wait_for_draft=False) as served:
+        info = await served.until(lambda info: info.draft.state == "refused")
+        assert "tokenizer" in info.draft.reason
+        response = await served.expect(make_request())
+        assert response.speculative_decoding.num_draft_tokens == 0
+        await served.until_idle()
+        assert (draft.requests, draft.releases) == ([], 0)
+
+
+async def test_a_draft_that_comes_back_with_the_right_tokenizer_is_taken() -> None:
+    target = RecordingTarget()
+    draft = RecordingDraft(target, fingerprint="other")
+    async with serving(target, draft, wait_for_draft=False) as served:
+        await served.until(lambda info: info.draft.state == "refused")
+        draft.fingerprint = "fake"
+        await served.until(lambda info: info.draft.state == "ready")
+        assert (await served.expect(make_request())).speculative_decoding.num_draft_tokens > 0
+
+
+async def test_a_target_that_comes_back_with_another_model_ends_the_process_and_its_calls() -> None:
+    """No answer may mix tokens of two models, and no call may wait for ever."""
+    with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
+        async with serving(drain_seconds=3600) as served:
+            stopped = asyncio.create_task(served.process.wait_stopped())
+            running = asyncio.ensure_future(stream(served, make_request(max_tokens=1000)))
+            await served.until(lambda info: info.running)
+            await served.target.stop()
+            await served.until(lambda info: info.target.state == "connecting")
+            served.target.fingerprint = "other"
+            await served.target.start(served.target_address)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await running
+            await stopped
+
+
+async def test_a_target_with_fewer_slots_finishes_those_who_have_one_first() -> None:
+    """A sequence without a slot must not use up the prefill budget of one that has a slot."""
+    async with serving(RecordingTarget(slots=2), prefill_tokens=16) as served:
+        prompts = [make_request([letter] * 200, max_tokens=60) for letter in (7, 8)]
+        running = [asyncio.ensure_future(served.expect(prompts[0]))]
+        await served.until(lambda info: info.counters.completion_tokens > 5)
+        await served.target.stop()
+        running.append(asyncio.ensure_future(served.expect(prompts[1])))
+        await served.until(lambda info: info.running + info.queued == 2)
+        served.target.slots = 1
+        await served.target.start(served.target_address)
+        await asyncio.gather(*running)
+
+
+async def test_tokens_that_a_draft_does_not_know_are_not_sent_to_it() -> None:
+    """The draft would refuse the round, and with it the drafts of all sequences."""
+    round_ = Round(1, [sequence := Sequence(1, GenerationRequest("a", (5, 900), 9, frozenset(), 3))], 64)
+    sequence.target_length = 1
+    assert round_.propose_items(1000, 900) == []
+    assert len(round_.propose_items(1000, 901)) == 1
+
+
+async def test_a_draft_that_answers_nonsense_costs_speed_only() -> None:
+    class Nonsense(RecordingDraft):
+        async def Propose(self, request: Any, context: Any) -> Any:
+            response = await super().Propose(request, context)
+            response.results[0].sequence_id += 999
+            return response
+
+    target = RecordingTarget()
+    async with serving(target, Nonsense(target)) as served:
+        await expect_all(served, some_requests())
+        info = await served.info()
+        assert info.counters.draft_tokens == 0
+
+
+async def test_calls_that_a_drain_cuts_off_leave_no_slot_taken() -> None:
+    class Counting(RecordingTarget):
+        async def stop(self) -> None:
+            left.update(self.caches)
+            await super().stop()
+
+    left: dict[Any, Any] = {}
+    async with serving(Counting(), drain_seconds=0) as served:
+        running = asyncio.ensure_future(stream(served, make_request(max_tokens=3000)))
+        await served.until(lambda info: info.counters.completion_tokens > 5)
+    assert left == {}
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
+
+
+async def test_the_window_is_no_larger_than_the_targets_slots() -> None:
+    async with serving(RecordingTarget(slots=3), window_size=8) as served:
+        await expect_all(served, some_requests(12))
+        info = await served.until_idle()
+        assert info.window_size == 3
+        assert max(served.target.held) == 3
+        assert info.counters.cache_misses == 0
+
+
+async def test_a_target_that_comes_back_with_fewer_slots_serves_all_in_turn() -> None:
+    async with serving(RecordingTarget(slots=6)) as served:
+        running = asyncio.ensure_future(expect_all(served, some_requests(6, max_tokens=100)))
+
+        async def restart() -> None:
+            await served.target.stop()
+            served.target.slots = 2
+            await served.target.start(served.target_address)
+
+        await after_rounds(served.target, 5, restart)
+        await running
+
+
+@pytest.mark.parametrize("slots", [0, 1, 2])
+async def test_a_draft_with_few_slots_drafts_for_few(slots: int) -> None:
+    target = RecordingTarget()
+    draft = RecordingDraft(target, slots=slots)
+    async with serving(target, draft, window_size=6) as served:
+        responses = await expect_all(served, some_requests(12))
+        drafted = sum(response.speculative_decoding.num_draft_tokens for response in responses)
+        assert (drafted > 0) is (slots > 0)
+        await served.until_idle()
+
+
+async def test_a_draft_with_a_shorter_length_is_asked_as_far_as_it_reaches() -> None:
+    target = RecordingTarget()
+    draft = RecordingDraft(target, acceptance=1.0, max_model_len=32)
+    async with serving(target, draft) as served:
+        await served.expect(make_request([1] * 10, 60, k=4))
+        await served.expect(make_request([2] * 40, 20, k=4))
+        items = [item for request in draft.requests for item in request.items]
+        ends = [item.base_length + len(item.token_ids) + max(0, item.num_draft_tokens - 1) for item in items]
+        assert 28 <= max(ends) <= 32
+
+
+async def test_a_coordinator_without_a_target_says_so_and_serves_as_soon_as_there_is_one() -> None:
+    async with serving(with_target=False) as served:
+        assert await served.status() == NOT_SERVING
+        for call in (
+            served.stub.Generate(make_request()),
+            served.stub.GetModelInfo(pb.GetModelInfoRequest()),
+            stream(served, make_request()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=served.target_address) as caught:
+                await call
+            assert caught.value.code() is StatusCode.UNAVAILABLE
+        info = await served.info()
+        assert (info.target.state, info.draft.state) == ("connecting", "connecting")
+        await served.target.start(served.target_address)
+        await served.until_ready()
+        assert await served.status() == SERVING
+        await served.expect(make_request())
+
+
+async def test_a_target_that_is_still_loading_is_waited_for() -> None:
+    async with serving(with_target=False, with_draft=False) as served:
+        health = served.target._health
+        await health.set("", NOT_SERVING)
+        with mock.patch.object(health, "set", mock.AsyncMock()):
+            await served.target.start(served.target_address)
+        info = await served.until(lambda info: "not serving" in info.target.reason)
+        assert info.target.state == "connecting"
+        await health.set("", SERVING)
+        await served.until_ready()
+        await served.expect(make_request())
+
+
+async def test_a_full_queue_refuses_and_says_when_to_try_again() -> None:
+    async with serving(window_size=1, queue_size=2) as served:
+        served.target.open.clear()
+        accepted = [asyncio.ensure_future(served.expect(make_request([i]))) for i in range(3)]
+        await served.until(lambda info: (info.running, info.queued) == (1, 2))
+        for call in (served.stub.Generate(make_request()), stream(served, make_request())):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
+            assert detail_of(caught.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+        served.target.open.set()
+        await asyncio.gather(*accepted)
+        assert (await served.until_idle()).counters.requests == 3
+
+
+async def test_a_burst_that_the_window_has_room_for_needs_no_queue() -> None:
+    async with serving(window_size=8, queue_size=0) as served:
+        await expect_all(served, some_requests(8))
+
+
+async def test_a_coordinator_that_cannot_go_on_stops_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as served:
+        monkeypatch.setattr(served.process.coordinator.pool, "admit", lambda *_: 1 / 0)
+        served.process.coordinator._loop.wake()
+        with pytest.raises(ExceptionGroup) as caught:
+            await served.process.wait_stopped()
+        assert caught.group_contains(ZeroDivisionError)
+        served.process._running = asyncio.ensure_future(
+            asyncio.sleep(0)
+        )  # the replaced task has failed, as asserted above
+
+
+async def test_a_draft_that_loses_what_others_would_copy_costs_a_cache_miss() -> None:
+    """A waiting sequence is grouped by the prefix that it could copy when it began to wait."""
+    settings = {"policy": "exspec", "prefer_group": "oldest", "max_batch_size": 2, "window_size": 8}
+    async with serving(RecordingTarget(), **settings) as served:
+        requests = [make_request([i] * 40, 24, temperature=1.0, n=4) for i in range(1, 4)]
+        calls = [served.stub.Generate(request) for request in requests]
+        for calls_so_far in (4, 8, 12, 16):
+            await served.until(lambda _, least=calls_so_far: served.target.calls >= least)
+            served.draft.forget()
+            served.target.forget()
+        for request, response in zip(requests, await asyncio.gather(*calls), strict=True):
+            for sample in (response, *response.other_samples):
+                check_tokens(served.target, request, sample)
+        await served.until_idle()

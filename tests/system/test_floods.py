@@ -1,0 +1,269 @@
+"""A coordinator's process under floods, and at its end: what it takes, who is served, and how long stopping lasts."""
+
+import asyncio
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from unittest import mock
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serving import PATIENCE_SECONDS, RecordingTarget, expected_tokens, free_address, make_request, serving
+
+from specpool.client import AsyncClient
+from specpool.testing import FakeTarget
+from specpool.v1 import common_pb2, draft_worker_pb2_grpc
+from specpool.v1 import generation_pb2 as pb
+
+MIB = 2**20
+# What 60 of the largest requests at once may add: `request_memory`, and as much again for those that are being read and
+# tokenized, and for what the allocator keeps.
+MOST_GROWTH_BYTES = 256 * MIB
+
+
+@asynccontextmanager
+async def coordinator(
+    target: FakeTarget, *flags: str, descriptors: int | None = None
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, AsyncClient, str]]:
+    """A coordinator's process that serves, a client that does not try again, and the address."""
+    # By the shell: a function that runs in the forked child may hang there, with gRPC's threads in this process.
+    limited = [] if descriptors is None else ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors)]
+    address, target_address = free_address(), await target.start()
+    process = await asyncio.create_subprocess_exec(
+        *limited, sys.executable, "-m", "coordinator.server", "--port", address.rpartition(":")[2],
+        "--log-level", "error", "--target-address", target_address, *flags,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(2 * PATIENCE_SECONDS), AsyncClient(address, retry_seconds=0) as client:
+            while not await is_ready(client):  # noqa: ASYNC110 - the state is read over a connection
+                await asyncio.sleep(0.05)
+            yield process, client, address
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await target.stop()
+
+
+async def is_ready(client: AsyncClient) -> bool:
+    try:
+        return (await client.server_info()).target.state == "ready"
+    except grpc.RpcError:
+        return False
+
+
+# --- Floods
+
+
+async def test_two_thousand_calls_at_once_are_all_answered_once() -> None:
+    prompts = [[i % 250, i // 250, 9] for i in range(2000)]
+    settings = {"window_size": 256, "max_batch_size": 256, "queue_size": 1000}
+    async with serving(RecordingTarget(slots=256), with_draft=False, **settings) as served:
+        async with AsyncClient(served.address, retry_seconds=120) as client:
+            answers = await asyncio.gather(*(client.generate(prompt, max_tokens=3) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert list(answer.token_ids) == expected_tokens(served.target, make_request(prompt, 3))
+        info = await served.until_idle()
+        assert dict(info.counters.finished) == {"length": len(prompts)}
+
+
+async def test_no_call_of_two_thousand_at_once_is_dropped_without_a_reason() -> None:
+    async with serving(with_draft=False, queue_size=0) as served, AsyncClient(served.address) as client:
+        requests = [make_request([i % 250], 2) for i in range(2000)]
+        codes = Counter(await asyncio.gather(*(client.stub.Generate(request).code() for request in requests)))
+        assert codes.keys() <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+async def test_sixty_of_the_largest_requests_at_once_take_bounded_memory() -> None:
+    chat = pb.ChatInput(messages=[pb.ChatMessage()] * (MIB // 2 - 100))
+    async with coordinator(FakeTarget()) as (process, client, _):
+        before = psutil.Process(process.pid).memory_info().rss
+        for request in (make_request([7] * (MIB - 100)), pb.GenerateRequest(chat=chat)):
+            codes = Counter(await asyncio.gather(*(client.stub.Generate(request).code() for _ in range(60))))
+            assert codes.keys() <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert peak_bytes(process.pid) - before < MOST_GROWTH_BYTES
+        assert (await client.generate([1, 2, 3], max_tokens=3)).token_ids
+
+
+def peak_bytes(pid: int) -> int:
+    """The largest resident size that a process has had."""
+    with open(f"/proc/{pid}/status") as lines:
+        (line,) = [line for line in lines if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+async def test_idle_connections_leave_descriptors_and_clients_alone() -> None:
+    async with coordinator(FakeTarget(), descriptors=192) as (process, client, address):
+        host, _, port = address.rpartition(":")
+        idle = [socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) for _ in range(300)]
+        for _ in range(20):
+            assert (await client.generate([1, 2, 3], max_tokens=3)).token_ids
+        assert psutil.Process(process.pid).num_fds() < 192
+        for connection in idle:
+            connection.close()
+        async with AsyncClient(address) as other:
+            assert (await other.generate([1, 2, 3], max_tokens=3)).token_ids
+
+
+# --- The end
+
+
+async def test_a_drain_gives_up_requests_that_no_target_can_serve() -> None:
+    target = RecordingTarget()
+    with mock.patch("coordinator.server.TARGET_AWAY_SECONDS", 0.5):
+        async with serving(target, with_draft=False, drain_seconds=600) as served:
+            target.open.clear()
+            calls = [served.stub.Generate(make_request()) for _ in range(3)]
+            codes = asyncio.gather(*(call.code() for call in calls))
+            await served.until(lambda info: info.running + info.queued == 3)
+            await target.stop()
+            await served.until(lambda info: info.target.state != "ready")
+            served.process.server.stop()
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await served.process.wait_stopped()
+            assert set(await codes) == {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_a_drain_waits_for_a_target_that_comes_back() -> None:
+    target = RecordingTarget()
+    async with serving(target, with_draft=False, drain_seconds=600) as served:
+        target.open.clear()
+        answer = asyncio.ensure_future(served.expect(make_request()))
+        await served.until(lambda info: info.running == 1)
+        await target.stop()
+        await served.until(lambda info: info.target.state != "ready")
+        served.process.server.stop()
+        stopping = asyncio.create_task(served.process.wait_stopped())
+        target.open.set()
+        await target.start(served.target_address)
+        await answer
+        await stopping
+
+
+async def test_requests_that_outlast_the_drain_are_unavailable() -> None:
+    target = RecordingTarget()
+    async with serving(target, with_draft=False, drain_seconds=0.3) as served:
+        target.open.clear()
+        codes = asyncio.gather(served.stub.Generate(make_request()).code(), stream_code(served.stub))
+        await served.until(lambda info: info.running + info.queued == 2)
+        served.process.server.stop()
+        await served.process.server.wait_stopped()
+        assert await codes == [grpc.StatusCode.UNAVAILABLE] * 2
+        target.open.set()
+
+
+async def stream_code(stub: object) -> grpc.StatusCode:
+    call = stub.GenerateStream(make_request())  # type: ignore[attr-defined]
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_a_second_signal_ends_a_coordinator_that_waits_for_slots() -> None:
+    """The target hangs, and so do the drain and the release of slots after it."""
+    target = RecordingTarget()
+    async with coordinator(target, "--drain-seconds", "600") as (process, client, _):
+        target.open.clear()
+        call = client.stub.Generate(make_request())
+        await asyncio.wait_for(wait_for_round(target), PATIENCE_SECONDS)
+        process.terminate()
+        await asyncio.sleep(0.3)
+        process.terminate()
+        await asyncio.wait_for(process.wait(), PATIENCE_SECONDS)
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        target.open.set()
+
+
+async def wait_for_round(target: RecordingTarget) -> None:
+    while not target.requests:  # noqa: ASYNC110 - a fake has no event for it
+        await asyncio.sleep(0.01)
+
+
+HANGING_WORKER = """
+import sys, time
+from rpc import signals
+from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
+from specpool.worker.process import run_worker
+from specpool.worker.servicer import WorkerServicer
+from specpool.worker.settings import WorkerSettings
+
+class Backend:
+    passes = 0
+    load = None
+    def info(self): pass
+    def renew_lease(self, *_): pass
+    def release(self, *_):
+        print("hangs", flush=True)
+        time.sleep(600)
+
+class Servicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer): pass
+
+signals.END_SECONDS = 0.5
+settings = WorkerSettings(port=int(sys.argv[1]), drain_seconds=float(sys.argv[2]))
+run_worker("worker", settings, Backend, "hanging", pb_grpc.add_DraftWorkerServiceServicer_to_server, Servicer, ())
+"""
+
+
+@pytest.mark.parametrize(("drain_seconds", "signals"), [("600", 2), ("0", 1)])
+async def test_a_model_thread_that_hangs_does_not_keep_a_worker_alive(drain_seconds: str, signals: int) -> None:
+    address = free_address()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HANGING_WORKER, address.rpartition(":")[2], drain_seconds, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(PATIENCE_SECONDS), grpc.aio.insecure_channel(address) as channel:
+        await until_serving(channel)
+        stub = draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
+        call = stub.Release(common_pb2.ReleaseRequest(coordinator_id="a", sequence_ids=[1]))
+        assert await process.stdout.readline() == b"hangs\n"
+        for _ in range(signals):
+            process.terminate()
+            await asyncio.sleep(0.3)
+        await process.wait()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def until_serving(channel: grpc.aio.Channel) -> None:
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+    while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+        pass
+    watch.cancel()
+
+
+BLOCKED_AT_THE_END = """
+import asyncio, time
+from specpool.rpc.server.server import Server
+from specpool.rpc.config.settings import ServerSettings
+
+async def main():
+    server = Server(ServerSettings(drain_seconds=0), 2**20)
+    server.stop_on_signals()
+    await server.start()
+    print("started", flush=True)
+    await server.wait_stopped()
+    print("stopped", flush=True)
+    time.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_second_signal_ends_a_process_whose_event_loop_is_blocked() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", BLOCKED_AT_THE_END, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert await process.stdout.readline() == b"started\n"
+        process.terminate()
+        assert await process.stdout.readline() == b"stopped\n"
+        process.terminate()
+        assert await process.wait() == -signal.SIGTERM
