@@ -117,7 +117,7 @@ async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
 
 def measure_choice(name: str) -> float:
     """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
-    pool = Pool(window_size=POOL_SIZE, queue=QueueLimits(POOL_SIZE), prefix_reuse=False)
+    pool = Pool(max_num_seqs=POOL_SIZE, queue=QueueLimits(POOL_SIZE), prefix_caching=False)
     rng = random.Random(0)
     for i in range(POOL_SIZE):
         prompt = (1,) * rng.randint(*PROMPT_LENGTHS)

@@ -51,7 +51,7 @@ def simulate(
     """Runs rounds with a full window, counted once the first sequences have been replaced."""
     rng, ids = random.Random(0), count()
     queue = QUEUE_PER_WINDOW * window if admission == "length" else window
-    pool = Pool(window, QueueLimits(queue), by_length=admission == "length", prefix_reuse=False)
+    pool = Pool(window, QueueLimits(queue), by_length=admission == "length", prefix_caching=False)
     policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
     # Until about every sequence was replaced once; then the rounds that count.
     warm_up = max(options.rounds, 4 * window)
@@ -88,18 +88,18 @@ def newcomer(sequence_id: int, rng: random.Random, k: int) -> Sequence:
     """A sequence whose prompt is cached in both workers."""
     prompt, most = (0,) * rng.randint(*PROMPT_LENGTHS), rng.randint(*OUTPUT_LENGTHS)
     sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, most, frozenset(), k))
-    sequence.target_length = sequence.draft_length = len(prompt) - 1
+    sequence.num_cached_tokens = sequence.num_draft_cached_tokens = len(prompt) - 1
     return sequence
 
 
 def run_round(sequence: Sequence, acceptance: float, rng: random.Random) -> None:
     """Runs a round of one sequence. After a full acceptance, the draft's cache lacks one more token."""
-    drafted, accepted = sequence.draft_limit, 0
+    drafted, accepted = sequence.max_num_draft_tokens, 0
     while accepted < drafted and rng.random() < acceptance:
         accepted += 1
     sequence.commit([0] * (accepted + 1))
-    sequence.target_length = len(sequence.token_ids) - 1
-    sequence.draft_length = sequence.target_length - (accepted == drafted > 0)
+    sequence.num_cached_tokens = len(sequence.token_ids) - 1
+    sequence.num_draft_cached_tokens = sequence.num_cached_tokens - (accepted == drafted > 0)
 
 
 def plot(rows: list[dict[str, Any]], batch: int) -> Figure:

@@ -30,7 +30,7 @@ from benchmarks.shapes import SHAPES
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Location, Span
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import pack
 from specpool.engine.sampling.kernel import sample_rows
@@ -208,7 +208,7 @@ def model_of(
                 )
         adapt(model, share)
         group = Imagined(share)
-    return GpuModel(LeanModel(model, group), 64)
+    return GpuModel(FusedModel(model, group), 64)
 
 
 @torch.inference_mode()

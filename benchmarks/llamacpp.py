@@ -136,7 +136,7 @@ async def serve(pair: Pair, engine: Engine, options: argparse.Namespace) -> list
     """Starts the service; the rows of `measure`."""
     prompts = token_ids(pair.target, options.lines)
     settings = UpSettings(
-        port=0, log_level="error", drain_seconds=1, prefix_reuse=False, window_size=max(options.concurrency),
+        port=0, log_level="error", drain_seconds=1, prefix_caching=False, max_num_seqs=max(options.concurrency),
         threads=engine.threads, target=str(pair.target), draft=str(pair.draft),
     )  # fmt: skip
     console.print("starting the service")

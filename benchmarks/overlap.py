@@ -59,7 +59,7 @@ async def speed(concurrency: int, overlap: Overlap, k: int | None, options: argp
         port=0,
         target_address=await target.start(),
         draft_address=await draft.start(),
-        window_size=concurrency,
+        max_num_seqs=concurrency,
         max_batch_size=concurrency,
         overlap=overlap,
         draft_method=DraftMethod.MODEL,

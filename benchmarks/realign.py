@@ -107,8 +107,8 @@ async def serve(
     process = CoordinatorServer(
         CoordinatorSettings(
             port=0, drain_seconds=0, target_address=target, draft_address=draft, policy=policy, max_batch_size=batch,
-            window_size=2 * batch if policy == "exspec" else batch, num_speculative_tokens=k, queue_size=len(lines),
-            prefix_reuse=False,
+            max_num_seqs=2 * batch if policy == "exspec" else batch, num_speculative_tokens=k, queue_size=len(lines),
+            prefix_caching=False,
         )
     )  # fmt: skip
     port = await process.start()

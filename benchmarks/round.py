@@ -44,7 +44,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each concurrency and draft length: medians over the repeats."""
     lines = load_prompts(options.prompts, number_of_prompts(max(CONCURRENCIES)))
     settings = UpSettings(
-        port=0, log_level="error", drain_seconds=1, prefix_reuse=False, target=options.target, draft=options.draft
+        port=0, log_level="error", drain_seconds=1, prefix_caching=False, target=options.target, draft=options.draft
     )
     cases = [(concurrency, k) for concurrency in CONCURRENCIES for k in DRAFTED]
     found: dict[tuple[int, int], list[dict[str, float]]] = {case: [] for case in cases}

@@ -119,7 +119,7 @@ def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> flo
 
     def choose(limits: dict[int, int]) -> dict[int, int]:
         chosen = lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
-        return {number: order.by_model for number, order in chosen.items()}
+        return {number: order.num_draft_tokens for number, order in chosen.items()}
 
     return simulate(true, batch, rates, answers, choose, lengths)
 

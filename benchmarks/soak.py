@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=_positive, default=64, help="requests in flight at a time")
     parser.add_argument("--queued", type=_positive, help="requests sent at once, instead of a constant load")
     parser.add_argument("--cuts", type=_positive, help="number of times that connections to the workers are cut")
-    parser.add_argument("--window-size", type=_positive, default=16)
+    parser.add_argument("--max-num-seqs", type=_positive, default=16)
     parser.add_argument("--checked", type=float, default=0.05, help="share of answers compared with plain decoding")
     parser.add_argument("--growth-mib", type=float, default=48.0, help="memory growth of a process that is allowed")
     parser.add_argument("--queued-kib", type=float, default=64.0, help="memory that a queued request may take")
@@ -84,11 +84,11 @@ def _positive(text: str) -> int:
 
 async def soak(options: argparse.Namespace, target: Path, draft: Path) -> dict[str, Any]:
     """Runs the load, and audits what is left."""
-    flags = ["--window-size", str(options.window_size), "--max-batch-size", str(options.window_size)]
+    flags = ["--max-num-seqs", str(options.max_num_seqs), "--max-batch-size", str(options.max_num_seqs)]
     flags += ["--queue-size", str(max(256, 4 * options.concurrency)), *options.coordinator_flags.split()]
     console.print("starting the service")
     async with (
-        running_trio(target, draft, 2 * options.window_size, flags, bool(options.cuts)) as trio,
+        running_trio(target, draft, 2 * options.max_num_seqs, flags, bool(options.cuts)) as trio,
         AsyncClient(trio.address) as client,
     ):
         run = Run(options, trio, client)

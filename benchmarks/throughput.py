@@ -139,7 +139,7 @@ async def serve(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]
     loads = plan(options)
     window = max(load.concurrency for load in loads)
     settings = UpSettings(
-        port=0, log_level="error", drain_seconds=1, prefix_reuse=False, window_size=window,
+        port=0, log_level="error", drain_seconds=1, prefix_caching=False, max_num_seqs=window,
         target=options.target, draft=options.draft,
     )  # fmt: skip
     console.print("starting the service")

@@ -132,7 +132,7 @@ class Proposer(SequenceEngine):
             sequence_id=draft.item.sequence_id,
             status=ItemStatus.OK,
             draft_token_ids=tuple(draft.token_ids),
-            cached_length=self.engine.slots[coordinator_id, draft.item.sequence_id].cached_length,
+            num_cached_tokens=self.engine.slots[coordinator_id, draft.item.sequence_id].num_cached_tokens,
             confidences=tuple(draft.confidences),
         )
 

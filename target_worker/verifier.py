@@ -43,12 +43,12 @@ class Verifier(SequenceEngine):
             raise WorkerFailedError(f"sequence {item.sequence_id}: the model's logits are not finite")
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
         # The rejected positions stay in the slot until they are overwritten: only the length says which ones are valid.
-        cached_length = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
-        self.keep(coordinator_id, item.sequence_id, cached_length)
+        num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
+        self.keep(coordinator_id, item.sequence_id, num_cached_tokens)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if item.logprobs is not None:
             assert choices.pass_logits is not None
             rows = self.engine.over_vocabulary(choices.pass_logits[choices.first :][: len(gained)])
             chosen = zip(rows, gained, strict=True)
             logprobs = tuple(token_logprobs(row, token, item.logprobs) for row, token in chosen)
-        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), cached_length, logprobs)
+        return Verdict(item.sequence_id, ItemStatus.OK, tuple(gained), num_cached_tokens, logprobs)

@@ -51,7 +51,7 @@ def made_pair(settings: Settings) -> Path:
 async def serve(settings: Settings, findings: Findings, folder: Path) -> None:
     """Runs the kinds of decoding in turns, at one concurrency after the other."""
     up = UpSettings(
-        port=0, log_level="warning", drain_seconds=1, prefix_reuse=False, window_size=max(settings.sizes.batches),
+        port=0, log_level="warning", drain_seconds=1, prefix_caching=False, max_num_seqs=max(settings.sizes.batches),
         target=str(folder / "target"), draft=str(folder / "draft"), target_device=settings.device,
         draft_device=settings.device,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from benchmarks.gpu.part import Findings, Settings, log_lines
 from benchmarks.report import seconds_of
 from benchmarks.shapes import random_loaded
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.passes.gpu.captured import RecordedModel
+from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.gemm import KINDS, Kind
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.run.engine import Engine
@@ -58,7 +58,7 @@ def started(settings: Settings, findings: Findings, shape: str, exact: bool) -> 
     findings.add(
         model=shape, weights_made_s=round(made - began, 1), started_s=round(time.perf_counter() - made, 1),
         bitwise=engine.bitwise, notes=engine.notes, products=chosen_products(engine),
-        max_forward_tokens=engine.max_forward_tokens, log=log,
+        max_num_batched_tokens=engine.max_num_batched_tokens, log=log,
     )  # fmt: skip
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
         tensor.normal_()
@@ -75,14 +75,14 @@ def chosen_products(engine: Engine) -> dict[str, str]:
 def kernels_of(engine: Engine) -> GpuModel | None:
     """The pass of kernels; None if the engine has another one."""
     its: Any = engine.forward_pass
-    model = its.model if isinstance(its, RecordedModel) else its
+    model = its.model if isinstance(its, CapturedModel) else its
     return model if isinstance(model, GpuModel) else None
 
 
 def is_recorded(engine: Engine) -> bool:
     """Whether the passes of an engine are recorded."""
     its: Any = engine.forward_pass
-    return isinstance(its, RecordedModel) and its.record is not None
+    return isinstance(its, CapturedModel) and its.capture is not None
 
 
 def passes_by_kind(engine: Engine) -> dict[str, Callable[[], None]]:
@@ -90,11 +90,11 @@ def passes_by_kind(engine: Engine) -> dict[str, Callable[[], None]]:
     model, record = kernels_of(engine), None
     if model is None:
         return {CHOSEN: lambda: None}
-    if isinstance(engine.forward_pass, RecordedModel):
-        record = engine.forward_pass.record
+    if isinstance(engine.forward_pass, CapturedModel):
+        record = engine.forward_pass.capture
     products = model.products()
 
-    def use(kinds: Sequence[Kind], forward_pass: RecordedModel | GpuModel) -> None:
+    def use(kinds: Sequence[Kind], forward_pass: CapturedModel | GpuModel) -> None:
         for its, kind in zip(products, kinds, strict=True):
             its.kind = kind
         engine.forward_pass = forward_pass
@@ -102,7 +102,7 @@ def passes_by_kind(engine: Engine) -> dict[str, Callable[[], None]]:
     kinds: dict[str, list[Kind]] = {CHOSEN: [its.kind for its in products]}
     kinds |= {kind: [kind] * len(products) for kind in KINDS}
     return {
-        name: partial(use, its, model if record is None else RecordedModel(model, record))
+        name: partial(use, its, model if record is None else CapturedModel(model, record))
         for name, its in kinds.items()
     }
 
@@ -146,7 +146,8 @@ def add_rows(
         plain, least = statistics.median(one for one, _ in found[kind, 1]) * 1000, limit.milliseconds(batch * cached)
         findings.add_row("steps", {
             "cached": cached, "sequences": batch, "rows": batch * count, "drafted": count - 1, "products": kind,
-            "recorded": recorded[kind], "passes": -(-batch * count // engine.max_forward_tokens), "ms": round(alone, 3),
+            "recorded": recorded[kind],
+            "passes": -(-batch * count // engine.max_num_batched_tokens), "ms": round(alone, 3),
             "queued_ms": round(in_a_row, 3), "limit_ms": round(least, 3), "of_limit": round(least / alone, 3),
             "over_plain": round(alone / plain, 3),
         })  # fmt: skip

@@ -3,14 +3,14 @@
 from importlib.util import find_spec
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, ByteSize, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, ByteSize, Field, model_validator
 
 from coordinator.config.worker_security import WorkerSecurity
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
 from specpool.rpc.config.settings import UINT32_MAX, Seconds, ServerSettings
 
-MAX_WINDOW_SIZE = 4096
+MAX_NUM_SEQS = 4096
 """Largest window: no worker has more slots."""
 MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
 """Most draft tokens that a request may ask for, unless the settings say otherwise."""
@@ -41,10 +41,14 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         "ragged",
         description="sequences batched together: any, those of equal length, or a batch fixed at admission",
     )
-    window_size: int = Field(
-        16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time, as far as the target has slots"
+    max_num_seqs: int = Field(
+        16,
+        ge=1,
+        le=MAX_NUM_SEQS,
+        validation_alias=AliasChoices("max_num_seqs", "window_size"),
+        description="sequences generated at a time, as far as the target has slots",
     )
-    max_batch_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences in one round")
+    max_batch_size: int = Field(16, ge=1, le=MAX_NUM_SEQS, description="sequences in one round")
     min_group_size: int | None = Field(
         None, ge=1, description="exspec: fewer sequences of equal length get no round alone; default: half a batch"
     )
@@ -58,7 +62,11 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         "arrival",
         description="next to enter the window: the first in the queue, or the one about as long as the last to enter",
     )
-    prefix_reuse: bool = Field(True, description="copy what is cached of earlier requests that begin the same")
+    prefix_caching: bool = Field(
+        True,
+        validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),
+        description="copy what is cached of earlier requests that begin the same",
+    )
     queue_size: int = Field(
         256, ge=0, le=UINT32_MAX, description="samples that may wait; requests beyond them are refused"
     )
@@ -115,8 +123,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
 
     @property
     def usable_window(self) -> int:
-        """`window_size`, but no more than a batch where the window is one batch (eqspec)."""
-        return min(self.window_size, self.max_batch_size) if self.policy == "eqspec" else self.window_size
+        """`max_num_seqs`, but no more than a batch where the window is one batch (eqspec)."""
+        return min(self.max_num_seqs, self.max_batch_size) if self.policy == "eqspec" else self.max_num_seqs
 
     @property
     def least_group_size(self) -> int:

@@ -35,7 +35,7 @@ class DraftOptions:
 
     limit: int
     """Most draft tokens that the sequence can use."""
-    by_model: bool = True
+    has_model: bool = True
     """Whether the draft worker can be asked for them."""
     lacking: int = 0
     """Tokens that the draft worker would have to catch up with first, beyond those of every round."""
@@ -90,31 +90,32 @@ class DraftLengths:
         if changed or self._age >= ROUNDS_OF_A_PLAN:
             self.plan, self._age = self._best(options), 0
         chosen = {i: self._order(i, its) for i, its in options.items()}
-        self._by_lookup = {i: len(order.lookup_ids) for i, order in chosen.items() if not order.by_model}
+        self._by_lookup = {i: len(order.lookup_ids) for i, order in chosen.items() if not order.num_draft_tokens}
         self._since_plain += 1
         if not self.plan.steps:
             self._try_others(chosen, options)
         elif self._since_plain >= PLAIN_EVERY:
             chosen = dict.fromkeys(options, DraftOrder())
-        if not any(order.by_model or order.lookup_ids for order in chosen.values()):
+        if not any(order.num_draft_tokens or order.lookup_ids for order in chosen.values()):
             self._since_plain = 0
         return chosen
 
     def _order(self, sequence_id: int, options: DraftOptions) -> DraftOrder:
         """The draft tokens that pay for one sequence: the model's or prompt lookup's, whichever gain more."""
         plan, rate = self.plan, _middle(_bin(self.acceptance.rate(sequence_id)))
-        by_model = _paying(rate, [plan.row + step for step in plan.steps]) if options.by_model else 0
-        by_model = min(by_model, options.limit)
+        num_draft_tokens = _paying(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
+        num_draft_tokens = min(num_draft_tokens, options.limit)
         by_lookup = _paying(options.lookup_rate, [plan.row] * min(options.limit, len(options.lookup_ids)))
         lookup_ids = options.lookup_ids[:by_lookup]
-        if by_model and by_lookup:
-            gain = expected_tokens(rate, by_model) - 1 - sum(plan.shares[:by_model]) - plan.row * by_model
+        if num_draft_tokens and by_lookup:
+            costs = sum(plan.shares[:num_draft_tokens]) + plan.row * num_draft_tokens
+            gain = expected_tokens(rate, num_draft_tokens) - 1 - costs
             gain_by_lookup = expected_tokens(options.lookup_rate, by_lookup) - 1 - plan.row * by_lookup
-            return DraftOrder(by_model if gain > gain_by_lookup else 0, lookup_ids=lookup_ids)
+            return DraftOrder(num_draft_tokens if gain > gain_by_lookup else 0, lookup_ids=lookup_ids)
         catching_up = self._catching_up(options.lacking / options.catch_up_rounds)
-        if by_model and catching_up * plan.speed > expected_tokens(rate, by_model) - 1:
-            by_model = 0
-        return DraftOrder(by_model, lookup_ids=lookup_ids)
+        if num_draft_tokens and catching_up * plan.speed > expected_tokens(rate, num_draft_tokens) - 1:
+            num_draft_tokens = 0
+        return DraftOrder(num_draft_tokens, lookup_ids=lookup_ids)
 
     def _catching_up(self, tokens: float) -> float:
         """Extra seconds that the draft worker takes to catch up with this number of tokens."""
@@ -124,7 +125,7 @@ class DraftLengths:
         """The plan that promises most, if prompt lookup goes on for the sequences that it drafted for last."""
         by_lookup = {i: min(self._by_lookup.get(i, 0), its.limit, len(its.lookup_ids)) for i, its in options.items()}
         gained = sum(expected_tokens(options[i].lookup_rate, k) - 1 for i, k in by_lookup.items() if k)
-        able = [i for i, its in options.items() if its.limit > 0 and its.by_model and not by_lookup[i]]
+        able = [i for i, its in options.items() if its.limit > 0 and its.has_model and not by_lookup[i]]
         counts = Counter(_bin(self.acceptance.rate(i)) for i in able)
         batch = _Batch(self.costs, len(options), counts, sum(by_lookup.values()), gained)
         depth = min(len(self.plan.steps), self.longest)
@@ -150,14 +151,14 @@ class DraftLengths:
         """Now and then has one token drafted for sequences that have none, so that changes are noticed."""
         idle = {i: its for i, its in options.items() if its.limit > 0 and not chosen[i].lookup_ids}
         plain = self.costs.seconds(len(options), [])
-        if able := {i: its.lacking for i, its in idle.items() if its.by_model}:
+        if able := {i: its.lacking for i, its in idle.items() if its.has_model}:
             least = min(able.values())
             # All sequences that the draft worker is little behind with, or one that it is far behind with.
             some = [i for i, lacking in able.items() if lacking <= least + 1][: None if least <= LITTLE else 1]
             seconds = self.costs.seconds(len(options), [len(some)]) - plain + self._catching_up(least * len(some))
             gained = sum(map(self.acceptance.rate, some)) * plain / len(options)
             if self._trials_of_model.may_try(plain, seconds, gained):
-                chosen.update(dict.fromkeys(some, DraftOrder(by_model=1)))
+                chosen.update(dict.fromkeys(some, DraftOrder(num_draft_tokens=1)))
         elif rates := {i: its.lookup_rate for i, its in idle.items() if its.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain
             if self._trials_of_lookup.may_try(plain, seconds, sum(rates.values()) * plain / len(options)):

@@ -85,7 +85,7 @@ class Drafting:
             else self._fixed(s, options[s.sequence_id], most)
             for s in group
         }
-        if not any(order.by_model for order in orders.values()):
+        if not any(order.num_draft_tokens for order in orders.values()):
             self._depth = 0
         return orders
 
@@ -168,26 +168,26 @@ class Drafting:
         limit = self._limit(sequence)
         return DraftOptions(
             limit=limit,
-            by_model=_can_ask(sequence, worker),
-            lacking=max(0, len(sequence.token_ids) - sequence.draft_base - DRAFT_MAY_LACK),
-            catch_up_rounds=max(1, min(CATCH_UP_ROUNDS, sequence.draft_limit)),
+            has_model=_can_ask(sequence, worker),
+            lacking=max(0, len(sequence.token_ids) - sequence.draft_base_length - DRAFT_MAY_LACK),
+            catch_up_rounds=max(1, min(CATCH_UP_ROUNDS, sequence.max_num_draft_tokens)),
             lookup_ids=self.lookup.look_up(sequence, limit).token_ids,
             lookup_rate=self.lookup.rate(sequence),
         )
 
     def _limit(self, sequence: Sequence) -> int:
         """Draft tokens that the sequence can use."""
-        longest = self.lengths.longest if sequence.request.adaptive else sequence.draft_limit
-        return max(0, min(longest, sequence.draft_limit))
+        longest = self.lengths.longest if sequence.request.adaptive else sequence.max_num_draft_tokens
+        return max(0, min(longest, sequence.max_num_draft_tokens))
 
     def _adaptive(self, sequence: Sequence, order: DraftOrder) -> DraftOrder:
         plan = self.lengths.plan
-        if not order.by_model or not plan.shares or not sequence.request.sampling.is_argmax:
+        if not order.num_draft_tokens or not plan.shares or not sequence.request.sampling.is_argmax:
             return order
         # The plan says that drafting pays; how far it does this time, the draft knows better than an average.
         return replace(
             order,
-            by_model=self._limit(sequence),
+            num_draft_tokens=self._limit(sequence),
             min_chance=min(1.0, max(LEAST_MIN_CHANCE, plan.row)),
             next_chance=self.lengths.acceptance.rate(sequence.sequence_id),
         )
@@ -203,8 +203,8 @@ class Drafting:
         k = options.limit if most is None else min(options.limit, most)
         rate = self.lengths.acceptance.rate(sequence.sequence_id)
         better = options.lookup_ids and expected_tokens(options.lookup_rate, k) > expected_tokens(rate, k)
-        by_model = k if options.by_model and not better else 0
-        return DraftOrder(by_model, lookup_ids=options.lookup_ids[:k])
+        num_draft_tokens = k if options.has_model and not better else 0
+        return DraftOrder(num_draft_tokens, lookup_ids=options.lookup_ids[:k])
 
 
 def _can_ask(sequence: Sequence, worker: DraftWorker | None) -> bool:

@@ -36,7 +36,7 @@ class PromptLookup:
     def look_up(self, sequence: Sequence, limit: int) -> Lookup:
         """At most `limit` draft tokens for the next round; none if the request rules them out."""
         lookup = Lookup()
-        if sequence.request.method is not DraftMethod.MODEL and sequence.draft_limit > 0:
+        if sequence.request.method is not DraftMethod.MODEL and sequence.max_num_draft_tokens > 0:
             index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
             if sequence.is_decoding:
                 lookup = Lookup(*index.propose(sequence.token_ids, limit))

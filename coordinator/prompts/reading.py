@@ -3,9 +3,9 @@
 import asyncio
 from dataclasses import dataclass
 
-from coordinator.prompts.slots import Check, TokenizingSlots
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, WorkLimits
+from coordinator.prompts.tokenizer_pool import Check, TokenizerPool
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
@@ -47,7 +47,7 @@ class PromptReader:
         else:
             self._check_chat(request.chat)
 
-    async def read(self, request: pb.GenerateRequest, slots: TokenizingSlots, before: Check) -> tuple[int, ...]:
+    async def read(self, request: pb.GenerateRequest, slots: TokenizerPool, before: Check) -> tuple[int, ...]:
         """Token ids of a prompt that `check` has passed. `before` is called right before long work begins.
 
         InvalidArgumentError, QueueFullError, and what `before` raises.

@@ -31,7 +31,7 @@ class Limits:
     settings: CoordinatorSettings
     max_model_len: int
     vocab_size: int
-    window_size: int
+    max_num_seqs: int
 
 
 def parse_request(request: pb.GenerateRequest, eos_token_ids: tuple[int, ...], limits: Limits) -> GenerationRequest:
@@ -104,7 +104,7 @@ def _number_of_samples(params: pb.SamplingParams, sampling: SamplingParams, limi
     if not params.HasField("n"):
         return 1
     # More samples than fit in window and queue together would never be admitted.
-    most = min(MAX_SAMPLES, limits.window_size + limits.settings.queue_size)
+    most = min(MAX_SAMPLES, limits.max_num_seqs + limits.settings.queue_size)
     number = int(in_range("sampling_params.n", params.n, (1, most)))
     if number > 1 and sampling.temperature == 0:
         raise InvalidArgumentError(

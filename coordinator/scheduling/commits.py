@@ -12,7 +12,7 @@ from specpool.protocol.sampling import TokenLogprobs
 class DraftOrder:
     """The draft tokens that a sequence is to have in a round."""
 
-    by_model: int = 0
+    num_draft_tokens: int = 0
     """Tokens that the draft worker is asked for."""
     min_chance: float = 0.0
     """What a token must gain to be drafted and verified: the chance that it and all before it are accepted."""

@@ -129,7 +129,7 @@ class FairQueue:
             return None
         most = max((number for number, _ in places), default=0)
         candidates = [member for number, member in places if number == most]
-        return min(candidates, key=lambda member: member.target_length) if most > 1 else None
+        return min(candidates, key=lambda member: member.num_cached_tokens) if most > 1 else None
 
     def waiting_of(self, client: str) -> int:
         """The waiting sequences of a client."""
@@ -150,7 +150,7 @@ class FairQueue:
         client.since = client.since if client.waiting else now
         client.waiting += len(samples)
         self._waiting.update(waiting)
-        self._returning += sum(sample.is_aside for sample in samples)
+        self._returning += sum(sample.is_preempted for sample in samples)
         self._places.update(dict.fromkeys(waiting, (client, queued)))
         self.tokens += sum(sample.prompt_length for sample in samples)
         self._settle(client, queued)
@@ -183,7 +183,7 @@ class FairQueue:
         client, request = self._places[sequence.sequence_id]
         del self._waiting[sequence.sequence_id], request.waiting[sequence.sequence_id]
         client.waiting -= 1
-        self._returning -= sequence.is_aside
+        self._returning -= sequence.is_preempted
         self.tokens -= sequence.prompt_length
         return client, request
 
@@ -210,6 +210,6 @@ class FairQueue:
         assert sum(len(request.waiting) for request in requests) == len(self._waiting), "a request has lost one"
         running = len(self._places) - len(self._waiting)
         assert sum(client.running for client in clients) == running == sum(request.running for request in requests)
-        assert self._returning == sum(sequence.is_aside for sequence in self), "those that return are miscounted"
+        assert self._returning == sum(sequence.is_preempted for sequence in self), "those that return are miscounted"
         assert self.tokens == sum(sequence.prompt_length for sequence in self), "tokens are miscounted"
         assert len(self._turns) == sum(client.waiting > 0 for client in clients), "a client has no turn"

@@ -23,31 +23,31 @@ class DuplicateRequestError(Exception):
 
 
 class Pool:
-    """At most `window_size` sequences are generated at a time, and the queue keeps its limits: see `QueueLimits`."""
+    """At most `max_num_seqs` sequences are generated at a time, and the queue keeps its limits: see `QueueLimits`."""
 
     def __init__(
         self,
-        window_size: int,
+        max_num_seqs: int,
         queue: QueueLimits,
         *,
         by_length: bool = False,
-        prefix_reuse: bool = True,
+        prefix_caching: bool = True,
         slots: int = 0,
-        sets_aside: bool = True,
+        preempts: bool = True,
     ) -> None:
-        """`by_length`: a client's sequences enter in an order that keeps neighbours about equally long. `prefix_reuse`:
+        """`by_length`: a client's sequences enter in an order that keeps neighbours equally long. `prefix_caching`:
         sequences begin with what is cached of others in their namespace. `slots`: sequences that the target worker can
-        hold; those beyond the window serve as prefixes of others. `sets_aside`: whether sequences in the window give
+        hold; those beyond the window serve as prefixes of others. `preempts`: whether sequences in the window give
         their places to others."""
-        self.window_size, self.limits = window_size, queue
-        self.slots = slots or window_size
+        self.max_num_seqs, self.limits = max_num_seqs, queue
+        self.slots = slots or max_num_seqs
         self.kv_capacity = KVCapacity()
         self.rounds = 0
-        self._prefix_reuse, self._sets_aside = prefix_reuse, sets_aside
+        self._prefix_caching, self._preempts = prefix_caching, preempts
         self._queue = FairQueue(by_length)
         self._parked: dict[int, Sequence] = {}
         self._paused: dict[int, Sequence] = {}
-        self._aside: dict[int, Sequence] = {}
+        self._preempted: dict[int, Sequence] = {}
         """Sequences that gave their places to others."""
         self._ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
@@ -76,7 +76,7 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Sequences that the window can still take in."""
-        return max(0, self.window_size - len(self._reserved))
+        return max(0, self.max_num_seqs - len(self._reserved))
 
     @property
     def queued_tokens(self) -> int:
@@ -98,7 +98,7 @@ class Pool:
     @property
     def is_empty(self) -> bool:
         """Whether no sequence is queued, is generated, or still holds a slot."""
-        return not (self._queue or self._reserved or self._aside)
+        return not (self._queue or self._reserved or self._preempted)
 
     @property
     def ready(self) -> ReadySet:
@@ -141,15 +141,15 @@ class Pool:
 
     def _check_limits(self, client: str, samples: int, tokens: int, *, entering: int) -> None:
         """Raises PoolFullError if the queue must not take in a request of this size."""
-        aside = sum(sequence.request.client == client for sequence in self._aside.values())
+        aside = sum(sequence.request.client == client for sequence in self._preempted.values())
         self.limits.check(
-            self._queue, client, samples, tokens, entering=entering, reserve=self.window_size, aside=aside
+            self._queue, client, samples, tokens, entering=entering, reserve=self.max_num_seqs, aside=aside
         )
 
     def admit(self, most: int | None = None) -> list[Sequence]:
         """Moves queued sequences, at most `most`, into the window while it has capacity, and returns them."""
         self._unpark()
-        if self._sets_aside:
+        if self._preempts:
             self._make_room()
         admitted = []
         for _ in range(min(self.queued, self.capacity if most is None else min(most, self.capacity))):
@@ -173,18 +173,18 @@ class Pool:
 
     def _enter(self, sequence: Sequence) -> None:
         self._find_prefix(sequence)
-        if self._prefix_reuse:
+        if self._prefix_caching:
             self._prefixes.add(sequence)
         self._queue.enter(sequence)  # only now: after a fault the sequence is still found where it was
-        sequence.is_aside = False
+        sequence.is_preempted = False
         self._reserved[sequence.sequence_id] = self.kv_capacity.taken_by(sequence)
         self._park_or_make_ready(sequence)
-        self._prefixes.trim(self.slots - self.window_size + self.capacity)
+        self._prefixes.trim(self.slots - self.max_num_seqs + self.capacity)
 
     def _find_prefix(self, sequence: Sequence) -> None:
         """Looks for a prefix. Samples of one request come with a source, which may have finished meanwhile."""
         given = sequence.target_prefix
-        if self._prefix_reuse and (given is None or given.source.finish is not None):
+        if self._prefix_caching and (given is None or given.source.finish is not None):
             sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or given
 
     def _park_or_make_ready(self, sequence: Sequence) -> None:
@@ -217,16 +217,16 @@ class Pool:
             self._ready.pop(sequence_id)
         elif self._parked.pop(sequence_id, None) is None:
             del self._paused[sequence_id]
-        self._aside[sequence_id] = sequence
+        self._preempted[sequence_id] = sequence
         self._leaving.add(sequence_id)
         self._prefixes.discard(sequence)
-        sequence.set_aside()
+        sequence.preempt()
 
     def _queue_again(self, sequence_id: int) -> None:
         """Queues a sequence that was set aside, once it is to go on and its place is free."""
-        sequence = self._aside.get(sequence_id)
+        sequence = self._preempted.get(sequence_id)
         if sequence is not None and not sequence.paused and sequence_id not in self._leaving:
-            del self._aside[sequence_id]
+            del self._preempted[sequence_id]
             self._queue.add([sequence])
 
     def _make_ready(self, sequence: Sequence) -> None:
@@ -273,7 +273,7 @@ class Pool:
     def _leave(self, sequence: Sequence) -> None:
         self._leaving.add(sequence.sequence_id)
         sequence.target_prefix = sequence.draft_prefix = None  # else whole histories would be kept alive
-        if self._prefix_reuse:
+        if self._prefix_caching:
             self._prefixes.finish(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -295,7 +295,7 @@ class Pool:
             return
         sequence.finish = Finish(FinishReason.ABORT)
         self._forget(sequence)
-        if self._aside.pop(sequence_id, None) is not None:
+        if self._preempted.pop(sequence_id, None) is not None:
             pass  # it holds no slot, or is leaving already
         elif sequence_id in self._queue:
             self._queue.discard(sequence)
@@ -324,7 +324,7 @@ class Pool:
         queued, ready = ({sequence.sequence_id for sequence in some} for some in (self._queue, self._ready))
         states = [queued, set(self._parked), set(self._paused), ready, set(self._in_round), self._leaving]
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
-        assert sum(map(len, states[1:])) <= self.window_size, "the window is exceeded"
+        assert sum(map(len, states[1:])) <= self.max_num_seqs, "the window is exceeded"
         assert set(self._reserved) == set().union(*states[1:]), "positions are reserved outside the window"
         assert (
             len(self._reserved) < 2
@@ -332,6 +332,6 @@ class Pool:
             or sum(self._reserved.values()) <= self.kv_capacity.positions
         )
         assert all(sequence.paused for sequence in self._paused.values()), "a sequence waits for no reader"
-        assert not (self._aside.keys() - self._leaving) & (set().union(*states)), "a sequence is aside and inside"
-        most = self.limits.samples + min(self.window_size, self.limits.samples)
+        assert not (self._preempted.keys() - self._leaving) & (set().union(*states)), "a sequence is aside and inside"
+        most = self.limits.samples + min(self.max_num_seqs, self.limits.samples)
         assert self._queue.newcomers <= most + self.capacity, "the queue is exceeded"

@@ -59,8 +59,8 @@ class PrefixIndex:
     def finish(self, sequence: Sequence) -> None:
         """Limits a sequence that has ended to what is cached of it: others can copy no more."""
         self._forget(sequence.sequence_id)
-        if sequence.target_length >= BLOCK_TOKENS:
-            self._index(sequence, sequence.token_ids[: sequence.target_length])
+        if sequence.num_cached_tokens >= BLOCK_TOKENS:
+            self._index(sequence, sequence.token_ids[: sequence.num_cached_tokens])
             self._finished[sequence.sequence_id] = sequence
 
     def discard(self, sequence: Sequence) -> None:
@@ -134,7 +134,7 @@ def _marks(token_ids: Items[int]) -> Iterator[tuple[int, Mark]]:
 def _shared(source: Sequence, sequence: Sequence, marked: int) -> int:
     """The number of tokens at the beginning that a sequence shares with the source, given the same mark at `marked`."""
     one, other = source.token_ids, sequence.token_ids
-    end = min(len(one) if source.finish is None else source.target_length, len(other) - 1)
+    end = min(len(one) if source.finish is None else source.num_cached_tokens, len(other) - 1)
     if source.first_sample_id == sequence.first_sample_id:  # what a sample that was set aside has generated is its own
         return min(end, sequence.prompt_length)
     length = marked
@@ -148,4 +148,4 @@ def _promise(shared: int, source: Sequence) -> tuple[int, int, bool, int]:
     sequences, which are surely still in the workers, before finished ones; of unfinished ones the earliest is best, of
     finished ones the latest."""
     lives = source.finish is None
-    return min(source.target_length, shared), shared, lives, -source.sequence_id if lives else source.sequence_id
+    return min(source.num_cached_tokens, shared), shared, lives, -source.sequence_id if lives else source.sequence_id

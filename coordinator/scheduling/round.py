@@ -33,7 +33,7 @@ class Round:
         self._prefill_tokens = prefill_tokens
         self._turns = {
             sequence.sequence_id: Turn(
-                sequence, orders.get(sequence.sequence_id, DraftOrder(sequence.draft_limit)), round_id, chance
+                sequence, orders.get(sequence.sequence_id, DraftOrder(sequence.max_num_draft_tokens)), round_id, chance
             )
             for sequence in group
         }
@@ -80,7 +80,7 @@ class Round:
         """The items for the target worker; sequences that were aborted meanwhile are left out."""
         budget = PrefillBudget(self._prefill_tokens)
         # Newcomers last: one that gets no slot must not use up the budget of one that has a slot and could finish.
-        turns = sorted(self._unfinished(), key=lambda turn: turn.sequence.target_length == 0)
+        turns = sorted(self._unfinished(), key=lambda turn: turn.sequence.num_cached_tokens == 0)
         return [item for turn in turns if (item := turn.verify_item(budget)) is not None]
 
     def commit(self, verdicts: Items[Verdict]) -> list[Commit]:

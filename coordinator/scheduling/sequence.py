@@ -106,17 +106,17 @@ class Prefix:
         """Whether the source has yet to prefill part of it: then it is worth waiting for, unless the source waits for
         its reader."""
         source = self.source
-        return not (source.finish or source.paused or source.is_aside) and source.target_length < self.length
+        return not (source.finish or source.paused or source.is_preempted) and source.num_cached_tokens < self.length
 
     @property
     def in_target(self) -> int:
         """Positions of it that the target worker has cached."""
-        return min(self.length, self.source.target_length)
+        return min(self.length, self.source.num_cached_tokens)
 
     @property
     def in_draft(self) -> int:
         """Positions of it that the draft worker has cached."""
-        return min(self.length, self.source.draft_length)
+        return min(self.length, self.source.num_draft_cached_tokens)
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Sequence:
         """The sequence of the first sample of the same request."""
         self.request = request
         self.token_ids = list(request.prompt_ids)
-        self.target_length = 0
+        self.num_cached_tokens = 0
         """Positions that the target worker has cached; a prefix of `token_ids`."""
-        self.draft_length = 0
+        self.num_draft_cached_tokens = 0
         """Positions that the draft worker has cached; a prefix of `token_ids`."""
         self.target_prefix: Prefix | None = None
         """The prefix that the target worker can copy, until it was asked to."""
@@ -153,7 +153,7 @@ class Sequence:
         """First round in which the draft worker is asked again, after it had no free slot."""
         self.ready_since = 0
         """Rounds of the pool when the sequence became ready."""
-        self.is_aside = False
+        self.is_preempted = False
         """Whether it has given its place in the window to another."""
         self.paused = False
         """Whether the sequence is kept out of rounds because its reader lags behind."""
@@ -180,29 +180,29 @@ class Sequence:
     @property
     def progress(self) -> Progress:
         """How far the sequence has come."""
-        return len(self.token_ids), self.target_length
+        return len(self.token_ids), self.num_cached_tokens
 
     @property
     def is_decoding(self) -> bool:
         """Whether the target lacks only the last token: the next pass gives a new one."""
-        return self.target_length == len(self.token_ids) - 1
+        return self.num_cached_tokens == len(self.token_ids) - 1
 
     @property
-    def target_base(self) -> int:
+    def target_base_length(self) -> int:
         """Positions that the target worker can keep: its own, or at first those that it can copy."""
-        return self.target_length or (self.target_prefix.in_target if self.target_prefix else 0)
+        return self.num_cached_tokens or (self.target_prefix.in_target if self.target_prefix else 0)
 
     @property
-    def draft_base(self) -> int:
+    def draft_base_length(self) -> int:
         """Positions that the draft worker can keep: its own, or at first those that it can copy."""
-        return self.draft_length or (self.draft_prefix.in_draft if self.draft_prefix else 0)
+        return self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
 
     @property
     def shape(self) -> Shape:
         """The shape: sequences of equal shapes make a batch without padding."""
         length = len(self.token_ids)
-        draft_lacks = max(DRAFT_MAY_LACK, length - self.draft_base)
-        return length, length - self.target_base, draft_lacks, self.draft_limit
+        draft_lacks = max(DRAFT_MAY_LACK, length - self.draft_base_length)
+        return length, length - self.target_base_length, draft_lacks, self.max_num_draft_tokens
 
     @property
     def max_length(self) -> int:
@@ -210,15 +210,15 @@ class Sequence:
         return len(self.request.prompt_ids) + self.request.max_tokens
 
     @property
-    def draft_limit(self) -> int:
+    def max_num_draft_tokens(self) -> int:
         """Draft tokens that the next round can use: a round always gains one token beyond the accepted."""
         remaining = self.request.max_tokens - self.num_generated
         return min(self.request.num_speculative_tokens, remaining - 1)
 
-    def set_aside(self) -> None:
+    def preempt(self) -> None:
         """Notes that the sequence has left the window for a while, and that the workers cache nothing of it now."""
-        self.is_aside = True
-        self.target_length = self.draft_length = 0
+        self.is_preempted = True
+        self.num_cached_tokens = self.num_draft_cached_tokens = 0
         self.target_prefix = self.draft_prefix = self.drafted_ahead = None
 
     def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:

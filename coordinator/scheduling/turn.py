@@ -53,20 +53,20 @@ class Turn:
     def propose_item(self, budget: PrefillBudget, draft_max_len: int, draft_vocab_size: int) -> ProposeItem | None:
         """The item for the draft worker; None if there is nothing to ask."""
         sequence, length = self.sequence, len(self.sequence.token_ids)
-        limit = min(self._order.by_model, sequence.draft_limit)
+        limit = min(self._order.num_draft_tokens, sequence.max_num_draft_tokens)
         if limit <= 0 or length >= draft_max_len or self._round_id < sequence.draft_rests_until:
             return None
         wanted = min(limit, draft_max_len - length) if sequence.is_decoding else 0
-        if wanted <= 0 and sequence.draft_base == length:
+        if wanted <= 0 and sequence.draft_base_length == length:
             return None
         # A draft that went ahead has all tokens cached, but the logits after the last one are needed again.
-        base = min(sequence.draft_base, length - 1)
+        base = min(sequence.draft_base_length, length - 1)
         tokens = budget.take(sequence.token_ids, base)
         # The target's output head may have more rows than the draft's, and so tokens that the draft does not know.
         if not tokens or max(tokens) >= draft_vocab_size:
             return None
         k = wanted if base + len(tokens) == length else 0
-        prefix, sampling = _first_contact(sequence, sequence.draft_length, base, sequence.draft_prefix)
+        prefix, sampling = _first_contact(sequence, sequence.num_draft_cached_tokens, base, sequence.draft_prefix)
         return ProposeItem(
             sequence_id=sequence.sequence_id,
             base_length=base,
@@ -84,8 +84,8 @@ class Turn:
         ahead = self.sequence.drafted_ahead
         assert ahead is not None
         drafted = ahead.token_ids[: item.num_draft_tokens]
-        cached_length = item.base_length + len(item.token_ids) + len(drafted) - 1
-        self._proposal = Proposal(item.sequence_id, ItemStatus.OK, drafted, cached_length, ahead.confidences)
+        num_cached_tokens = item.base_length + len(item.token_ids) + len(drafted) - 1
+        self._proposal = Proposal(item.sequence_id, ItemStatus.OK, drafted, num_cached_tokens, ahead.confidences)
         self._draft_ids = self._likely(drafted, self._proposal)
 
     def take_proposal(self, proposal: Proposal, target_vocab_size: int) -> None:
@@ -95,11 +95,11 @@ class Turn:
             self._proposal = proposal
             self._draft_ids = self._likely(known(proposal.draft_token_ids, target_vocab_size), proposal)
             # No draft token is committed yet.
-            sequence.draft_length = min(proposal.cached_length, len(sequence.token_ids))
+            sequence.num_draft_cached_tokens = min(proposal.num_cached_tokens, len(sequence.token_ids))
             sequence.draft_prefix = None
             return
         self.cache_misses += proposal.status is ItemStatus.CACHE_MISS and sequence.draft_prefix is None
-        sequence.draft_length, sequence.draft_prefix = 0, None
+        sequence.num_draft_cached_tokens, sequence.draft_prefix = 0, None
         if proposal.status is ItemStatus.NO_SLOT:
             sequence.draft_rests_until = self._round_id + DRAFT_REST_ROUNDS
 
@@ -119,12 +119,12 @@ class Turn:
             return None
         end = len(self.sequence.token_ids) + len(drafts)
         longest = min(self.sequence.max_length - 1, draft_max_len)  # a round always gains one token beyond the accepted
-        wanted = min(1 + order.by_model, longest - end, most)
+        wanted = min(1 + order.num_draft_tokens, longest - end, most)
         if wanted <= 1:
             return None
         return ProposeItem(
             sequence_id=self.sequence.sequence_id,
-            base_length=proposal.cached_length,
+            base_length=proposal.num_cached_tokens,
             token_ids=drafts[-1:],
             num_draft_tokens=wanted,
             min_chance=order.min_chance,
@@ -139,11 +139,11 @@ class Turn:
 
     def verify_item(self, budget: PrefillBudget) -> VerifyItem | None:
         """The item for the target worker; None if the budget leaves nothing to ask."""
-        sequence, base = self.sequence, self.sequence.target_base
+        sequence, base = self.sequence, self.sequence.target_base_length
         tokens = (sequence.token_ids[-1],) if sequence.is_decoding else budget.take(sequence.token_ids, base)
         if not tokens:
             return None
-        prefix, sampling = _first_contact(sequence, sequence.target_length, base, sequence.target_prefix)
+        prefix, sampling = _first_contact(sequence, sequence.num_cached_tokens, base, sequence.target_prefix)
         self._verified_base = base
         return VerifyItem(
             sequence_id=sequence.sequence_id,
@@ -171,7 +171,7 @@ class Turn:
                 sequence.cached_tokens = self._verified_base
         if verdict.token_ids:
             return self._commit(verdict)
-        sequence.target_length = verdict.cached_length
+        sequence.num_cached_tokens = verdict.num_cached_tokens
         return None
 
     def _target_lost(self, status: ItemStatus) -> None:
@@ -182,7 +182,7 @@ class Turn:
             # The worker may have needed the slot of a released sequence: then no cache of this one has to be rebuilt.
             self.cache_misses += sequence.target_prefix is None
             sequence.target_prefix, sequence.cached_tokens = None, 0
-        sequence.target_length = 0
+        sequence.num_cached_tokens = 0
 
     def _commit(self, verdict: Verdict) -> Commit:
         sequence = self.sequence
@@ -190,7 +190,7 @@ class Turn:
         drafted = len(self._draft_ids or self._order.lookup_ids)
         if self._proposal is not None:
             self._truncate_draft_cache(self._proposal, verdict.token_ids)
-        sequence.target_length = verdict.cached_length
+        sequence.num_cached_tokens = verdict.num_cached_tokens
         kept, shown = sequence.commit(verdict.token_ids)
         accepted = min(len(verdict.token_ids) - 1, len(kept))  # tokens after a stop are not counted
         sequence.speculation.add(drafted, accepted)
@@ -214,15 +214,15 @@ class Turn:
     def _truncate_draft_cache(self, proposal: Proposal, gained: tuple[int, ...]) -> None:
         """Drops rejected draft tokens from what counts of the draft worker's cache: it is right as far as the tokens
         drafted are those that were gained."""
-        drafted, cached_length = proposal.draft_token_ids, proposal.cached_length
+        drafted, num_cached_tokens = proposal.draft_token_ids, proposal.num_cached_tokens
         ahead = self._ahead
         if ahead is not None:
-            drafted, cached_length = drafted + ahead.draft_token_ids, ahead.cached_length
+            drafted, num_cached_tokens = drafted + ahead.draft_token_ids, ahead.num_cached_tokens
             rest = drafted[len(gained) :]
             if rest and drafted[: len(gained)] == gained and len(gained) == len(proposal.draft_token_ids) + 1:
                 self.sequence.drafted_ahead = DraftedAhead(rest, ahead.confidences[1:])
         agreed = len(self.sequence.token_ids) + agreeing(drafted, gained)
-        self.sequence.draft_length = min(cached_length, agreed)
+        self.sequence.num_draft_cached_tokens = min(num_cached_tokens, agreed)
 
 
 def _first_contact(

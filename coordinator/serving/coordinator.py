@@ -60,8 +60,8 @@ class Coordinator:
             settings.usable_window,
             QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client),
             by_length=settings.admission == "length",
-            prefix_reuse=settings.prefix_reuse,
-            sets_aside=settings.policy != "eqspec",  # a fixed batch admits no sequence
+            prefix_caching=settings.prefix_caching,
+            preempts=settings.policy != "eqspec",  # a fixed batch admits no sequence
         )
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
         self.started = time.monotonic()
@@ -113,7 +113,7 @@ class Coordinator:
         """
         load = self.target.load_at_start
         self.pool.slots = load.slots_total
-        self.pool.window_size = min(self.settings.usable_window, self.pool.slots)
+        self.pool.max_num_seqs = min(self.settings.usable_window, self.pool.slots)
         self.pool.kv_capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple)
 
     async def slots_released(self) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from coordinator.prompts.reading import PromptReader
-from coordinator.prompts.slots import TokenizingSlots
+from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.validation import Limits, check_request_id, parse_request, with_prompt
 from coordinator.serving.coordinator import Coordinator
@@ -30,7 +30,7 @@ class Intake:
     def __init__(self, coordinator: Coordinator, server: Server) -> None:
         self._coordinator, self._server = coordinator, server
         settings = coordinator.settings
-        self._slots = TokenizingSlots(most_waiting=settings.usable_window + settings.queue_size)
+        self._slots = TokenizerPool(most_waiting=settings.usable_window + settings.queue_size)
 
     @asynccontextmanager
     async def generation(
@@ -55,7 +55,7 @@ class Intake:
             coordinator.settings,
             coordinator.max_model_len,
             coordinator.target.vocab_size,
-            coordinator.pool.window_size,
+            coordinator.pool.max_num_seqs,
         )
         prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
         parsed = replace(parse_request(request, coordinator.tokenizer.eos_token_ids, limits), client=client)

@@ -105,8 +105,8 @@ def loads(coordinator: Coordinator, load: common_pb2.WorkerLoad | None, version:
         token_usage=used / total if total else 0.0,
         gen_throughput=coordinator.drafting.state().expected_tokens_per_s,
         cache_hit_rate=coordinator.in_flight.cached_tokens / prompt_tokens if prompt_tokens else 0.0,
-        utilization=running / coordinator.pool.window_size,
-        max_running_requests=coordinator.pool.window_size,
+        utilization=running / coordinator.pool.max_num_seqs,
+        max_running_requests=coordinator.pool.max_num_seqs,
     )
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return smg.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[core])

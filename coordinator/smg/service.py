@@ -86,7 +86,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
             uptime_seconds=time.monotonic() - coordinator.started,
             server_type="vllm-grpc",
             data_parallel_size=1,
-            max_num_seqs=coordinator.pool.window_size,
+            max_num_seqs=coordinator.pool.max_num_seqs,
             model_dtype=model.dtype if model is not None else "",
         )
 

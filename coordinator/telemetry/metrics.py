@@ -107,7 +107,7 @@ class CoordinatorMetrics:
         yield gauge("num_requests_waiting_limit", text, settings.queue_size)
         yield gauge("prompt_tokens_waiting", "Prompt tokens of the samples in the queue.", pool.queued_tokens)
         yield gauge("prompt_tokens_waiting_limit", "Prompt tokens that may wait.", settings.queue_tokens)
-        yield gauge("window_size", "Samples that can be generated at a time.", pool.window_size)
+        yield gauge("window_size", "Samples that can be generated at a time.", pool.max_num_seqs)
         text = "Places of the window in use, including those of samples that are leaving."
         yield gauge("window_used", text, pool.occupied)
         yield gauge("target_slots", "Sequences that the target worker can hold.", pool.slots)

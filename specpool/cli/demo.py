@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -30,7 +30,11 @@ class DemoSettings(UpSettings):
 
     port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
     log_level: LogLevel = Field("error", description="least severe messages logged")
-    prefix_reuse: bool = Field(False, description="copy cached prompts; then only the first run prefills them")
+    prefix_caching: bool = Field(
+        False,
+        validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),
+        description="copy cached prompts; then only the first run prefills them",
+    )
     drain_seconds: Seconds = Field(5.0, ge=0, description="time that running calls get to finish at the end")
     prompts: Path | None = Field(
         None, description="JSONL file of prompts; - for standard input; default: a small set of our own"

@@ -12,7 +12,7 @@ from specpool.cli.processes import ProcessFailedError, require_torch, run_module
 from specpool.cli.top import TopSettings, top
 from specpool.cli.up import SecureUpSettings, up
 from specpool.engine.config.options import EngineOptions
-from specpool.rpc.config.settings import Settings
+from specpool.rpc.config.settings import Settings, names_of_settings
 from specpool.worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
@@ -73,7 +73,7 @@ def known_keys() -> set[str]:
     """Names of the settings of all processes and commands."""
     commands = (settings for settings, _ in COMMANDS.values())
     kinds: list[type[Settings]] = [CoordinatorSettings, WorkerSettings, *commands]
-    return set(EngineOptions.model_fields).union(*(settings.keys() for settings in kinds))
+    return names_of_settings(EngineOptions).union(*(settings.keys() for settings in kinds))
 
 
 def usage() -> str:

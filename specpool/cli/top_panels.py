@@ -76,7 +76,7 @@ def _panel(title: str, content: RenderableType) -> Panel:
 
 def _pool(pool: Pool) -> RenderableType:
     loads = _grid()
-    loads.add_row("running", f"{pool.running} of {pool.window_size}", _bar(pool.running, pool.window_size))
+    loads.add_row("running", f"{pool.running} of {pool.max_num_seqs}", _bar(pool.running, pool.max_num_seqs))
     loads.add_row("queued", f"{pool.queued} of {pool.queue_size}", _bar(pool.queued, pool.queue_size))
     length = "as many as save time" if pool.draft_length is None else str(pool.draft_length)
     most = "" if pool.max_model_len is None else f", at most {pool.max_model_len} positions"

@@ -13,7 +13,7 @@ class Pool:
     """Load of the pool and its queue; `draft_length` and `max_model_len` bound its requests."""
 
     running: int
-    window_size: int
+    max_num_seqs: int
     queued: int
     queue_size: int
     policy: str
@@ -87,7 +87,7 @@ def view_of(
         uptime_s=info.uptime_s,
         pool=Pool(
             running=info.running,
-            window_size=info.window_size,
+            max_num_seqs=info.max_num_seqs,
             queued=info.queued,
             queue_size=info.queue_size,
             policy=info.policy,

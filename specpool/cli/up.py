@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, MAX_WINDOW_SIZE, PolicyName, ServesSmg
+from coordinator.config.settings import MAX_NUM_SEQS, MAX_SPECULATIVE_TOKENS, PolicyName, ServesSmg
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.own_tls import coordinator_flags, own_security
 from specpool.cli.processes import (
@@ -68,10 +68,20 @@ class UpSettings(ListeningSettings):
         description="CPU threads of each worker, divided among the ranks of a target on the CPU; default: all that may "
         "be used",
     )
-    window_size: int = Field(16, ge=1, le=MAX_WINDOW_SIZE, description="sequences generated at a time")
-    max_batch_size: int | None = Field(None, ge=1, le=MAX_WINDOW_SIZE, description="sequences in a round; default: all")
+    max_num_seqs: int = Field(
+        16,
+        ge=1,
+        le=MAX_NUM_SEQS,
+        validation_alias=AliasChoices("max_num_seqs", "window_size"),
+        description="sequences generated at a time",
+    )
+    max_batch_size: int | None = Field(None, ge=1, le=MAX_NUM_SEQS, description="sequences in a round; default: all")
     policy: PolicyName = Field("ragged", description="how sequences are grouped into rounds: ragged, exspec or eqspec")
-    prefix_reuse: bool = Field(True, description="copy the cache of earlier requests that begin the same")
+    prefix_caching: bool = Field(
+        True,
+        validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),
+        description="copy the cache of earlier requests that begin the same",
+    )
     kv_layout: Literal["slots", "padded"] = Field("slots", description="layout of both workers' KV caches")
     max_model_len: int = Field(2048, ge=16, le=UINT32_MAX, description="positions a sequence can have")
     num_speculative_tokens: int | None = Field(
@@ -207,19 +217,19 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
 
 def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
     """The processes for these models, in the order in which they start."""
-    shared = ["--max-model-len", str(settings.max_model_len), "--max-sequences", str(settings.window_size)]
+    shared = ["--max-model-len", str(settings.max_model_len), "--max-sequences", str(settings.max_num_seqs)]
     shared += ["--kv-layout", settings.kv_layout, *_server_flags(settings)]
     workers = [_worker("target", target, settings, [*shared, *_metrics_flags(settings, 1)])]
     if draft is not None:
         workers.append(_worker("draft", draft, settings, [*shared, *_metrics_flags(settings, 2)]))
     port = settings.port or free_port()
-    arguments = ["--host", settings.host, "--port", str(port), "--window-size", str(settings.window_size)]
+    arguments = ["--host", settings.host, "--port", str(port), "--max-num-seqs", str(settings.max_num_seqs)]
     arguments += ["--policy", settings.policy, *_server_flags(settings), *_metrics_flags(settings, 0)]
-    arguments += ["--max-batch-size", str(settings.max_batch_size or settings.window_size)]
+    arguments += ["--max-batch-size", str(settings.max_batch_size or settings.max_num_seqs)]
     if settings.num_speculative_tokens is not None:
         arguments += ["--num-speculative-tokens", str(settings.num_speculative_tokens)]
     arguments += ["--draft-method", settings.draft_method]
-    arguments += ["--prefix-reuse" if settings.prefix_reuse else "--no-prefix-reuse"]
+    arguments += ["--prefix-caching" if settings.prefix_caching else "--no-prefix-caching"]
     arguments += ["--smg"] if settings.smg else []
     for worker in workers:
         arguments += [f"--{worker.name.split()[0]}-address", worker.address]

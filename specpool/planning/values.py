@@ -24,7 +24,7 @@ cells: {capacity.cells}
 
 coordinator:
   settings:
-    window_size: {capacity.slots}
+    max_num_seqs: {capacity.slots}
     max_batch_size: {capacity.slots}
 
 {_worker("target", plan.target, capacity.target, capacity.slots, positions)}

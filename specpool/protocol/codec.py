@@ -88,10 +88,7 @@ def propose_response(
     round_id: int, proposals: Iterable[Proposal], spent: Mapping[str, int]
 ) -> draft_worker_pb2.ProposeResponse:
     """The draft worker's answer. `spent`: nanoseconds, by the names of the message's fields."""
-    results = [
-        draft_worker_pb2.ProposeResult(**{**vars(proposal), "status": _TO_WIRE[proposal.status]})
-        for proposal in proposals
-    ]
+    results = [draft_worker_pb2.ProposeResult(**_result_fields(proposal)) for proposal in proposals]
     return draft_worker_pb2.ProposeResponse(round_id=round_id, results=results, **spent)
 
 
@@ -145,11 +142,7 @@ def verify_response(
     """The target worker's answer. `spent`: nanoseconds, by the names of the message's fields."""
     results = [
         target_worker_pb2.VerifyResult(
-            **{
-                **vars(verdict),
-                "status": _TO_WIRE[verdict.status],
-                "logprobs": [logprobs_message(logprobs) for logprobs in verdict.logprobs],
-            }
+            **_result_fields(verdict) | {"logprobs": [logprobs_message(logprobs) for logprobs in verdict.logprobs]}
         )
         for verdict in verdicts
     ]
@@ -263,6 +256,12 @@ def _between(field: str, value: float, most: float = 1.0) -> float:
     if not 0 <= value <= most:
         raise InvalidArgumentError(field, f"{value:g} is not from 0 to {most:g}")
     return value
+
+
+def _result_fields(result: Proposal | Verdict) -> dict[str, Any]:
+    """Fields of a result message. The wire keeps the field's former name, `cached_length`."""
+    fields = {**vars(result), "status": _TO_WIRE[result.status]}
+    return fields | {"cached_length": fields.pop("num_cached_tokens")}
 
 
 def _common_fields(field: str, item: Any) -> dict[str, Any]:

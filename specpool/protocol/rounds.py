@@ -60,7 +60,7 @@ class Proposal:
     sequence_id: int
     status: ItemStatus
     draft_token_ids: tuple[int, ...] = ()
-    cached_length: int = 0
+    num_cached_tokens: int = 0
     confidences: tuple[float, ...] = ()
     """The draft's own probability of each draft token, if requested."""
 
@@ -84,7 +84,7 @@ class Verdict:
     status: ItemStatus
     token_ids: tuple[int, ...] = ()
     """The accepted draft tokens and one token that the target chose; empty for a prompt chunk."""
-    cached_length: int = 0
+    num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log-probabilities at the position of each of these tokens, if requested."""
 

@@ -135,9 +135,9 @@ class Drafter:
         if mode is not Mode.PLAIN and not is_probe:
             return self.drafting.orders(group, worker)
         for sequence in group:  # so that it goes on to learn how often its tokens are right
-            self.drafting.lookup.look_up(sequence, sequence.draft_limit)
+            self.drafting.lookup.look_up(sequence, sequence.max_num_draft_tokens)
         return {
-            s.sequence_id: DraftOrder(lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.draft_limit else ())
+            s.sequence_id: DraftOrder(lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.max_num_draft_tokens else ())
             for s in group
         }
 
@@ -182,7 +182,7 @@ class Drafter:
         )
         sequence = Sequence(next(self._ids), request)
         sequence.draft_prefix = self._prefixes.find(sequence)
-        sequence.target_length = length - 1 if batch.sampled[row] else 0
+        sequence.num_cached_tokens = length - 1 if batch.sampled[row] else 0
         self._prefixes.add(sequence)
         return sequence
 

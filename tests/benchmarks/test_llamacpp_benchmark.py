@@ -24,7 +24,9 @@ def gguf(tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.Monke
 
     async def serve(pair: Pair, engine: Engine, options: Namespace) -> list[dict[str, Any]]:
         prompts = token_ids(pair.target, options.lines)
-        async with serving_pair(pair.target, pair.draft, {"threads": 1}, window_size=2, prefix_reuse=False) as service:
+        async with serving_pair(
+            pair.target, pair.draft, {"threads": 1}, max_num_seqs=2, prefix_caching=False
+        ) as service:
             return await llamacpp.measure(service.client, engine, prompts, options)
 
     monkeypatch.setenv("SPECPOOL_LLAMACPP_PYTHON", sys.executable)

@@ -55,7 +55,7 @@ def test_a_queue_is_sent_at_once() -> None:
 def test_a_short_soak_with_cuts_finds_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--requests", "40", "--concurrency", "8", "--window-size", "4", "--cuts", "6", "--checked", "0.5"]
+    flags = ["--requests", "40", "--concurrency", "8", "--max-num-seqs", "4", "--cuts", "6", "--checked", "0.5"]
     monkeypatch.setattr(sys, "argv", ["soak", *flags])
     main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -82,7 +82,7 @@ def test_bad_options_are_refused_by_name(flag: str, value: str, capsys: pytest.C
 async def test_every_kind_gives_the_tokens_of_plain_decoding(tiny_pair: Pair, questions: Path) -> None:
     arguments = ["--prompts", str(questions), "--concurrencies", "1,2", "--repeats", "1", "--max-tokens", "12"]
     options = parse([*arguments, "--num-prompts", "3"])
-    async with serving_pair(*tiny_pair, {"threads": 1}, window_size=2, prefix_reuse=False) as service:
+    async with serving_pair(*tiny_pair, {"threads": 1}, max_num_seqs=2, prefix_caching=False) as service:
         rows = await measure(service.client, plan(options), options)
     mixed = [(row["concurrency"], row["kind"]) for row in rows if row["category"] is None]
     assert mixed == [(concurrency, kind) for concurrency in (1, 2) for kind in KINDS]

@@ -104,11 +104,11 @@ def test_old_clusters_are_refused() -> None:
 
 def test_any_setting_can_be_given() -> None:
     manifests = template(
-        "--set", "coordinator.settings.queue_tokens=5000000,coordinator.settings.prefix_reuse=false",
+        "--set", "coordinator.settings.queue_tokens=5000000,coordinator.settings.prefix_caching=false",
         "--set-json", 'target={"settings": {"kv_memory": "8GiB"}, "extraArgs": ["--max-sequences", "8"]}',
     )  # fmt: skip
     coordinator, target = (pod_settings(manifests, name) for name in ("coordinator", "target-worker"))
-    assert (coordinator.queue_tokens, coordinator.prefix_reuse) == (5_000_000, False)
+    assert (coordinator.queue_tokens, coordinator.prefix_caching) == (5_000_000, False)
     assert (target.kv_memory, target.max_sequences) == (8 * 2**30, 8)
 
 

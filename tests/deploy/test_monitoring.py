@@ -78,7 +78,7 @@ def served(tiny_pair: tuple[Path, Path]) -> dict[str, list[dict[str, str]]]:
 async def serve_and_scrape(model: Path) -> dict[str, list[dict[str, str]]]:
     samples: dict[str, list[dict[str, str]]] = {"up": [{}]}
     coordinator, worker = free_port(), free_port()
-    async with serving(metrics_port=coordinator, with_target=False, window_size=1, queue_size=1) as service:
+    async with serving(metrics_port=coordinator, with_target=False, max_num_seqs=1, queue_size=1) as service:
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await service.stub.Generate(make_request())
         await service.target.start(service.target_address)

@@ -59,7 +59,7 @@ def test_alerts_fire_when_they_should_and_not_before() -> None:
 async def specpool(pair: tuple[Path, Path], metrics_port: int) -> AsyncIterator[AsyncClient]:
     """The processes of `specpool up`, with a short queue, after a request that came too early."""
     settings = UpSettings(
-        metrics_port=metrics_port, port=free_port(), window_size=4, threads=1, max_model_len=512, log_level="error"
+        metrics_port=metrics_port, port=free_port(), max_num_seqs=4, threads=1, max_model_len=512, log_level="error"
     )
     *workers, coordinator = services_of(settings, *map(str, pair))
     coordinator.arguments += ["--queue-size", "2"]

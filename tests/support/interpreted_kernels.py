@@ -21,7 +21,7 @@ from specpool.engine.startup import self_test
 def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
     """Makes engines on any device run the kernels, and few passes, since the interpreter is slow."""
     patch.setattr(forward, "runs_kernels", lambda device: True)
-    patch.setattr(forward, "why_no_kernels", lambda lean: None)  # so that what stops them is raised
+    patch.setattr(forward, "why_no_kernels", lambda fused: None)  # so that what stops them is raised
     patch.setattr(forward, "CudaGraphs", lambda: None)
     patch.setattr(forward, "choose_products", lambda *_: True)
     patch.setattr(attention, "BUSY", 8)

@@ -10,7 +10,7 @@ import torch
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import load_model
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.sharding.group import Group, Release
 from specpool.engine.sharding.shares import Sharding, Share, Sums
 from specpool.engine.startup.sharding import load_sharding
@@ -54,7 +54,7 @@ class GroupInTurns(Group):
         return self._table.exchanged(self.rank, x)
 
 
-def run_ranks(folder: Path, ranks: int, sums: Sums, run: Callable[[LeanModel, GroupInTurns], Result]) -> list[Result]:
+def run_ranks(folder: Path, ranks: int, sums: Sums, run: Callable[[FusedModel, GroupInTurns], Result]) -> list[Result]:
     """What `run` returns on each rank, given its share of a saved model."""
     options = EngineOptions(model=str(folder), device="cpu", tensor_parallel=ranks, tensor_parallel_sums=sums)
     sharding, table = load_sharding(options, sums), Table(ranks)
@@ -63,7 +63,7 @@ def run_ranks(folder: Path, ranks: int, sums: Sums, run: Callable[[LeanModel, Gr
         try:
             with table.turn, torch.inference_mode():
                 group = GroupInTurns(rank, sharding, table)
-                return run(LeanModel(load_model(options, Share(sharding, rank)).model, group), group)
+                return run(FusedModel(load_model(options, Share(sharding, rank)).model, group), group)
         except BaseException:
             table.barrier.abort()
             raise

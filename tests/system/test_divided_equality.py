@@ -17,8 +17,8 @@ MIX = [
     Case(make_prompt((seed % 3, length)), MAX_TOKENS - seed, k, seed % 2 == 0, seed, cancelled)
     for seed, (length, k, cancelled) in enumerate(KINDS)
 ]
-WORKER = {"max_sequences": 5, "max_forward_tokens": 48, "threads": 1, "device": "cpu"}
-POOL = {"window_size": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
+WORKER = {"max_sequences": 5, "max_num_batched_tokens": 48, "threads": 1, "device": "cpu"}
+POOL = {"max_num_seqs": 5, "max_batch_size": 4, "prefill_tokens": 16, "overlap": "on"}
 
 
 async def engine_of(service: PairService) -> Engine:

@@ -54,7 +54,7 @@ def mixes(tiny_pair: tuple[Path, Path]) -> Iterator[Mixes]:
     """A service whose window, batches and chunks are all smaller than the mixes need."""
     with asyncio.Runner() as runner:
         context = serving_pair(
-            *tiny_pair, worker={"max_sequences": 5, "max_forward_tokens": 48}, window_size=5, max_batch_size=4,
+            *tiny_pair, worker={"max_sequences": 5, "max_num_batched_tokens": 48}, max_num_seqs=5, max_batch_size=4,
             prefill_tokens=16, overlap="on",
         )  # fmt: skip
         service = runner.run(context.__aenter__())

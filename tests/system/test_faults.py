@@ -158,7 +158,7 @@ async def test_a_draft_that_is_too_slow_rests() -> None:
 async def test_a_draft_that_hangs_does_not_hold_up_those_who_queue() -> None:
     target = RecordingTarget()
     draft = RecordingDraft(target, delay=3600)
-    async with serving(target, draft, draft_timeout_seconds=1.5, probe_seconds=60.0, window_size=1) as served:
+    async with serving(target, draft, draft_timeout_seconds=1.5, probe_seconds=60.0, max_num_seqs=1) as served:
         async with asyncio.timeout(15):
             await expect_all(served, some_requests(20, max_tokens=5))
         assert draft.releases <= 1
@@ -320,10 +320,10 @@ async def test_calls_that_a_drain_cuts_off_leave_no_slot_taken() -> None:
 
 
 async def test_the_window_is_no_larger_than_the_targets_slots() -> None:
-    async with serving(RecordingTarget(slots=3), window_size=8) as served:
+    async with serving(RecordingTarget(slots=3), max_num_seqs=8) as served:
         await expect_all(served, some_requests(12))
         info = await served.until_idle()
-        assert info.window_size == 3
+        assert info.max_num_seqs == 3
         assert max(served.target.held) == 3
         assert info.counters.cache_misses == 0
 
@@ -345,7 +345,7 @@ async def test_a_target_that_comes_back_with_fewer_slots_serves_all_in_turn() ->
 async def test_a_draft_with_few_slots_drafts_for_few(slots: int) -> None:
     target = RecordingTarget()
     draft = RecordingDraft(target, slots=slots)
-    async with serving(target, draft, window_size=6) as served:
+    async with serving(target, draft, max_num_seqs=6) as served:
         responses = await expect_all(served, some_requests(12))
         drafted = sum(response.speculative_decoding.num_draft_tokens for response in responses)
         assert (drafted > 0) is (slots > 0)
@@ -396,7 +396,7 @@ async def test_a_target_that_is_still_loading_is_waited_for() -> None:
 
 
 async def test_a_full_queue_refuses_and_says_when_to_try_again() -> None:
-    async with serving(window_size=1, queue_size=2) as served:
+    async with serving(max_num_seqs=1, queue_size=2) as served:
         served.target.open.clear()
         accepted = [asyncio.ensure_future(served.expect(make_request([i]))) for i in range(3)]
         await served.until(lambda info: (info.running, info.queued) == (1, 2))
@@ -411,7 +411,7 @@ async def test_a_full_queue_refuses_and_says_when_to_try_again() -> None:
 
 
 async def test_a_burst_that_the_window_has_room_for_needs_no_queue() -> None:
-    async with serving(window_size=8, queue_size=0) as served:
+    async with serving(max_num_seqs=8, queue_size=0) as served:
         await expect_all(served, some_requests(8))
 
 
@@ -429,7 +429,7 @@ async def test_a_coordinator_that_cannot_go_on_stops_and_says_why(monkeypatch: p
 
 async def test_a_draft_that_loses_what_others_would_copy_costs_a_cache_miss() -> None:
     """A waiting sequence is grouped by the prefix that it could copy when it began to wait."""
-    settings = {"policy": "exspec", "prefer_group": "oldest", "max_batch_size": 2, "window_size": 8}
+    settings = {"policy": "exspec", "prefer_group": "oldest", "max_batch_size": 2, "max_num_seqs": 8}
     async with serving(RecordingTarget(), **settings) as served:
         requests = [make_request([i] * 40, 24, temperature=1.0, n=4) for i in range(1, 4)]
         calls = [served.stub.Generate(request) for request in requests]

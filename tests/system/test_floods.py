@@ -62,7 +62,7 @@ async def is_ready(client: AsyncClient) -> bool:
 
 async def test_two_thousand_calls_at_once_are_all_answered_once() -> None:
     prompts = [[i % 250, i // 250, 9] for i in range(2000)]
-    settings = {"window_size": 256, "max_batch_size": 256, "queue_size": 1000}
+    settings = {"max_num_seqs": 256, "max_batch_size": 256, "queue_size": 1000}
     async with serving(RecordingTarget(slots=256), with_draft=False, **settings) as served:
         async with AsyncClient(served.address, retry_seconds=120) as client:
             answers = await asyncio.gather(*(client.generate(prompt, max_tokens=3) for prompt in prompts))

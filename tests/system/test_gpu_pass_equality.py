@@ -34,7 +34,7 @@ async def test_tokens_are_those_of_plain_decoding(tiny_pair: Pair, monkeypatch: 
 
     monkeypatch.setattr(Engine, "draft", counting)
     worker = {"native": False, "max_sequences": 5, "max_model_len": 256, "threads": 1}
-    async with serving_pair(*tiny_pair, worker=worker, window_size=5, max_batch_size=4, prefill_tokens=16) as service:
+    async with serving_pair(*tiny_pair, worker=worker, max_num_seqs=5, max_batch_size=4, prefill_tokens=16) as service:
         assert (await service.client.model_info()).target.equivalence == EQUIVALENCE_BITWISE
         expected = []
         for case in MIX:

@@ -65,11 +65,11 @@ class Both:
 def both(request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path]) -> Iterator[Both]:
     with asyncio.Runner() as runner:
         worker = {"max_sequences": SLOTS, "kv_layout": request.param}
-        service_context = serving_pair(*tiny_pair, worker=worker, window_size=SLOTS - 1, prefill_tokens=32)
+        service_context = serving_pair(*tiny_pair, worker=worker, max_num_seqs=SLOTS - 1, prefill_tokens=32)
         service = runner.run(service_context.__aenter__())
         target, draft = service.process.coordinator.target, service.process.coordinator.draft
         assert draft is not None
-        plain_context = serving_coordinator(target.address, draft.address, window_size=1, prefix_reuse=False)
+        plain_context = serving_coordinator(target.address, draft.address, max_num_seqs=1, prefix_caching=False)
         plain, _ = runner.run(plain_context.__aenter__())
         assert service.target is not None
         tap = LogitsTap(runner.run(service.target.run(_engine)))
@@ -152,14 +152,14 @@ async def test_requests_of_one_system_prompt_that_come_at_once_work_it_off_once(
 async def test_samples_beyond_the_slots_begin_with_what_the_others_have(
     tiny_pair: tuple[Path, Path], slots: int, window: int
 ) -> None:
-    async with serving_pair(*tiny_pair, worker={"max_sequences": slots}, window_size=window) as service:
+    async with serving_pair(*tiny_pair, worker={"max_sequences": slots}, max_num_seqs=window) as service:
         response = await service.client.generate(make_prompt((0, 100)), max_tokens=6, temperature=1.0, n=9)
         assert [sample.usage.cached_tokens for sample in samples(response)] == [0, *[99] * 8]
 
 
 async def test_a_worker_that_needed_the_slot_costs_a_round_and_nothing_else(tiny_pair: tuple[Path, Path]) -> None:
     """Another coordinator's sequences may have taken the slot of the prefix."""
-    async with serving_pair(*tiny_pair, worker={"max_sequences": 2}, window_size=1) as service:
+    async with serving_pair(*tiny_pair, worker={"max_sequences": 2}, max_num_seqs=1) as service:
         prompt = make_prompt((0, 50))
         first = await service.client.generate(prompt, max_tokens=8)
         assert service.draft is not None

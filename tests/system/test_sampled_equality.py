@@ -61,7 +61,7 @@ def outcome(response: pb.GenerateResponse) -> tuple[object, ...]:
 @pytest.fixture(scope="module")
 def pair(tiny_pair: tuple[Path, Path]) -> Iterator[tuple[asyncio.Runner, PairService]]:
     with asyncio.Runner() as runner:
-        context = serving_pair(*tiny_pair, worker={"max_sequences": 6}, window_size=6, max_batch_size=4, overlap="on")
+        context = serving_pair(*tiny_pair, worker={"max_sequences": 6}, max_num_seqs=6, max_batch_size=4, overlap="on")
         yield runner, runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
 

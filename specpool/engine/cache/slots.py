@@ -25,10 +25,10 @@ class Slot:
     index: int
     capacity: int = 0
     """Positions reserved for the sequence."""
-    cached_length: int = 0
+    num_cached_tokens: int = 0
     round_id: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """Tokens that were fed; the first `cached_length` of them count."""
+    """Tokens that were fed; the first `num_cached_tokens` of them count."""
     sampling: SamplingParams | None = None
     """How the sequence's tokens are chosen; None: by the largest logit."""
 
@@ -65,9 +65,9 @@ class SlotTable:
             slot = self.take(key, max_length)
             if slot is None:
                 return ItemStatus.NO_SLOT
-        if slot is None or slot.cached_length < base_length:
+        if slot is None or slot.num_cached_tokens < base_length:
             return ItemStatus.CACHE_MISS
-        slot.cached_length, slot.round_id = base_length, round_id
+        slot.num_cached_tokens, slot.round_id = base_length, round_id
         return ItemStatus.OK
 
     def __getitem__(self, key: SequenceKey) -> Slot:
@@ -109,7 +109,7 @@ class SlotTable:
         del self._released[source]
         if key in self._released:
             self._evict(key)
-        cached = min(slot.cached_length, needed)
+        cached = min(slot.num_cached_tokens, needed)
         inherited = self._slots[key] = Slot(slot.index, needed, cached, token_ids=slot.token_ids)
         return inherited
 

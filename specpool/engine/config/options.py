@@ -2,14 +2,14 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ByteSize, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ByteSize, Field, model_validator
 
 MAX_RANKS = 64
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class EngineOptions(BaseModel, frozen=True, extra="forbid"):
+class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True):
     """Settings of an engine; every worker takes them as flags."""
 
     model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
@@ -48,7 +48,11 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         "slots",
         description='"slots": sequences stay in place; "padded": a left-padded batch, realigned every round',
     )
-    lean: bool = Field(True, description="run the Llama family by our own fused pass instead of the library's modules")
+    fused: bool = Field(
+        True,
+        validation_alias=AliasChoices("fused", "lean"),
+        description="run the Llama family by our own fused pass instead of the library's modules",
+    )
     native: bool = Field(
         True, description="compile that pass for this processor, where there is a C compiler (CPU, float32 or bfloat16)"
     )
@@ -58,8 +62,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         description="kernels of that pass for products with weights on a GPU, where they are exact; "
         '"auto": the fastest, but "triton" where bits differ and a target needs the same ones after every start',
     )
-    max_forward_tokens: int | None = Field(
+    max_num_batched_tokens: int | None = Field(
         None,
+        validation_alias=AliasChoices("max_num_batched_tokens", "max_forward_tokens"),
         ge=1,
         le=2**20,
         description="tokens in one forward pass; more take several; default: 512 on a CPU, 2048 on a GPU",
@@ -95,9 +100,9 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid"):
         """The options among settings that have more of them."""
         return cls(**settings.model_dump(include=set(cls.model_fields)))
 
-    def forward_tokens(self, device_type: str) -> int:
-        """`max_forward_tokens`, or its default on this type of device."""
-        return self.max_forward_tokens or (512 if device_type == "cpu" else 2048)
+    def resolve_max_num_batched_tokens(self, device_type: str) -> int:
+        """`max_num_batched_tokens`, or its default on this type of device."""
+        return self.max_num_batched_tokens or (512 if device_type == "cpu" else 2048)
 
     @model_validator(mode="after")
     def _nodes_agree(self) -> Self:

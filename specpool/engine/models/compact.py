@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specpool.engine.weights.kinds import INT8, KINDS, Kind
-from specpool.engine.weights.quantized import Coded, Weight, as_tensor
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 LARGEST = 127
 SCALE = ".scale"
@@ -45,14 +45,14 @@ def load_trained(path: Path) -> dict[str, torch.Tensor]:
     return {name: weight.float() if weight.is_floating_point() else weight for name, weight in trained.items()}
 
 
-def _coded(codes: torch.Tensor, scale: torch.Tensor) -> Coded:
-    return Coded(INT8, torch.cat([scale[:, None].view(torch.uint8), codes.view(torch.uint8)], 1))
+def _coded(codes: torch.Tensor, scale: torch.Tensor) -> Quantized:
+    return Quantized(INT8, torch.cat([scale[:, None].view(torch.uint8), codes.view(torch.uint8)], 1))
 
 
 def save_named(path: Path, weights: Mapping[str, Weight]) -> None:
     """Writes weights for `find_named`: the name of a tensor of bytes ends with its kind."""
     tensors = {
-        f"{name}.{weight.kind.name}" if isinstance(weight, Coded) else name: weight.data.contiguous()
+        f"{name}.{weight.kind.name}" if isinstance(weight, Quantized) else name: weight.data.contiguous()
         for name, weight in weights.items()
     }
     save_file(tensors, path, metadata={"format": "pt"})
@@ -67,14 +67,14 @@ def find_named(tensors: Mapping[str, torch.Tensor], name: str) -> Weight | None:
     return tensors.get(name)
 
 
-def _of_kind(kind: Kind, data: torch.Tensor, name: str) -> Coded:
+def _of_kind(kind: Kind, data: torch.Tensor, name: str) -> Quantized:
     if data.dtype != torch.uint8 or data.dim() != 2:
         found = f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)}"
         raise ValueError(f"tensor {name} is {found}, not rows of bytes")
     columns = kind.columns(data.shape[1])
     if columns < 1 or kind.row_bytes(columns) != data.shape[1]:
         raise ValueError(f"tensor {name} has rows of {data.shape[1]} bytes, which are no whole blocks of {kind.name}")
-    weight = Coded(kind, data)
+    weight = Quantized(kind, data)
     if not weight.is_finite():
         raise ValueError(f"tensor {name} has a scale that is infinite or not a number")
     return weight

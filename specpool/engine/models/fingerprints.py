@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.weights.checksums import word_sums
-from specpool.engine.weights.quantized import Coded, CodedEmbedding, CodedLinear, Weight
+from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, Weight
 from specpool.engine.weights.threads import on_threads
 
 
@@ -43,15 +43,15 @@ def weights_fingerprint(loaded: LoadedModel, sums: Mapping[str, bytes] | None = 
 def _weights_of(model: PreTrainedModel) -> dict[str, Weight]:
     found: dict[str, Weight] = dict(model.state_dict())
     for name, module in model.named_modules():
-        if isinstance(module, CodedLinear):
+        if isinstance(module, QuantizedLinear):
             (found[f"{name}.weight"],) = module.parts
-        elif isinstance(module, CodedEmbedding):
+        elif isinstance(module, QuantizedEmbedding):
             found[f"{name}.weight"] = module.weight
     return found
 
 
 def _dtype_of(weight: Weight) -> str:
-    return str(torch.float32 if isinstance(weight, Coded) else weight.dtype)
+    return str(torch.float32 if isinstance(weight, Quantized) else weight.dtype)
 
 
 def _summed(weights: Sequence[Weight]) -> list[bytes]:

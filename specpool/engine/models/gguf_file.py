@@ -17,7 +17,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from specpool.engine.weights.kinds import KINDS
-from specpool.engine.weights.quantized import Coded, Weight
+from specpool.engine.weights.quantized import Quantized, Weight
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32
@@ -72,14 +72,14 @@ class GgufFile:
             )
 
     def read(self, name: str) -> Weight:
-        """A tensor: `Coded` if its type is one of KINDS, else in float32.
+        """A tensor: `Quantized` if its type is one of KINDS, else in float32.
 
         GgufError if its type cannot be unpacked, or if a block's scale is no finite number.
         """
         its = self.tensors[name]
         data = self._bytes[its.offset : its.offset + its.size].reshape(-1, its.row_bytes)
         if its.kind.name in KINDS and len(its.shape) == 2:
-            weight = Coded(KINDS[its.kind.name], torch.from_numpy(data))
+            weight = Quantized(KINDS[its.kind.name], torch.from_numpy(data))
             if not weight.is_finite():
                 raise GgufError(f"{self.path}: tensor {name} has a block whose scale is infinite or not a number")
             return weight

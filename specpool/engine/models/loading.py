@@ -23,10 +23,10 @@ from specpool.engine.models.quantization import INSTEAD, are_scales, method_of, 
 from specpool.engine.models.stored import EMBEDDING, StoredWeights, decode_model, read_stored, stored_weights
 from specpool.engine.models.support import why_unsupported
 from specpool.engine.passes.attention import PACKED_ATTENTION
-from specpool.engine.passes.fused import is_lean
+from specpool.engine.passes.fused import is_fusable
 from specpool.engine.sharding.shares import Share
 from specpool.engine.sharding.weights import ShardConfig, sums_of
-from specpool.engine.weights.quantized import Coded, CodedLinear, Weight, linear_of
+from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, linear_of
 from specpool.protocol.tokenizer import TokenizerFiles
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
 
 def _keeps(options: EngineOptions, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a pass may be compiled that computes with weights as they are stored."""
-    compiled = options.native and (options.lean or options.tensor_parallel > 1) and is_lean(config)
+    compiled = options.native and (options.fused or options.tensor_parallel > 1) and is_fusable(config)
     return compiled and options.weights == "auto" and device.type == "cpu" and dtype == torch.float32
 
 
@@ -263,7 +263,7 @@ def _reduce_head(model: PreTrainedModel, file: Path) -> torch.Tensor | None:
     if not one_each or not 0 <= int(output_ids.min()) <= int(output_ids.max()) < known:
         raise UnsupportedModelError(f"{file} has a head of {tuple(weight.shape)} for {tokens} tokens")
     model.set_output_embeddings(
-        CodedLinear([weight]) if isinstance(weight, Coded) else linear_of(weight.to(model.dtype), None)
+        QuantizedLinear([weight]) if isinstance(weight, Quantized) else linear_of(weight.to(model.dtype), None)
     )
     return output_ids
 

@@ -17,12 +17,12 @@ from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
 from specpool.engine.models.compact import find_named
 from specpool.engine.models.gguf_file import GgufFile
 from specpool.engine.models.quantization import CODED, method_of
-from specpool.engine.passes.fused import why_not_lean
+from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.sharding.weights import ShardConfig, adapt
 from specpool.engine.weights.quantized import (
-    Coded,
-    CodedEmbedding,
-    CodedLinear,
+    Quantized,
+    QuantizedEmbedding,
+    QuantizedLinear,
     Weight,
     as_tensor,
     linear_of,
@@ -95,7 +95,7 @@ class GgufWeights(StoredWeights):
         if self._file.architecture != "llama" or module not in ROTATED:
             return weight
         rows = _rotary_order(weight.shape[0], getattr(self._config, ROTATED[module]))
-        return weight.rows(rows) if isinstance(weight, Coded) else weight[rows]
+        return weight.rows(rows) if isinstance(weight, Quantized) else weight[rows]
 
     @property
     def unpacked(self) -> Mapping[str, int]:
@@ -103,7 +103,7 @@ class GgufWeights(StoredWeights):
         return self._file.unpacked_kinds
 
 
-class CodedWeights(StoredWeights):
+class QuantizedStoredWeights(StoredWeights):
     """Weights written by `specpool.engine.models.trained_draft`. The name of a byte tensor ends in its kind."""
 
     method = "int8"
@@ -127,9 +127,9 @@ def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWe
     gguf = gguf_file_of(options.model)
     if gguf is not None:
         file = GgufFile(gguf)
-        same = file.architecture in SAME_TENSORS and why_not_lean(config) is None
+        same = file.architecture in SAME_TENSORS and why_not_fusable(config) is None
         return GgufWeights(file, config) if same else None
-    return CodedWeights(Path(options.model) / "model.safetensors") if method_of(config) == CODED else None
+    return QuantizedStoredWeights(Path(options.model) / "model.safetensors") if method_of(config) == CODED else None
 
 
 def read_stored(
@@ -211,10 +211,10 @@ def _place(model: nn.Module, name: str, weight: Weight) -> None:
     """Gives a model a weight, and the module that it needs. Biases come after the weights of their modules."""
     path, _, attribute = name.rpartition(".")
     module: Any = model.get_submodule(path)
-    if isinstance(weight, Coded) and type(module) is nn.Linear:
-        model.set_submodule(path, CodedLinear([weight]))
-    elif isinstance(weight, Coded) and type(module) is nn.Embedding:  # others do more than to look up
-        model.set_submodule(path, CodedEmbedding(weight))
+    if isinstance(weight, Quantized) and type(module) is nn.Linear:
+        model.set_submodule(path, QuantizedLinear([weight]))
+    elif isinstance(weight, Quantized) and type(module) is nn.Embedding:  # others do more than to look up
+        model.set_submodule(path, QuantizedEmbedding(weight))
     else:
         setattr(module, attribute, nn.Parameter(as_tensor(weight).detach().float(), requires_grad=False))
 
@@ -224,10 +224,10 @@ def decode_model(model: Any, device: torch.device, dtype: torch.dtype) -> PreTra
     # An output head for some tokens is one of its own, whatever the configuration says.
     tied = same_memory(model.get_input_embeddings().weight, model.get_output_embeddings())
     for path, module in list(model.named_modules()):
-        if isinstance(module, CodedLinear):
+        if isinstance(module, QuantizedLinear):
             weight = module.weight.to(device, dtype)
             model.set_submodule(path, linear_of(weight, module.bias))
-        elif isinstance(module, CodedEmbedding):
+        elif isinstance(module, QuantizedEmbedding):
             weight = module.weight.dequantized().to(device, dtype)
             model.set_submodule(path, nn.Embedding.from_pretrained(weight))
     if tied:

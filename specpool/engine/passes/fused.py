@@ -20,8 +20,8 @@ from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order, rotate
 from specpool.engine.sharding.group import ALONE, Alone
 from specpool.engine.weights.quantized import (
-    Coded,
-    CodedLinear,
+    Quantized,
+    QuantizedLinear,
     Weight,
     as_tensor,
     decoded,
@@ -36,13 +36,13 @@ INTERLEAVED = {"glm", "glm4"}
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 
 
-def is_lean(config: PreTrainedConfig) -> bool:
-    """Whether `LeanModel` can run a model of this configuration."""
-    return why_not_lean(config) is None
+def is_fusable(config: PreTrainedConfig) -> bool:
+    """Whether `FusedModel` can run a model of this configuration."""
+    return why_not_fusable(config) is None
 
 
-def why_not_lean(config: PreTrainedConfig) -> str | None:
-    """The reason why `LeanModel` cannot run a model of this configuration; None if it can."""
+def why_not_fusable(config: PreTrainedConfig) -> str | None:
+    """The reason why `FusedModel` cannot run a model of this configuration; None if it can."""
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is none of the families {', '.join(sorted(FAMILIES))}"
     if config.hidden_act != "silu":
@@ -56,7 +56,7 @@ def why_not_lean(config: PreTrainedConfig) -> str | None:
     return None
 
 
-class LeanModel(ForwardPass):
+class FusedModel(ForwardPass):
     """Takes the weights out of a library's model, which cannot run afterwards, so that there is never a second copy."""
 
     def __init__(self, model: PreTrainedModel, group: Alone = ALONE) -> None:
@@ -75,7 +75,7 @@ class LeanModel(ForwardPass):
         order = head_order(len(inner.rotary_emb.inv_freq), self.head_dim, config.model_type in INTERLEAVED)
         self.layers = nn.ModuleList()
         for index in range(len(inner.layers)):
-            self.layers.append(LeanLayer(inner.layers[index], index, order, group))
+            self.layers.append(FusedLayer(inner.layers[index], index, order, group))
             inner.layers[index] = nn.Identity()
         model.lm_head = inner.embed_tokens = nn.Identity()
         layer: Any = self.layers[0]
@@ -90,7 +90,7 @@ class LeanModel(ForwardPass):
     def decode(self) -> None:
         """Dequantizes all weights, for passes that cannot widen them as they go."""
         layers: list[Any] = list(self.layers)
-        if any(isinstance(module, CodedLinear) for module in self.modules()):
+        if any(isinstance(module, QuantizedLinear) for module in self.modules()):
             self.notes.append("its quantized weights are unpacked to float32, because its pass is not compiled")
         tied = same_memory(self.embedding, self.head)
         self.head = decoded(self.head)
@@ -109,8 +109,8 @@ class LeanModel(ForwardPass):
         return self.group.gathered(self.head(wanted), "tokens")
 
 
-class LeanLayer(nn.Module):
-    """One decoder layer of a lean model."""
+class FusedLayer(nn.Module):
+    """One decoder layer of a fused model."""
 
     def __init__(self, layer: Any, index: int, order: torch.Tensor, group: Alone) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
     return linear_of(weight[rows], None if linear.bias is None else linear.bias[rows])
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear | CodedLinear:
+def _joined(*linears: nn.Linear) -> nn.Linear | QuantizedLinear:
     """One layer whose outputs are the concatenated outputs of these layers."""
     biases = [linear.bias for linear in linears]
     known = [bias for bias in biases if bias is not None]
@@ -179,8 +179,8 @@ def _joined(*linears: nn.Linear) -> nn.Linear | CodedLinear:
         zeros = [known[0].new_zeros(linear.out_features) for linear in linears]
         joined = torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
     parts = [part for linear in linears for part in parts_of(linear)]
-    if any(isinstance(part, Coded) for part in parts):
-        return CodedLinear(parts, joined)
+    if any(isinstance(part, Quantized) for part in parts):
+        return QuantizedLinear(parts, joined)
     return linear_of(torch.cat([as_tensor(part) for part in parts]), joined)
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from specpool.engine.weights.kinds import INT8, SCALE_BYTES, Kind
-from specpool.engine.weights.quantized import Coded
+from specpool.engine.weights.quantized import Quantized
 
 # Random numbers cost time: the outputs of a probed weight repeat after this number.
 DISTINCT_OUTPUTS = 1024
@@ -38,7 +38,7 @@ class ProbeInputs:
         weight = weight.repeat(-(-outputs // len(half)), 1)[:outputs]
         return weight, self.cancelling(inputs, rows)[order].T.contiguous()
 
-    def coded(self, kind: Kind, outputs: int, inputs: int) -> Coded:
+    def coded(self, kind: Kind, outputs: int, inputs: int) -> Quantized:
         """A weight of a kind, with random codes and scales."""
         data = torch.randint(0, 256, (outputs, kind.row_bytes(inputs)), generator=self._generator, dtype=torch.uint8)
         if kind is INT8:
@@ -46,7 +46,7 @@ class ProbeInputs:
         for at in kind.halves:
             numbers = self._magnitudes(outputs, inputs // kind.block, 1).half().view(torch.uint8)
             data.unflatten(1, (-1, kind.block_bytes))[..., at : at + 2] = numbers
-        return Coded(kind, data)
+        return Quantized(kind, data)
 
     def _magnitudes(self, *shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=self._generator) * 2.0**-7 + 2.0**-10

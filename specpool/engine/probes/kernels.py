@@ -12,7 +12,7 @@ import torch
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_extents, splits_for
 from specpool.engine.passes.gpu.gemm import KINDS, Kind, Product
-from specpool.engine.passes.gpu.graphs import Record
+from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.probes.inputs import ProbeInputs
 
@@ -29,13 +29,13 @@ POSITIONS = (0, 3, 70, 1100)
 
 @torch.inference_mode()
 def choose_products(
-    model: GpuModel, most_rows: int, exact: bool, wanted: Kind | None = None, record: Record | None = None
+    model: GpuModel, most_rows: int, exact: bool, wanted: Kind | None = None, capture: Capture | None = None
 ) -> bool:
     """Sets the kind of every product of a pass. False if `exact` is asked for and some product has no exact kind.
 
     `most_rows`: tokens of the longest pass. `exact`: only kinds are chosen that give a row the same bits for every
     number of rows. `wanted`: the kind to choose where it is possible; without it, the fastest is chosen. But of exact
-    kinds with different bits it is always the same one, since times differ from start to start. `record`: how to record
+    kinds with different bits it is always the same one, since times differ from start to start. `capture`: captures
     products, so that their launches are not timed; None: launches are timed too. Nothing is exchanged with other ranks,
     so that kinds may differ among them; where sums are whole, only kinds with the bits of the first one are chosen,
     whose order of terms is that of the whole weight.
@@ -55,7 +55,7 @@ def choose_products(
         if wanted in possible:
             chosen: Kind = wanted
         elif alike and len(possible) > 1:
-            chosen = _fastest(products, list(possible), [model.padded_rows(rows) for rows in TIMED_ROWS], record)
+            chosen = _fastest(products, list(possible), [model.padded_rows(rows) for rows in TIMED_ROWS], capture)
         else:
             chosen = next(iter(possible), KINDS[0])
         for product in products:
@@ -97,21 +97,21 @@ def _if_exact(product: Product, kind: Kind, sizes: Sequence[int]) -> bytes | Non
     return hashlib.sha256(summed.view(torch.uint8).cpu().numpy().tobytes()).digest()
 
 
-def _fastest(products: Sequence[Product], kinds: Sequence[Kind], sizes: Sequence[int], record: Record | None) -> Kind:
+def _fastest(products: Sequence[Product], kinds: Sequence[Kind], sizes: Sequence[int], capture: Capture | None) -> Kind:
     """The kind with the smallest geometric mean of the times of these numbers of rows."""
-    times = {kind: _log_times(products, kind, sizes, record) for kind in kinds}
+    times = {kind: _log_times(products, kind, sizes, capture) for kind in kinds}
     return min(times, key=times.__getitem__)
 
 
-def _log_times(products: Sequence[Product], kind: Kind, sizes: Sequence[int], record: Record | None) -> float:
+def _log_times(products: Sequence[Product], kind: Kind, sizes: Sequence[int], capture: Capture | None) -> float:
     """The logarithms of a product's seconds, added up over numbers of rows: none outweighs the others."""
     for product in products:
         product.kind = kind
     inputs = [torch.zeros(rows, products[0].in_features).to(products[0].weight) for rows in sizes]
-    return sum(math.log(_seconds_each(products, x, record)) for x in inputs)
+    return sum(math.log(_seconds_each(products, x, capture)) for x in inputs)
 
 
-def _seconds_each(products: Sequence[Product], x: torch.Tensor, record: Record | None) -> float:
+def _seconds_each(products: Sequence[Product], x: torch.Tensor, capture: Capture | None) -> float:
     """Mean seconds of one of these products with the rows `x`."""
 
     def run() -> torch.Tensor:
@@ -121,9 +121,9 @@ def _seconds_each(products: Sequence[Product], x: torch.Tensor, record: Record |
 
     run()  # compiles
     again: Callable[[], object] = run
-    if record is not None:
+    if capture is not None:
         with suppress(RuntimeError):  # then launches are timed too
-            again = record(run)[0]
+            again = capture(run)[0]
     return min(_seconds(again, x.device) for _ in range(REPEATS)) / len(products)
 
 

@@ -15,7 +15,7 @@ from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
-from specpool.engine.passes.fused import why_not_lean
+from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.reservation import ReservedCache, footprint_of, reserve_cache
 from specpool.engine.run.runner import PassRunner
@@ -46,13 +46,13 @@ class Engine:
         self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
         """What an operator should know, one sentence each; what is found out about the engine later is appended."""
         if isinstance(forward_pass, LibraryModel):
-            reason = why_not_lean(loaded.config) or "the lean pass is switched off"
+            reason = why_not_fusable(loaded.config) or "the fused pass is switched off"
             self.notes.append(f"runs slowly, by the modules of transformers, because {reason}")
         self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
         self.tiles = tiles
-        most = options.forward_tokens(facts.device.type)
-        self.max_forward_tokens = min(most, self.tiles.max_rows or most)
-        footprint = footprint_of(loaded, facts, forward_pass, self.max_forward_tokens)
+        most = options.resolve_max_num_batched_tokens(facts.device.type)
+        self.max_num_batched_tokens = min(most, self.tiles.max_rows or most)
+        footprint = footprint_of(loaded, facts, forward_pass, self.max_num_batched_tokens)
         reserved = self._reserved(options, footprint, leader)
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
@@ -88,10 +88,10 @@ class Engine:
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         """Caches the new tokens of all spans and returns the logits they ask for, [R, rows of the head], in span order.
 
-        `token_ids` and `over_vocabulary` translate rows of the head to tokens. More than `max_forward_tokens` tokens
-        take several passes, which changes no bit of the result.
+        `token_ids` and `over_vocabulary` translate rows of the head to tokens. More tokens than
+        `max_num_batched_tokens` take several passes, which changes no bit of the result.
         """
-        logits = [self._pass(chunk) for chunk in _chunks(spans, self.max_forward_tokens)]
+        logits = [self._pass(chunk) for chunk in _chunks(spans, self.max_num_batched_tokens)]
         wanted = [rows for rows in logits if len(rows)]
         if len(wanted) == 1:
             return wanted[0]
@@ -171,7 +171,7 @@ class Engine:
             step_seconds=self.step_seconds,
             step_cached=STEP_CACHED,
             seconds_per_cached=self.seconds_per_cached,
-            max_rows=self.max_forward_tokens,
+            max_rows=self.max_num_batched_tokens,
             notes=tuple(self.notes),
             weights_fingerprint=self.weights_fingerprint,
             numerics_fingerprint=self.numerics_fingerprint,

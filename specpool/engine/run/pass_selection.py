@@ -12,8 +12,8 @@ from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.activations import activate_in_pieces
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.fused import LeanModel, is_lean
-from specpool.engine.passes.gpu.captured import RecordedModel
+from specpool.engine.passes.fused import FusedModel, is_fusable
+from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import CudaGraphs
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.passes.linear import can_prepack, prepack_linears
@@ -38,29 +38,29 @@ def build_exact_pass(
 def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone = ALONE) -> ForwardPass:
     """The fastest pass that this model can have on its device. It takes over the weights of the library's model.
 
-    `group`: the ranks that share the model, which `LeanModel` must then be able to run. UnsupportedModelError: this
+    `group`: the ranks that share the model, which `FusedModel` must then be able to run. UnsupportedModelError: this
     rank cannot run the GPU's kernels, which the others may run.
     """
     device, dtype = loaded.model.device, loaded.model.dtype
     forward_pass: ForwardPass = LibraryModel(loaded.model)
-    if (options.lean or group is not ALONE) and is_lean(loaded.config):
-        forward_pass = lean = LeanModel(loaded.model, group)
+    if (options.fused or group is not ALONE) and is_fusable(loaded.config):
+        forward_pass = fused = FusedModel(loaded.model, group)
         if options.native and device.type == "cpu":
-            native = compile_pass(lean, NativeModel if group is ALONE else DividedNativeModel)
+            native = compile_pass(fused, NativeModel if group is ALONE else DividedNativeModel)
             if native is not None:
                 release_files(loaded.model)
                 return native
-        lean.decode()
+        fused.decode()
         if runs_kernels(device):
-            fallback = why_no_kernels(lean)
+            fallback = why_no_kernels(fused)
             if fallback is None:
-                kernels = GpuModel(lean, loaded.max_model_len)
-                return RecordedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
+                kernels = GpuModel(fused, loaded.max_model_len)
+                return CapturedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
             if group is not ALONE:
                 raise UnsupportedModelError(
                     f"a model cannot be divided among GPUs where its kernels cannot run: {fallback}"
                 )
-            lean.notes.append(f"runs slowly, by torch's operations, because its kernels cannot run here: {fallback}")
+            fused.notes.append(f"runs slowly, by torch's operations, because its kernels cannot run here: {fallback}")
     if can_prepack(dtype, device):
         prepack_linears(forward_pass)
     if device == torch.device("cpu"):
@@ -73,10 +73,10 @@ def runs_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def why_no_kernels(lean: LeanModel) -> str | None:
+def why_no_kernels(fused: FusedModel) -> str | None:
     """Why the kernels cannot run this model on its device; None if they can."""
     try:
-        try_kernels(lean)
+        try_kernels(fused)
     except Exception as error:  # the compiler for this GPU may raise anything
         return first_line(error)
     return None
@@ -87,11 +87,13 @@ def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions,
 
     None if no tiles do.
     """
-    model = forward_pass.model if isinstance(forward_pass, RecordedModel) else forward_pass
+    model = forward_pass.model if isinstance(forward_pass, CapturedModel) else forward_pass
     if isinstance(model, GpuModel):
-        record = forward_pass.record if isinstance(forward_pass, RecordedModel) else None
+        capture = forward_pass.capture if isinstance(forward_pass, CapturedModel) else None
         wanted = None if options.products == "auto" else options.products
-        exists = choose_products(model, options.forward_tokens(facts.device.type), exact, wanted, record)
+        exists = choose_products(
+            model, options.resolve_max_num_batched_tokens(facts.device.type), exact, wanted, capture
+        )
         if facts.device.type == "cuda":
             torch.cuda.empty_cache()  # what was only tried must not count as used when the KV cache is sized
         if exists:

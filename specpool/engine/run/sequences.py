@@ -97,8 +97,8 @@ class SequenceEngine:
     def span(self, coordinator_id: str, sequence_id: int, token_ids: Sequence[int], num_logits: int) -> Span:
         """New tokens behind all that is cached of the sequence."""
         slot = self.engine.slots[coordinator_id, sequence_id]
-        slot.token_ids[slot.cached_length :] = token_ids
-        return Span(slot.index, slot.cached_length, token_ids, num_logits)
+        slot.token_ids[slot.num_cached_tokens :] = token_ids
+        return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits)
 
     def choose(self, coordinator_id: str, spans: Mapping[int, Span], confidences: bool = False) -> dict[int, Choices]:
         """Runs the spans, by sequence id, in one forward pass. A token is chosen after each of their last tokens."""
@@ -138,9 +138,9 @@ class SequenceEngine:
         ]
         return sampled, finite
 
-    def keep(self, coordinator_id: str, sequence_id: int, cached_length: int) -> None:
-        """Declares that the first `cached_length` positions of the sequence are valid."""
-        self.engine.slots[coordinator_id, sequence_id].cached_length = cached_length
+    def keep(self, coordinator_id: str, sequence_id: int, num_cached_tokens: int) -> None:
+        """Declares that the first `num_cached_tokens` positions of the sequence are valid."""
+        self.engine.slots[coordinator_id, sequence_id].num_cached_tokens = num_cached_tokens
 
     def _realign(self, coordinator_id: str, round_id: int, item: SequenceItem) -> ItemStatus:
         slots, key = self.engine.slots, (coordinator_id, item.sequence_id)
@@ -157,7 +157,7 @@ class SequenceEngine:
         """Begins a sequence with what is cached of another."""
         slots, length = self.engine.slots, item.base_length
         source = slots.find(source_key)
-        if source is None or source.cached_length < length:
+        if source is None or source.num_cached_tokens < length:
             return ItemStatus.CACHE_MISS
         itself = key == source_key  # released, and back
         slot = None if itself else slots.take(key, item.max_length, spared=source_key)
@@ -169,7 +169,7 @@ class SequenceEngine:
             slot = slots.inherit(key, source_key, item.max_length)
             if slot is None:
                 return ItemStatus.CACHE_MISS
-        slot.cached_length, slot.token_ids = length, source.token_ids[:length]
+        slot.num_cached_tokens, slot.token_ids = length, source.token_ids[:length]
         return ItemStatus.OK
 
     def limits(self, coordinator_id: str) -> RoundLimits:

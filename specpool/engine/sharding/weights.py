@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specpool.engine.sharding.shares import ADDED, Piece, Share, piece_of
 from specpool.engine.weights.checksums import word_sums
-from specpool.engine.weights.quantized import Coded, CodedLinear, Weight, as_tensor
+from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, as_tensor
 
 METHOD = "specpool_shards"
 
@@ -85,13 +85,13 @@ def adapt(model: PreTrainedModel, share: Share) -> None:
             module.out_features, module.in_features = module.weight.shape
         # Of partial sums, only the first one begins with the bias.
         later = share.sharding.sums == "parts" and share.rank > 0 and name.split(".")[-1] in ADDED
-        if later and isinstance(module, nn.Linear | CodedLinear):
+        if later and isinstance(module, nn.Linear | QuantizedLinear):
             module.register_parameter("bias", None)
 
 
 def cut(whole: Weight, piece: Piece) -> Weight:
     """A rank's part of a weight. Quantized weights stay so, unless a part begins or ends within a block."""
-    if isinstance(whole, Coded):
+    if isinstance(whole, Quantized):
         if piece.dimension == 0:
             return whole.rows(torch.cat([torch.arange(its.start, its.stop) for its in piece.ranges]))
         (its,) = piece.ranges

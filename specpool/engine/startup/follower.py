@@ -58,7 +58,7 @@ def _built(connection: Connection, order: Order, options: EngineOptions) -> tupl
     send(connection, Loaded(sums={name: its.hex() for name, its in loaded.sums.items()}))
     group = Group(order.rank, share.sharding, open_store(order.store, share.sharding.ranks), facts.device)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
-    footprint = footprint_of(loaded, facts, forward_pass, options.forward_tokens(facts.device.type))
+    footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))
     compiled = forward_pass.compiled_products
     send(
         connection,

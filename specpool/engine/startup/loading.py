@@ -9,7 +9,7 @@ from specpool.engine.models.facts import read_facts
 from specpool.engine.models.fingerprints import weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.passes.gpu.captured import RecordedModel
+from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.cublas import restrict_cublas
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.pass_selection import build_exact_pass
@@ -37,7 +37,7 @@ def load_engine(options: EngineOptions, exact: bool) -> Engine:
         engine.step_seconds = measure_step_times(engine)
         engine.seconds_per_cached = measure_seconds_per_cached(engine)
     recorded = engine.forward_pass
-    if isinstance(recorded, RecordedModel) and recorded.record is None:
+    if isinstance(recorded, CapturedModel) and recorded.capture is None:
         engine.notes.append("runs slowly: its kernels are launched one by one, because passes cannot be recorded here")
     for note in engine.notes:
         log.warning("%s: %s", engine.loaded.name, note)

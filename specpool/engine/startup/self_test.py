@@ -44,7 +44,7 @@ def _operations_agree(engine: Engine) -> bool:
     if not attention_suits(forward_pass, cache, engine.facts):
         log.warning("self-test: the attention of a row depends on the rows beside it")
         return False
-    tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_forward_tokens), seed=2)
+    tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_num_batched_tokens), seed=2)
     others = engine.leader.probing() if engine.leader is not None else nullcontext(dict[str, None]())
     with others as found, probing(forward_pass, engine.layout.arena) as probe:
         for size in dict.fromkeys(min(size, len(tokens)) for size in (*PROBED_PASSES, len(tokens))):

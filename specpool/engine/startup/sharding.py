@@ -9,14 +9,14 @@ from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
 from specpool.engine.models.loading import OUTPUT_HEAD, load_config
 from specpool.engine.models.quantization import unpacking
 from specpool.engine.models.stored import stored_weights
-from specpool.engine.passes.fused import why_not_lean
+from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.sharding.shares import Sharding, Sums, shard
 
 
 def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
     """How a model is divided. UnsupportedModelError if it cannot be, before anything of it is loaded."""
     config = load_config(options)
-    reason = why_not_lean(config)
+    reason = why_not_fusable(config)
     if _read_whole(options, config):
         reason = "its weights are quantized in a way that is not read in parts"
     elif (Path(options.model) / OUTPUT_HEAD).is_file():

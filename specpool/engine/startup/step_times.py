@@ -61,7 +61,7 @@ def measure_seconds_per_cached(engine: Engine) -> float:
 def _row_numbers(engine: Engine) -> list[int]:
     """Powers of two, and others where times grow in steps, that are well below the most rows of a round, or of a pass
     if that is less, and that number."""
-    most = max(2, min(engine.slots.total * (1 + MAX_DRAFT_TOKENS), engine.max_forward_tokens))
+    most = max(2, min(engine.slots.total * (1 + MAX_DRAFT_TOKENS), engine.max_num_batched_tokens))
     steps = STEPS_ON_CPU if engine.facts.device.type == "cpu" else ()
     numbers = sorted([*(1 << power for power in range(most.bit_length())), *steps])
     return [*(rows for rows in numbers if 3 * rows <= 2 * most), most]

@@ -7,7 +7,7 @@ from math import lcm, prod
 import numpy as np
 import torch
 
-from specpool.engine.weights.quantized import Coded, Weight, as_tensor, slice_of
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor, slice_of
 
 WORDS = 1 << 16
 """Words of a row: the multipliers and a row of products stay in a processor's cache."""
@@ -25,7 +25,7 @@ def word_sums(weight: Weight, dtype: torch.dtype | None = None) -> bytes:
     `dtype`: that the weight is converted to before; None: its own, or float32 if it is quantized. Whatever has to be
     made of a weight is made of a part of it at a time.
     """
-    if not isinstance(weight, Coded) and dtype in (None, weight.dtype):
+    if not isinstance(weight, Quantized) and dtype in (None, weight.dtype):
         return _sums(weight)
     sums = [_sums(as_tensor(part).to(dtype)) for part in _parts(weight)]
     return b"".join(its[:-SUM_BYTES] for its in sums[:-1]) + sums[-1]

@@ -12,7 +12,7 @@ from specpool.engine.weights.threads import in_pieces
 
 
 @dataclass(frozen=True, eq=False)
-class Coded:
+class Quantized:
     """A weight [rows, columns] whose rows are bytes of a kind."""
 
     kind: Kind
@@ -24,14 +24,14 @@ class Coded:
         """Outputs and inputs."""
         return len(self.data), self.kind.columns(self.data.shape[1])
 
-    def rows(self, chosen: torch.Tensor | slice) -> "Coded":
+    def rows(self, chosen: torch.Tensor | slice) -> "Quantized":
         """Some of the rows."""
-        return Coded(self.kind, self.data[chosen])
+        return Quantized(self.kind, self.data[chosen])
 
-    def columns(self, chosen: range) -> "Coded | None":
+    def columns(self, chosen: range) -> "Quantized | None":
         """Some of the columns; None if these are no whole blocks."""
         part = self.kind.part(self.data, chosen)
-        return None if part is None else Coded(self.kind, part)
+        return None if part is None else Quantized(self.kind, part)
 
     def fields(self) -> Fields:
         """What the bytes mean."""
@@ -53,10 +53,10 @@ class Coded:
         return weights
 
 
-Weight = Coded | torch.Tensor
+Weight = Quantized | torch.Tensor
 
 
-class CodedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear layer whose outputs are those of its parts, one after the other."""
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> None:
@@ -77,10 +77,10 @@ class CodedLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
-class CodedEmbedding(nn.Module):
+class QuantizedEmbedding(nn.Module):
     """An embedding of which only the rows are dequantized that are looked up."""
 
-    def __init__(self, weight: Coded) -> None:
+    def __init__(self, weight: Quantized) -> None:
         super().__init__()
         self.weight = weight
 
@@ -93,17 +93,17 @@ class CodedEmbedding(nn.Module):
 def slice_of(weight: Weight, begin: int, end: int) -> Weight:
     """Some of the rows."""
     rows = slice(begin, end)
-    return weight.rows(rows) if isinstance(weight, Coded) else weight[rows]
+    return weight.rows(rows) if isinstance(weight, Quantized) else weight[rows]
 
 
 def as_tensor(weight: Weight) -> torch.Tensor:
     """A weight as a tensor of numbers, dequantized if need be."""
-    return weight.dequantized() if isinstance(weight, Coded) else weight
+    return weight.dequantized() if isinstance(weight, Quantized) else weight
 
 
 def parts_of(layer: nn.Module) -> tuple[Weight, ...]:
     """The weights of a linear layer, whose outputs follow each other."""
-    if isinstance(layer, CodedLinear):
+    if isinstance(layer, QuantizedLinear):
         return layer.parts
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
@@ -120,7 +120,7 @@ def decoded(layer: nn.Module) -> nn.Linear:
     """The same linear layer, its weight dequantized if need be."""
     if isinstance(layer, nn.Linear):
         return layer
-    assert isinstance(layer, CodedLinear)
+    assert isinstance(layer, QuantizedLinear)
     return linear_of(layer.weight, layer.bias)
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, ByteSize, Field, ValidationError, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -63,6 +63,8 @@ class Settings(BaseSettings):
         cli_implicit_flags=True,
         cli_parse_none_str=NO_VALUE,
         protected_namespaces=(),
+        validate_by_name=True,
+        validate_by_alias=True,
     )
 
     file_values: ClassVar[dict[str, Any]] = {}
@@ -108,8 +110,8 @@ class Settings(BaseSettings):
 
     @classmethod
     def keys(cls) -> set[str]:
-        """Names of the settings in a file; environment variables have them in capitals, after the prefix."""
-        return {field.alias or name for name, field in cls.model_fields.items()}
+        """Names of the settings in a file, former names included. Environment variables have them in capitals."""
+        return names_of_settings(cls)
 
     def log_resolved(self) -> None:
         """Logs the settings that the process runs with, wherever each value came from."""
@@ -159,6 +161,15 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
         if len(set(ports)) < len(ports):
             raise ValueError("port, health_port and metrics_port must differ")
         return self
+
+
+def names_of_settings(model: type[BaseModel]) -> set[str]:
+    """Every name by which a field of the model can be set: its own or its alias, and its former names."""
+    names = set()
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias
+        names |= {str(key) for key in alias.choices} if isinstance(alias, AliasChoices) else {str(alias or name)}
+    return names
 
 
 @contextmanager

@@ -22,9 +22,9 @@ def costs(draft: float = 0.003, verify: float = 0.02, row: float = 0.001) -> Rou
     return RoundCosts(line(draft, draft / 10), line(verify, row), exchange=0.001)
 
 
-def by_model(lengths: DraftLengths, limits: dict[int, int]) -> dict[int, int]:
+def num_draft_tokens(lengths: DraftLengths, limits: dict[int, int]) -> dict[int, int]:
     chosen = lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
-    return {number: order.by_model for number, order in chosen.items()}
+    return {number: order.num_draft_tokens for number, order in chosen.items()}
 
 
 # --- Costs
@@ -91,7 +91,7 @@ def test_nobody_drafts_more_than_it_can_use(
     lengths = DraftLengths(costs(draft, row=row_cost), longest)
     for sequence, drafted, accepted in history:
         lengths.acceptance.add(sequence, drafted, min(drafted, accepted))
-        chosen = by_model(lengths, dict(enumerate(limits)))
+        chosen = num_draft_tokens(lengths, dict(enumerate(limits)))
         assert set(chosen) == set(range(len(limits)))
         assert all(0 <= chosen[i] <= limit for i, limit in enumerate(limits))
         assert max(chosen.values()) <= max(1, longest)
@@ -108,16 +108,16 @@ def after(rate: float, rounds: int = 200, **knobs: float) -> DraftLengths:
 
 
 def test_good_drafts_are_long_and_bad_ones_are_none() -> None:
-    assert by_model(after(0.95), {0: 8})[0] >= 6
-    assert 1 <= by_model(after(0.5), {0: 8})[0] <= 3
-    assert by_model(after(0.05), {0: 8})[0] == 0
+    assert num_draft_tokens(after(0.95), {0: 8})[0] >= 6
+    assert 1 <= num_draft_tokens(after(0.5), {0: 8})[0] <= 3
+    assert num_draft_tokens(after(0.05), {0: 8})[0] == 0
 
 
 def test_each_sequence_drafts_as_far_as_it_pays_for_it() -> None:
     lengths = after(0.9)
     for _ in range(100):
         lengths.acceptance.add(1, 1, 0)
-    chosen = by_model(lengths, {0: 8, 1: 8})
+    chosen = num_draft_tokens(lengths, {0: 8, 1: 8})
     assert chosen[0] > 3
     assert chosen[1] == 0
 
@@ -128,7 +128,7 @@ def test_a_pass_is_filled_where_another_one_would_not_pay() -> None:
     lengths.costs.draft = line(0.001, 0.00001)
     lengths.costs.verify = StepTimes({1: 0.008, 64: 0.009}, max_rows=64)
     for _ in range(2 * ROUNDS_OF_A_PLAN):
-        chosen = by_model(lengths, dict.fromkeys(range(16), 8))
+        chosen = num_draft_tokens(lengths, dict.fromkeys(range(16), 8))
     assert set(chosen.values()) == {3}
 
 
@@ -136,7 +136,7 @@ def test_a_newcomer_is_believed_to_be_like_the_others() -> None:
     good, bad = after(0.9), after(0.02)
     assert good.acceptance.rate(99) > 0.8
     assert bad.acceptance.rate(99) < 0.1
-    assert by_model(good, {99: 8})[99] > by_model(bad, {99: 8})[99]
+    assert num_draft_tokens(good, {99: 8})[99] > num_draft_tokens(bad, {99: 8})[99]
 
 
 def test_what_has_ended_is_forgotten() -> None:
@@ -150,7 +150,7 @@ def test_probing_costs_next_to_nothing_and_never_stops() -> None:
     spent = plain = 0.0
     probes = 0
     for _ in range(4000):
-        drafted = by_model(lengths, {0: 8})[0]
+        drafted = num_draft_tokens(lengths, {0: 8})[0]
         plain += lengths.costs.seconds(1, [])
         spent += lengths.costs.seconds(1, [1] * drafted)
         probes += drafted > 0
@@ -162,9 +162,9 @@ def test_probing_costs_next_to_nothing_and_never_stops() -> None:
 def test_trials_of_one_way_to_draft_take_nothing_from_the_other() -> None:
     lengths = DraftLengths(costs(), longest=8)
     for _ in range(50):
-        lengths.choose({0: DraftOptions(8, by_model=False, lookup_ids=(1,) * 8, lookup_rate=0.01)})
+        lengths.choose({0: DraftOptions(8, has_model=False, lookup_ids=(1,) * 8, lookup_rate=0.01)})
     lengths.costs.draft = line(5.0, 0.1)  # as a busy machine measured it
-    chosen = [lengths.choose({0: DraftOptions(8)})[0].by_model for _ in range(FIRST_TRIALS)]
+    chosen = [lengths.choose({0: DraftOptions(8)})[0].num_draft_tokens for _ in range(FIRST_TRIALS)]
     assert all(chosen)
 
 
@@ -175,7 +175,7 @@ def test_prompt_lookup_ends_where_its_rows_begin_another_tile() -> None:
 
     def by_lookup(sequences: int) -> int:
         found = {
-            i: DraftOptions(8, by_model=False, lookup_ids=(1,) * (i < 4), lookup_rate=0.6) for i in range(sequences)
+            i: DraftOptions(8, has_model=False, lookup_ids=(1,) * (i < 4), lookup_rate=0.6) for i in range(sequences)
         }
         return sum(len(order.lookup_ids) for order in lengths.choose(found).values())
 
@@ -186,13 +186,13 @@ def test_prompt_lookup_ends_where_its_rows_begin_another_tile() -> None:
 def test_only_one_of_those_who_lack_much_is_caught_up_to_try() -> None:
     lengths = DraftLengths(costs(draft=1.0), longest=8)
     chosen = lengths.choose({i: DraftOptions(8, lacking=100) for i in range(8)})
-    assert sum(order.by_model for order in chosen.values()) == 1
+    assert sum(order.num_draft_tokens for order in chosen.values()) == 1
 
 
 def test_a_draft_that_becomes_good_is_noticed() -> None:
     lengths = after(0.02)
     for _ in range(3000):
-        drafted = by_model(lengths, {0: 8})[0]
+        drafted = num_draft_tokens(lengths, {0: 8})[0]
         lengths.acceptance.add(0, drafted, drafted)
         if drafted > 3:
             break
@@ -204,7 +204,7 @@ def test_near_ties_do_not_swing() -> None:
     lengths = after(0.5)
     chosen = []
     for number in range(400):
-        k = by_model(lengths, {0: 8})[0]
+        k = num_draft_tokens(lengths, {0: 8})[0]
         chosen.append(k)
         lengths.acceptance.add(0, 2, 1 if number % 2 else 2 * (number % 4 == 0))
     swings = sum(before != now for before, now in pairwise(chosen))

@@ -24,7 +24,7 @@ def make_sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 1, k: int =
     """One that decodes: both workers have all but its last token."""
     fields = {"adaptive": True, "method": DraftMethod.BEST, **fields}
     sequence = Sequence(number, GenerationRequest(str(number), prompt, 200, frozenset(), k, **fields))  # type: ignore[arg-type]
-    sequence.target_length = sequence.draft_length = len(prompt) - 1
+    sequence.num_cached_tokens = sequence.num_draft_cached_tokens = len(prompt) - 1
     return sequence
 
 
@@ -55,13 +55,13 @@ def proposal_of(sequence: Sequence, tokens: tuple[int, ...], confidences: tuple[
 
 def test_a_good_model_drafts_as_long_as_it_is_sure() -> None:
     order = order_of(make_drafting(rate=0.8), make_sequence())
-    assert order.by_model == 8
+    assert order.num_draft_tokens == 8
     assert 0 < order.min_chance < order.next_chance < 1
 
 
 def test_a_bad_model_is_not_asked() -> None:
     drafting = make_drafting(rate=0.01)
-    assert order_of(drafting, make_sequence()).by_model == 0
+    assert order_of(drafting, make_sequence()).num_draft_tokens == 0
 
 
 def test_drafting_ends_early_even_where_verification_seems_to_cost_nothing() -> None:
@@ -70,19 +70,19 @@ def test_drafting_ends_early_even_where_verification_seems_to_cost_nothing() -> 
     drafting.costs.verify = StepTimes({1: 0.02, 64: 0.02}, cached=500, per_cached=1e-5)
     for _ in range(2 * ROUNDS_OF_A_PLAN):
         order = order_of(drafting, sequence)
-    assert order.by_model == 8
+    assert order.num_draft_tokens == 8
     assert 0 < order.min_chance < 0.1
 
 
 def test_samples_are_drafted_as_far_as_the_average_pays() -> None:
     order = order_of(make_drafting(rate=0.6), make_sequence(sampling=SamplingParams(temperature=1.0)))
-    assert 1 <= order.by_model < 8
+    assert 1 <= order.num_draft_tokens < 8
     assert order.min_chance == 0
 
 
 def test_without_a_worker_prompt_lookup_drafts() -> None:
     order = order_of(make_drafting(), make_sequence(LOOP), worker=None)
-    assert order.by_model == 0
+    assert order.num_draft_tokens == 0
     assert order.lookup_ids == (5, 6, 7, 8, 5, 6, 7, 8)[: len(order.lookup_ids)]
     assert order.lookup_ids
 
@@ -92,7 +92,7 @@ def test_prompt_lookup_wins_where_it_was_right() -> None:
     for _ in range(50):
         order = order_of(drafting, sequence)
         drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5)))
-    assert order.by_model == 0
+    assert order.num_draft_tokens == 0
     assert len(order.lookup_ids) == 8
 
 
@@ -109,7 +109,7 @@ def test_what_prompt_lookup_would_have_drafted_is_learned_without_verifying_it()
 def test_a_request_says_who_drafts(method: DraftMethod) -> None:
     drafting = make_drafting(rate=0.9)
     order = order_of(drafting, make_sequence(LOOP, method=method))
-    assert (order.by_model > 0) is (method is DraftMethod.MODEL)
+    assert (order.num_draft_tokens > 0) is (method is DraftMethod.MODEL)
     assert bool(order.lookup_ids) is (method is DraftMethod.NGRAM)
 
 
@@ -130,24 +130,24 @@ def test_a_long_fixed_length_is_for_rounds_without_requests_that_fix_none(method
 
     def length(*others: Sequence) -> int:
         order = drafting.orders([greedy, *others], WORKER)[2]
-        return order.by_model or len(order.lookup_ids)
+        return order.num_draft_tokens or len(order.lookup_ids)
 
     most = max(4, len(drafting.lengths.plan.steps))
     assert length(make_sequence()) == length(make_sequence(), make_sequence(number=3, adaptive=False)) == most
     assert length() == length(make_sequence(number=3, k=16, adaptive=False)) == 16
     short = make_sequence(number=4, k=2, adaptive=False, method=DraftMethod.MODEL)
-    assert drafting.orders([make_sequence(), short], WORKER)[4].by_model == 2
+    assert drafting.orders([make_sequence(), short], WORKER)[4].num_draft_tokens == 2
 
 
 def test_a_round_now_and_then_is_plain() -> None:
     drafting, sequence = make_drafting(rate=0.9), make_sequence()
-    plain = sum(order_of(drafting, sequence).by_model == 0 for _ in range(10 * PLAIN_EVERY))
+    plain = sum(order_of(drafting, sequence).num_draft_tokens == 0 for _ in range(10 * PLAIN_EVERY))
     assert 8 <= plain <= 12
 
 
 def test_a_newcomer_is_worked_off_by_the_draft_only_where_it_would_draft() -> None:
     sequence = make_sequence(tuple(range(40)))
-    sequence.target_length = sequence.draft_length = 0
+    sequence.num_cached_tokens = sequence.num_draft_cached_tokens = 0
     for rate, asked in ((0.9, True), (0.01, False)):
         drafting = make_drafting(rate, number=7)
         orders = drafting.orders([sequence], WORKER)
@@ -161,10 +161,10 @@ def test_a_draft_far_behind_is_caught_up_only_where_that_pays_off() -> None:
     drafting.costs.draft = StepTimes({1: 0.003, 1000: 3.0})
     for _ in range(ROUNDS_OF_A_PLAN):
         near = order_of(drafting, make_sequence(tuple(range(900))))
-    assert near.by_model
+    assert near.num_draft_tokens
     far = make_sequence(tuple(range(900)))
-    far.draft_length = 0
-    assert order_of(drafting, far).by_model == 0
+    far.num_draft_cached_tokens = 0
+    assert order_of(drafting, far).num_draft_tokens == 0
 
 
 # --- Confidence
@@ -180,7 +180,7 @@ def test_only_likely_tokens_are_verified() -> None:
     assert item.draft_token_ids == (4, 5)
     (commit,) = round_.commit([Verdict(1, ItemStatus.OK, (4, 5, 6), 5)])
     assert (commit.drafted, commit.accepted) == (2, 2)
-    assert sequence.draft_length == 3, "cached as far as the proposal says, all of which turned out right"
+    assert sequence.num_draft_cached_tokens == 3, "cached as far as the proposal says, all of which turned out right"
 
 
 def test_a_token_that_was_not_verified_counts_as_the_draft_believes() -> None:

@@ -11,6 +11,6 @@ def test_a_long_prompt_is_indexed_while_it_is_prefilled() -> None:
     lookup = PromptLookup()
     for _ in range(4):
         assert lookup.look_up(sequence, 2).token_ids == ()
-        sequence.target_length += INDEXED_A_CALL
-    sequence.target_length = len(prompt) - 1
+        sequence.num_cached_tokens += INDEXED_A_CALL
+    sequence.num_cached_tokens = len(prompt) - 1
     assert lookup.look_up(sequence, 2).token_ids == (4, 5)

@@ -123,7 +123,7 @@ async def test_whatever_a_template_does_the_chat_is_refused_and_others_are_serve
 
 
 async def test_what_the_queue_has_no_place_for_is_not_tokenized() -> None:
-    async with serving(TemplateTarget(), with_draft=False, window_size=1, queue_size=1) as served:
+    async with serving(TemplateTarget(), with_draft=False, max_num_seqs=1, queue_size=1) as served:
         served.target.open.clear()
         calls = [served.stub.Generate(make_request(request_id=f"r{i}")) for i in range(2)]
         await served.until(lambda info: info.running == 1 and info.queued == 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinator.prompts.slots import LARGE_BYTES, MOST_LARGE_WAITING, AbandonedError, TokenizingSlots
+from coordinator.prompts.tokenizer_pool import LARGE_BYTES, MOST_LARGE_WAITING, AbandonedError, TokenizerPool
 from specpool.protocol.errors import QueueFullError
 
 PATIENCE_SECONDS = 20
@@ -41,13 +41,13 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def at_once(slots: TokenizingSlots, size: int) -> str:
+async def at_once(slots: TokenizerPool, size: int) -> str:
     async with asyncio.timeout(PATIENCE_SECONDS):
         return await slots.run(size, lambda check: "small")
 
 
 async def test_small_prompts_do_not_wait_for_large_ones() -> None:
-    slots, large = TokenizingSlots(100), [Work() for _ in range(4)]
+    slots, large = TokenizerPool(100), [Work() for _ in range(4)]
     running = [asyncio.create_task(slots.run(LARGE, work)) for work in large]
     await large[0].until_begun()
     for _ in range(20):
@@ -59,7 +59,7 @@ async def test_small_prompts_do_not_wait_for_large_ones() -> None:
 
 
 async def test_a_client_that_leaves_frees_its_thread_as_soon_as_the_work_looks() -> None:
-    slots, work = TokenizingSlots(100), Work()
+    slots, work = TokenizerPool(100), Work()
     running = asyncio.create_task(slots.run(LARGE, work))
     await work.until_begun()
     running.cancel()
@@ -68,7 +68,7 @@ async def test_a_client_that_leaves_frees_its_thread_as_soon_as_the_work_looks()
 
 
 async def test_work_that_nobody_waits_for_keeps_its_thread_until_it_ends() -> None:
-    slots, first, second = TokenizingSlots(100), Work(checks=False), Work()
+    slots, first, second = TokenizerPool(100), Work(checks=False), Work()
     running = asyncio.create_task(slots.run(LARGE, first))
     await first.until_begun()
     running.cancel()
@@ -82,7 +82,7 @@ async def test_work_that_nobody_waits_for_keeps_its_thread_until_it_ends() -> No
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_a_client_that_leaves_while_it_waits_costs_nothing(size: int) -> None:
-    slots, busy, never = TokenizingSlots(100), [Work(), Work()], Work()
+    slots, busy, never = TokenizerPool(100), [Work(), Work()], Work()
     running = [asyncio.create_task(slots.run(each, work)) for each, work in zip((LARGE, SMALL), busy, strict=True)]
     for work in busy:
         await work.until_begun()
@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_while_it_waits_costs_nothing(size: int) -> N
 
 
 async def test_no_more_than_a_number_wait() -> None:
-    slots, busy = TokenizingSlots(most_waiting=3), [Work(), Work()]
+    slots, busy = TokenizerPool(most_waiting=3), [Work(), Work()]
     running = [asyncio.create_task(slots.run(SMALL, work)) for work in busy]
     for work in busy:
         await work.until_begun()
@@ -113,7 +113,7 @@ async def test_no_more_than_a_number_wait() -> None:
 
 
 async def test_fewer_large_ones_wait() -> None:
-    slots, busy = TokenizingSlots(100), Work()
+    slots, busy = TokenizerPool(100), Work()
     running = asyncio.create_task(slots.run(LARGE, busy))
     await busy.until_begun()
     waiting = [asyncio.create_task(at_once(slots, LARGE)) for _ in range(MOST_LARGE_WAITING)]
@@ -128,7 +128,7 @@ async def test_fewer_large_ones_wait() -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_errors_reach_the_caller_and_free_the_thread(size: int) -> None:
-    slots = TokenizingSlots(100)
+    slots = TokenizerPool(100)
 
     def fail(*_: object) -> str:
         raise ValueError("wrong")

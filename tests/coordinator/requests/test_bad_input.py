@@ -182,12 +182,12 @@ async def test_several_samples_need_a_temperature(served: Serving) -> None:
 
 
 async def test_no_more_samples_than_can_ever_wait(served: Serving) -> None:
-    async with serving(with_draft=False, window_size=2, queue_size=1) as small:
+    async with serving(with_draft=False, max_num_seqs=2, queue_size=1) as small:
         assert len((await small.stub.Generate(sampling(n=3, temperature=1.0))).other_samples) == 2
         error = await refusal(small, sampling(n=4, temperature=1.0))
         assert error.details() == "sampling_params.n: 4 is out of range: it must be from 1 to 3"
     # The window is no larger than the target's slots.
-    async with serving(RecordingTarget(slots=2), with_draft=False, window_size=8, queue_size=0) as small:
+    async with serving(RecordingTarget(slots=2), with_draft=False, max_num_seqs=8, queue_size=0) as small:
         error = await refusal(small, sampling(n=3, temperature=1.0))
         assert error.details() == "sampling_params.n: 3 is out of range: it must be from 1 to 2"
 

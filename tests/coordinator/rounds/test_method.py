@@ -29,7 +29,7 @@ async def join(served: Serving) -> None:
 
 
 async def test_a_newcomer_costs_nobody_a_cache(policy: str) -> None:
-    async with serving(policy=policy, max_batch_size=3, window_size=6, prefill_tokens=16) as served:
+    async with serving(policy=policy, max_batch_size=3, max_num_seqs=6, prefill_tokens=16) as served:
         await join(served)
         begun = [item.sequence_id for r in served.target.requests for item in r.items if item.base_length == 0]
         assert len(begun) == len(set(begun)) == 6, "a sequence was sent from its start again"
@@ -37,7 +37,7 @@ async def test_a_newcomer_costs_nobody_a_cache(policy: str) -> None:
 
 
 async def test_the_draft_keeps_its_cache_between_rounds(policy: str) -> None:
-    async with serving(policy=policy, max_batch_size=3, window_size=6, prefill_tokens=16) as served:
+    async with serving(policy=policy, max_batch_size=3, max_num_seqs=6, prefill_tokens=16) as served:
         await join(served)
         begun = [item.sequence_id for r in served.draft.requests for item in r.items if item.base_length == 0]
         assert len(begun) == len(set(begun)) == 6, "a sequence was sent from its start again"

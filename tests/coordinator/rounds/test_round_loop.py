@@ -38,7 +38,7 @@ async def test_a_fault_of_grouping_ends_the_requests_of_its_round_and_not_the_se
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving(window_size=2) as served:
+    async with serving(max_num_seqs=2) as served:
         with monkeypatch.context() as patched:
             patched.setattr(owner, method, broken)
             calls = [asyncio.ensure_future(served.expect(make_request([i]))) for i in range(3)]
@@ -58,7 +58,7 @@ async def test_a_fault_of_grouping_ends_the_requests_of_its_round_and_not_the_se
 
 async def test_a_fault_of_admission_ends_the_sequences_that_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would have been in that round; the requests that no longer find a place in the window stay in the queue."""
-    async with serving(window_size=2) as served:
+    async with serving(max_num_seqs=2) as served:
         served.target.open.clear()
         running = [asyncio.ensure_future(served.expect(make_request([i], 100))) for i in (1,)]
         await served.until(lambda info: info.running == 1)

@@ -102,16 +102,16 @@ def test_a_mixed_group_has_the_oldest_and_those_nearest_in_length() -> None:
 
 def test_equal_length_with_unequal_caches_is_not_the_same() -> None:
     cached, fresh = sequences([6, 6])
-    cached.target_length = 5
+    cached.num_cached_tokens = 5
     assert not Group([cached, fresh]).same_length
-    fresh.target_length = 5
+    fresh.num_cached_tokens = 5
     assert Group([cached, fresh]).same_length
-    cached.draft_length, fresh.draft_length = 4, 5
+    cached.num_draft_cached_tokens, fresh.num_draft_cached_tokens = 4, 5
     assert Group([cached, fresh]).same_length, "one token or two are fed in one pass"
-    fresh.draft_length = 3
+    fresh.num_draft_cached_tokens = 3
     assert not Group([cached, fresh]).same_length
     with_less_to_go = sequence(2, 6, max_tokens=2)
-    with_less_to_go.target_length, with_less_to_go.draft_length = 5, 4
+    with_less_to_go.num_cached_tokens, with_less_to_go.num_draft_cached_tokens = 5, 4
     assert not Group([cached, with_less_to_go]).same_length, "its draft would be shorter"
 
 
@@ -156,7 +156,7 @@ def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callab
         group = policy.choose(pool.ready, pool.rounds).sequences
         pool.begin_round(group)
         for member in group:
-            member.target_length = len(member.token_ids)
+            member.num_cached_tokens = len(member.token_ids)
             member.commit([0] * gain())
             unfinished -= member.finish is not None
         pool.end_round(group)
@@ -250,11 +250,11 @@ def test_the_ready_set_keeps_both_orders(steps: list[tuple[bool, int]]) -> None:
 def test_a_sequence_is_grouped_by_the_shape_it_had_when_it_became_ready() -> None:
     """What it could copy of another may be lost meanwhile."""
     source, member = sequence(0, 40), sequence(1, 40)
-    source.target_length = source.draft_length = 39
+    source.num_cached_tokens = source.num_draft_cached_tokens = 39
     member.target_prefix = member.draft_prefix = Prefix(source, 39)
     for policy in (Exspec(GroupingLimits(2, 2, 8, prefer)) for prefer in ("largest", "oldest")):
         ready = ReadySet([member])
-        source.target_length = source.draft_length = 0
+        source.num_cached_tokens = source.num_draft_cached_tokens = 0
         assert policy.choose(ready, 0).sequences == [member]
         assert ready.pop(1) is member
-        source.target_length = source.draft_length = 39
+        source.num_cached_tokens = source.num_draft_cached_tokens = 39

@@ -64,7 +64,7 @@ def workers(tiny_pair: tuple[Path, Path]) -> Iterator[Workers]:
     with asyncio.Runner() as runner:
         contexts = {
             layout: serving_pair(
-                *tiny_pair, worker={"max_sequences": 12, "max_forward_tokens": 96, "kv_layout": layout}
+                *tiny_pair, worker={"max_sequences": 12, "max_num_batched_tokens": 96, "kv_layout": layout}
             )
             for layout in EVERY_LAYOUT
         }
@@ -86,7 +86,7 @@ def workers(tiny_pair: tuple[Path, Path]) -> Iterator[Workers]:
 def test_tokens_are_those_of_plain_decoding(workers: Workers, policy: str, layout: str, batch: int, k: int) -> None:
     mix = [Case(make_prompt((i % 3, n)), 10 + i, k, True, 0, None) for i, n in enumerate(LENGTHS)]
     counters = workers.runner.run(
-        workers.check(layout, mix, policy=policy, max_batch_size=batch, window_size=2 * batch, prefill_tokens=64)
+        workers.check(layout, mix, policy=policy, max_batch_size=batch, max_num_seqs=2 * batch, prefill_tokens=64)
     )
     assert not workers.different
     assert len(counters.grouping.group_sizes) <= batch
@@ -118,7 +118,7 @@ def test_whatever_the_settings_the_lengths_and_the_arrivals(
     mix: list[Case],
 ) -> None:
     grouping = {"min_group_size": min(least, batch), "max_wait_rounds": wait, "prefer_group": prefer}
-    pool = {"max_batch_size": batch, "window_size": window, "admission": admission, "prefill_tokens": 16}
+    pool = {"max_batch_size": batch, "max_num_seqs": window, "admission": admission, "prefill_tokens": 16}
     workers.runner.run(workers.check(layout, mix, policy=policy, **grouping, **pool))
     assert not workers.different
 

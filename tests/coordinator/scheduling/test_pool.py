@@ -41,13 +41,13 @@ class PoolMachine(RuleBasedStateMachine):
     """`waiting` and `inside` are what the pool should hold, `left` what still has a slot; `group` plays a round."""
 
     @initialize(
-        window_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 4),
         queue_size=st.integers(0, 4),
         positions=st.sampled_from([0, 1, 20, 40, 90]),
         multiple=st.sampled_from([0, 1, 16]),
     )
-    def start(self, window_size: int, queue_size: int, positions: int, multiple: int) -> None:
-        self.pool = Pool(window_size, QueueLimits(queue_size), sets_aside=False)
+    def start(self, max_num_seqs: int, queue_size: int, positions: int, multiple: int) -> None:
+        self.pool = Pool(max_num_seqs, QueueLimits(queue_size), preempts=False)
         self.pool.kv_capacity = KVCapacity(positions, multiple)
         self.kept: dict[int, int] = {}
         self.ids = count(1)
@@ -64,7 +64,7 @@ class PoolMachine(RuleBasedStateMachine):
         return self.waiting + [sequence for sequence in self.inside if sequence.finish is None]
 
     def room(self) -> int:
-        return self.pool.window_size - len(self.inside) - len(self.left)
+        return self.pool.max_num_seqs - len(self.inside) - len(self.left)
 
     def next_to_enter(self, waiting: list[Sequence]) -> list[Sequence]:
         for sequence_id in set(self.kept) - {sequence.sequence_id for sequence in self.inside} - self.left:
@@ -79,7 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
         return entering
 
     def most_waiting(self, client: str, n: int, entering: int) -> int:
-        size, window = self.pool.limits.samples, self.pool.window_size
+        size, window = self.pool.limits.samples, self.pool.max_num_seqs
         has_others = any(sequence.request.client == client for sequence in self.waiting)
         return size if has_others or n - entering > size else size + min(size, window)
 
@@ -128,7 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
     def end_round(self, gained: int) -> None:
         for sequence in self.group:
             if sequence.finish is None:
-                sequence.target_length = len(sequence.token_ids) - 1
+                sequence.num_cached_tokens = len(sequence.token_ids) - 1
                 sequence.target_prefix = None
                 sequence.commit([0] * gained)
         self.pool.end_round(self.group)
@@ -204,8 +204,8 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def filled(window_size: int, number: int, queue_size: int = 100) -> tuple[Pool, list[Sequence]]:
-    pool = Pool(window_size, QueueLimits(queue_size))
+def filled(max_num_seqs: int, number: int, queue_size: int = 100) -> tuple[Pool, list[Sequence]]:
+    pool = Pool(max_num_seqs, QueueLimits(queue_size))
     sequences = [make_sequence(i, max_tokens=1000) for i in range(number)]
     for sequence in sequences:
         pool.submit([sequence])
@@ -213,7 +213,7 @@ def filled(window_size: int, number: int, queue_size: int = 100) -> tuple[Pool, 
 
 
 def test_admission_is_first_come_first_served() -> None:
-    pool, sequences = filled(window_size=3, number=7)
+    pool, sequences = filled(max_num_seqs=3, number=7)
     assert pool.admit() == sequences[:3]
     assert pool.admit() == []
     pool.abort(sequences[1])
@@ -237,7 +237,7 @@ def test_nobody_waits_longer_than_one_turn_of_the_others(window: int, limit: int
 
 
 def test_a_leaving_sequence_counts_until_its_slot_is_free() -> None:
-    pool, sequences = filled(window_size=1, number=2)
+    pool, sequences = filled(max_num_seqs=1, number=2)
     pool.admit()
     pool.abort(sequences[0])
     assert pool.admit() == []
@@ -247,7 +247,7 @@ def test_a_leaving_sequence_counts_until_its_slot_is_free() -> None:
 
 
 def test_an_abort_in_a_round_leaves_at_its_end() -> None:
-    pool, (sequence,) = filled(window_size=1, number=1)
+    pool, (sequence,) = filled(max_num_seqs=1, number=1)
     pool.admit()
     pool.begin_round([sequence])
     pool.abort(sequence)
@@ -258,7 +258,7 @@ def test_an_abort_in_a_round_leaves_at_its_end() -> None:
 
 
 def test_a_request_id_can_be_used_again_while_its_aborted_namesake_is_in_a_round() -> None:
-    pool, (old,) = filled(window_size=2, number=1)
+    pool, (old,) = filled(max_num_seqs=2, number=1)
     pool.admit()
     pool.begin_round([old])
     pool.abort(old)
@@ -270,7 +270,7 @@ def test_a_request_id_can_be_used_again_while_its_aborted_namesake_is_in_a_round
 
 
 def test_a_duplicate_request_id_is_refused_and_changes_nothing() -> None:
-    pool, (sequence,) = filled(window_size=1, number=1)
+    pool, (sequence,) = filled(max_num_seqs=1, number=1)
     with pytest.raises(DuplicateRequestError):
         pool.submit([make_sequence(7, sequence.request.request_id)])
     assert pool.find(*sequence.request.key) == [sequence]
@@ -278,7 +278,7 @@ def test_a_duplicate_request_id_is_refused_and_changes_nothing() -> None:
 
 
 def test_without_a_queue_the_window_still_serves() -> None:
-    pool, sequences = filled(window_size=2, number=2, queue_size=0)
+    pool, sequences = filled(max_num_seqs=2, number=2, queue_size=0)
     with pytest.raises(PoolFullError):
         pool.submit([make_sequence(9)])
     assert pool.admit() == sequences
@@ -287,7 +287,7 @@ def test_without_a_queue_the_window_still_serves() -> None:
 
 
 def test_aborting_twice_or_after_the_end_does_nothing() -> None:
-    pool, (sequence,) = filled(window_size=1, number=1)
+    pool, (sequence,) = filled(max_num_seqs=1, number=1)
     pool.admit()
     pool.begin_round([sequence])
     sequence.commit([0] * 1000)
@@ -309,7 +309,7 @@ def sharing(pool: Pool, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40)
 
 def prefill(pool: Pool, sequence: Sequence, length: int) -> None:
     pool.begin_round([sequence])
-    sequence.target_length = length
+    sequence.num_cached_tokens = length
     pool.end_round([sequence])
 
 
@@ -324,7 +324,7 @@ def test_who_begins_as_another_does_waits_until_the_shared_part_was_worked_off()
     prefill(pool, first, 39)
     pool.admit()
     assert list(pool.ready) == [longer, first, second]
-    assert (second.target_base, longer.target_base) == (32, 16)
+    assert (second.target_base_length, longer.target_base_length) == (32, 16)
 
 
 def test_nobody_waits_for_one_that_was_aborted() -> None:
@@ -334,11 +334,11 @@ def test_nobody_waits_for_one_that_was_aborted() -> None:
     pool.abort(first)
     pool.admit()
     assert list(pool.ready) == [second]
-    assert second.target_base == 0
+    assert second.target_base_length == 0
 
 
 def test_without_prefix_reuse_nobody_waits_and_nothing_is_copied() -> None:
-    pool = Pool(4, QueueLimits(9), prefix_reuse=False)
+    pool = Pool(4, QueueLimits(9), prefix_caching=False)
     sequences = sharing(pool, [1, 2])
     pool.admit()
     assert list(pool.ready) == sequences
@@ -360,7 +360,7 @@ def test_finished_sequences_are_prefixes_while_there_are_slots_for_them() -> Non
     again = [*sharing(pool, [8], (7,) * 40 + (1, 1, 2)), *sharing(pool, [9], (5,) * 40)]
     pool.admit()
     assert again[0].target_prefix == Prefix(sources[2], 32)
-    assert again[0].target_base == 32
+    assert again[0].target_base_length == 32
     pool.abort(again[0])
     pool.released({8})
     pool.admit()
@@ -478,7 +478,7 @@ def test_request_ids_are_the_clients_own() -> None:
 
 
 def test_a_paused_sequence_is_in_no_round_and_keeps_its_place() -> None:
-    pool, (one, other, waits) = filled(window_size=2, number=3)
+    pool, (one, other, waits) = filled(max_num_seqs=2, number=3)
     pool.admit()
     pool.pause(one)
     assert (list(pool.ready), pool.running, pool.schedulable, pool.capacity) == ([other], 2, 1, 0)
@@ -499,10 +499,10 @@ def test_a_paused_sequence_is_in_no_round_and_keeps_its_place() -> None:
 
 def paused_and_waiting(waiting: int) -> tuple[Pool, list[Sequence], list[Sequence]]:
     """A pool of two paused sequences and of some that wait, after an admission."""
-    pool, (one, other, *others) = filled(window_size=2, number=2 + waiting)
+    pool, (one, other, *others) = filled(max_num_seqs=2, number=2 + waiting)
     pool.admit(2)
     for sequence in (one, other):
-        sequence.target_length = sequence.draft_length = 1
+        sequence.num_cached_tokens = sequence.num_draft_cached_tokens = 1
         pool.pause(sequence)
     assert pool.admit() == []
     pool.check_integrity()
@@ -511,7 +511,7 @@ def paused_and_waiting(waiting: int) -> tuple[Pool, list[Sequence], list[Sequenc
 
 def test_paused_sequences_give_their_places_to_those_that_wait_and_queue_again() -> None:
     pool, (one, other), (waits,) = paused_and_waiting(1)
-    assert (pool.leaving, list(pool.members), one.target_length) == ({one.sequence_id}, [other], 0)
+    assert (pool.leaving, list(pool.members), one.num_cached_tokens) == ({one.sequence_id}, [other], 0)
     pool.released(pool.leaving)
     assert (pool.admit(), pool.is_empty) == ([waits], False)
     pool.resume(one)
@@ -526,7 +526,7 @@ def test_paused_sequences_give_their_places_to_those_that_wait_and_queue_again()
 
 def test_paused_sequences_keep_their_places_while_nobody_waits() -> None:
     pool, (one, other), _ = paused_and_waiting(0)
-    assert (pool.leaving, list(pool.members), one.target_length) == (set(), [one, other], 1)
+    assert (pool.leaving, list(pool.members), one.num_cached_tokens) == (set(), [one, other], 1)
 
 
 @pytest.mark.parametrize("read_again", [False, True])
@@ -601,15 +601,15 @@ def test_submitting_to_a_large_window_looks_at_each_sequence_a_few_times() -> No
 # --- Places that are given to others
 
 
-def crowded(window_size: int, **settings: Any) -> tuple[Pool, list[Sequence]]:
+def crowded(max_num_seqs: int, **settings: Any) -> tuple[Pool, list[Sequence]]:
     """A pool whose window is full of one client's sequences, each further than the one before."""
-    pool = Pool(window_size, QueueLimits(100), **settings)
-    sequences = [make_sequence(i, max_tokens=1000, client="anne") for i in range(window_size)]
+    pool = Pool(max_num_seqs, QueueLimits(100), **settings)
+    sequences = [make_sequence(i, max_tokens=1000, client="anne") for i in range(max_num_seqs)]
     for sequence in sequences:
         pool.submit([sequence])
     pool.admit()
     for sequence in sequences:
-        sequence.target_length = 1 + sequence.sequence_id
+        sequence.num_cached_tokens = 1 + sequence.sequence_id
     return pool, sequences
 
 
@@ -618,7 +618,7 @@ def test_a_client_without_a_place_gets_that_of_the_sequence_with_least_to_lose()
     bob = make_sequence(9, client="bob")
     pool.submit([bob])
     assert pool.admit() == []
-    assert (pool.leaving, anne[0].target_length, anne[0].is_aside) == ({0}, 0, True)
+    assert (pool.leaving, anne[0].num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
     assert pool.admit() == []
     assert pool.leaving == {0}, "one place is on its way already"
     pool.released({0})
@@ -628,7 +628,7 @@ def test_a_client_without_a_place_gets_that_of_the_sequence_with_least_to_lose()
     pool.check_integrity()
     pool.abort(bob)
     pool.released(pool.leaving)
-    assert (pool.admit(), anne[0].is_aside) == ([anne[0]], False)
+    assert (pool.admit(), anne[0].is_preempted) == ([anne[0]], False)
 
 
 def test_a_client_with_one_place_keeps_it() -> None:
@@ -639,7 +639,7 @@ def test_a_client_with_one_place_keeps_it() -> None:
 
 
 def test_a_fixed_batch_gives_no_places_away() -> None:
-    pool, anne = crowded(3, sets_aside=False)
+    pool, anne = crowded(3, preempts=False)
     pool.submit([make_sequence(9, client="bob")])
     assert pool.admit() == []
     assert (pool.leaving, list(pool.ready)) == (set(), anne)
@@ -679,7 +679,7 @@ def test_sequences_that_were_set_aside_count_for_their_client_and_keep_no_newcom
         pool.admit()
         pool.released(pool.leaving)
         pool.admit()
-    assert (len(pool._aside), pool.queued) == (4, 0)
+    assert (len(pool._preempted), pool.queued) == (4, 0)
     with pytest.raises(PoolFullError, match="of this client"):
         pool.submit([make_sequence(7, client="anne")])
     for sequence in anne:
@@ -729,7 +729,7 @@ def test_whoever_gives_places_to_whom_all_finish(data: st.DataObject) -> None:
         pool.begin_round(group)
         for sequence in group:
             sequence.commit([7])
-            sequence.target_length = len(sequence.token_ids) - 1
+            sequence.num_cached_tokens = len(sequence.token_ids) - 1
         pool.end_round(group)
         pool.released(pool.leaving)
         pool.check_integrity()

@@ -15,7 +15,7 @@ SHARED = (5,) * (3 * BLOCK_TOKENS)
 
 def make(sequence_id: int, prompt: tuple[int, ...] = SHARED, cached: int = 0, **fields: Any) -> Sequence:
     sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, 99, frozenset(), 4, **fields))
-    sequence.target_length = cached
+    sequence.num_cached_tokens = cached
     return sequence
 
 
@@ -100,7 +100,7 @@ def test_a_finished_sequence_can_be_continued_as_far_as_it_was_cached() -> None:
     sequence = live(index, 1, cached=0)
     answer = list(range(100, 140))
     sequence.commit(answer)
-    sequence.target_length = len(sequence.token_ids) - 1
+    sequence.num_cached_tokens = len(sequence.token_ids) - 1
     index.finish(sequence)
     assert index.find(make(9, (*SHARED, *answer, 7, 8))) == Prefix(sequence, len(SHARED) + 32)
 
@@ -176,7 +176,7 @@ def test_samples_of_one_request_share_their_whole_prompt() -> None:
     second.first_sample_id = first.sequence_id
     index.add(first)
     live(index, 7, prompt, cached=len(prompt))
-    first.target_length = len(prompt)
+    first.num_cached_tokens = len(prompt)
     assert index.find(second) == Prefix(first, len(prompt) - 1)
 
 
@@ -188,7 +188,7 @@ def test_samples_that_were_set_aside_share_nothing_that_they_have_generated() ->
     first.token_ids += [10, 11, 12, 13]
     second.token_ids += [20, 21, 22, 23]
     index.add(first)
-    first.target_length = len(first.token_ids) - 1
+    first.num_cached_tokens = len(first.token_ids) - 1
     assert index.find(second) == Prefix(first, len(prompt))
 
 

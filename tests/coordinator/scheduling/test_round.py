@@ -105,8 +105,8 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
         length = len(sequence.token_ids)
         end = item.base_length + len(item.token_ids)
         assert item.token_ids
-        assert item.base_length == min(sequence.draft_base, length - 1)
-        check_first_contact(item, sequence, sequence.draft_length, sequence.draft_prefix)
+        assert item.base_length == min(sequence.draft_base_length, length - 1)
+        check_first_contact(item, sequence, sequence.num_draft_cached_tokens, sequence.draft_prefix)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert 0 <= item.num_draft_tokens <= sequence.request.num_speculative_tokens
         assert item.num_draft_tokens <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
@@ -123,8 +123,8 @@ def check_verify_items(group: list[Sequence], items: list[VerifyItem], budget: i
         sequence = by_id.pop(item.sequence_id)
         end = item.base_length + len(item.token_ids)
         assert item.token_ids
-        assert item.base_length == sequence.target_base
-        check_first_contact(item, sequence, sequence.target_length, sequence.target_prefix)
+        assert item.base_length == sequence.target_base_length
+        check_first_contact(item, sequence, sequence.num_cached_tokens, sequence.target_prefix)
         assert list(item.token_ids) == sequence.token_ids[item.base_length : end]
         assert item.prefill_only == (end < len(sequence.token_ids))
         assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
@@ -183,7 +183,7 @@ class Table:
         """Any for most: by the model, by prompt lookup, both or neither."""
         return {
             sequence.sequence_id: DraftOrder(
-                by_model=self.rng.randint(0, 9),
+                num_draft_tokens=self.rng.randint(0, 9),
                 min_chance=self.rng.choice([0.0, 0.5, 1.0]),
                 lookup_ids=self.looked_up(sequence),
             )
@@ -194,7 +194,7 @@ class Table:
     def looked_up(self, sequence: Sequence) -> tuple[int, ...]:
         """Tokens that are right, to a random one."""
         context, found = sequence.token_ids.copy(), list[int]()
-        for _ in range(self.rng.randint(0, max(0, sequence.draft_limit))):
+        for _ in range(self.rng.randint(0, max(0, sequence.max_num_draft_tokens))):
             token = choose(context)
             found.append(token if self.rng.random() < self.acceptance else (token + 1) % VOCAB_SIZE)
             context.append(found[-1])
@@ -202,7 +202,10 @@ class Table:
 
     def check_caches(self, sequence: Sequence) -> None:
         """What the sequence believes to be cached is cached, unless all of it was lost."""
-        for worker, length in ((self.target, sequence.target_length), (self.draft, sequence.draft_length)):
+        for worker, length in (
+            (self.target, sequence.num_cached_tokens),
+            (self.draft, sequence.num_draft_cached_tokens),
+        ):
             assert 0 <= length <= len(sequence.token_ids)
             cached = worker.caches.get(sequence.sequence_id)
             assert cached is None or cached[:length] == sequence.token_ids[:length]
@@ -441,8 +444,8 @@ def test_drafts_that_the_target_does_not_know_end_the_proposal_before_them() -> 
     run_once([sequence], target, Worker(), [True])
     round_ = Round(2, [sequence], 100)
     (asked,) = round_.propose_items(NO_LIMIT, NO_LIMIT)
-    cached_length = len(sequence.token_ids) + 3
-    proposal = Proposal(asked.sequence_id, ItemStatus.OK, (5, VOCAB_SIZE - 1, VOCAB_SIZE, 6), cached_length)
+    num_cached_tokens = len(sequence.token_ids) + 3
+    proposal = Proposal(asked.sequence_id, ItemStatus.OK, (5, VOCAB_SIZE - 1, VOCAB_SIZE, 6), num_cached_tokens)
     round_.take_proposals([proposal], VOCAB_SIZE)
     assert round_.verify_items()[0].draft_token_ids == (5, VOCAB_SIZE - 1)
 

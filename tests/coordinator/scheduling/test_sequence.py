@@ -76,13 +76,13 @@ def test_nothing_is_committed_after_the_end() -> None:
 def test_drafts_leave_room_for_the_token_that_is_always_gained(generated: int, k: int, limit: int) -> None:
     sequence = make_sequence(max_tokens=8, k=k)
     sequence.commit([0] * generated)
-    assert sequence.draft_limit == limit
+    assert sequence.max_num_draft_tokens == limit
 
 
 @pytest.mark.parametrize(("cached", "decoding"), [(0, False), (1, False), (2, True), (3, False)])
 def test_decoding_means_that_the_target_lacks_only_the_last_token(cached: int, decoding: bool) -> None:
     sequence = make_sequence()
-    sequence.target_length = cached
+    sequence.num_cached_tokens = cached
     assert sequence.is_decoding is decoding
 
 

@@ -68,9 +68,9 @@ async def test_tokens_are_those_of_plain_decoding_for_every_k(k: int) -> None:
     "settings",
     [
         {},
-        {"window_size": 3, "queue_size": 100},
-        {"window_size": 10, "max_batch_size": 3},
-        {"window_size": 1, "max_batch_size": 1, "queue_size": 100},
+        {"max_num_seqs": 3, "queue_size": 100},
+        {"max_num_seqs": 10, "max_batch_size": 3},
+        {"max_num_seqs": 1, "max_batch_size": 1, "queue_size": 100},
         {"prefill_tokens": 5},
     ],
     ids=str,
@@ -91,7 +91,7 @@ async def test_tokens_do_not_depend_on_the_company(settings: dict[str, int]) -> 
 
 
 async def test_no_round_is_larger_than_the_batch_or_the_window() -> None:
-    async with serving(window_size=6, max_batch_size=4) as served:
+    async with serving(max_num_seqs=6, max_batch_size=4) as served:
         await asyncio.gather(*(served.expect(make_request([i], 10)) for i in range(20)))
         sizes = {len(request.items) for request in served.target.requests}
         assert max(sizes) == 4
@@ -354,7 +354,7 @@ async def test_abort_gives_what_was_generated_so_far() -> None:
 
 
 async def test_a_queued_request_can_be_aborted() -> None:
-    async with serving(window_size=1) as served:
+    async with serving(max_num_seqs=1) as served:
         served.target.open.clear()
         first = asyncio.ensure_future(served.expect(make_request()))
         await served.until(lambda info: info.running == 1)
@@ -429,7 +429,7 @@ async def cancelled_sometime(served: Serving, request: pb.GenerateRequest, rng: 
 
 async def test_three_hundred_requests_of_which_half_are_cancelled_leave_nothing_behind() -> None:
     rng = random.Random(3)
-    async with serving(window_size=8, queue_size=300) as served:
+    async with serving(max_num_seqs=8, queue_size=300) as served:
 
         async def one() -> None:
             await asyncio.sleep(rng.random())
@@ -459,12 +459,12 @@ async def test_model_info_names_models_and_limits() -> None:
 
 
 async def test_server_info_counts_and_describes() -> None:
-    async with serving(window_size=4, queue_size=7) as served:
+    async with serving(max_num_seqs=4, queue_size=7) as served:
         responses = await asyncio.gather(*(served.expect(make_request([i], k=2)) for i in range(5)))
         info = await served.until_idle()
         assert info.version == version("specpool")
         assert info.uptime_s > 0
-        assert (info.policy, info.window_size, info.queue_size) == ("ragged", 4, 7)
+        assert (info.policy, info.max_num_seqs, info.queue_size) == ("ragged", 4, 7)
         assert (info.target.address, info.draft.address) == (served.target_address, served.draft_address)
         assert (info.target.reason, info.draft.reason) == ("", "")
         assert (info.target.load.slots_total, info.draft.model.vocab_size) == (16, VOCAB_SIZE)

@@ -54,7 +54,7 @@ async def submit(
 
 async def test_two_hundred_waiting_requests_delay_another_clients_only_by_a_turn() -> None:
     order: list[str] = []
-    async with held(window_size=2, num_speculative_tokens=0) as served:
+    async with held(max_num_seqs=2, num_speculative_tokens=0) as served:
         many = [make_request([i], 4, request_id=f"anne {i}") for i in range(200)]
         calls = await submit(served, many, ANNE, order)
         calls += await submit(served, [make_request([7], 4, request_id="bob")], BOB, order)
@@ -66,7 +66,7 @@ async def test_two_hundred_waiting_requests_delay_another_clients_only_by_a_turn
 
 async def test_sixty_four_samples_of_one_request_let_others_pass() -> None:
     order: list[str] = []
-    async with held(window_size=4, num_speculative_tokens=0) as served:
+    async with held(max_num_seqs=4, num_speculative_tokens=0) as served:
         large = make_request([1], 4, request_id="many", temperature=1.0, n=64)
         calls = await submit(served, [large], ANNE, order)
         calls += await submit(served, [make_request([i], 4, request_id=f"one {i}") for i in range(3)], ANNE, order)
@@ -77,7 +77,7 @@ async def test_sixty_four_samples_of_one_request_let_others_pass() -> None:
 
 
 async def test_what_others_have_queued_keeps_nobody_out() -> None:
-    async with held(window_size=1, queue_size=3) as served:
+    async with held(max_num_seqs=1, queue_size=3) as served:
         order: list[str] = []
         calls = await submit(served, [make_request([i], request_id=f"anne {i}") for i in range(4)], ANNE, order)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -90,7 +90,7 @@ async def test_what_others_have_queued_keeps_nobody_out() -> None:
 
 
 async def test_limits_of_a_client_and_of_waiting_tokens_say_when_to_try_again() -> None:
-    async with held(window_size=1, max_requests_per_client=3, queue_tokens=50) as served:
+    async with held(max_num_seqs=1, max_requests_per_client=3, queue_tokens=50) as served:
         calls = await submit(served, [make_request([i] * 20, request_id=f"{i}") for i in range(3)], ANNE, [])
         for request, reason in (
             (make_request([1]), "3 samples of this client are in flight, of at most 3"),
@@ -111,7 +111,7 @@ async def test_limits_of_a_client_and_of_waiting_tokens_say_when_to_try_again() 
 
 
 async def test_a_request_is_aborted_by_its_own_client_only() -> None:
-    async with held(window_size=4) as served:
+    async with held(max_num_seqs=4) as served:
         calls = [
             asyncio.ensure_future(served.stub.Generate(make_request([i], 50, request_id="same"), metadata=client))
             for i, client in enumerate((ANNE, BOB))
@@ -151,7 +151,7 @@ async def test_a_prompt_cannot_be_read_from_what_others_reuse() -> None:
 
 
 async def test_idle_time_does_not_count_in_the_time_to_try_again() -> None:
-    async with serving(window_size=1, queue_size=1, num_speculative_tokens=0) as served:
+    async with serving(max_num_seqs=1, queue_size=1, num_speculative_tokens=0) as served:
         for i in range(20):
             await served.expect(make_request([i], 2))
         served.target.open.clear()

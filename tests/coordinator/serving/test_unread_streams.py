@@ -46,7 +46,7 @@ def generations(served: Serving) -> list[Any]:
 
 
 async def test_a_stream_that_is_not_read_pauses_and_others_go_on() -> None:
-    async with serving(window_size=2) as served, unread(served, make_request([1], LONG, k=4)) as messages:
+    async with serving(max_num_seqs=2) as served, unread(served, make_request([1], LONG, k=4)) as messages:
         await until_paused(served)
         (sample,) = generations(served)[0].samples
         before = sample.sequence.num_generated
@@ -66,7 +66,7 @@ async def test_a_stream_that_is_not_read_pauses_and_others_go_on() -> None:
 
 async def test_streams_that_are_not_read_give_their_places_to_others_and_go_on_when_they_are() -> None:
     request = make_request([1], LONG, k=4)
-    async with serving(window_size=1) as served, unread(served, request) as messages:
+    async with serving(max_num_seqs=1) as served, unread(served, request) as messages:
         await until_paused(served)
         for i in range(3):
             await stream(served, make_request([i], 100))
@@ -78,7 +78,7 @@ async def test_streams_that_are_not_read_give_their_places_to_others_and_go_on_w
 
 async def test_each_sample_of_a_request_pauses_for_itself() -> None:
     request = make_request([1], 1000, k=0, temperature=1.0, n=3)
-    async with serving(window_size=4) as served, unread(served, request) as messages:
+    async with serving(max_num_seqs=4) as served, unread(served, request) as messages:
         await until_paused(served, 3)
         ended = [message.complete async for message in messages if message.HasField("complete")]
         assert sorted(complete.index for complete in ended) == [0, 1, 2]
@@ -87,7 +87,7 @@ async def test_each_sample_of_a_request_pauses_for_itself() -> None:
 
 
 async def test_a_paused_stream_can_be_aborted_and_cancelled() -> None:
-    async with serving(window_size=2) as served:
+    async with serving(max_num_seqs=2) as served:
         async with unread(served, make_request([1], LONG, request_id="lazy")) as messages:
             await until_paused(served)
             await served.stub.Abort(pb.AbortRequest(request_id="lazy"))
@@ -100,7 +100,7 @@ async def test_a_paused_stream_can_be_aborted_and_cancelled() -> None:
 
 
 async def test_a_stream_that_stays_unread_is_ended_and_its_slot_freed() -> None:
-    settings = {"window_size": 1, "stream_stall_seconds": 0.3}
+    settings = {"max_num_seqs": 1, "stream_stall_seconds": 0.3}
     async with serving(**settings) as served, unread(served, make_request([1], LONG)) as messages:
         await until_paused(served)
         await served.expect(make_request([2], 10))  # in its slot
@@ -115,7 +115,7 @@ async def test_a_stream_that_stays_unread_is_ended_and_its_slot_freed() -> None:
 
 
 async def test_what_is_left_of_a_finished_stream_goes_if_it_stays_unread() -> None:
-    settings = {"window_size": 1, "stream_stall_seconds": 0.3}
+    settings = {"max_num_seqs": 1, "stream_stall_seconds": 0.3}
     async with serving(**settings) as served, unread(served, make_request([1], MOST_UNREAD, k=0)) as messages:
         await served.until(lambda info: info.counters.finished["length"] == 1)
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -127,7 +127,7 @@ async def test_what_is_left_of_a_finished_stream_goes_if_it_stays_unread() -> No
 
 
 async def test_a_slow_reader_of_a_finished_stream_gets_all_of_it() -> None:
-    settings = {"window_size": 1, "stream_stall_seconds": 1.0}
+    settings = {"max_num_seqs": 1, "stream_stall_seconds": 1.0}
     request = make_request([1], MOST_UNREAD, k=0)
     async with serving(**settings) as served, unread(served, request) as messages:
         await served.until(lambda info: info.counters.finished["length"] == 1)
@@ -139,7 +139,7 @@ async def test_a_slow_reader_of_a_finished_stream_gets_all_of_it() -> None:
 
 
 async def test_unary_calls_never_pause() -> None:
-    async with serving(window_size=1) as served:
+    async with serving(max_num_seqs=1) as served:
         async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             response = await stub.Generate(make_request([1], LONG))

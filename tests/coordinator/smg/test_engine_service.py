@@ -113,7 +113,7 @@ async def test_headers_are_sent_before_the_first_token_and_after_validation() ->
 
 
 async def test_requests_of_both_services_share_ids_and_the_queue() -> None:
-    async with serving(with_draft=False, smg=True, window_size=1, queue_size=0) as served:
+    async with serving(with_draft=False, smg=True, max_num_seqs=1, queue_size=0) as served:
         served.target.open.clear()
         ours = served.stub.Generate(make_request(PROMPT, request_id="a"))
         await served.until(lambda info: info.running)

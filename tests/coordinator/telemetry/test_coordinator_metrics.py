@@ -102,7 +102,7 @@ async def test_latencies_are_observed_once_per_sample_and_commit() -> None:
 
 async def test_gauges_show_what_waits_and_runs_and_how_it_ended() -> None:
     target = RecordingTarget()
-    async with serving(target, window_size=2, queue_size=5, metrics_port=free_port()) as served:
+    async with serving(target, max_num_seqs=2, queue_size=5, metrics_port=free_port()) as served:
         target.open.clear()
         calls = [served.stub.Generate(make_request([1, seed], 14)) for seed in range(3)]
         await served.until(lambda info: (info.running, info.queued) == (1, 2))

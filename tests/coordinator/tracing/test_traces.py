@@ -144,7 +144,7 @@ async def test_a_share_of_the_requests_is_traced() -> None:
 
 async def test_refused_and_broken_requests_say_how_they_ended() -> None:
     async with collecting() as (collector, url):
-        async with serving(otlp_traces_endpoint=url, queue_size=0, window_size=1, with_draft=False) as served:
+        async with serving(otlp_traces_endpoint=url, queue_size=0, max_num_seqs=1, with_draft=False) as served:
             await fails(served.stub.Generate(pb.GenerateRequest()))
             served.target.open.clear()
             call = served.stub.GenerateStream(make_request(max_tokens=50))

@@ -213,7 +213,7 @@ class SlowToRelease(RecordingDraft):
 async def test_slots_of_the_target_do_not_wait_for_the_draft() -> None:
     target = RecordingTarget()
     draft = SlowToRelease(target)
-    async with serving(target, draft, window_size=1) as served:
+    async with serving(target, draft, max_num_seqs=1) as served:
         for _ in range(5):
             await served.expect(make_request())
         await served.until(lambda info: info.target.load.slots_in_use == 0)

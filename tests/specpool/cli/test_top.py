@@ -111,7 +111,7 @@ def server(**changes: Any) -> pb.GetServerInfoResponse:
         slots_total=8, slots_in_use=2, kv_bytes_total=2**30, kv_positions_total=4096, kv_positions_free=1024
     )
     info = pb.GetServerInfoResponse(
-        version="1.2", policy="ragged", running=3, window_size=16, queued=40, queue_size=256,
+        version="1.2", policy="ragged", running=3, max_num_seqs=16, queued=40, queue_size=256,
         target=pb.WorkerState(address="t:1", state="ready", model=model, load=load),
         draft=pb.WorkerState(address="d:1", state="resting", reason="slow", model=model), **changes,
     )  # fmt: skip

@@ -136,12 +136,12 @@ async def test_its_flags_reach_the_processes(tiny_pair: Pair) -> None:
     flags += ["--log-level", "debug", "--log-format", "json", "--trace-sample-rate", "0", "--otlp-traces-endpoint"]
     async with (
         collecting() as (collector, url),
-        started(*up(tiny_pair, "--drain-seconds", "1", "--window-size", "5", *flags, url)) as process,
+        started(*up(tiny_pair, "--drain-seconds", "1", "--max-num-seqs", "5", *flags, url)) as process,
     ):
         async with AsyncClient(await address_of(process)) as client:
             await asyncio.gather(*(client.generate("abc" * i, max_tokens=20, ignore_eos=True) for i in range(1, 6)))
             info = await info_with_loads(client.server_info)
-            assert (info.policy, info.window_size) == ("exspec", 5)
+            assert (info.policy, info.max_num_seqs) == ("exspec", 5)
             assert info.target.load.kv_layout == info.draft.load.kv_layout == "padded"
             assert len(info.counters.grouping.group_sizes) == 3
             assert (await client.model_info()).num_speculative_tokens == 2

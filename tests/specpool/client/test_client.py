@@ -415,7 +415,7 @@ def test_details_that_are_none_are_no_delay() -> None:
 async def test_a_full_queue_is_waited_for(make_client: Any, call: str) -> None:
     target = RecordingTarget()
     with mock.patch("coordinator.requests.in_flight.FIRST_RETRY", 0.1):
-        async with serving(target, queue_size=1, window_size=1) as served, make_client(served.address) as client:
+        async with serving(target, queue_size=1, max_num_seqs=1) as served, make_client(served.address) as client:
             target.open.clear()
             others = asyncio.gather(*(served.expect(make_request(max_tokens=3)) for _ in range(2)))
             await served.until(lambda info: (info.running, info.queued) == (1, 1))

@@ -107,7 +107,7 @@ async def test_every_kind_of_call_of_the_blocking_client_brings_the_token(tmp_pa
         def calls() -> None:
             with Client(served.address, 0.0, token=TOKEN) as client:
                 assert client.model_info().max_model_len == 4096
-                assert client.server_info().window_size == 16
+                assert client.server_info().max_num_seqs == 16
                 assert list(client.stream(PROMPT, max_tokens=3))[-1].HasField("complete")
                 request = pb.GetModelInfoRequest()
                 assert client.stub.GetModelInfo.future(request).result().max_model_len == 4096

@@ -108,7 +108,7 @@ def test_each_process_accepts_the_values(device: str) -> None:
     values = yaml.safe_load(helm_values(plan))
     assert values["cells"] == plan.capacity.cells > 1
     coordinator = CoordinatorSettings(**values["coordinator"]["settings"])
-    assert coordinator.window_size == coordinator.max_batch_size == plan.window.batch
+    assert coordinator.max_num_seqs == coordinator.max_batch_size == plan.window.batch
     for role, kind in (("target", TargetWorkerSettings), ("draft", DraftWorkerSettings)):
         settings = kind(**environment(values[role]["settings"], values[role]))
         needs = getattr(plan.capacity, role)
@@ -132,7 +132,7 @@ def test_the_chart_takes_the_values_and_starts_each_process_with_them(device: st
     cells = {item["spec"]["replicas"] for item in of_kind(manifests, "StatefulSet").values()}
     assert cells == {plan.capacity.cells}
     coordinator, *workers = (pod_settings(manifests, component) for component in COMPONENTS)
-    assert coordinator.window_size == plan.window.batch
+    assert coordinator.max_num_seqs == plan.window.batch
     for worker in workers:
         assert (worker.max_sequences, worker.device) == (plan.window.batch, device[:4].rstrip(":"))
         assert 0 <= worker.kv_memory - plan.capacity.target.kv_bytes < 2**20

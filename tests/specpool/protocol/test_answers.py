@@ -29,7 +29,7 @@ def read(*results: Any, items: Any = (ITEM,), round_id: int = 3) -> Any:
 
 def test_an_answer_that_fits_is_taken() -> None:
     (taken,) = read(verdict())
-    assert (taken.status, taken.token_ids, taken.cached_length) == (ItemStatus.OK, (7, 8, 9), 13)
+    assert (taken.status, taken.token_ids, taken.num_cached_tokens) == (ItemStatus.OK, (7, 8, 9), 13)
     (bonus,) = read(verdict(token_ids=[7, 8, 4, 4], cached_length=14))
     assert bonus.token_ids == (7, 8, 4, 4)
     (missed,) = read(verdict(status=MISS))

@@ -77,14 +77,27 @@ def test_flags_go_before_variables_before_the_file_before_defaults(
 ) -> None:
     arguments = []
     if in_file:
-        arguments += ["--config", write(tmp_path, "window_size = 3\nqueue_size = 9\n")]
+        arguments += ["--config", write(tmp_path, "max_num_seqs = 3\nqueue_size = 9\n")]
     if in_environment:
-        monkeypatch.setenv("SPECPOOL_WINDOW_SIZE", "4")
+        monkeypatch.setenv("SPECPOOL_MAX_NUM_SEQS", "4")
     if in_flags:
-        arguments += ["--window-size", "5"]
+        arguments += ["--max-num-seqs", "5"]
     settings = load(*arguments)
-    assert settings.window_size == expected
+    assert settings.max_num_seqs == expected
     assert settings.queue_size == (9 if in_file else 256)
+
+
+@pytest.mark.parametrize("in_file", ["max_num_seqs", "window_size"])
+@pytest.mark.parametrize("in_environment", ["SPECPOOL_MAX_NUM_SEQS", "SPECPOOL_WINDOW_SIZE"])
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "--window-size"])
+def test_former_names_have_the_same_precedence(
+    in_file: str, in_environment: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--config", write(tmp_path, f"{in_file} = 3\n")]
+    assert load(*arguments).max_num_seqs == 3
+    monkeypatch.setenv(in_environment, "4")
+    assert load(*arguments).max_num_seqs == 4
+    assert load(*arguments, flag, "5").max_num_seqs == 5
 
 
 def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +107,8 @@ def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
 
 def test_variables_may_be_in_lower_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("specpool_config", write(tmp_path, 'draft_address = "draft:1"\n'))
-    monkeypatch.setenv("specpool_window_size", "3")
-    assert (load().draft_address, load().window_size) == ("draft:1", 3)
+    monkeypatch.setenv("specpool_max_num_seqs", "3")
+    assert (load().draft_address, load().max_num_seqs) == ("draft:1", 3)
 
 
 def test_the_prefix_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +126,7 @@ def test_commands_know_the_variables_of_all_processes_and_refuse_others(
     commands = set().union(*(settings.keys() for settings, _ in COMMANDS.values()))
     assert known_keys() == workers | CoordinatorSettings.keys() | commands
     monkeypatch.setenv("SPECPOOL_KV_MEMORY", "8GiB")
-    assert load_up().window_size == 16
+    assert load_up().max_num_seqs == 16
     monkeypatch.setenv("SPECPOOL_WINDOW_SIZ", "3")
     with pytest.raises(SystemExit):
         load_up()
@@ -130,7 +143,7 @@ def load_up(*arguments: str) -> UpSettings:
 
 
 def test_what_up_allows_its_processes_allow_too(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = load_up("--window-size", "4096", "--num-speculative-tokens", "16", "--threads", "1024")
+    settings = load_up("--max-num-seqs", "4096", "--num-speculative-tokens", "16", "--threads", "1024")
     target, draft, coordinator = services_of(settings, "target", "draft")
     TargetWorkerSettings.load("target", target.arguments)
     DraftWorkerSettings.load("draft", draft.arguments)
@@ -173,7 +186,7 @@ def test_sizes_can_have_units() -> None:
     assert load("--max-request-bytes", "2MiB").max_request_bytes == 2 * 2**20
 
 
-@pytest.mark.parametrize("flag", ["--no-such-flag", "--window", "--window_siz", "stray"])
+@pytest.mark.parametrize("flag", ["--no-such-flag", "--max-num", "--max_num_seq", "stray"])
 def test_unknown_flags_are_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert flag in refusal(capsys, flag, "3")
 
@@ -187,10 +200,10 @@ def test_unknown_variables_are_refused_by_name(
 
 def test_variables_of_others_are_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDOW_SIZE", "3")
-    assert load().window_size == 16
+    assert load().max_num_seqs == 16
 
 
-@pytest.mark.parametrize("key", ["window_siz", "server.port"])
+@pytest.mark.parametrize("key", ["max_num_seq", "server.port"])
 def test_unknown_keys_of_the_file_are_refused_by_name(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,7 +243,7 @@ def test_what_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 WRONG = [
     ("port", "70000", "65535"),
     ("port", "many", "integer"),
-    ("window-size", "0", "1"),
+    ("max-num-seqs", "0", "1"),
     ("max-batch-size", "0", "1"),
     ("queue-size", "-1", "0"),
     ("policy", "alphabetical", "ragged"),
@@ -238,7 +251,7 @@ WRONG = [
     ("draft-timeout-seconds", "nan", "86400"),
     ("target-timeout-seconds", "inf", "86400"),
     ("drain-seconds", "1e10", "86400"),
-    ("window-size", "4097", "4096"),
+    ("max-num-seqs", "4097", "4096"),
     ("max-batch-size", "4097", "4096"),
     ("queue-size", "99999999999", "4294967295"),
     ("prefill-tokens", "4294967296", "4294967295"),
@@ -290,9 +303,9 @@ def test_more_drafts_by_default_than_allowed_are_refused(capsys: pytest.CaptureF
 
 
 def test_several_mistakes_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refusal(capsys, "--port", "-1", "--window-size", "0")
+    error = refusal(capsys, "--port", "-1", "--max-num-seqs", "0")
     assert "port" in error
-    assert "window-size" in error
+    assert "max-num-seqs" in error
 
 
 def test_settings_cannot_be_changed_afterwards() -> None:
@@ -303,9 +316,9 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 
 def test_the_resolved_settings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        load("--window-size", "5").log_resolved()
+        load("--max-num-seqs", "5").log_resolved()
     logged = json.loads(caplog.messages[0].removeprefix("settings: "))
-    assert logged["window_size"] == 5
+    assert logged["max_num_seqs"] == 5
     assert set(logged) == set(CoordinatorSettings.model_fields) - {"config"}
 
 

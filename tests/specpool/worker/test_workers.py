@@ -206,7 +206,7 @@ async def test_passes_are_measured_when_the_model_is_loaded(tiny_pair: tuple[Pat
         costs = (await worker.info()).costs
         # Up to three sequences with 16 draft tokens each. On a CPU times grow in steps.
         assert list(costs.rows) == [1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 51]
-        assert costs.max_rows == engine.max_forward_tokens
+        assert costs.max_rows == engine.max_num_batched_tokens
         assert all(0 < seconds < 1 for seconds in costs.seconds)
         assert worker.engine.slots.in_use == 0
 

@@ -1,4 +1,4 @@
-"""A model whose passes are recorded by their shape, and repeated."""
+"""A model whose passes are captured by their shape, and repeated."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.attention import splits_for
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
-from specpool.engine.passes.gpu.graphs import Record, Recordings, Run
+from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import PackedBatch
 
@@ -18,57 +18,57 @@ MOST_ROWS = 512
 """Passes of more rows are launched: they spend their time in products."""
 
 
-class RecordedModel(ForwardPass):
+class CapturedModel(ForwardPass):
     """Records the passes of a model in which passes of one shape differ only in the numbers of their batches."""
 
     plans_attention = False
 
-    def __init__(self, model: GpuModel, record: Record) -> None:
+    def __init__(self, model: GpuModel, capture: Capture) -> None:
         super().__init__()
         self.model, self.compute_dtype, self.rows_per_tile = model, model.compute_dtype, model.rows_per_tile
         divided = model.group.ranks > 1
-        self._recordings: Recordings[PackedBatch] = Recordings(record, needed=divided)
-        model.group.before_leaving(self._recordings.clear)
+        self._graphs: CapturedGraphs[PackedBatch] = CapturedGraphs(capture, needed=divided)
+        model.group.before_leaving(self._graphs.clear)
         self._logits: torch.Tensor | None = None
         """Where all recordings leave their logits, so that only one of them takes memory for that."""
 
     @property
-    def record(self) -> Record | None:
-        """How work is recorded on this device; None if nothing is."""
-        return self._recordings.record
+    def capture(self) -> Capture | None:
+        """How work is captured on this device; None if nothing is."""
+        return self._graphs.capture
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
-        recording = None
+        graph = None
         if batch.rows <= MOST_ROWS:
             shape = batch.rows, batch.tiles, len(batch.logit_rows), splits_for(batch.longest)
-            recording = self._recordings.find(shape, lambda: self._prepared(batch))
-        if recording is None:
+            graph = self._graphs.find(shape, lambda: self._prepared(batch))
+        if graph is None:
             return self._launched(batch)
-        recording.input.numbers.copy_(batch.numbers, non_blocking=True)
-        recording.replay()
-        return recording.result.clone()  # the next pass overwrites them
+        graph.input.numbers.copy_(batch.numbers, non_blocking=True)
+        graph.replay()
+        return graph.result.clone()  # the next pass overwrites them
 
     def padded_rows(self, count: int) -> int:
-        """Padded rows of the recorded model."""
+        """Padded rows of the captured model."""
         return self.model.padded_rows(count)
 
     def scratch_bytes(self, rows: int, longest: int) -> int:
-        """Scratch bytes of the recorded model."""
+        """Scratch bytes of the captured model."""
         return self.model.scratch_bytes(rows, longest)
 
     def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> GpuDraftLoop | None:
-        """Draft steps that are recorded; None if the model is divided."""
-        return self.model.draft_loop(arena, token_ids, self.record)
+        """Draft steps that are captured; None if the model is divided."""
+        return self.model.draft_loop(arena, token_ids, self.capture)
 
     @contextmanager
     def launched(self) -> Iterator[None]:
-        """A context in which no pass is recorded, so that what watches its operations is not recorded with them."""
-        record, self._recordings.record = self._recordings.record, None
+        """A context in which no pass is captured, so that what watches its operations is not captured with them."""
+        capture, self._graphs.capture = self._graphs.capture, None
         try:
             yield
         finally:
-            self._recordings.record = record
+            self._graphs.capture = capture
 
     def _launched(self, batch: PackedBatch) -> torch.Tensor:
         logits: torch.Tensor = self.model(batch)

@@ -8,7 +8,7 @@ import torch
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.gpu.attention import splits_for
-from specpool.engine.passes.gpu.graphs import Record, Recordings, Run
+from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS, TILE_BEGINS, TILE_SIZES, PackedBatch
 
 # The numbers of a step are those of a packed batch, in which each row is a tile and has logits; the last one is how
@@ -33,11 +33,11 @@ class GpuDraftLoop:
         model: ForwardPass,
         arena: KVArena,
         token_ids: Callable[[torch.Tensor], torch.Tensor],
-        record: Record | None,
+        capture: Capture | None,
     ) -> None:
-        """`token_ids`: the tokens of rows of the head. `record`: how to record a step; None: steps are launched."""
+        """`token_ids`: the tokens of rows of the head. `capture`: how to capture a step; None: steps are launched."""
         self._model, self._arena, self._token_ids = model, arena, token_ids
-        self._recordings: Recordings[Step] = Recordings(record)
+        self._graphs: CapturedGraphs[Step] = CapturedGraphs(capture)
 
     def first(self, logits: torch.Tensor) -> torch.Tensor:
         """The choices after the logits [n, rows of the head]: tokens and probabilities, [2, n], as float64."""
@@ -64,12 +64,12 @@ class GpuDraftLoop:
             numbers = numbers.pin_memory()
         numbers = numbers.to(chosen.device, non_blocking=True)
         numbers[INPUT_IDS, :count] = chosen[0].long()
-        recording = self._recordings.find((rows, splits_for(longest)), lambda: self._prepared(numbers, longest))
+        graph = self._graphs.find((rows, splits_for(longest)), lambda: self._prepared(numbers, longest))
         again: Callable[[], object]
-        if recording is None:
+        if graph is None:
             step, again = self._prepared(numbers, longest)
         else:
-            step, again = recording.input, recording.replay
+            step, again = graph.input, graph.replay
             step.numbers.copy_(numbers)
         found = [chosen]
         for _ in range(max(wanted)):

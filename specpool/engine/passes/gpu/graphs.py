@@ -12,17 +12,17 @@ log = logging.getLogger(__name__)
 
 Input = TypeVar("Input")
 Run = Callable[[], torch.Tensor]
-Record = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
+Capture = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
 """Records work. Returns a function that repeats it on the same memory, and the tensor where its result then is."""
 
-# What other threads do meanwhile, such as the one that watches NCCL, is none of a recording's business.
+# What other threads do meanwhile, such as the one that watches NCCL, is none of a graph's business.
 OWN_THREAD = "thread_local"
 MOST_RECORDINGS = 64
 """With more, the least recently used ones are dropped: they take memory."""
 
 
 @dataclass(frozen=True)
-class Recording(Generic[Input]):
+class CapturedGraph(Generic[Input]):
     """Recorded work, to be repeated with other numbers in `input`."""
 
     input: Input
@@ -30,22 +30,22 @@ class Recording(Generic[Input]):
     result: torch.Tensor
 
 
-class Recordings(Generic[Input]):
-    """Recordings by shape, of which there are never more than MOST_RECORDINGS."""
+class CapturedGraphs(Generic[Input]):
+    """CapturedGraphs by shape, of which there are never more than MOST_RECORDINGS."""
 
-    def __init__(self, record: Record | None, needed: bool = False) -> None:
-        """`record`: None if nothing is to be recorded. `needed`: what cannot be recorded is an error, since the other
-        ranks of a divided model record it: a collective is recorded by all of them or by none."""
-        self.record, self._needed = record, needed
+    def __init__(self, capture: Capture | None, needed: bool = False) -> None:
+        """`capture`: None if nothing is to be captured. `needed`: what cannot be captured is an error, since the other
+        ranks of a divided model capture it: a collective is captured by all of them or by none."""
+        self.capture, self._needed = capture, needed
         self._seen: set[Hashable] = set()
-        self._kept: OrderedDict[Hashable, Recording[Input]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, CapturedGraph[Input]] = OrderedDict()
 
-    def find(self, shape: Hashable, prepare: Callable[[], tuple[Input, Run]]) -> Recording[Input] | None:
-        """The recording of a shape; None the first time, when its kernels are compiled, and if there can be none.
+    def find(self, shape: Hashable, prepare: Callable[[], tuple[Input, Run]]) -> CapturedGraph[Input] | None:
+        """The graph of a shape; None the first time, when its kernels are compiled, and if there can be none.
 
-        `prepare`: makes the input and the work on it. RuntimeError: a recording is needed and cannot be made.
+        `prepare`: makes the input and the work on it. RuntimeError: a graph is needed and cannot be made.
         """
-        if self.record is None:
+        if self.capture is None:
             return None
         if shape in self._kept:
             self._kept.move_to_end(shape)
@@ -55,18 +55,18 @@ class Recordings(Generic[Input]):
             return None
         own, run = prepare()
         try:
-            recording = Recording(own, *self.record(run))
+            graph = CapturedGraph(own, *self.capture(run))
         except RuntimeError as error:
             if self._needed:
-                raise RuntimeError(f"passes cannot be recorded; cuda_graphs=false launches them: {error}") from error
+                raise RuntimeError(f"passes cannot be captured; cuda_graphs=false launches them: {error}") from error
             # Not fatal: launched passes are only slower.
-            log.warning("passes cannot be recorded, and are launched: %s", error)
-            self.record = None
+            log.warning("passes cannot be captured, and are launched: %s", error)
+            self.capture = None
             return None
-        self._kept[shape] = recording
+        self._kept[shape] = graph
         if len(self._kept) > MOST_RECORDINGS:
             self._kept.popitem(last=False)
-        return recording
+        return graph
 
     def clear(self) -> None:
         """Drops all recordings."""

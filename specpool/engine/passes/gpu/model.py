@@ -1,4 +1,4 @@
-"""The lean pass as about ten kernels per layer, for GPUs.
+"""The fused pass as about ten kernels per layer, for GPUs.
 
 Products write their parts, which the kernel after each adds up. All kernels but those of products and attention handle
 one row, or one head of a row, by itself.
@@ -18,12 +18,12 @@ from specpool.engine.cache.spans import Location, Span
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.numerics.triton_compat import triton
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu import attention
 from specpool.engine.passes.gpu.attention import attend_extents, splits_for
 from specpool.engine.passes.gpu.draft_loop import GpuDraftLoop
 from specpool.engine.passes.gpu.gemm import Product
-from specpool.engine.passes.gpu.graphs import Record
+from specpool.engine.passes.gpu.graphs import Capture
 from specpool.engine.passes.gpu.rows import Addend, activate, add_and_norm, rotate_and_cache
 from specpool.engine.passes.packing import PackedBatch, pack
 from specpool.engine.sharding.shares import Dimension
@@ -32,37 +32,37 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.inference_mode()
-def try_kernels(lean: LeanModel) -> None:
+def try_kernels(fused: FusedModel) -> None:
     """Runs the kernels of a layer with one row, on all ranks at once. Raises anything if they cannot run this model on
     its device."""
     if triton is None:
         raise RuntimeError("Triton is not installed")
-    layer, rows = GpuLayer(lean.layers[0], 0), 1
-    weight, kv_heads = lean.dense_embedding, lean.kv_heads
-    arena = KVArena(1, kv_heads, rows, lean.head_dim, weight.dtype, weight.device)
+    layer, rows = GpuLayer(fused.layers[0], 0), 1
+    weight, kv_heads = fused.dense_embedding, fused.kv_heads
+    arena = KVArena(1, kv_heads, rows, fused.head_dim, weight.dtype, weight.device)
     batch = pack([Span(0, 0, [0], 1)], [Location(0)], arena, lambda count: count)
-    layer(lean.group.embedded(weight, batch.input_ids), None, batch, lean.rotary(rows)).parts.sum().item()
+    layer(fused.group.embedded(weight, batch.input_ids), None, batch, fused.rotary(rows)).parts.sum().item()
 
 
 class GpuModel(ForwardPass):
-    """Takes the weights out of a lean model layer by layer, so that there is never a second copy of all weights."""
+    """Takes the weights out of a fused model layer by layer, so that there is never a second copy of all weights."""
 
     plans_attention = False
 
-    def __init__(self, lean: LeanModel, longest: int) -> None:
+    def __init__(self, fused: FusedModel, longest: int) -> None:
         """`longest`: positions that a sequence can have; the tables of the rotary embedding have this length."""
         super().__init__()
-        first: Any = lean.layers[0]
-        self.group, self.compute_dtype, self.eps = lean.group, lean.compute_dtype, lean.eps
+        first: Any = fused.layers[0]
+        self.group, self.compute_dtype, self.eps = fused.group, fused.compute_dtype, fused.eps
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv_heads, first.head_dim
         self.rows_per_tile = attention.rows_per_tile(self.compute_dtype, self.heads // self.kv_heads)
-        self.rotary = lean.rotary(longest)
-        self.embedding, self.norm = lean.dense_embedding, lean.norm
-        self.head = Product(lean.head.weight, divided=False)
+        self.rotary = fused.rotary(longest)
+        self.embedding, self.norm = fused.dense_embedding, fused.norm
+        self.head = Product(fused.head.weight, divided=False)
         self.layers = nn.ModuleList()
-        for index in range(len(lean.layers)):
-            self.layers.append(GpuLayer(lean.layers[index], index))
-            lean.layers[index] = nn.Identity()
+        for index in range(len(fused.layers)):
+            self.layers.append(GpuLayer(fused.layers[index], index))
+            fused.layers[index] = nn.Identity()
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
@@ -82,11 +82,11 @@ class GpuModel(ForwardPass):
         return round_up(count, 8 if count <= 64 else 32 if count <= 256 else 64)
 
     def draft_loop(
-        self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor], record: Record | None = None
+        self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor], capture: Capture | None = None
     ) -> GpuDraftLoop | None:
-        """Steps that are recorded, or launched one kernel at a time; None if the model is divided: rank 0 tells the
+        """Steps that are captured, or launched one kernel at a time; None if the model is divided: rank 0 tells the
         others of each pass, and of nothing within one."""
-        return GpuDraftLoop(self, arena, token_ids, record) if self.group.ranks == 1 else None
+        return GpuDraftLoop(self, arena, token_ids, capture) if self.group.ranks == 1 else None
 
     def scratch_bytes(self, rows: int, longest: int) -> int:
         """Bytes of the parts of attention and of products, beyond their results, and of what ranks exchange."""
@@ -111,17 +111,17 @@ class GpuModel(ForwardPass):
 class GpuLayer(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, lean: Any, index: int) -> None:
-        """`lean`: the `LeanLayer` whose weights it takes over."""
+    def __init__(self, fused: Any, index: int) -> None:
+        """`fused`: the `FusedLayer` whose weights it takes over."""
         super().__init__()
-        self.group = lean.group
-        self.index, self.heads, self.scaling, self.eps = index, lean.heads, lean.scaling, lean.eps
-        self.qkv, self.gate_up = self._product(lean.qkv, "attended"), self._product(lean.gate_up, "intermediate")
-        self.out, self.down = self._product(lean.out, "hidden"), self._product(lean.down, "hidden")
-        self.qkv_bias, self.gate_up_bias = lean.qkv.bias, lean.gate_up.bias
-        self.out_bias, self.down_bias = self._whole_bias(lean.out.bias), self._whole_bias(lean.down.bias)
-        self.before_attention, self.after_attention = lean.before_attention, lean.after_attention
-        self.before_mlp, self.after_mlp, self.head_norms = lean.before_mlp, lean.after_mlp, lean.head_norms
+        self.group = fused.group
+        self.index, self.heads, self.scaling, self.eps = index, fused.heads, fused.scaling, fused.eps
+        self.qkv, self.gate_up = self._product(fused.qkv, "attended"), self._product(fused.gate_up, "intermediate")
+        self.out, self.down = self._product(fused.out, "hidden"), self._product(fused.down, "hidden")
+        self.qkv_bias, self.gate_up_bias = fused.qkv.bias, fused.gate_up.bias
+        self.out_bias, self.down_bias = self._whole_bias(fused.out.bias), self._whole_bias(fused.down.bias)
+        self.before_attention, self.after_attention = fused.before_attention, fused.after_attention
+        self.before_mlp, self.after_mlp, self.head_norms = fused.before_mlp, fused.after_mlp, fused.head_norms
 
     def forward(self, hidden: torch.Tensor, added: Addend | None, batch: PackedBatch, rotary: Rotary) -> Addend:
         """What the end of this layer adds to the hidden states [rows, hidden]: the next kernel does it. Everything

@@ -1,4 +1,4 @@
-"""The lean pass as one call of compiled code, for CPUs: computed in float32, with weights as they are stored."""
+"""The fused pass as one call of compiled code, for CPUs: computed in float32, with weights as they are stored."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -13,9 +13,9 @@ from torch import nn
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.compiler import compile_decoder
-from specpool.engine.passes.native.packed_weights import Kept, Products, bytes_of, products_of
+from specpool.engine.passes.native.packed_weights import PackedWeights, Products, bytes_of, products_of
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, NUMBERS, segments_of
 from specpool.engine.passes.native.structures import NORMS, PRODUCTS, Batch, Layer, Linear, Model
 from specpool.engine.passes.packing import PackedBatch
@@ -33,47 +33,47 @@ Compiler = Callable[..., CDLL | None]
 
 
 class NativeModel(ForwardPass):
-    """Takes the weights out of a lean model layer by layer, so that there is never a second copy of all weights."""
+    """Takes the weights out of a fused model layer by layer, so that there is never a second copy of all weights."""
 
     compute_dtype = torch.float32
     plans_attention = False
     exact_by_construction = True
     weights: torch.Tensor
 
-    def __init__(self, lean: LeanModel, products: Products, compiler: Compiler) -> None:
-        """`products`: those of the lean model. `compiler`: compiles the decoder for them, and can do so here."""
+    def __init__(self, fused: FusedModel, products: Products, compiler: Compiler) -> None:
+        """`products`: those of the fused model. `compiler`: compiles the decoder for them, and can do so here."""
         super().__init__()
-        first: Any = lean.layers[0]
+        first: Any = fused.layers[0]
         self._groups, self._compile, self._kinds = first.heads // first.kv_heads, compiler, products.kinds
         library = compiler()
         assert library is not None
         self._library, self._forward, self._multiply = library, library.forward, library.multiply
         self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
-        linears = (first.qkv, first.out, first.gate_up, first.down, lean.head)
+        linears = (first.qkv, first.out, first.gate_up, first.down, fused.head)
         self._product_inputs = {linear.in_features for linear in linears}
-        self._rotary, self._outputs = lean.rotary.in_float32(), lean.head.out_features
+        self._rotary, self._outputs = fused.rotary.in_float32(), fused.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
-        self._layers = (Layer * len(lean.layers))()
-        self._kept = Kept(bytes_of(lean, products))
-        self.register_buffer("weights", self._kept.memory, persistent=False)
-        head, own = self._kept.product(products.head, lean.head.bias, NEVER), products.embedding
+        self._layers = (Layer * len(fused.layers))()
+        self._packed = PackedWeights(bytes_of(fused, products))
+        self.register_buffer("weights", self._packed.memory, persistent=False)
+        head, own = self._packed.product(products.head, fused.head.bias, NEVER), products.embedding
         self._model = Model(
             layers=self._layers,
-            num_layers=len(lean.layers),
-            hidden=lean.norm.numel(),
+            num_layers=len(fused.layers),
+            hidden=fused.norm.numel(),
             intermediate=first.gate_up.out_features // 2,
             kv_heads=first.kv_heads,
-            norm=self._kept.numbers(lean.norm),
-            embedding=head if own is None else self._kept.product(own, None, NEVER),
+            norm=self._packed.numbers(fused.norm),
+            embedding=head if own is None else self._packed.product(own, None, NEVER),
             head=head,
-            eps=lean.eps,
+            eps=fused.eps,
             scaling=first.scaling,
         )
-        for index, layer in enumerate(lean.layers):
+        for index, layer in enumerate(fused.layers):
             self._layers[index] = self._layer(products.layers[index], layer)
-            products.layers[index], lean.layers[index] = {}, nn.Identity()
+            products.layers[index], fused.layers[index] = {}, nn.Identity()
         self._set_widened_from(NEVER if self._kinds.keys() <= {FLOAT32, BFLOAT16} else self._best_widened_from())
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
@@ -136,10 +136,10 @@ class NativeModel(ForwardPass):
         """
         segments = segments_of([weight])
         assert all(segment.kind in (FLOAT32, *self._kinds) for segment in segments)
-        kept = Kept(sum(segment.panels * segment.panel_bytes for segment in segments))
+        kept = PackedWeights(sum(segment.panels * segment.panel_bytes for segment in segments))
         linear = kept.product(segments, None, widened_from or self._model.head.widened_from)
 
-        def product(rows: torch.Tensor, _alive: Kept = kept) -> torch.Tensor:
+        def product(rows: torch.Tensor, _alive: PackedWeights = kept) -> torch.Tensor:
             return self._multiplied(linear, rows)
 
         return product
@@ -198,28 +198,28 @@ class NativeModel(ForwardPass):
 
     def _layer(self, products: Mapping[str, Any], layer: Any) -> Layer:
         return Layer(
-            **{name: self._kept.product(products[name], getattr(layer, name).bias, NEVER) for name in PRODUCTS},
-            **{name: self._kept.numbers(getattr(layer, name)) for name in NORMS},
+            **{name: self._packed.product(products[name], getattr(layer, name).bias, NEVER) for name in PRODUCTS},
+            **{name: self._packed.numbers(getattr(layer, name)) for name in NORMS},
         )
 
 
-def compile_pass(lean: LeanModel, pass_class: type[NativeModel]) -> NativeModel | None:
+def compile_pass(fused: FusedModel, pass_class: type[NativeModel]) -> NativeModel | None:
     """The model as compiled code, which takes over its weights; None if this machine cannot run it so."""
-    if not _suits(lean):
+    if not _suits(fused):
         return None
-    layer: Any = lean.layers[0]
-    products = products_of(lean)
+    layer: Any = fused.layers[0]
+    products = products_of(fused)
     kinds = frozenset({FLOAT32, *products.kinds})
     compiler = partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, kinds)
-    return None if compiler() is None else pass_class(lean, products, compiler)
+    return None if compiler() is None else pass_class(fused, products, compiler)
 
 
-def _suits(lean: LeanModel) -> bool:
-    layer: Any = lean.layers[0]
+def _suits(fused: FusedModel) -> bool:
+    layer: Any = fused.layers[0]
     # Of the whole model, so that all ranks that share it find the same.
-    intermediate = lean.group.total(layer.gate_up.out_features // 2, "intermediate")
-    sizes = (layer.head_dim, lean.norm.numel(), intermediate)
-    layers: list[Any] = list(lean.layers)
+    intermediate = fused.group.total(layer.gate_up.out_features // 2, "intermediate")
+    sizes = (layer.head_dim, fused.norm.numel(), intermediate)
+    layers: list[Any] = list(fused.layers)
     shapes = {tuple((its.out_features, its.in_features) for its in map(partial(getattr, x), PRODUCTS)) for x in layers}
-    suits = lean.norm.device.type == "cpu" and lean.norm.dtype in (torch.float32, torch.bfloat16)
+    suits = fused.norm.device.type == "cpu" and fused.norm.dtype in (torch.float32, torch.bfloat16)
     return suits and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from specpool.engine.cache.memory import zeros
 from specpool.engine.numerics.tiles import round_up
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.panels import NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.passes.native.structures import NORMS, PRODUCTS, Linear, Panel
 from specpool.engine.weights.quantized import parts_of, same_memory
@@ -47,18 +47,18 @@ class Products:
         return found
 
 
-def products_of(lean: LeanModel) -> Products:
+def products_of(fused: FusedModel) -> Products:
     """The products of a model, with its weights as they are stored, or in the smaller dtype that holds them."""
-    layers: list[Any] = list(lean.layers)
-    tied = same_memory(lean.embedding, lean.head)
+    layers: list[Any] = list(fused.layers)
+    tied = same_memory(fused.embedding, fused.head)
     return Products(
         [{name: segments_of(parts_of(getattr(layer, name))) for name in PRODUCTS} for layer in layers],
-        segments_of(parts_of(lean.head)),
-        None if tied else segments_of([lean.embedding]),
+        segments_of(parts_of(fused.head)),
+        None if tied else segments_of([fused.embedding]),
     )
 
 
-class Kept:
+class PackedWeights:
     """Panels and numbers in one tensor, for large pages: a step took up to a fifth longer if each had its own."""
 
     def __init__(self, size: int) -> None:
@@ -102,11 +102,11 @@ class Kept:
         return self.memory[begin : begin + count]
 
 
-def bytes_of(lean: LeanModel, products: Products) -> int:
+def bytes_of(fused: FusedModel, products: Products) -> int:
     """Bytes that the panels of a model and its other weights take."""
-    layers: list[Any] = list(lean.layers)
-    norms = [lean.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
-    biases = [getattr(layer, name).bias for layer in layers for name in PRODUCTS] + [lean.head.bias]
+    layers: list[Any] = list(fused.layers)
+    norms = [fused.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
+    biases = [getattr(layer, name).bias for layer in layers for name in PRODUCTS] + [fused.head.bias]
     numbers = [PANEL + its.numel() for its in norms + biases if its is not None]
     panels = [segment.panels * segment.panel_bytes for product in products.all for segment in product]
     return sum(round_up(count, ALIGNMENT) for count in [*panels, *(4 * count for count in numbers)])

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from specpool.engine.weights.kinds import INT8, KINDS, Fields, Kind
-from specpool.engine.weights.quantized import Coded, Weight, as_tensor, slice_of
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor, slice_of
 from specpool.engine.weights.threads import in_pieces
 
 PANEL, PART = 32, 32
@@ -45,7 +45,7 @@ class Segment:
         in_pieces(write, self.panels, PANEL * self.weight.shape[1])
 
     def _written(self, weight: Weight) -> torch.Tensor:
-        if isinstance(weight, Coded):
+        if isinstance(weight, Quantized):
             return coded_panels(weight.kind, weight.fields())
         return dense_panels(self.kind, weight)
 
@@ -76,7 +76,7 @@ def _rows(parts: Sequence[Weight]) -> int:
 
 
 def _segment(weight: Weight) -> Segment:
-    if isinstance(weight, Coded) and weight.shape[1] % PART == 0:
+    if isinstance(weight, Quantized) and weight.shape[1] % PART == 0:
         return Segment(weight.kind.name, weight)
     numbers = as_tensor(weight)
     held = torch.equal(numbers.bfloat16().to(numbers.dtype), numbers)

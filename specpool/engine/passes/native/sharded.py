@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.model import Compiler, NativeModel
 from specpool.engine.passes.native.packed_weights import Products
 from specpool.engine.passes.native.structures import Linear, Space
@@ -17,12 +17,12 @@ from specpool.engine.sharding.group import Group
 class DividedNativeModel(NativeModel):
     """Products are divided by their outputs or inputs, attention by heads; every rank computes all hidden states."""
 
-    def __init__(self, lean: LeanModel, products: Products, compiler: Compiler) -> None:
-        first: Any = lean.layers[0]
+    def __init__(self, fused: FusedModel, products: Products, compiler: Compiler) -> None:
+        first: Any = fused.layers[0]
         added_features = first.out.out_features
-        super().__init__(lean, products, compiler)
-        assert isinstance(lean.group, Group)
-        self.group, self._added_features = lean.group, added_features
+        super().__init__(fused, products, compiler)
+        assert isinstance(fused.group, Group)
+        self.group, self._added_features = fused.group, added_features
         self._library.space_of.restype = Space
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:

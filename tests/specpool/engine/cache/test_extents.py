@@ -110,7 +110,7 @@ def test_an_overlap_does_not_go_unnoticed() -> None:
 
 def filled(table: SlotTable, key: SequenceKey, length: int) -> None:
     assert table.realign(key, 1, 0, length) is ItemStatus.OK
-    table[key].cached_length = length
+    table[key].num_cached_tokens = length
 
 
 def test_what_was_released_gives_way_as_far_as_it_must() -> None:
@@ -135,7 +135,7 @@ def test_a_source_is_spared_and_may_be_inherited() -> None:
     assert table.take(("a", 3), 8, spared=("a", 1)) is None
     slot = table.inherit(("a", 3), ("a", 1), 6)
     assert slot is not None
-    assert (slot.index, slot.capacity, slot.cached_length) == (0, 6, 6)
+    assert (slot.index, slot.capacity, slot.num_cached_tokens) == (0, 6, 6)
     assert table.find(("a", 1)) is None
     table.check_integrity()
 

@@ -21,18 +21,18 @@ def kv_memory(target: Path, positions: int) -> int:
     return positions * load_engine(target, max_sequences=1).info().kv_bytes_per_token
 
 
-@pytest.mark.parametrize("prefix_reuse", [False, True])
+@pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize(
     ("positions", "most_rounds"),
     [(2 * MAX_MODEL_LEN, 40), (MAX_MODEL_LEN, 60)],  # one after the other they would take 120
 )
 async def test_many_short_sequences_share_what_few_long_ones_would_need(
-    tiny_pair: tuple[Path, Path], positions: int, most_rounds: int, prefix_reuse: bool
+    tiny_pair: tuple[Path, Path], positions: int, most_rounds: int, prefix_caching: bool
 ) -> None:
     worker = {"max_sequences": 12, "kv_memory": kv_memory(tiny_pair[0], positions)}
-    async with serving_pair(tiny_pair[0], None, worker, window_size=12, prefix_reuse=prefix_reuse) as service:
+    async with serving_pair(tiny_pair[0], None, worker, max_num_seqs=12, prefix_caching=prefix_caching) as service:
         info = await service.client.server_info()
-        assert (info.window_size, info.target.load.kv_positions_total) == (12, positions)
+        assert (info.max_num_seqs, info.target.load.kv_positions_total) == (12, positions)
         asking = [service.client.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True) for prompt in PROMPTS]
         together = await asyncio.gather(*asking)
         info = await service.client.server_info()
@@ -44,7 +44,7 @@ async def test_many_short_sequences_share_what_few_long_ones_would_need(
         await service.wait_idle()
 
 
-@pytest.mark.parametrize("options", [{}, {"native": False}, {"lean": False}], ids=["native", "lean", "library"])
+@pytest.mark.parametrize("options", [{}, {"native": False}, {"fused": False}], ids=["native", "fused", "library"])
 async def test_gaps_between_sequences_of_all_lengths_are_closed_and_no_token_changes(
     tiny_pair: tuple[Path, Path], options: dict[str, bool]
 ) -> None:
@@ -52,7 +52,7 @@ async def test_gaps_between_sequences_of_all_lengths_are_closed_and_no_token_cha
     worker = {"max_sequences": 12, "kv_memory": kv_memory(tiny_pair[0], MAX_MODEL_LEN)}
     lengths = [5, 300, 12, 90, 3, 200, 41, 150, 8, 120, 60, 30]
     prompts = [make_prompt((seed, length)) for seed, length in enumerate(lengths)]
-    async with serving_pair(*tiny_pair, {**worker, **options}, window_size=12) as service:
+    async with serving_pair(*tiny_pair, {**worker, **options}, max_num_seqs=12) as service:
         moves: list[tuple[int, int, int]] = []
         target = service.target._backend
         assert target is not None
@@ -76,7 +76,7 @@ async def test_gaps_between_sequences_of_all_lengths_are_closed_and_no_token_cha
 async def test_who_inherits_a_long_extent_gives_back_what_it_does_not_need(tiny_pair: tuple[Path, Path]) -> None:
     worker = {"max_sequences": 12, "kv_memory": kv_memory(tiny_pair[0], MAX_MODEL_LEN)}
     system = make_prompt((0, 50))
-    async with serving_pair(tiny_pair[0], None, worker, window_size=12) as service:
+    async with serving_pair(tiny_pair[0], None, worker, max_num_seqs=12) as service:
         await service.client.generate(system, max_tokens=MAX_MODEL_LEN - 50, stop_token_ids=range(257))
         before = (await service.client.server_info()).counters.rounds
         asking = [service.client.generate((*system, *make_prompt((i, 5))), max_tokens=15) for i in range(1, 8)]
@@ -86,14 +86,14 @@ async def test_who_inherits_a_long_extent_gives_back_what_it_does_not_need(tiny_
         assert info.counters.cache_misses == 0
 
 
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_short_neighbour_at_the_end_of_the_cache_cuts_off_no_key(
-    tiny_pair: tuple[Path, Path], lean: bool, exact: bool
+    tiny_pair: tuple[Path, Path], fused: bool, exact: bool
 ) -> None:
     """Sequences attended in one call are attended over as many columns each: those of the longest."""
     memory = kv_memory(tiny_pair[0], 2 * MAX_MODEL_LEN)
-    engine = load_engine(tiny_pair[0], exact, native=False, lean=lean, max_sequences=16, kv_memory=memory)
+    engine = load_engine(tiny_pair[0], exact, native=False, fused=fused, max_sequences=16, kv_memory=memory)
     long, short = random_tokens(280), random_tokens(5, seed=1)
     lengths = [300, *[60] * 15]
     slots = [engine.slots.take(("c", i), length) for i, length in enumerate(lengths)]

@@ -43,7 +43,7 @@ class SlotMachine(RuleBasedStateMachine):
         """What was released can be copied until its slot is needed."""
         slot = self.table.find(key)
         expected = self.released.get(key, self.held.get(key))
-        assert (slot and (slot.index, slot.cached_length)) == (expected and expected[:2])
+        assert (slot and (slot.index, slot.num_cached_tokens)) == (expected and expected[:2])
         if key in self.released:
             self.released[key] = self.released.pop(key)
 
@@ -69,7 +69,7 @@ class SlotMachine(RuleBasedStateMachine):
         base_length = self.held[key][1] if key in self.held else 0
         self.realign(key, round_id, base_length)
         if key in self.held and self.held[key][2] == round_id:
-            self.table[key].cached_length += appended
+            self.table[key].num_cached_tokens += appended
             index, length, _ = self.held[key]
             self.held[key] = (index, length + appended, round_id)
 
@@ -118,7 +118,7 @@ class SlotMachine(RuleBasedStateMachine):
     def every_slot_is_as_the_model_says(self) -> None:
         for key, expected in self.held.items():
             slot = self.table[key]
-            assert (slot.index, slot.cached_length, slot.round_id) == expected
+            assert (slot.index, slot.num_cached_tokens, slot.round_id) == expected
 
     def _expected(self, key: SequenceKey, round_id: int, base_length: int) -> ItemStatus:
         if key in self.held:
@@ -138,7 +138,7 @@ TestSlotMachine.settings = settings(max_examples=150, stateful_step_count=40, de
 def cached(table: SlotTable, key: SequenceKey, length: int, round_id: int = 1) -> None:
     """Gives the sequence so many cached positions."""
     assert table.realign(key, round_id, 0) is ItemStatus.OK
-    table[key].cached_length = length
+    table[key].num_cached_tokens = length
 
 
 def test_the_lowest_free_slot_is_taken() -> None:
@@ -179,14 +179,14 @@ def test_realigning_keeps_the_slot_and_shortens_what_is_cached() -> None:
     table = SlotTable(2)
     cached(table, ("a", 1), 9)
     assert table.realign(("a", 1), 2, 5) is ItemStatus.OK
-    assert (table["a", 1].index, table["a", 1].cached_length, table["a", 1].round_id) == (0, 5, 2)
+    assert (table["a", 1].index, table["a", 1].num_cached_tokens, table["a", 1].round_id) == (0, 5, 2)
 
 
 def test_starting_anew_keeps_the_slot() -> None:
     table = SlotTable(2)
     cached(table, ("a", 1), 9)
     assert table.realign(("a", 1), 2, 0) is ItemStatus.OK
-    assert (table["a", 1].index, table["a", 1].cached_length, table.in_use) == (0, 0, 1)
+    assert (table["a", 1].index, table["a", 1].num_cached_tokens, table.in_use) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_refused_command_changes_nothing(
     table = SlotTable(1)
     cached(table, ("a", 1), 9, round_id=5)
     assert table.realign(key, round_id, base_length) is answer
-    assert (table["a", 1].cached_length, table["a", 1].round_id, table.in_use) == (9, 5, 1)
+    assert (table["a", 1].num_cached_tokens, table["a", 1].round_id, table.in_use) == (9, 5, 1)
     with pytest.raises(KeyError):
         table["b", 1]
 
@@ -215,8 +215,8 @@ def test_the_same_round_may_come_twice() -> None:
     cached(table, ("a", 1), 9, round_id=5)
     for _ in range(2):
         assert table.realign(("a", 1), 5, 4) is ItemStatus.OK
-        table["a", 1].cached_length = 8
-    assert table["a", 1].cached_length == 8
+        table["a", 1].num_cached_tokens = 8
+    assert table["a", 1].num_cached_tokens == 8
 
 
 def test_equal_sequence_ids_of_two_coordinators_are_two_sequences() -> None:
@@ -224,7 +224,7 @@ def test_equal_sequence_ids_of_two_coordinators_are_two_sequences() -> None:
     cached(table, ("a", 1), 3)
     cached(table, ("b", 1), 7)
     assert table.release([("a", 1)]) == 1
-    assert table["b", 1].cached_length == 7
+    assert table["b", 1].num_cached_tokens == 7
 
 
 def test_only_the_silent_coordinators_sequences_expire() -> None:
@@ -237,7 +237,7 @@ def test_only_the_silent_coordinators_sequences_expire() -> None:
     assert table.expire(10.0, LEASE_SECONDS) == 0
     assert table.expire(10.1, LEASE_SECONDS) == 2
     assert table.in_use == 2
-    assert table["alive", 1].cached_length == 1
+    assert table["alive", 1].num_cached_tokens == 1
 
 
 def test_orphans_yield_after_what_was_released_and_the_least_recently_seen_first() -> None:
@@ -264,7 +264,7 @@ def test_an_orphan_that_is_seen_again_yields_no_more() -> None:
     table.orphan("a")
     table.renew_lease("a", 1.0)
     assert table.realign(("b", 1), 1, 0) is ItemStatus.NO_SLOT
-    assert table["a", 1].cached_length == 9
+    assert table["a", 1].num_cached_tokens == 9
 
 
 def test_an_orphans_own_sequences_do_not_yield_to_each_other() -> None:

@@ -20,7 +20,7 @@ from specpool.engine.models import loading
 from specpool.engine.models.compact import load_compact, save_compact
 from specpool.engine.models.loading import OUTPUT_HEAD, load_model
 from specpool.engine.models.trained_draft import save_draft
-from specpool.engine.weights.quantized import CodedEmbedding, CodedLinear
+from specpool.engine.weights.quantized import QuantizedEmbedding, QuantizedLinear
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def draft_of(architecture: str, folder: Path) -> Path:
 @pytest.mark.parametrize("architecture", ["gemma3_text", "olmo2"])
 def test_drafts_of_families_without_a_pass_of_our_own_are_unpacked(tmp_path: Path, architecture: str) -> None:
     loaded = loads(draft_of(architecture, tmp_path))
-    assert not any(isinstance(module, CodedLinear | CodedEmbedding) for module in loaded.model.modules())
+    assert not any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in loaded.model.modules())
     by_library: Any = AutoModelForCausalLM.from_config(loaded.config).model.eval()
     ours: Any = loaded.model.model
     by_library.load_state_dict(ours.state_dict())

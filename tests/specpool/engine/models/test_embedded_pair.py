@@ -18,7 +18,7 @@ from specpool.engine.models import embedded_pair
 from specpool.engine.models.compact import LARGEST, load_compact, load_trained, save_compact
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.weights.kinds import INT8
-from specpool.engine.weights.quantized import Coded
+from specpool.engine.weights.quantized import Quantized
 
 ROOT = Path(__file__).parents[4]
 
@@ -41,7 +41,7 @@ def test_weights_come_back_within_half_a_step_of_their_row(
     step = weight.abs().amax(1, keepdim=True) / LARGEST
     assert ((again - weight).abs() <= 0.501 * step).all()
     kept = load_compact(file)["weight"]
-    assert isinstance(kept, Coded)
+    assert isinstance(kept, Quantized)
     assert kept.kind is INT8
     assert torch.equal(kept.dequantized(), again)
 
@@ -91,7 +91,7 @@ def test_the_pair_is_made_of_the_target_and_the_shipped_draft(
     assert [name for name in matrices if not name.endswith(".INT8")] == ["model.embed_tokens.weight"]
     name, shipped = "layers.1.mlp.down_proj.weight", load_compact(embedded_pair.DRAFT)
     kept = shipped[f"body.{name}"]
-    assert isinstance(kept, Coded)
+    assert isinstance(kept, Quantized)
     assert torch.equal(stored[f"model.{name}.INT8"], kept.data)
 
 

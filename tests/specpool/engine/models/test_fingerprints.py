@@ -21,7 +21,7 @@ from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
 from specpool.engine.weights import checksums as words
 from specpool.engine.weights.checksums import WORDS, word_sums
 from specpool.engine.weights.kinds import KINDS
-from specpool.engine.weights.quantized import Coded
+from specpool.engine.weights.quantized import Quantized
 
 ONE_ROW, MORE = WORDS, 5 * WORDS + 77
 
@@ -120,7 +120,7 @@ def test_sums_of_parts_are_those_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, dtype: torch.dtype | None
 ) -> None:
     monkeypatch.setattr(words, "AT_A_TIME", 1)
-    weight = Coded(KINDS["Q8_0"], torch.from_numpy(random_rows("Q8_0", rows, columns)))
+    weight = Quantized(KINDS["Q8_0"], torch.from_numpy(random_rows("Q8_0", rows, columns)))
     whole = weight.dequantized()
     assert word_sums(weight, dtype) == word_sums(whole, dtype) == word_sums(whole if dtype is None else whole.to(dtype))
 
@@ -158,9 +158,9 @@ def test_threads_do_not_show_in_compiled_numerics(tiny_pair: tuple[Path, Path]) 
 
 
 def test_another_pass_shows_in_the_numerics_and_not_in_the_weights(tiny_pair: tuple[Path, Path]) -> None:
-    compiled, lean = (load_engine(tiny_pair[0], native=native) for native in (True, False))
-    assert compiled.weights_fingerprint == lean.weights_fingerprint
-    assert compiled.numerics_fingerprint != lean.numerics_fingerprint
+    compiled, fused = (load_engine(tiny_pair[0], native=native) for native in (True, False))
+    assert compiled.weights_fingerprint == fused.weights_fingerprint
+    assert compiled.numerics_fingerprint != fused.numerics_fingerprint
 
 
 def test_other_weights_show_in_the_numerics(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

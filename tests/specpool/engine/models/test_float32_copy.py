@@ -43,7 +43,7 @@ def test_a_float32_copy_is_a_folder_that_is_made_once(pair: Pair, monkeypatch: p
     assert float32_copy() == made
 
 
-@pytest.mark.parametrize("flags", [{"weights": "float32"}, {"native": False}, {"lean": False}])
+@pytest.mark.parametrize("flags", [{"weights": "float32"}, {"native": False}, {"fused": False}])
 def test_weights_that_are_not_kept_are_unpacked_at_start(pair: Pair, flags: dict[str, Any]) -> None:
     unpacked = load_engine(pair.target, **flags)
     assert "its GGUF weights are unpacked to float32: 4 bytes each" in unpacked.notes

@@ -19,7 +19,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.fingerprints import weights_fingerprint
 from specpool.engine.models.gguf_file import GgufError, GgufFile
 from specpool.engine.models.loading import load_model
-from specpool.engine.weights.quantized import Coded
+from specpool.engine.weights.quantized import Quantized
 
 UP = "blk.1.ffn_up.weight"
 
@@ -84,7 +84,7 @@ def test_tensors_of_all_dimensions_and_types_are_read(tmp_path: Path) -> None:
     one, three, coded = (file.read(name) for name in ("one", "three", "coded"))
     assert isinstance(one, torch.Tensor)
     assert isinstance(three, torch.Tensor)
-    assert isinstance(coded, Coded)
+    assert isinstance(coded, Quantized)
     assert torch.equal(one, torch.arange(6.0))
     assert torch.equal(three, torch.arange(24.0).view(2, 3, 4))
     assert np.array_equal(coded.data.numpy(), blocks)
@@ -112,7 +112,7 @@ def test_values_of_every_type_are_skipped_and_the_alignment_counts(tmp_path: Pat
 def test_what_is_kept_cannot_be_changed_in_the_file(whole: Path) -> None:
     before, file = whole.read_bytes(), GgufFile(whole)
     kept = file.read(UP)
-    assert isinstance(kept, Coded)
+    assert isinstance(kept, Quantized)
     kept.data[:] = 0
     assert whole.read_bytes() == before
 

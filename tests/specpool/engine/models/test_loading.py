@@ -260,9 +260,9 @@ def test_a_budget_is_for_weights_activations_and_cache_together(tiny_pair: tuple
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
-@pytest.mark.parametrize("lean", [True, False])
-def test_no_file_of_weights_stays_mapped(tmp_path: Path, lean: bool) -> None:
-    engine = load_engine(save_model(tmp_path / "some-model", small_config("llama")), lean=lean)
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_file_of_weights_stays_mapped(tmp_path: Path, fused: bool) -> None:
+    engine = load_engine(save_model(tmp_path / "some-model", small_config("llama")), fused=fused)
     assert "some-model" not in Path("/proc/self/maps").read_text()
     assert engine.bitwise
 
@@ -556,7 +556,7 @@ def test_different_vocabularies_have_different_fingerprints() -> None:
     [
         {"max_model_len": 15},
         {"max_sequences": 0},
-        {"max_forward_tokens": 0},
+        {"max_num_batched_tokens": 0},
         {"threads": 0},
         {"dtype": "int8"},
         {"kv_memory": "much"},
@@ -576,7 +576,7 @@ def test_memory_may_be_given_in_units() -> None:
 # --- Output heads with rows for some tokens
 
 
-@pytest.mark.parametrize("options", [{}, {"native": False}, {"lean": False}], ids=["native", "lean", "library"])
+@pytest.mark.parametrize("options", [{}, {"native": False}, {"fused": False}], ids=["native", "fused", "library"])
 def test_tokens_without_a_row_of_the_head_are_never_chosen(tmp_path: Path, options: dict[str, Any]) -> None:
     folder, tokens, kept = save_model(tmp_path, tiny_config()), random_tokens(30), [3, 200, 7, 255, 90]
     whole = load_engine(folder).forward([Span(0, 0, tokens, 30)])
@@ -618,7 +618,7 @@ def test_a_draft_of_no_tokens_chooses_none_whatever_its_head_has(tmp_path: Path)
     draft = Proposer(load_engine(folder))
     item = ProposeItem(1, 0, tuple(random_tokens(30)), sampling=SamplingParams(temperature=1.0), num_draft_tokens=0)
     (proposal,) = draft.propose("c", 1, [item])
-    assert (proposal.draft_token_ids, proposal.cached_length) == ((), 30)
+    assert (proposal.draft_token_ids, proposal.num_cached_tokens) == ((), 30)
 
 
 @pytest.mark.parametrize(

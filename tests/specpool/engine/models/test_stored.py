@@ -21,10 +21,10 @@ from specpool.engine.models.gguf_file import GgufFile
 from specpool.engine.models.loading import load_config, load_model, read_weights
 from specpool.engine.models.stored import read_stored, stored_weights
 from specpool.engine.models.trained_draft import save_draft
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
-from specpool.engine.weights.quantized import Coded, CodedEmbedding, CodedLinear, Weight, as_tensor
+from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, Weight, as_tensor
 
 K_QUANTS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
 
@@ -69,9 +69,9 @@ def stored_by_us(file: Path) -> dict[str, Any]:
     assert not any(report.values())
     found = dict(model.state_dict())
     for name, module in model.named_modules():
-        if isinstance(module, CodedLinear):
+        if isinstance(module, QuantizedLinear):
             (found[f"{name}.weight"],) = module.parts
-        elif isinstance(module, CodedEmbedding):
+        elif isinstance(module, QuantizedEmbedding):
             found[f"{name}.weight"] = module.weight
     return found
 
@@ -109,8 +109,8 @@ def test_every_weight_has_the_bits_that_transformers_gives_it(
     for name, weight in found.items():
         kind = kind_of(name) if weight.shape[1:] else None
         tied = name == "lm_head.weight" and changes.get("tie_word_embeddings")
-        assert tied or isinstance(weight, Coded) == (kind not in (None, "Q5_K"))
-        assert tied or not isinstance(weight, Coded) or weight.kind.name == kind
+        assert tied or isinstance(weight, Quantized) == (kind not in (None, "Q5_K"))
+        assert tied or not isinstance(weight, Quantized) or weight.kind.name == kind
         assert as_tensor(weight).dtype == torch.float32
         assert torch.equal(as_tensor(weight), expected[name]), name
 
@@ -175,7 +175,7 @@ def test_panels_with_outputs_of_several_types_and_a_tied_head_change_no_bit(tmp_
     ("options", "compiler", "note"),
     [
         ({"native": False}, True, "its GGUF weights are unpacked to float32: 4 bytes each"),
-        ({"lean": False}, True, "its GGUF weights are unpacked to float32: 4 bytes each"),
+        ({"fused": False}, True, "its GGUF weights are unpacked to float32: 4 bytes each"),
         ({}, False, "its quantized weights are unpacked to float32, because its pass is not compiled"),
     ],
     ids=["torch", "library", "no compiler"],
@@ -199,7 +199,7 @@ def test_another_dtype_unpacks_them(mixed: Path) -> None:
     assert engine.forward_pass.kinds.keys() == {"BFLOAT16"}
     assert "its GGUF weights are unpacked to bfloat16: 2 bytes each" in engine.notes
     assert engine.bitwise
-    assert isinstance(load_engine(mixed, dtype="float16", exact=False).forward_pass, LeanModel)
+    assert isinstance(load_engine(mixed, dtype="float16", exact=False).forward_pass, FusedModel)
 
 
 def test_logits_are_those_of_transformers(mixed: Path, kept: Engine) -> None:

@@ -58,10 +58,10 @@ def long_passes_differ(engine: Engine) -> bool:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("threads_of_engine", [2, 8])
-@pytest.mark.parametrize(("architecture", "lean"), [("llama", True), ("llama", False), ("gpt2", False)])
-def test_long_passes_are_bitwise_too(tmp_path: Path, architecture: str, lean: bool, threads_of_engine: int) -> None:
+@pytest.mark.parametrize(("architecture", "fused"), [("llama", True), ("llama", False), ("gpt2", False)])
+def test_long_passes_are_bitwise_too(tmp_path: Path, architecture: str, fused: bool, threads_of_engine: int) -> None:
     sizes = {"n_layer": 2, "n_head": 4} if architecture == "gpt2" else {"intermediate_size": 160}
     folder = save_model(tmp_path, small_config(architecture, **sizes))
-    engine = load_engine(folder, threads=threads_of_engine, lean=lean, native=False)
+    engine = load_engine(folder, threads=threads_of_engine, fused=fused, native=False)
     assert not engine.bitwise or not long_passes_differ(engine)
     assert engine.bitwise or architecture == "gpt2"

@@ -16,9 +16,9 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu import gemm as gpu_products
-from specpool.engine.passes.gpu.captured import RecordedModel
+from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.gemm import Product
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.probes import kernels
@@ -50,13 +50,13 @@ def run(forward_pass: ForwardPass, kv_heads: int, head_dim: int, repeats: int = 
 
 
 def alone(folder: Path) -> torch.Tensor:
-    lean = LeanModel(load_model(EngineOptions(model=str(folder), device="cpu")).model)
+    fused = FusedModel(load_model(EngineOptions(model=str(folder), device="cpu")).model)
     with torch.inference_mode():
-        return run(GpuModel(lean, LONGEST), lean.kv_heads, lean.head_dim)
+        return run(GpuModel(fused, LONGEST), fused.kv_heads, fused.head_dim)
 
 
-def of_kernels(lean: LeanModel, group: GroupInTurns) -> torch.Tensor:
-    return run(GpuModel(lean, LONGEST), lean.kv_heads, lean.head_dim)
+def of_kernels(fused: FusedModel, group: GroupInTurns) -> torch.Tensor:
+    return run(GpuModel(fused, LONGEST), fused.kv_heads, fused.head_dim)
 
 
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -99,8 +99,8 @@ def test_sums_in_parts_are_the_same_on_every_rank(architecture: str, changes: di
 def test_all_ranks_try_their_kernels_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
 
-    def tried(lean: LeanModel, group: GroupInTurns) -> list[tuple[int, ...]]:
-        try_kernels(lean)
+    def tried(fused: FusedModel, group: GroupInTurns) -> list[tuple[int, ...]]:
+        try_kernels(fused)
         return group.exchanged
 
     shapes = run_ranks(save_random(tmp_path, "llama", UNEVEN), 2, "parts", tried)
@@ -111,8 +111,8 @@ def test_terms_are_in_the_order_of_the_ranks_and_take_one_exchange(tmp_path: Pat
     folder = save_random(tmp_path, "llama", {**UNEVEN, **BIASED})
     x = torch.randn(3, 80)
 
-    def terms(lean: LeanModel, group: GroupInTurns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        layer = GpuModel(lean, LONGEST).layers[0]
+    def terms(fused: FusedModel, group: GroupInTurns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        layer = GpuModel(fused, LONGEST).layers[0]
         own = x[:, : group.own("attended")]
         added = layer._addend(layer.out, own, "attended", layer.out_bias, None)
         assert group.exchanged == [(1, 3, 96)]
@@ -134,16 +134,16 @@ def test_terms_are_in_the_order_of_the_ranks_and_take_one_exchange(tmp_path: Pat
 def test_whole_sums_have_the_parts_of_the_whole_weight(sums: Sums, expected: list[int], tmp_path: Path) -> None:
     folder = save_random(tmp_path, "llama", {**SPLIT})
 
-    def parts(lean: LeanModel, group: GroupInTurns) -> list[int]:
-        layer = GpuModel(lean, LONGEST).layers[0]
+    def parts(fused: FusedModel, group: GroupInTurns) -> list[int]:
+        layer = GpuModel(fused, LONGEST).layers[0]
         return [its.parts for its in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
     assert run_ranks(folder, 2, sums, parts) == [expected] * 2
 
 
 def chosen(folder: Path, sums: Sums, wanted: gpu_products.Kind | None = None) -> set[str]:
-    def choose(lean: LeanModel, group: GroupInTurns) -> set[str]:
-        model = GpuModel(lean, LONGEST)
+    def choose(fused: FusedModel, group: GroupInTurns) -> set[str]:
+        model = GpuModel(fused, LONGEST)
         assert choose_products(model, 16, exact=True, wanted=wanted)
         assert not group.exchanged
         return {product.kind for product in model.products()}
@@ -182,11 +182,11 @@ def test_all_ranks_record_the_same_passes(sums: Sums, monkeypatch: pytest.Monkey
     imitate_kernels(monkeypatch)
     folder = save_random(tmp_path, "llama", {**UNEVEN, **BIASED})
 
-    def recorded(lean: LeanModel, group: GroupInTurns) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        kv_heads, head_dim, recorder = lean.kv_heads, lean.head_dim, Recorder()
-        model = GpuModel(lean, LONGEST)
+    def recorded(fused: FusedModel, group: GroupInTurns) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        kv_heads, head_dim, recorder = fused.kv_heads, fused.head_dim, Recorder()
+        model = GpuModel(fused, LONGEST)
         launched = run(model, kv_heads, head_dim)
-        forward_pass = RecordedModel(model, recorder)
+        forward_pass = CapturedModel(model, recorder)
         logits = run(forward_pass, kv_heads, head_dim, repeats=4)
         assert forward_pass.draft_loop(None, lambda rows: rows) is None  # type: ignore[arg-type]
         (release,) = group._releases
@@ -207,10 +207,10 @@ def test_a_rank_that_cannot_record_does_not_go_on_alone(monkeypatch: pytest.Monk
     def refuse(*_: object) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    def recorded(lean: LeanModel, group: GroupInTurns) -> str:
-        forward_pass = RecordedModel(GpuModel(lean, LONGEST), refuse)
+    def recorded(fused: FusedModel, group: GroupInTurns) -> str:
+        forward_pass = CapturedModel(GpuModel(fused, LONGEST), refuse)
         with pytest.raises(RuntimeError) as caught:
-            run(forward_pass, lean.kv_heads, lean.head_dim, repeats=2)
+            run(forward_pass, fused.kv_heads, fused.head_dim, repeats=2)
         return str(caught.value)
 
     for message in run_ranks(folder, 2, "parts", recorded):
@@ -220,8 +220,8 @@ def test_a_rank_that_cannot_record_does_not_go_on_alone(monkeypatch: pytest.Monk
 def test_what_ranks_exchange_counts_as_memory(tmp_path: Path) -> None:
     folder = save_random(tmp_path, "llama", UNEVEN)
 
-    def scratch(lean: LeanModel, group: GroupInTurns) -> int:
-        return GpuModel(lean, LONGEST).scratch_bytes(100, LONGEST)
+    def scratch(fused: FusedModel, group: GroupInTurns) -> int:
+        return GpuModel(fused, LONGEST).scratch_bytes(100, LONGEST)
 
     assert run_ranks(folder, 2, "parts", scratch) == [3 * 2 * 100 * 96 * 4] * 2
     assert run_ranks(folder, 2, "whole", scratch) == [2 * 100 * 96 * 4] * 2

@@ -12,7 +12,7 @@ from benchmarks.pair import save_tokenizer
 from specpool.engine.cache.memory import weight_bytes
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.attention import LibraryModel
-from specpool.engine.passes.fused import FAMILIES, LeanModel, is_lean
+from specpool.engine.passes.fused import FAMILIES, FusedModel, is_fusable
 from specpool.engine.passes.linear import can_prepack
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.passes.native.panels import BFLOAT16
@@ -71,23 +71,23 @@ def logits_of(engine: Engine) -> torch.Tensor:
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """The folder of a model, and the logits of the library's modules."""
     folder = save_random(tmp_path_factory.mktemp("variant"), *VARIANTS[request.param])
-    library = load_engine(folder, lean=False)
+    library = load_engine(folder, fused=False)
     assert isinstance(library.forward_pass, LibraryModel)
     return folder, logits_of(library)
 
 
-PASSES = {"torch": (LeanModel, "float32"), "native": (NativeModel, "float32"), "bfloat16": (NativeModel, "bfloat16")}
+PASSES = {"torch": (FusedModel, "float32"), "native": (NativeModel, "float32"), "bfloat16": (NativeModel, "bfloat16")}
 
 
 @pytest.mark.parametrize("kind", PASSES)
 def test_the_logits_are_the_librarys_and_bitwise(variant: tuple[Path, torch.Tensor], kind: str) -> None:
     folder, expected = variant
     model, dtype = PASSES[kind]
-    lean = load_engine(folder, native=model is NativeModel, dtype=dtype)
-    assert isinstance(lean.forward_pass, model)
-    torch.testing.assert_close(logits_of(lean), expected, atol=2e-5, rtol=1e-4)
-    assert lean.bitwise
-    assert rows_that_differ(lean) == 0
+    fused = load_engine(folder, native=model is NativeModel, dtype=dtype)
+    assert isinstance(fused.forward_pass, model)
+    torch.testing.assert_close(logits_of(fused), expected, atol=2e-5, rtol=1e-4)
+    assert fused.bitwise
+    assert rows_that_differ(fused) == 0
 
 
 def test_every_family_is_tested() -> None:
@@ -103,7 +103,7 @@ def test_every_family_is_tested() -> None:
     ],
 )
 def test_what_it_does_not_know_is_left_to_the_library(architecture: str, changes: dict[str, Any]) -> None:
-    assert not is_lean(small_config(architecture, **changes))
+    assert not is_fusable(small_config(architecture, **changes))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -131,6 +131,6 @@ def test_no_weight_is_kept_twice(tmp_path: Path, dtype: str, native: bool, tied:
 def test_the_rotary_tables_grow_with_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.engine.passes.rotary.FIRST_POSITIONS", 16)
     folder = save_random(tmp_path, "qwen3", {})
-    grown, library = load_engine(folder), load_engine(folder, lean=False)
+    grown, library = load_engine(folder), load_engine(folder, fused=False)
     torch.testing.assert_close(logits_of(grown), logits_of(library), atol=2e-5, rtol=1e-4)
     assert rows_that_differ(grown) == 0

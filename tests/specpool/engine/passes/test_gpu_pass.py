@@ -12,7 +12,7 @@ from tiny_models import load_engine, random_tokens, rows_that_differ, transforme
 from draft_worker.proposer import Proposer
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes.gpu import graphs, model
-from specpool.engine.passes.gpu.captured import RecordedModel
+from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.run import pass_selection as forward
@@ -64,7 +64,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_a_recorded_engine_gives_the_same_bits(tmp_path: Path, recorder: Recorder) -> None:
     folder = save_random(tmp_path, *VARIANTS["qwen3"])
     recorded = load_engine(folder, native=False, max_sequences=6, max_model_len=128)
-    assert isinstance(recorded.forward_pass, RecordedModel)
+    assert isinstance(recorded.forward_pass, CapturedModel)
     assert recorded.bitwise
     assert rows_that_differ(recorded, lengths=(2, 9, 40), drafts=3) == 0
     assert recorder.replayed > 3 * recorder.recorded > 0
@@ -72,7 +72,7 @@ def test_a_recorded_engine_gives_the_same_bits(tmp_path: Path, recorder: Recorde
 
 def test_logits_outlive_the_next_pass_of_their_shape(tmp_path: Path, recorder: Recorder) -> None:
     engine = load_engine(save_random(tmp_path, *VARIANTS["llama"]), native=False, max_sequences=2, max_model_len=64)
-    engine.max_forward_tokens = 4
+    engine.max_num_batched_tokens = 4
     tokens = random_tokens(16)
     in_pieces = engine.forward([Span(0, 0, tokens, 16)])
     replayed = recorder.replayed
@@ -90,7 +90,7 @@ def test_what_cannot_be_recorded_is_launched(
     monkeypatch.setattr(forward, "CudaGraphs", lambda: refuse)
     engine = load_engine(save_random(tmp_path, *VARIANTS["llama"]), native=False, max_sequences=4, max_model_len=64)
     assert engine.bitwise
-    assert "cannot be recorded, and are launched: operation not permitted" in caplog.text
+    assert "cannot be captured, and are launched: operation not permitted" in caplog.text
     assert "passes cannot be recorded here" in engine.info().notes[0]
 
 
@@ -155,5 +155,5 @@ def test_drafts_are_the_same_without_a_host_in_the_loop(
     for ours, expected in zip(alone, step_by_step, strict=True):
         for one, other in zip(ours, expected, strict=True):
             assert one.draft_token_ids == other.draft_token_ids
-            assert one.cached_length == other.cached_length
+            assert one.num_cached_tokens == other.num_cached_tokens
             assert one.confidences == pytest.approx(other.confidences)

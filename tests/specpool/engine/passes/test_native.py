@@ -20,7 +20,7 @@ from tiny_pair import tiny_config
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.passes.fused import LeanModel
+from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native import compiler, panels
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, Segment
@@ -72,10 +72,10 @@ def test_the_number_of_threads_changes_no_bit(tiny_pair: tuple[Path, Path], dtyp
 def test_heads_of_any_size_and_grouping(tmp_path: Path, heads: int, kv_heads: int, head_dim: int, dtype: str) -> None:
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     folder = round_weights(save_model(tmp_path, tiny_config(hidden_size=16 * heads, num_hidden_layers=2, **shape)))
-    compiled, lean = load_engine(folder, dtype=dtype), load_engine(folder, native=False)
+    compiled, fused = load_engine(folder, dtype=dtype), load_engine(folder, native=False)
     assert isinstance(compiled.forward_pass, NativeModel)
     tokens = random_tokens(70)
-    torch.testing.assert_close(decode_alone(compiled, tokens), decode_alone(lean, tokens), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(decode_alone(compiled, tokens), decode_alone(fused, tokens), atol=1e-4, rtol=1e-4)
     assert rows_that_differ(compiled) == 0
 
 
@@ -121,9 +121,9 @@ def test_real_weights_of_bfloat16_give_nearly_the_librarys_own_logits(model: str
 def test_large_numbers_neither_overflow_nor_lose_their_order(tmp_path: Path) -> None:
     """Scores and gates far beyond what an exponential can hold."""
     folder = save_model(tmp_path, small_config("llama"), weight=4.0)
-    compiled, lean = load_engine(folder), load_engine(folder, native=False)
+    compiled, fused = load_engine(folder), load_engine(folder, native=False)
     tokens = random_tokens(60)
-    own, other = decode_alone(compiled, tokens), decode_alone(lean, tokens)
+    own, other = decode_alone(compiled, tokens), decode_alone(fused, tokens)
     assert torch.isfinite(own).all()
     torch.testing.assert_close(own, other, atol=1e-3 * float(other.abs().max()), rtol=1e-2)
 
@@ -187,7 +187,7 @@ def test_sizes_that_are_no_whole_vectors_are_left_to_torch(tmp_path: Path, sizes
 
 
 def test_float16_is_left_to_torch(tiny_pair: tuple[Path, Path]) -> None:
-    assert isinstance(load_engine(tiny_pair[0], dtype="float16").forward_pass, LeanModel)
+    assert isinstance(load_engine(tiny_pair[0], dtype="float16").forward_pass, FusedModel)
 
 
 def test_bfloat16_without_a_compiler_is_computed_and_cached_as_such(
@@ -195,7 +195,7 @@ def test_bfloat16_without_a_compiler_is_computed_and_cached_as_such(
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     engine = load_engine(tiny_pair[0], dtype="bfloat16")
-    assert isinstance(engine.forward_pass, LeanModel)
+    assert isinstance(engine.forward_pass, FusedModel)
     assert engine.layout.arena.keys[0].dtype == torch.bfloat16
     assert engine.info().kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
 

@@ -13,7 +13,7 @@ from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, NUMBERS, PAN
 from specpool.engine.passes.native.structures import Batch, Linear, Model
 from specpool.engine.probes.inputs import ProbeInputs
 from specpool.engine.weights.kinds import INT8, KINDS, SCALE_BYTES
-from specpool.engine.weights.quantized import Coded, Weight, as_tensor
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 NEVER = 1 << 20
 INPUTS = 512
@@ -155,7 +155,7 @@ def test_threads_share_panels_of_one_kind_and_change_no_bit(library: CDLL, kind:
 @pytest.mark.parametrize("inputs", [48, 80])
 def test_rows_that_are_no_whole_parts_are_kept_in_float32(inputs: int) -> None:
     weight = random_weight("INT8", 40, inputs)
-    assert isinstance(weight, Coded)
+    assert isinstance(weight, Quantized)
     segments = segments_of([weight])
     assert {segment.kind for segment in segments} == {FLOAT32}
     assert torch.equal(torch.cat([as_tensor(segment.weight) for segment in segments]), weight.dequantized())

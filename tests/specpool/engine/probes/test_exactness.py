@@ -156,16 +156,16 @@ def test_an_engine_whose_products_are_never_exact_says_so(
     assert any("inputs" in message and "equivalence is numeric" in message for message in warnings)
 
 
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
 def test_where_every_row_count_differs_all_passes_have_one_shape(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, lean: bool
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fused: bool
 ) -> None:
     """Such as on a GPU, whose libraries choose a kernel for every number of rows."""
     assert load_engine(tiny_pair[0], native=False).tiles.max_rows == exactness.ROW_COUNTS[-1]
     monkeypatch.setattr(exactness, "_rows_agree", lambda *_: False)
-    uniform = load_engine(tiny_pair[0], lean=lean, native=False)
+    uniform = load_engine(tiny_pair[0], fused=fused, native=False)
     shapes = set()
-    head = uniform.forward_pass.head if lean else uniform.loaded.model.get_output_embeddings()
+    head = uniform.forward_pass.head if fused else uniform.loaded.model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, x: shapes.add(x[0].shape[-2]))
     assert rows_that_differ(uniform) == 0
     assert shapes - {0} == {64}

@@ -123,9 +123,9 @@ def test_verified_rows_equal_decoding_alone(
 ) -> None:
     """Prefill, verify a draft that is partly right, and go on over what was rejected: the slots are as dirty as the
     examples before left them."""
-    monkeypatch.setattr(engine, "max_forward_tokens", 512)
+    monkeypatch.setattr(engine, "max_num_batched_tokens", 512)
     engine.forward([Span(slot, 0, truth.token_ids[i][:cached], 0) for i, slot, cached, _, _ in rounds])
-    monkeypatch.setattr(engine, "max_forward_tokens", limit)
+    monkeypatch.setattr(engine, "max_num_batched_tokens", limit)
     spans = []
     for i, slot, cached, right, wrong in rounds:
         foreseen = truth.token_ids[i][cached : cached + 1 + right]
@@ -156,7 +156,7 @@ def test_prefill_in_chunks_of_any_size_leaves_the_same_logits_and_cache(
     limit: int,
     num_logits: int,
 ) -> None:
-    monkeypatch.setattr(engine, "max_forward_tokens", limit)
+    monkeypatch.setattr(engine, "max_num_batched_tokens", limit)
     spans = [Span(7 - i, 0, truth.token_ids[i][:n], min(n, num_logits)) for i, n in enumerate(lengths)]
     rows = engine.forward(spans).split([span.num_logits for span in spans])
     for i, (length, logits) in enumerate(zip(lengths, rows, strict=True)):

@@ -91,7 +91,7 @@ def test_the_pass_of_torch_operations_is_divided_too(tmp_path: Path) -> None:
     folder = save_model(tmp_path, small_config("llama", **UNEVEN, attention_bias=True, mlp_bias=True))
     alone = load_engine(folder, device="cpu", native=False)
     with divided(folder, 2, native=False) as engine:
-        assert type(engine.forward_pass).__name__ == "LeanModel"
+        assert type(engine.forward_pass).__name__ == "FusedModel"
         assert engine.bitwise
         assert rows_that_differ(engine) == 0
         assert torch.allclose(logits(engine), logits(alone), rtol=1e-3, atol=1e-3)

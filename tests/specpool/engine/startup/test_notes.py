@@ -8,7 +8,7 @@ import pytest
 from tiny_models import load_engine, save_model, small_config
 from transformers import PreTrainedConfig
 
-from specpool.engine.passes.fused import is_lean, why_not_lean
+from specpool.engine.passes.fused import is_fusable, why_not_fusable
 from specpool.protocol.codec import worker_info_response
 
 THETA = {"rope_theta": 10_000.0}
@@ -38,18 +38,16 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("llama", {}, None),
     ],
 )
-def test_the_reason_why_a_model_is_not_run_by_the_lean_pass(
-    architecture: str, changes: dict[str, Any], reason: str | None
-) -> None:
+def test_why_a_model_has_no_fused_pass(architecture: str, changes: dict[str, Any], reason: str | None) -> None:
     config = small_config(architecture, **changes)
-    assert why_not_lean(config) == reason
-    assert is_lean(config) == (reason is None)
+    assert why_not_fusable(config) == reason
+    assert is_fusable(config) == (reason is None)
 
 
-def test_a_rotary_embedding_without_a_base_is_not_for_the_lean_pass() -> None:
+def test_a_rotary_embedding_without_a_base_is_not_fused() -> None:
     config: PreTrainedConfig = small_config("llama")
     config.rope_parameters = None  # type: ignore[attr-defined]
-    assert why_not_lean(config) == "its rotary embedding has no rope_theta"
+    assert why_not_fusable(config) == "its rotary embedding has no rope_theta"
 
 
 def test_a_model_that_runs_as_it_should_has_no_notes(
@@ -65,7 +63,7 @@ def test_a_model_that_runs_as_it_should_has_no_notes(
     ("architecture", "options", "reason"),
     [
         ("gpt2", {}, f"gpt2 is none of the families {FAMILIES}"),
-        ("llama", {"lean": False}, "the lean pass is switched off"),
+        ("llama", {"fused": False}, "the fused pass is switched off"),
     ],
 )
 def test_a_model_that_runs_by_the_librarys_modules_says_so_and_why(

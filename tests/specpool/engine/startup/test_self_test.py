@@ -15,7 +15,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.passes import fused as lean
+from specpool.engine.passes import fused
 from specpool.engine.passes.gpu import attention as gpu_attention
 from specpool.engine.passes.gpu import gemm as gpu_products
 from specpool.engine.passes.gpu.gemm import Product
@@ -60,14 +60,14 @@ def different_rows(engine: Engine, length: int = 500) -> int:
 
 
 def _no_pieces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lean, "in_pieces", lambda function, x: function(x))
+    patch.setattr(fused, "in_pieces", lambda function, x: function(x))
 
 
 def _fused_rotation(patch: pytest.MonkeyPatch) -> None:
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
-    patch.setattr(lean, "rotate", rotate)
+    patch.setattr(fused, "rotate", rotate)
 
 
 def _no_prepacked_products(patch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_without_an_exact_product_all_passes_have_one_shape(
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "choose_products", lambda *_: False)
     engine = load_engine(save_model(tmp_path, small_config("llama")), native=False, cuda_graphs=False)
-    assert engine.max_forward_tokens == engine.tiles.max_rows == 64
+    assert engine.max_num_batched_tokens == engine.tiles.max_rows == 64
     assert "64 rows at a time" in engine.notes[0]
 
 

@@ -45,7 +45,7 @@ def test_passes_are_measured_up_to_the_most_rows_of_a_round(
 ) -> None:
     """More rows than a pass can have take several passes, and need not be measured."""
     monkeypatch.setattr(engine.slots, "total", slots)
-    monkeypatch.setattr(engine, "max_forward_tokens", limit)
+    monkeypatch.setattr(engine, "max_num_batched_tokens", limit)
     times = measure_step_times(engine)
     assert list(times) == rows
     assert all(0 < seconds < 60 for seconds in times.values())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import embedding, linear
 
 from specpool.engine.weights.kinds import INT8, KINDS, SCALE_BYTES
-from specpool.engine.weights.quantized import Coded, CodedEmbedding, CodedLinear
+from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
 
 GGML_KINDS = sorted(KINDS.keys() - {"INT8"})
 
@@ -18,14 +18,14 @@ def random_bytes(rows: int, row_bytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def finite(kind: str, rows: int, columns: int) -> Coded:
+def finite(kind: str, rows: int, columns: int) -> Quantized:
     """A weight whose scales are neither infinite nor NaN."""
     data = random_bytes(rows, KINDS[kind].row_bytes(columns))
     if kind == "INT8":
         data[:, :SCALE_BYTES] = torch.rand(rows, 1).view(torch.uint8)
     for at in KINDS[kind].halves:
         data.unflatten(1, (-1, KINDS[kind].block_bytes))[..., at + 1] &= 0b10111111
-    return Coded(KINDS[kind], data)
+    return Quantized(KINDS[kind], data)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -42,7 +42,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 @given(rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 2**32))
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_every_weight_has_the_bits_of_the_reference(kind: str, rows: int, blocks: int, seed: int) -> None:
-    weight = Coded(KINDS[kind], random_bytes(rows, blocks * KINDS[kind].block_bytes, seed))
+    weight = Quantized(KINDS[kind], random_bytes(rows, blocks * KINDS[kind].block_bytes, seed))
     expected = torch.from_numpy(gguf.dequantize(weight.data.numpy(), GGMLQuantizationType[kind]))
     assert weight.shape == expected.shape
     assert weight.dequantized().dtype == expected.dtype == torch.float32
@@ -59,7 +59,7 @@ def test_a_row_in_int8_has_one_scale(rows: int, columns: int, seed: int) -> None
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, generator=generator)
     scale = torch.randn(rows, 1, generator=generator)
-    weight = Coded(INT8, torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1))
+    weight = Quantized(INT8, torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1))
     assert weight.shape == (rows, columns)
     assert torch.equal(weight.dequantized(), codes.float() * scale)
 
@@ -107,10 +107,10 @@ def test_what_is_dequantized_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPat
 
 def test_modules_compute_what_those_of_torch_do() -> None:
     first, second, bias, x = finite("Q4_0", 5, 64), torch.randn(3, 64), torch.randn(8), torch.randn(4, 64)
-    joined = CodedLinear([first, second], bias)
+    joined = QuantizedLinear([first, second], bias)
     weight = torch.cat([first.dequantized(), second])
     assert (joined.in_features, joined.out_features) == (64, 8)
     assert torch.equal(joined.weight, weight)
     assert torch.equal(joined(x), linear(x, weight, bias))
     ids = torch.tensor([[4, 0], [2, 2]])
-    assert torch.equal(CodedEmbedding(first)(ids), embedding(ids, first.dequantized()))
+    assert torch.equal(QuantizedEmbedding(first)(ids), embedding(ids, first.dequantized()))

@@ -24,7 +24,7 @@ class AbandonedError(Exception):
     """Nobody waits for the result any more."""
 
 
-class TokenizingSlots:
+class TokenizerPool:
     """Runs work on prompts: small ones in their order of arrival, and large ones in a queue of their own."""
 
     def __init__(self, most_waiting: int) -> None:
