@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm lint protos bench pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -10,6 +10,10 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# The tests of `make test`, and then the slow ones.
+test-all: test
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # Whole benchmarks in small: those that run on a GPU, answers against another engine, a soak.
 test-benchmarks: .venv/ready
