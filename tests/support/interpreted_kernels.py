@@ -1,7 +1,9 @@
-"""Engines on a CPU that run the GPU's pass: by the kernels themselves, or by torch's operations in their place."""
+"""Run the GPU pass on a CPU: with interpreted kernels, or with torch operations in their place."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
@@ -30,6 +32,23 @@ def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(self_test, "PROBED_PASSES", (1,))
     patch.setattr(startup, "measure_step_times", lambda _: {})
     patch.setattr(startup, "measure_seconds_per_cached", lambda _: 0.0)
+
+
+def make_dot_batch_invariant(patch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter add the terms of `tl.dot` in one order.
+
+    It calls BLAS, which on some CPUs adds them in an order that depends on the shape of the tile. Tensor cores do not.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(_: object, a: Any, b: Any, accumulator: Any, *__: object) -> Any:
+        dtype = accumulator.data.dtype
+        left, right, summed = a.data.astype(dtype), b.data.astype(dtype), accumulator.data.copy()
+        for index in range(left.shape[1]):
+            summed += np.multiply.outer(left[:, index], right[index])
+        return TensorHandle(summed, accumulator.dtype.scalar)
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
