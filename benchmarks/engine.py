@@ -46,7 +46,7 @@ READ_BYTES = 2**29
 MEASURED_STEPS = 5
 # Parts of the names of torch's operations and kernels.
 OPERATIONS = {
-    "products": ("linear", "addmm", "aten::mm", "gemm", "gemv"), "attention": ("attention", "attend", "softmax", "bmm"),
+    "gemm": ("linear", "addmm", "aten::mm", "gemm", "gemv"), "attention": ("attention", "attend", "softmax", "bmm"),
 }  # fmt: skip
 
 Step = Callable[[], object]
@@ -228,7 +228,7 @@ def measure_bandwidth(device: str, repeats: int) -> float:
 
 
 def where_the_time_goes(engine: Engine, batch: int, cached: int) -> Row:
-    """Shares of a step spent on products, on attention, and on the rest."""
+    """Shares of a step spent on GEMM, on attention, and on the rest."""
     step = engine_step(engine, batch, cached, 1)
     if isinstance(engine.forward_pass, NativeModel):
         with engine.forward_pass.measured() as seconds:

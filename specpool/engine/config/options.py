@@ -56,11 +56,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     native: bool = Field(
         True, description="compile that pass for this processor, where there is a C compiler (CPU, float32 or bfloat16)"
     )
-    cuda_graphs: bool = Field(True, description="record that pass on a GPU, for one launch instead of hundreds")
-    products: Literal["auto", "triton", "cublas"] = Field(
+    cuda_graphs: bool = Field(True, description="capture that pass as CUDA graphs, for one launch instead of hundreds")
+    gemm: Literal["auto", "triton", "cublas"] = Field(
         "auto",
-        description="kernels of that pass for products with weights on a GPU, where they are exact; "
-        '"auto": the fastest, but "triton" where bits differ and a target needs the same ones after every start',
+        validation_alias=AliasChoices("gemm", "products"),
+        description="GEMM backend of that pass on a GPU, where it is batch-invariant; "
+        '"auto": the fastest, but always "triton" for a target if the bits of the backends differ',
     )
     max_num_batched_tokens: int | None = Field(
         None,

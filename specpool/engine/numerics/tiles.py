@@ -2,7 +2,7 @@
 
 Floating-point sums depend on their order, a kernel's order depends on the shape it is called with, and a batch changes
 shapes. So shapes are taken from a coarse grid: packed rows, query rows and attended length are padded to the multiples
-that `specpool.engine.probes.exactness` finds sufficient on the device at hand.
+that `specpool.engine.probes.batch_invariance` finds sufficient on the device at hand.
 """
 
 import math

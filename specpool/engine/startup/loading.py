@@ -38,7 +38,7 @@ def load_engine(options: EngineOptions, exact: bool) -> Engine:
         engine.seconds_per_cached = measure_seconds_per_cached(engine)
     recorded = engine.forward_pass
     if isinstance(recorded, CapturedModel) and recorded.capture is None:
-        engine.notes.append("runs slowly: its kernels are launched one by one, because passes cannot be recorded here")
+        engine.notes.append("runs slowly: CUDA graph capture failed, so kernels are launched one by one")
     for note in engine.notes:
         log.warning("%s: %s", engine.loaded.name, note)
     log.info("ready: %s", engine.info())

@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.passes import activations
-from specpool.engine.passes.activations import activate_in_pieces, in_pieces
+from specpool.engine.passes.activations import chunk_activations, in_pieces
 from specpool.engine.run.engine import Engine
 
 pytestmark = pytest.mark.cpus
@@ -41,7 +41,7 @@ def test_a_row_has_the_same_bits_among_any_others(features: int, function: objec
 
 def test_all_activations_of_a_model_are_replaced_and_nothing_else() -> None:
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"act_fn": ACT2FN["silu"], "up": nn.Linear(4, 4)}), "act": nn.GELU()})
-    activate_in_pieces(model)
+    chunk_activations(model)
     assert isinstance(model["mlp"]["act_fn"], activations._InPieces)
     assert isinstance(model["act"], activations._InPieces)
     assert type(model["mlp"]["up"]) is nn.Linear

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specpool.engine.passes.native import compiler, folders
-from specpool.engine.passes.native.folders import NotPrivateError, check_file, private_folder
+from specpool.engine.passes.native.library_cache import NotPrivateError, check_file, private_folder
 
 SIZES = (16, 1, ("FLOAT32",))
 

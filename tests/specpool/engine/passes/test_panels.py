@@ -10,7 +10,7 @@ import torch
 from specpool.engine.passes.native.compiler import compile_decoder
 from specpool.engine.passes.native.packed_weights import ALIGNMENT, Kept
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, NUMBERS, PANEL, Segment, segments_of
-from specpool.engine.passes.native.structures import Batch, Linear, Model
+from specpool.engine.passes.native.structs import Batch, Linear, Model
 from specpool.engine.probes.inputs import ProbeInputs
 from specpool.engine.weights.kinds import INT8, KINDS, SCALE_BYTES
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor

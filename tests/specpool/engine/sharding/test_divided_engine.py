@@ -11,7 +11,7 @@ from gguf_files import save_random_gguf
 from tiny_models import load_engine, random_tokens, rows_that_differ, save_model, small_config
 
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.native.sharded import DividedNativeModel
+from specpool.engine.passes.native.sharded import ShardedNativeModel
 from specpool.engine.run.engine import Engine
 
 TOKENS = random_tokens(90)
@@ -73,7 +73,7 @@ def test_ranks_keep_weights_as_they_are_stored(tmp_path: Path, sums: Literal["wh
     file = save_random_gguf(tmp_path, lambda name: "Q4_1" if "layers" in name else "Q8_0", **changes)
     unpacked = load_engine(file, device="cpu", weights="float32")
     with divided(file, 2, tensor_parallel_sums=sums) as engine:
-        assert isinstance(engine.forward_pass, DividedNativeModel)
+        assert isinstance(engine.forward_pass, ShardedNativeModel)
         kinds = engine.forward_pass.kinds
         assert kinds.keys() - {"FLOAT32"} == {"Q4_1", "Q8_0"}
         down = 2 * 4 * 128 * 48

@@ -17,14 +17,14 @@ from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes import fused
 from specpool.engine.passes.gpu import attention as gpu_attention
-from specpool.engine.passes.gpu import gemm as gpu_products
-from specpool.engine.passes.gpu.gemm import Product
+from specpool.engine.passes.gpu import gemm as gpu_gemm
+from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import compiler
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.probes import exactness, kernels
-from specpool.engine.probes.kernels import choose_products
-from specpool.engine.probes.native_gemm import products_agree
+from specpool.engine.probes import batch_invariance, kernels
+from specpool.engine.probes.kernels import choose_gemms
+from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
@@ -259,14 +259,14 @@ def test_the_operation_that_failed_is_named(tmp_path: Path, caplog: pytest.LogCa
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     pytest.importorskip("triton")
-    for name, smaller in (("SPLIT", 32), ("BLOCK", 16), ("BUSY", 2)):  # the interpreter is slow
+    for name, smaller in (("SPLIT", 32), ("BLOCK", 16), ("BUSY_PROGRAMS", 2)):  # the interpreter is slow
         monkeypatch.setattr(gpu_attention, name, smaller)
     monkeypatch.setattr(kernels, "POSITIONS", (30,))
     return torch.zeros(1, 1, 16)
 
 
 def test_attention_agrees_at_joins_of_splits(cache: torch.Tensor) -> None:
-    assert kernels.attention_agrees(cache, query_groups=3, longest=50)
+    assert kernels.attention_agrees(cache, query_groups=3, max_length=50)
 
 
 @pytest.mark.parametrize("split", [16, 64])
@@ -278,14 +278,14 @@ def test_splits_that_depend_on_the_batch_are_noticed(
         return gpu_attention.attend_extents(query, *others[:-1], 8)
 
     monkeypatch.setattr(kernels, "attend_extents", attend)
-    assert not kernels.attention_agrees(cache, query_groups=3, longest=50)
+    assert not kernels.attention_agrees(cache, query_groups=3, max_length=50)
 
 
-def products_of(folder: Path, exact: bool = True, **options: Any) -> list[Product]:
+def gemms_of(folder: Path, exact: bool = True, **options: Any) -> list[Gemm]:
     folder = save_model(folder, small_config("llama"))
     model = load_engine(folder, exact, native=False, cuda_graphs=False, **options).forward_pass
     assert isinstance(model, GpuModel)
-    return model.products()
+    return model.gemms()
 
 
 @pytest.mark.parametrize("differs", [lambda rows: rows == 320, lambda rows: rows == 8, lambda rows: rows > 8])
@@ -293,34 +293,34 @@ def test_products_that_depend_on_the_number_of_rows_are_not_chosen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
 ) -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x.flip(-1) @ weight.flip(-1).T if differs(len(x)) else gpu_products.multiply(x, weight, 1)[0]
+        return x.flip(-1) @ weight.flip(-1).T if differs(len(x)) else gpu_gemm.split_k_gemm(x, weight, 1)[0]
 
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", choose_products)
-    monkeypatch.setattr(gpu_products, "linear", linear)
-    assert {product.kind for product in products_of(tmp_path)} == {"triton"}
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    monkeypatch.setattr(gpu_gemm, "linear", linear)
+    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"triton"}
 
 
 def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", choose_products)
-    monkeypatch.setattr(gpu_products, "linear", lambda x, weight: gpu_products.multiply(x, weight, 1)[0])
-    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
-    assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: gpu_gemm.split_k_gemm(x, weight, 1)[0])
+    monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
+    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"cublas"}
 
 
 def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", choose_products)
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
     monkeypatch.setattr(
-        gpu_products, "linear", lambda x, weight: gpu_products.multiply(x.flip(-1), weight.flip(-1), 1)[0]
+        gpu_gemm, "linear", lambda x, weight: gpu_gemm.split_k_gemm(x.flip(-1), weight.flip(-1), 1)[0]
     )
-    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
-    assert {product.kind for product in products_of(tmp_path)} == {"triton"}
-    assert {product.kind for product in products_of(tmp_path, products="cublas")} == {"cublas"}
-    assert {product.kind for product in products_of(tmp_path, exact=False)} == {"cublas"}
+    monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
+    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"triton"}
+    assert {gemm.backend for gemm in gemms_of(tmp_path, gemm="cublas")} == {"cublas"}
+    assert {gemm.backend for gemm in gemms_of(tmp_path, exact=False)} == {"cublas"}
 
 
 def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -328,18 +328,18 @@ def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
         raise RuntimeError("out of resource")
 
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", choose_products)
-    exact = gpu_products.multiply
-    monkeypatch.setattr(gpu_products, "multiply", refuse)
-    monkeypatch.setattr(gpu_products, "linear", lambda x, weight: exact(x, weight, 1)[0])
-    assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    exact = gpu_gemm.split_k_gemm
+    monkeypatch.setattr(gpu_gemm, "split_k_gemm", refuse)
+    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: exact(x, weight, 1)[0])
+    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"cublas"}
 
 
 def test_without_an_exact_product_all_passes_have_one_shape(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", lambda *_: False)
+    monkeypatch.setattr(forward, "choose_gemms", lambda *_: False)
     engine = load_engine(save_model(tmp_path, small_config("llama")), native=False, cuda_graphs=False)
     assert engine.max_num_batched_tokens == engine.tiles.max_rows == 64
     assert "64 rows at a time" in engine.notes[0]
@@ -361,7 +361,7 @@ def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Changes the sources of the compiled pass; each change is of a text that one of its files has."""
-    sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.INCLUDED)}
+    sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.HEADERS)}
     for before, after in changes.items():
         (name,) = (name for name, source in sources.items() if before in source)
         sources[name] = sources[name].replace(before, after)
@@ -462,9 +462,9 @@ def test_weights_that_are_widened_wrongly_are_noticed(
 ) -> None:
     kind, changes = WIDENING_MUTANTS[name]
     change_source(changes, monkeypatch, tmp_path)
-    assert not products_agree(products_with(tmp_path / "model", kind))
+    assert not gemms_agree(products_with(tmp_path / "model", kind))
 
 
 @pytest.mark.cpus
 def test_weights_that_are_widened_rightly_pass(tmp_path: Path) -> None:
-    assert products_agree(products_with(tmp_path / "model", "Q4_K"))
+    assert gemms_agree(products_with(tmp_path / "model", "Q4_K"))

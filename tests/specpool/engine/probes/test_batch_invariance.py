@@ -13,8 +13,8 @@ from torch import nn
 from specpool.engine.numerics.tiles import Tiles, round_up
 from specpool.engine.passes import attention
 from specpool.engine.passes.linear import PrepackedLinear, can_prepack, prepack_linears
-from specpool.engine.probes import exactness
-from specpool.engine.probes.exactness import ATTENTION_GRIDS, ONE_SHAPE, ROW_GRIDS, choose_tiles
+from specpool.engine.probes import batch_invariance
+from specpool.engine.probes.batch_invariance import ATTENTION_GRIDS, ONE_SHAPE, ROW_GRIDS, choose_tiles
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.startup.self_test import self_test
 
