@@ -175,10 +175,7 @@ def _joined(*linears: nn.Linear) -> nn.Linear | QuantizedLinear:
     biased = next((linear.bias for linear in linears if linear.bias is not None), None)
     bias = None
     if biased is not None:
-        zeros = (biased.new_zeros(linear.out_features) for linear in linears)
-        bias = torch.cat(
-            [zero if layer.bias is None else layer.bias for layer, zero in zip(linears, zeros, strict=True)]
-        )
+        bias = torch.cat([biased.new_zeros(each.out_features) if each.bias is None else each.bias for each in linears])
     parts = [part for linear in linears for part in parts_of(linear)]
     if any(isinstance(part, Quantized) for part in parts):
         return QuantizedLinear(parts, bias)

@@ -83,7 +83,7 @@ def why_no_kernels(fused: FusedModel) -> str | None:
 
 
 def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions, exact: bool) -> Tiles | None:
-    """Chooses the GEMM backends of a pass where there is a choice, and finds the tiles that make it exact, if it is to be.
+    """Chooses the GEMM backends of a pass where there is a choice, and the tiles that make it exact, if it is to be.
 
     None if no tiles do.
     """

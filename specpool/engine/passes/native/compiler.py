@@ -1,4 +1,4 @@
-"""Compiles the forward pass for this processor with the machine's C compiler, and caches the library for later starts."""
+"""Compiles the forward pass for this processor with the local C compiler, and caches the library for later starts."""
 
 import ctypes
 import functools
