@@ -22,7 +22,7 @@ from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import compiler
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.probes import batch_invariance, kernels
+from specpool.engine.probes import kernels
 from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
@@ -84,19 +84,19 @@ def _no_tiles(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_tiles_of_attention(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(exactness, "_attention_agrees", lambda *_: True)
-    patch.setattr(exactness, "ATTENTION_GRIDS", ((1, 1), (8, 64)))
+    patch.setattr(batch_invariance, "_attention_agrees", lambda *_: True)
+    patch.setattr(batch_invariance, "ATTENTION_GRIDS", ((1, 1), (8, 64)))
 
 
 def _last_grid_untested(patch: pytest.MonkeyPatch) -> None:
     _no_prepacked_products(patch)
-    patch.setattr(exactness, "_rows_agree", lambda linear, x, tiles: tiles.row_multiple == 64)
+    patch.setattr(batch_invariance, "_rows_agree", lambda linear, x, tiles: tiles.row_multiple == 64)
 
 
 def _one_shape_untested(patch: pytest.MonkeyPatch) -> None:
     _no_prepacked_products(patch)
-    patch.setattr(exactness, "_rows_agree", lambda *_: False)
-    patch.setattr(exactness, "_one_shape_agrees", lambda *_: True)
+    patch.setattr(batch_invariance, "_rows_agree", lambda *_: False)
+    patch.setattr(batch_invariance, "_one_shape_agrees", lambda *_: True)
 
 
 UNDONE: list[Undo] = [
