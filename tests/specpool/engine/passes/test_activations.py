@@ -60,8 +60,6 @@ def long_passes_differ(engine: Engine) -> bool:
 def test_long_passes_are_batch_invariant(
     tmp_path: Path, architecture: str, fused: bool, threads_of_engine: int
 ) -> None:
-    tmp_path: Path, architecture: str, fused: bool, threads_of_engine: int
-) -> None:
     sizes = {"n_layer": 2, "n_head": 4} if architecture == "gpt2" else {"intermediate_size": 160}
     folder = save_model(tmp_path, small_config(architecture, **sizes))
     engine = load_engine(folder, threads=threads_of_engine, fused=fused, native=False)

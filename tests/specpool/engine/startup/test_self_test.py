@@ -22,7 +22,7 @@ from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import compiler
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.probes import kernels
+from specpool.engine.probes import batch_invariance, kernels
 from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
