@@ -165,8 +165,9 @@ def attention_agrees(cache: torch.Tensor, query_groups: int, max_length: int) ->
         query = numbers.normal(len(row_positions), query_groups * kv_heads, dim)
         probed = len(row_positions) - 1 - row_positions[::-1].index(position)
         query[probed] = row
-        on_device = [torch.tensor(each, device=cache.device) for each in (begins, sizes, row_positions, row_positions)]
-        return attend_extents(query, keys, values, *on_device, dim**-0.5, splits)[probed]
+        tiled = [torch.tensor(numbers, device=cache.device) for numbers in (begins, sizes, row_positions)]
+        tile_begins, tile_sizes, columns = tiled
+        return attend_extents(query, keys, values, tile_begins, tile_sizes, columns, columns, dim**-0.5, splits)[probed]
 
     def agrees(row: torch.Tensor, position: int) -> bool:
         alone = range(position, position + 1)

@@ -60,7 +60,7 @@ def different_rows(engine: Engine, length: int = 500) -> int:
 
 
 def _no_pieces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fused, "in_pieces", lambda function, x: function(x))
+    patch.setattr(fused, "in_chunks", lambda function, x: function(x))
 
 
 def _fused_rotation(patch: pytest.MonkeyPatch) -> None:
