@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +43,10 @@ SHOWN_ROWS = 40
 Results = Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Seconds of a part: it is skipped below `minimum`, and stopped after `maximum`."""
-
-    minimum: float
-    maximum: float
-
-
+# The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second.
 PARTS = {
-    "device": Budget(10, 60), "kernels": Budget(30, 150), "target": Budget(45, 150), "draft": Budget(30, 90),
-    "pair": Budget(90, 210), "transformers": Budget(40, 100), "profile": Budget(30, 100),
+    "device": (10, 60), "kernels": (30, 150), "target": (45, 150), "draft": (30, 90), "pair": (90, 210),
+    "transformers": (40, 100), "profile": (30, 100),
 }  # fmt: skip
 
 
@@ -130,14 +122,14 @@ def _parts(text: str) -> list[str]:
 
 def run(name: str, options: argparse.Namespace, scratch: str, end: float) -> dict[str, Any]:
     """Run a part. Returns its result, with why it was skipped or failed, and writes it to its file."""
-    file, began, budget = options.output / f"{name}.json", time.monotonic(), PARTS[name]
+    file, began, (minimum, maximum) = options.output / f"{name}.json", time.monotonic(), PARTS[name]
     file.unlink(missing_ok=True)  # of an earlier run
     left = end - began
     result: dict[str, Any] = {}
-    if left < budget.minimum:
-        result["skipped"] = f"needs {budget.minimum:.0f} s, but {max(0.0, left):.0f} s were left"
+    if left < minimum:
+        result["skipped"] = f"needs {minimum} s, but {max(0.0, left):.0f} s were left"
     else:
-        seconds = min(left, budget.maximum)
+        seconds = min(left, maximum)
         settings = Settings(
             options.device, options.dtype, options.target, options.draft, options.rehearse, str(options.output),
             scratch, deadline=began + WORKING * seconds,
@@ -188,32 +180,13 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def show_part(name: str, result: Mapping[str, Any]) -> None:
-    """Print the facts of a part, then its lists of rows. Kernel rows are summarized."""
+    """Print the facts of a part, then its lists of rows."""
     facts = {key: value for key, value in result.items() if isinstance(value, str | int | float | bool)}
     show(name, [{"fact": key, "value": value} for key, value in facts.items()])
-    tables: dict[str, list[Row]] = {
-        key: value for key, value in result.items() if isinstance(value, list) and value and isinstance(value[0], dict)
-    }
-    if "kernels" in tables:
-        tables["kernels"] = by_kernel(tables["kernels"])
-    for title, rows in tables.items():
-        show(f"{name}: {title.replace('_', ' ')}", rows[:SHOWN_ROWS])
+    for title, rows in result.items():
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+            show(f"{name}: {title.replace('_', ' ')}", rows[:SHOWN_ROWS])
     show(f"{name}: notes", [{"note": note} for note in result.get("notes", ())])
-
-
-def by_kernel(rows: Iterable[Row]) -> list[Row]:
-    """One row per kernel: its largest error, and the cases where bits differ."""
-    kernels: dict[str, list[Row]] = {}
-    for row in rows:
-        kernels.setdefault(row["kernel"], []).append(row)
-    return [
-        {
-            "kernel": name, "cases": len(own), "largest error": f"{max(row['error'] or 0 for row in own):.2g}",
-            "near": all(row["near"] is not False for row in own), "same bits": all(row["same_bits"] for row in own),
-            "differs": ", ".join(row["case"] for row in own if row["differs"]),
-        }
-        for name, own in kernels.items()
-    ]  # fmt: skip
 
 
 def goals(results: Results) -> list[Row]:

@@ -65,8 +65,8 @@ def measure_kernels(settings: Settings, findings: Findings) -> None:
     for model in dict.fromkeys((settings.target, settings.draft)):
         for name, (outputs, inputs) in gemm_shapes(model).items():
             case = f"{model}, {name}"
-            check_gemm = partial(add_gemm_rows, settings, findings, case, outputs, inputs, name != "head")
-            findings.attempt(settings, f"GEMM: {case}", GEMM_SECONDS, check_gemm)
+            add_rows = partial(add_gemm_rows, settings, findings, case, outputs, inputs, name != "head")
+            findings.attempt(settings, f"GEMM: {case}", GEMM_SECONDS, add_rows)
 
 
 class Kernels:
@@ -76,11 +76,8 @@ class Kernels:
         self._settings, self._sizes = settings, SHAPES[settings.target]
         self._dtype, self._device = settings.torch_dtype, torch.device(settings.device)
         self._heads, self._kv_heads = self._sizes["num_attention_heads"], self._sizes["num_key_value_heads"]
-        self._dim, self._rows, self._groups = (
-            self._sizes["head_dim"],
-            settings.sizes.rows,
-            self._heads // self._kv_heads,
-        )
+        self._groups, self._dim = self._heads // self._kv_heads, self._sizes["head_dim"]
+        self._rows = settings.sizes.rows
 
     def attention(self, position: int) -> Row:
         """A row at a position: alone, last and first of a tile, and beside many others."""

@@ -5,13 +5,11 @@ configure the GPU libraries differently: they read their settings once. Findings
 """
 
 import json
-import logging
 import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -150,22 +148,6 @@ class Findings:
             self.add_row("failed", {"failed": what, "error": describe(error)})
             return False
         return True
-
-
-@contextmanager
-def log_lines(name: str) -> Iterator[list[str]]:
-    """Collect the messages of a logger."""
-    lines: list[str] = []
-    logger, handler = logging.getLogger(name), logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def describe(error: Exception) -> str:

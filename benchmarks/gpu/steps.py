@@ -15,7 +15,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engine import Step, engine_step, finished, weight_bytes_read
-from benchmarks.gpu.part import Findings, Row, Settings, log_lines
+from benchmarks.gpu.part import Findings, Row, Settings
 from benchmarks.report import seconds_of
 from benchmarks.shapes import random_loaded
 from specpool.engine.cache.spans import Span
@@ -32,8 +32,6 @@ CHOSEN = "chosen"
 WARM_UPS = 4
 # Minimum seconds left to start a shape.
 SHAPE_SECONDS = 5
-# Steps to time together.
-QUEUED = 5
 # Kernels of a profile to name.
 NAMED = 25
 
@@ -103,14 +101,13 @@ def start(settings: Settings, findings: Findings, shape: str, exact: bool) -> En
     began = time.perf_counter()
     loaded = random_loaded(shape, settings.device, settings.torch_dtype)
     made = time.perf_counter()
-    with log_lines("specpool.engine") as log:
-        engine = start_engine(replace(loaded, max_model_len=max_length), options, exact)
+    engine = start_engine(replace(loaded, max_model_len=max_length), options, exact)
     model = gpu_model(engine)
     gemms = {} if model is None else {f"{g.out_features} x {g.in_features}": g.backend for g in model.gemms()}
     findings.add(
         model=shape, weights_made_s=round(made - began, 1), started_s=round(time.perf_counter() - made, 1),
         bitwise=engine.bitwise, notes=engine.notes, gemm_backends=gemms,
-        max_num_batched_tokens=engine.max_num_batched_tokens, log=log,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
     )  # fmt: skip
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
         tensor.normal_()
@@ -187,27 +184,24 @@ def add_steps(
         name: use for name, use in switches.items()
         if findings.attempt(settings, f"{what} {name}", SHAPE_SECONDS, partial(warm_up, use, list(steps.values())))
     }  # fmt: skip
-    times: dict[tuple[str, int], list[tuple[float, float]]] = {each: [] for each in product(switches, steps)}
+    times: dict[tuple[str, int], list[float]] = {each: [] for each in product(switches, steps)}
     for _ in range(settings.sizes.repeats):
         for name, use in switches.items():
             use()
             for tokens, step in steps.items():
-                times[name, tokens].append((seconds_of(partial(finished, step)), queued(step)))
+                times[name, tokens].append(seconds_of(partial(finished, step)) * 1000)
     captured = {}
     for name, use in reversed(switches.items()):  # ends with the chosen backends
         use()
         captured[name] = is_captured(engine)
-    for (name, tokens), seconds in times.items():
-        ms, queued_ms = (statistics.median(each) * 1000 for each in zip(*seconds, strict=True))
-        plain_ms, limit_ms = (
-            statistics.median(one for one, _ in times[name, 1]) * 1000,
-            limit.milliseconds(batch * cached),
-        )
+    limit_ms = limit.milliseconds(batch * cached)
+    for (name, tokens), milliseconds in times.items():
+        ms, plain_ms = statistics.median(milliseconds), statistics.median(times[name, 1])
         findings.add_row("steps", {
             "cached": cached, "sequences": batch, "rows": batch * tokens, "drafted": tokens - 1, "backend": name,
             "captured": captured[name], "passes": -(-batch * tokens // engine.max_num_batched_tokens),
-            "ms": round(ms, 3), "queued_ms": round(queued_ms, 3), "limit_ms": round(limit_ms, 3),
-            "of_limit": round(limit_ms / ms, 3), "over_plain": round(ms / plain_ms, 3),
+            "ms": round(ms, 3), "limit_ms": round(limit_ms, 3), "of_limit": round(limit_ms / ms, 3),
+            "over_plain": round(ms / plain_ms, 3),
         })  # fmt: skip
 
 
@@ -217,17 +211,6 @@ def warm_up(use: Callable[[], None], steps: Sequence[Step]) -> None:
     for step in steps:
         for _ in range(WARM_UPS):
             finished(step)
-
-
-def queued(step: Step) -> float:
-    """Seconds of a step among several that are launched without waiting."""
-
-    def row() -> None:
-        for _ in range(QUEUED - 1):
-            step()
-        finished(step)
-
-    return seconds_of(row) / QUEUED
 
 
 # --- Drafts
@@ -300,14 +283,9 @@ def add_profile(findings: Findings, engine: Engine, step: Step, facts: Row) -> N
             with profile(activities=activities) as profiler:
                 finished(step)
     events: list[Any] = [event for event in profiler.events() or [] if event.device_type.name == device]
-    row, names = summarize(
-        [
-            (event.name, event.time_range.start, event.time_range.end)
-            for event in events
-            if not getattr(event, "is_user_annotation", False)
-        ],
-        engine.loaded.config.num_hidden_layers,
-    )
+    events = [event for event in events if not getattr(event, "is_user_annotation", False)]
+    times = [(event.name, event.time_range.start, event.time_range.end) for event in events]
+    row, names = summarize(times, engine.loaded.config.num_hidden_layers)
     findings.add_row("steps", {**facts, **row})
     for name in names:
         findings.add_row("names", {**facts, **name})
