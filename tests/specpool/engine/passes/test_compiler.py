@@ -138,29 +138,23 @@ def test_nothing_is_cached_if_the_compiler_does_not_identify_itself(
     assert not [*folders[0].iterdir()]
 
 
-def _truncate(entry: Path) -> None:
-    entry.write_bytes(entry.read_bytes()[:8192])
-
-
 def _flip_a_bit(entry: Path) -> None:
     content = bytearray(entry.read_bytes())
     content[-1000] ^= 1
     entry.write_bytes(content)
 
 
-def _empty(entry: Path) -> None:
-    entry.write_bytes(b"")
+UNTRUSTED: dict[str, tuple[Callable[[Path], object], bool]] = {
+    "truncated": (lambda entry: entry.write_bytes(entry.read_bytes()[:8192]), True),
+    "changed": (_flip_a_bit, True),
+    "empty": (lambda entry: entry.write_bytes(b""), True),
+    "open to others": (lambda entry: entry.parent.chmod(0o777), False),
+}
 
 
-def _open_to_all(entry: Path) -> None:
-    entry.parent.chmod(0o777)
-
-
-@pytest.mark.parametrize(
-    ("change", "is_replaced"), [(_truncate, True), (_flip_a_bit, True), (_empty, True), (_open_to_all, False)]
-)
+@pytest.mark.parametrize(("change", "is_replaced"), UNTRUSTED.values(), ids=UNTRUSTED)
 def test_an_untrusted_cache_entry_is_compiled_again(
-    change: Callable[[Path], None], is_replaced: bool, folders: list[Path], events: Events
+    change: Callable[[Path], object], is_replaced: bool, folders: list[Path], events: Events
 ) -> None:
     assert compile_in_new_process() is not None
     (entry,) = (folders[0] / compiler.CACHE_FOLDER).iterdir()
@@ -211,17 +205,11 @@ def test_one_warning_says_that_no_folder_allows_loading(
     assert record.getMessage().count("failed to map segment") == 2
 
 
-def _file(folder: Path) -> None:
-    folder.write_text("a file")
-
-
-def _loop_of_links(folder: Path) -> None:
-    folder.symlink_to(folder)
-
-
-@pytest.mark.parametrize("create", [_file, _loop_of_links])
+@pytest.mark.parametrize(
+    "create", [lambda folder: folder.write_text("a file"), lambda folder: folder.symlink_to(folder)]
+)
 def test_a_folder_that_cannot_be_created_is_skipped(
-    create: Callable[[Path], None], folders: list[Path], events: Events
+    create: Callable[[Path], object], folders: list[Path], events: Events
 ) -> None:
     create(folders[0])
     assert compile_in_new_process() is not None
@@ -281,20 +269,24 @@ def test_a_link_is_followed_before_the_check(tmp_path: Path) -> None:
         pytest.fail("the folder was created")
 
 
-def _writable(file: Path, _: pytest.MonkeyPatch) -> None:
-    file.chmod(0o664)
-
-
-def _of_another_user(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_away(file, monkeypatch)
-
-
-def _link(file: Path, _: pytest.MonkeyPatch) -> None:
+def _replace_by_link(file: Path, _: pytest.MonkeyPatch) -> None:
     file.rename(file.with_suffix(".other"))
     file.symlink_to(file.with_suffix(".other"))
 
 
-@pytest.mark.parametrize("change", [_writable, _of_another_user, _link])
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a path look as if another user owned it."""
+    for name in ("stat", "lstat"):
+        real = getattr(Path, name)
+
+        def fake(self: Path, real: Any = real, **options: Any) -> os.stat_result:
+            status: os.stat_result = real(self, **options)
+            return os.stat_result((*status[:4], 12345, *status[5:])) if self == path else status
+
+        monkeypatch.setattr(Path, name, fake)
+
+
+@pytest.mark.parametrize("change", [lambda file, _: file.chmod(0o664), give_away, _replace_by_link])
 def test_a_library_that_others_could_write_is_not_loaded(
     change: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,15 +305,3 @@ def test_folders_of_the_user_come_before_shared_ones(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(library_cache.tempfile, "tempdir", str(tmp_path / "tmp"))
     assert library_cache.candidate_folders() == [tmp_path / "cache" / "specpool", tmp_path / "run", tmp_path / "tmp"]
-
-
-def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a path look as if another user owned it."""
-    for name in ("stat", "lstat"):
-        real = getattr(Path, name)
-
-        def fake(self: Path, real: Any = real, **options: Any) -> os.stat_result:
-            status: os.stat_result = real(self, **options)
-            return os.stat_result((*status[:4], 12345, *status[5:])) if self == path else status
-
-        monkeypatch.setattr(Path, name, fake)

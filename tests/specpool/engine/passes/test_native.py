@@ -175,13 +175,14 @@ def test_without_a_working_compiler_the_pass_runs_on_torch(
     assert warning in caplog.text
 
 
+@pytest.mark.parametrize("options", [{"native": False}, {"dtype": "float16"}])
+def test_options_can_require_torch(tiny_pair: Pair, options: dict[str, object]) -> None:
+    assert isinstance(load_engine(tiny_pair[0], **options).forward_pass, FusedModel)
+
+
 @pytest.mark.parametrize("sizes", [{"head_dim": 24}, {"hidden_size": 40}, {"intermediate_size": 100}])
 def test_sizes_that_are_not_whole_vectors_run_on_torch(tmp_path: Path, sizes: dict[str, int]) -> None:
     assert_falls_back(save_model(tmp_path, small_config("llama", **sizes)))
-
-
-def test_float16_runs_on_torch(tiny_pair: Pair) -> None:
-    assert isinstance(load_engine(tiny_pair[0], dtype="float16").forward_pass, FusedModel)
 
 
 def test_bfloat16_on_torch_has_a_bfloat16_cache(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,3 @@ def test_bfloat16_on_torch_has_a_bfloat16_cache(tiny_pair: Pair, monkeypatch: py
     assert isinstance(engine.forward_pass, FusedModel)
     assert engine.layout.arena.keys[0].dtype == torch.bfloat16
     assert engine.info().kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
-
-
-def test_the_native_option_disables_it(tiny_pair: Pair) -> None:
-    assert_falls_back(tiny_pair[0], native=False)

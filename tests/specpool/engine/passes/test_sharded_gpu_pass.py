@@ -96,7 +96,7 @@ def test_sums_in_parts_are_the_same_on_every_rank(architecture: str, changes: di
     assert torch.equal(first[5:], first[:2])
 
 
-def test_ranks_try_their_kernels_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_branch_takes_one_exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
 
     def try_on_rank(fused: FusedModel, group: GroupInTurns) -> list[tuple[int, ...]]:
@@ -107,38 +107,7 @@ def test_ranks_try_their_kernels_together(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert shapes == [[(1, 96), (1, 1, 96), (1, 1, 96)]] * 2
 
 
-def test_terms_are_in_rank_order_and_take_one_exchange(tmp_path: Path) -> None:
-    folder = save_random(tmp_path, "llama", {**UNEVEN, **BIASED})
-    x = torch.randn(3, 80)
-
-    def terms(fused: FusedModel, group: GroupInTurns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        layer = GpuModel(fused, MAX_LENGTH).layers[0]
-        own = x[:, : group.own("attended")]
-        added = layer._addend(layer.out, own, "attended", layer.out_bias, None)
-        assert group.exchanged == [(1, 3, 96)]
-        assert added.bias is None
-        return added.partials, layer.out(own)[0], layer.out_bias
-
-    (partials, first, bias), (same, second, none) = run_ranks(folder, 2, "parts", terms)
-    assert none is None
-    assert bias is not None
-    assert torch.equal(partials, torch.stack([first + bias, second]))
-    assert torch.equal(partials, same)
-
-
 # --- GEMM backends
-
-
-@pytest.mark.usefixtures("_split_k")
-@pytest.mark.parametrize(("sums", "expected"), [("whole", [1, 2, 1, 2]), ("parts", [2, 1, 1, 1])])
-def test_whole_sums_have_the_split_k_of_the_unsharded_weight(sums: Sums, expected: list[int], tmp_path: Path) -> None:
-    folder = save_random(tmp_path, "llama", {**SPLIT})
-
-    def split_k(fused: FusedModel, group: GroupInTurns) -> list[int]:
-        layer = GpuModel(fused, MAX_LENGTH).layers[0]
-        return [gemm.split_k for gemm in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-
-    assert run_ranks(folder, 2, sums, split_k) == [expected] * 2
 
 
 def chosen_backends(folder: Path, sums: Sums, preferred: GemmBackend | None = None) -> set[str]:
