@@ -274,7 +274,10 @@ def main() -> None:
     divisions = [(ranks, sums) for ranks in options.ranks for sums in options.sums[: None if ranks > 1 else 1]]
     cells = list(product(options.archs, options.dtypes, options.shapes, divisions))
     passes = PASSES[:1] if options.quick else PASSES
-    rows = [measure(*cell, *division, passes=passes) for *cell, division in progress(cells, "compiling")]
+    rows = [
+        measure(arch, dtype, shape, ranks, sums, passes)
+        for arch, dtype, shape, (ranks, sums) in progress(cells, "compiling")
+    ]
     for row in rows:
         show(
             f"{row['shape']}, {row['dtype']}, sm_{row['sm']}, ranks: {row['ranks']} {row['sums']}: "

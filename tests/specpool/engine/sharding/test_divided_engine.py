@@ -49,7 +49,7 @@ def test_ranks_give_the_bits_of_one_device(
     folder = save_model(tmp_path, small_config(architecture, **changes))
     alone = load_engine(folder, device="cpu")
     with divided(folder, ranks) as engine:
-        assert type(engine.forward_pass).__name__.removeprefix("Divided") == type(alone.forward_pass).__name__
+        assert type(engine.forward_pass).__name__.removeprefix("Sharded") == type(alone.forward_pass).__name__
         assert engine.bitwise
         assert torch.equal(logits(engine), logits(alone))
         assert rows_that_differ(engine) == 0
