@@ -15,8 +15,8 @@ from secure_service import SecureService, secure_service, until
 from serving import PATIENCE_SECONDS
 
 from specpool import AsyncClient, Client
-from specpool.cli import own_tls
 from specpool.cli.processes import ProcessFailedError
+from specpool.cli.tls_check import health_check_security
 from specpool.cli.up import SecureUpSettings
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
@@ -271,7 +271,7 @@ async def test_up_checks_its_coordinator_whatever_name_it_has(
     named = ca.issue(f"up{len(str(alternative))}", alternative, "up.example")
     settings = SecureUpSettings(**named.options, tls_ca=ca.path)
     async with service(**named.options, tls_ca=ca.path) as served:
-        assert await generate(served.address, **own_tls.own_security(settings))
+        assert await generate(served.address, **health_check_security(settings))
 
 
 def test_up_refuses_a_certificate_with_which_it_could_not_check_its_coordinator(
@@ -280,8 +280,8 @@ def test_up_refuses_a_certificate_with_which_it_could_not_check_its_coordinator(
     other = Authority(tmp_path, "other")
     for settings, reason in (
         (SecureUpSettings(**ca.issue("expired", days=-1).options), "certificate has expired"),
-        (SecureUpSettings(**server.options, tls_ca=other.path), "to itself as a client: unable to get local issuer"),
+        (SecureUpSettings(**server.options, tls_ca=other.path), "as a client certificate: unable to get local issuer"),
     ):
         with pytest.raises(ProcessFailedError, match=reason):
-            own_tls.own_security(settings)
-    assert own_tls.own_security(SecureUpSettings()) == {}
+            health_check_security(settings)
+    assert health_check_security(SecureUpSettings()) == {}
