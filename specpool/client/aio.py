@@ -18,29 +18,28 @@ from specpool.v1 import generation_pb2_grpc
 
 
 class AsyncClient:
-    """A client of a coordinator, and an async context manager.
+    """Client of a coordinator, and an async context manager.
 
-    Calls raise `grpc.RpcError` if the server refuses them or stays unavailable.
+    Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
     """
 
     def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while the server is unavailable,
-        or has too much to do; 0: never. `security`: TLS and token; ValueError, which names the option, for a file that
-        cannot be used."""
+        """`address`: "host:port". `retry_seconds`: how long to retry while the server is unavailable or overloaded; 0:
+        never. `security`: TLS and token. ValueError names an option with an unusable file."""
         connector = Connector(address, **security)
         self._connections: Connections[grpc.aio.Channel] = Connections(connector, connector.open)
         self._retry_seconds = retry_seconds
 
     @property
     def stub(self) -> "generation_pb2_grpc.GenerationServiceAsyncStub":
-        """The stub, for calls of your own. Get it anew for each call: TLS files may have changed."""
-        # Never ended, so that the channel stays open for the calls of others until the client is closed.
+        """The stub, for custom calls. Get it for each call, because TLS files may change."""
+        # Never ended: the channel must stay open until the client is closed.
         stub: generation_pb2_grpc.GenerationServiceAsyncStub = self._connections.begin().stub
         return stub
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator["generation_pb2_grpc.GenerationServiceAsyncStub"]:
-        """The stub for one call, which ends in the context."""
+        """The stub for one call within the context."""
         connection = self._connections.begin()
         try:
             yield connection.stub
@@ -60,7 +59,7 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> pb.GenerateResponse:
-        """Returns the whole answer. Cancelling the task, or the timeout, frees the request on the server."""
+        """Return the whole answer. Cancelling the task or a timeout aborts the request."""
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
         while True:
             try:
@@ -73,13 +72,13 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Streams the answer in pieces; the last message is `complete`.
+        """Stream the answer in chunks; the last message is `complete`.
 
-        Closing the iterator frees the request on the server. A stream that breaks off is requested again and goes on
-        where it broke off; DivergedError if it cannot.
+        Closing the iterator aborts the request. A broken stream is requested again and continues where it broke;
+        DivergedError if it cannot.
         """
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
-        # The same in all attempts, so that `abort` finds it.
+        # The same for all attempts, so that `abort` finds it.
         request.request_id = request.request_id or uuid.uuid4().hex
         replay = Replay()
         while True:
@@ -99,16 +98,16 @@ class AsyncClient:
             await asyncio.sleep(pause)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request in flight; its caller gets what was generated so far."""
+        """End a request in flight; its caller gets the tokens generated so far."""
         async with self._stub() as stub:
             await stub.Abort(pb.AbortRequest(request_id=request_id))
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        """Returns the models and limits of the server."""
+        """Models and limits of the server."""
         async with self._stub() as stub:
             return await stub.GetModelInfo(pb.GetModelInfoRequest())
 
     async def server_info(self) -> pb.GetServerInfoResponse:
-        """Returns the load, workers and counters of the server."""
+        """Load, workers and counters of the server."""
         async with self._stub() as stub:
             return await stub.GetServerInfo(pb.GetServerInfoRequest())

@@ -1,4 +1,4 @@
-"""The connections of a client over time: a new one when its TLS files have changed, while calls end on the old one."""
+"""Connections of a client: it opens a new one when TLS files change, while earlier calls end on the old one."""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +13,7 @@ C = TypeVar("C")
 
 @dataclass(eq=False)
 class Connection(Generic[C]):
-    """A channel with its stub, and the number of calls that use it."""
+    """A channel with its stub and number of calls."""
 
     channel: C
     stub: Any
@@ -21,17 +21,17 @@ class Connection(Generic[C]):
 
 
 class Connections(Generic[C]):
-    """The connection for the next call, and those on which earlier calls have not ended. Threads may share it."""
+    """The connection for new calls, and earlier ones with unfinished calls. Thread-safe."""
 
     def __init__(self, connector: Connector, open_channel: Callable[[], C]) -> None:
-        """`open_channel`: the method of the connector that opens channels of the wanted kind."""
+        """`open_channel`: the connector's method that opens blocking or asyncio channels."""
         self._connector, self._open_channel = connector, open_channel
         self._lock = threading.Lock()
         self._open = [self._connect()]
-        """The last one is for the next call."""
+        """The last one is for new calls."""
 
     def begin(self) -> Connection[C]:
-        """The connection for a call; `end` must be called when the call has ended."""
+        """The connection for a call. `end` must follow."""
         with self._lock:
             if self._connector.is_outdated:
                 self._open.append(self._connect())
@@ -40,7 +40,7 @@ class Connections(Generic[C]):
             return connection
 
     def end(self, connection: Connection[C]) -> list[C]:
-        """Notes that a call has ended; returns the channels to close, which no call uses any more."""
+        """End a call; return the unused channels to close."""
         with self._lock:
             connection.calls -= 1
             ended = [other for other in self._open[:-1] if not other.calls]
@@ -48,7 +48,7 @@ class Connections(Generic[C]):
             return [other.channel for other in ended]
 
     def channels(self) -> list[C]:
-        """All channels that are open."""
+        """All open channels."""
         return [connection.channel for connection in self._open]
 
     def _connect(self) -> Connection[C]:

@@ -133,12 +133,12 @@ def test_a_diverged_stream_ends_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def stream(*_: object, **__: object) -> AsyncIterator[None]:
-        raise DivergedError("sample 0 has other tokens from its token 3 on")
+        raise DivergedError("sample 0 has other tokens from position 3")
         yield
 
     monkeypatch.setattr(AsyncClient, "stream", stream)
     assert generate(GenerateSettings(prompt="a", wait_seconds=0)) == 1
-    assert capsys.readouterr().err == "specpool generate: sample 0 has other tokens from its token 3 on\n"
+    assert capsys.readouterr().err == "specpool generate: sample 0 has other tokens from position 3\n"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`RemoteDraft` against a fake draft worker over a real socket, called as vLLM calls it."""
+"""`RemoteDraft` with a fake draft worker over a real socket, called as vLLM calls it."""
 
 import asyncio
 import logging
@@ -29,13 +29,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _soon_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "PROBE_SECONDS", 0.05)
 
 
 @pytest.fixture(autouse=True)
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether drafts pay is tested in virtual time, not by the times of a busy machine."""
+    """Always draft. test_vllm_pacing.py tests when drafts pay, in virtual time."""
     monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
     monkeypatch.setattr(Pacing, "mode", lambda *_: Mode.PLANNED)
     monkeypatch.setattr(Pacing, "observe", lambda *_: None)
@@ -43,7 +43,7 @@ def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Served:
-    """vLLM with our class, and the draft worker."""
+    """vLLM with `RemoteDraft`, and the draft worker."""
 
     vllm: StandIn
     draft: RecordingDraft
@@ -60,11 +60,11 @@ class Served:
 
     @property
     def first_contacts(self) -> list[Any]:
-        """Items that began a sequence in the draft worker, or began it anew."""
+        """Items that begin or rebuild a sequence in the draft worker."""
         return [item for request in self.draft.requests for item in request.items if item.HasField("sampling")]
 
     def check(self, *rows: Row) -> None:
-        """Every row has the tokens of plain decoding."""
+        """Assert that every row has the tokens of plain decoding."""
         for row in rows:
             prompt = row.tokens[: row.prompt_length]
             assert row.output == self.vllm.target.continuation(prompt, len(row.output))
@@ -118,7 +118,7 @@ async def test_rows_come_go_move_and_swap(tokenizer: str, monkeypatch: pytest.Mo
         await served.until(lambda: len(served.draft.caches) <= 1)
 
 
-async def test_equal_rows_are_drafted_for_both(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_equal_rows_both_get_drafts(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tokenizer, monkeypatch) as served:
         twins = [served.vllm.add([5, 5, 5]), served.vllm.add([5, 5, 5])]
         await served.steps(6)
@@ -129,7 +129,7 @@ async def test_equal_rows_are_drafted_for_both(tokenizer: str, monkeypatch: pyte
         assert len(served.first_contacts) == 2
 
 
-async def test_a_resumed_row_copies_what_the_draft_still_has(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_resumed_row_uses_the_prefix_cache(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tokenizer, monkeypatch) as served:
         other, row = served.vllm.add([1]), served.vllm.add([*range(100, 164)])
         await served.until(lambda: row.accepted > 20)
@@ -144,7 +144,7 @@ async def test_a_resumed_row_copies_what_the_draft_still_has(tokenizer: str, mon
         assert served.first_contacts[-1].base_length >= 64
 
 
-async def test_a_prompt_that_is_prefilled_in_chunks(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunked_prefill(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_PREFILL_TOKENS", "32")
     async with serving(tokenizer, monkeypatch) as served:
         first, late = served.vllm.add([1, 2]), served.vllm.add([i % 250 for i in range(200)], chunks=4)
@@ -154,7 +154,7 @@ async def test_a_prompt_that_is_prefilled_in_chunks(tokenizer: str, monkeypatch:
 
 
 @pytest.mark.parametrize("by_setting", [True, False])
-async def test_drafts_end_where_the_draft_does(
+async def test_drafts_end_at_the_draft_length_limit(
     by_setting: bool, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_setting:
@@ -169,14 +169,14 @@ async def test_drafts_end_where_the_draft_does(
         assert served.first_contacts[0].max_length == 48
 
 
-async def test_a_row_reaches_vllms_own_end(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_row_reaches_max_model_len(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tokenizer, monkeypatch) as served:
         row = served.vllm.add([i % 250 for i in range(MAX_MODEL_LEN - 12)])
         await served.until(lambda: len(row.tokens) == MAX_MODEL_LEN)
         served.check(row)
 
 
-async def test_more_rows_than_the_draft_has_slots(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_rows_than_draft_slots(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tokenizer, monkeypatch, slots=2) as served:
         rows = [served.vllm.add([i, i + 1]) for i in range(5)]
         await served.steps(30)
@@ -184,9 +184,7 @@ async def test_more_rows_than_the_draft_has_slots(tokenizer: str, monkeypatch: p
         assert sum(row.accepted > 0 for row in rows) >= 2
 
 
-async def test_a_killed_draft_worker_costs_drafts_until_it_is_back(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_drafts_resume_after_a_draft_worker_restart(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tokenizer, monkeypatch) as served:
         row = served.vllm.add([7, 7, 8])
         await served.until(lambda: row.accepted > 3)
@@ -198,9 +196,7 @@ async def test_a_killed_draft_worker_costs_drafts_until_it_is_back(
         served.check(row)
 
 
-async def test_a_draft_worker_that_lost_its_caches_gets_them_again(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_draft_caches_are_rebuilt(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tokenizer, monkeypatch) as served:
         row = served.vllm.add([7, 7, 9])
         await served.until(lambda: row.accepted > 3)
@@ -210,7 +206,7 @@ async def test_a_draft_worker_that_lost_its_caches_gets_them_again(
         served.check(row)
 
 
-async def test_a_slow_draft_worker_is_left_out_for_a_while(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_draft_worker_causes_backoff(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tokenizer, monkeypatch, most_seconds="0.2") as served:
         monkeypatch.setattr(link, "PROBE_SECONDS", 30)
         row = served.vllm.add([7, 1])
@@ -226,7 +222,7 @@ async def test_a_slow_draft_worker_is_left_out_for_a_while(tokenizer: str, monke
 @pytest.mark.parametrize(
     "arguments", [(), (None, None, None), ([[1]], None, None), ([[1], [2]], [3, 4], [[1], [2]]), ([[1]], {}, {})]
 )
-async def test_wrong_arguments_cost_drafts_only(
+async def test_invalid_arguments_only_cost_drafts(
     arguments: tuple[Any, ...], tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(tokenizer, monkeypatch) as served:
@@ -256,9 +252,7 @@ async def test_two_servers_share_a_draft_worker(tokenizer: str, monkeypatch: pyt
         assert len({request.coordinator_id for request in served.draft.requests}) == 2
 
 
-async def test_sequences_are_freed_when_vllm_stands_still_and_when_it_ends(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sequences_are_released_when_vllm_idles_or_exits(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.vllm.link.IDLE_SECONDS", 20 * STEP_SECONDS)
     async with serving(tokenizer, monkeypatch) as served:
         row = served.vllm.add([7, 1, 4])
@@ -273,11 +267,11 @@ async def test_sequences_are_freed_when_vllm_stands_still_and_when_it_ends(
         assert served.draft.caches == {}
 
 
-async def test_only_the_rank_whose_drafts_vllm_reads_asks(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_one_rank_asks_for_drafts(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
     ranks = {"world_size": 4, "tensor_parallel_size": 2}
-    other = RemoteDraft(vllm_config(tokenizer, rank=3, **ranks))  # connects to nothing, or this would fail
+    other = RemoteDraft(vllm_config(tokenizer, rank=3, **ranks))  # does not connect
     assert other.propose([[1], []], None, None) == [[], []]
     monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0")
-    with pytest.raises(ValueError, match="cannot be used"):
+    with pytest.raises(ValueError, match="cannot use the draft worker"):
         RemoteDraft(vllm_config(tokenizer, rank=2, **ranks))

@@ -1,4 +1,4 @@
-"""Starts of vLLM for which `RemoteDraft` cannot draft end in one line that says why."""
+"""`RemoteDraft` refuses unusable settings, models and draft workers in one line."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 async def refused(make: Callable[[], Any]) -> str:
-    """The one line in which a start ends."""
+    """The one-line error of a failing start."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - callers check the text
         await asyncio.to_thread(make)
     assert "\n" not in str(caught.value)
@@ -39,7 +39,7 @@ async def test_an_unreachable_draft_worker_is_refused(tokenizer: str, monkeypatc
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0.3")
     text = await refused(lambda: RemoteDraft(vllm_config(tokenizer)))
-    assert text.startswith("the draft worker at 127.0.0.1:1 cannot be used: no answer in 0.3 s: UNAVAILABLE")
+    assert text.startswith("cannot use the draft worker at 127.0.0.1:1: no answer in 0.3 s: UNAVAILABLE")
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ async def test_an_unreachable_draft_worker_is_refused(tokenizer: str, monkeypatc
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, not 0"),
     ],
 )
-async def test_a_vllm_that_cannot_use_drafts_is_refused(
+async def test_unsupported_vllm_settings_are_refused(
     changes: dict[str, Any], text: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
     assert text in await refused(lambda: RemoteDraft(vllm_config(tokenizer, **changes)))
 
 
-async def test_a_vllm_of_another_shape_is_refused(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_vllm_configuration_is_refused(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
     config = vllm_config(tokenizer)
     del config.parallel_config.rank
-    assert "has no attribute 'rank' (tried: 0.32)" in await refused(lambda: RemoteDraft(config))
+    assert "has no attribute 'rank' (tested: 0.32)" in await refused(lambda: RemoteDraft(config))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ async def test_a_vllm_of_another_shape_is_refused(tokenizer: str, monkeypatch: p
         ({"SPECPOOL_DRAFT_ADDRES": "a:1"}, "unknown environment variable SPECPOOL_DRAFT_ADDRES"),
     ],
 )
-async def test_wrong_settings_are_refused(
+async def test_invalid_settings_are_refused(
     variables: dict[str, str],
     line: str,
     tokenizer: str,
@@ -88,14 +88,14 @@ async def test_wrong_settings_are_refused(
     assert logged.startswith("RemoteDraft cannot start: SPECPOOL_* variables: ")
 
 
-async def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreadable_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
     text = await refused(lambda: RemoteDraft(vllm_config(str(tmp_path))))
-    assert text.startswith(f"the tokenizer {tmp_path} cannot be read: ")
+    assert text.startswith(f"cannot read the tokenizer {tmp_path}: ")
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-async def test_code_of_a_model_runs_only_where_vllm_may_run_it(
+async def test_remote_code_runs_only_if_vllm_trusts_it(
     trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tokenizer(tmp_path)
@@ -113,10 +113,10 @@ async def test_code_of_a_model_runs_only_where_vllm_may_run_it(
     assert (tmp_path / "ran").exists() is trusted
 
 
-async def test_a_vllm_for_cpu_is_warned_of(
+async def test_vllm_for_cpu_logs_a_warning(
     tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
     monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0")
     await refused(lambda: RemoteDraft(vllm_config(tokenizer, device_type="cpu")))
-    assert any("greedy answers only" in message for message in caplog.messages)
+    assert any("greedy requests only" in message for message in caplog.messages)
