@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,28 +70,33 @@ class Served:
             assert row.output == self.vllm.target.continuation(prompt, len(row.output))
 
 
-@asynccontextmanager
-async def serving(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch, acceptance: float = 1.0, most_seconds: str = "5", **knobs: Any
-) -> AsyncIterator[Served]:
-    target = FakeTarget()
-    draft = RecordingDraft(target, acceptance=acceptance, fingerprint=FINGERPRINT, **knobs)
-    address = await draft.start()
-    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", address)
-    monkeypatch.setenv("SPECPOOL_DRAFT_TIMEOUT_SECONDS", most_seconds)
-    remote = await asyncio.to_thread(RemoteDraft, vllm_config(tokenizer))
-    remote.load_model(object())
-    try:
-        yield Served(StandIn(remote, target), draft, address)
-    finally:
-        await asyncio.to_thread(remote.close)
-        await draft.stop()
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 
-async def test_drafts_are_accepted_and_caches_are_never_rebuilt(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tokenizer, monkeypatch, acceptance=0.8) as served:
+@pytest.fixture
+def serve(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Start vLLM's stand-in with `RemoteDraft` and a fake draft worker."""
+
+    @asynccontextmanager
+    async def serving(acceptance: float = 1.0, draft_timeout: str = "5", **knobs: Any) -> AsyncIterator[Served]:
+        target = FakeTarget()
+        draft = RecordingDraft(target, acceptance=acceptance, fingerprint=FINGERPRINT, **knobs)
+        address = await draft.start()
+        monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", address)
+        monkeypatch.setenv("SPECPOOL_DRAFT_TIMEOUT_SECONDS", draft_timeout)
+        remote = await asyncio.to_thread(RemoteDraft, vllm_config(tokenizer))
+        remote.load_model(object())
+        try:
+            yield Served(StandIn(remote, target), draft, address)
+        finally:
+            await asyncio.to_thread(remote.close)
+            await draft.stop()
+
+    return serving
+
+
+async def test_drafts_are_accepted_and_caches_are_never_rebuilt(serve: Serve) -> None:
+    async with serve(acceptance=0.8) as served:
         rows = [served.vllm.add([9, 8, 7 + i]) for i in range(3)]
         await served.until(lambda: sum(row.accepted for row in rows) > 40)
         served.check(*rows)
@@ -100,8 +105,8 @@ async def test_drafts_are_accepted_and_caches_are_never_rebuilt(
         assert all(item.base_length > 0 for item in items if not item.HasField("sampling"))
 
 
-async def test_rows_come_go_move_and_swap(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_rows_come_go_move_and_swap(serve: Serve) -> None:
+    async with serve() as served:
         vllm = served.vllm
         rows = [vllm.add([1, 2, 3, i]) for i in range(4)]
         await served.steps(10)
@@ -118,8 +123,8 @@ async def test_rows_come_go_move_and_swap(tokenizer: str, monkeypatch: pytest.Mo
         await served.until(lambda: len(served.draft.caches) <= 1)
 
 
-async def test_equal_rows_both_get_drafts(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_equal_rows_both_get_drafts(serve: Serve) -> None:
+    async with serve() as served:
         twins = [served.vllm.add([5, 5, 5]), served.vllm.add([5, 5, 5])]
         await served.steps(6)
         served.vllm.swap(0, 1)
@@ -129,8 +134,8 @@ async def test_equal_rows_both_get_drafts(tokenizer: str, monkeypatch: pytest.Mo
         assert len(served.first_contacts) == 2
 
 
-async def test_a_resumed_row_uses_the_prefix_cache(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_a_resumed_row_uses_the_prefix_cache(serve: Serve) -> None:
+    async with serve() as served:
         other, row = served.vllm.add([1]), served.vllm.add([*range(100, 164)])
         await served.until(lambda: row.accepted > 20)
         served.vllm.preempt(row)
@@ -144,9 +149,9 @@ async def test_a_resumed_row_uses_the_prefix_cache(tokenizer: str, monkeypatch: 
         assert served.first_contacts[-1].base_length >= 64
 
 
-async def test_chunked_prefill(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunked_prefill(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_PREFILL_TOKENS", "32")
-    async with serving(tokenizer, monkeypatch) as served:
+    async with serve() as served:
         first, late = served.vllm.add([1, 2]), served.vllm.add([i % 250 for i in range(200)], chunks=4)
         await served.until(lambda: late.accepted > 3)
         served.check(first, late)
@@ -154,12 +159,10 @@ async def test_chunked_prefill(tokenizer: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("by_setting", [True, False])
-async def test_drafts_end_at_the_draft_length_limit(
-    by_setting: bool, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_drafts_end_at_the_limit(by_setting: bool, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_setting:
         monkeypatch.setenv("SPECPOOL_DRAFT_MAX_LENGTH", "48")
-    async with serving(tokenizer, monkeypatch, max_model_len=4096 if by_setting else 48) as served:
+    async with serve(max_model_len=4096 if by_setting else 48) as served:
         row = served.vllm.add([4, 5, 6])
         await served.until(lambda: len(row.tokens) > 80)
         served.check(row)
@@ -169,23 +172,23 @@ async def test_drafts_end_at_the_draft_length_limit(
         assert served.first_contacts[0].max_length == 48
 
 
-async def test_a_row_reaches_max_model_len(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_a_row_reaches_max_model_len(serve: Serve) -> None:
+    async with serve() as served:
         row = served.vllm.add([i % 250 for i in range(MAX_MODEL_LEN - 12)])
         await served.until(lambda: len(row.tokens) == MAX_MODEL_LEN)
         served.check(row)
 
 
-async def test_more_rows_than_draft_slots(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch, slots=2) as served:
+async def test_more_rows_than_draft_slots(serve: Serve) -> None:
+    async with serve(slots=2) as served:
         rows = [served.vllm.add([i, i + 1]) for i in range(5)]
         await served.steps(30)
         served.check(*rows)
         assert sum(row.accepted > 0 for row in rows) >= 2
 
 
-async def test_drafts_resume_after_a_draft_worker_restart(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_drafts_resume_after_a_draft_worker_restart(serve: Serve) -> None:
+    async with serve() as served:
         row = served.vllm.add([7, 7, 8])
         await served.until(lambda: row.accepted > 3)
         await served.draft.stop()
@@ -196,8 +199,8 @@ async def test_drafts_resume_after_a_draft_worker_restart(tokenizer: str, monkey
         served.check(row)
 
 
-async def test_lost_draft_caches_are_rebuilt(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_lost_draft_caches_are_rebuilt(serve: Serve) -> None:
+    async with serve() as served:
         row = served.vllm.add([7, 7, 9])
         await served.until(lambda: row.accepted > 3)
         served.draft.forget()
@@ -206,8 +209,8 @@ async def test_lost_draft_caches_are_rebuilt(tokenizer: str, monkeypatch: pytest
         served.check(row)
 
 
-async def test_a_slow_draft_worker_causes_backoff(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch, most_seconds="0.2") as served:
+async def test_a_slow_draft_worker_causes_backoff(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(draft_timeout="0.2") as served:
         monkeypatch.setattr(link, "PROBE_SECONDS", 30)
         row = served.vllm.add([7, 1])
         await served.until(lambda: row.accepted > 3)
@@ -223,9 +226,9 @@ async def test_a_slow_draft_worker_causes_backoff(tokenizer: str, monkeypatch: p
     "arguments", [(), (None, None, None), ([[1]], None, None), ([[1], [2]], [3, 4], [[1], [2]]), ([[1]], {}, {})]
 )
 async def test_invalid_arguments_only_cost_drafts(
-    arguments: tuple[Any, ...], tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    arguments: Any, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+    async with serve() as served:
         row = served.vllm.add([7, 1, 4])
         await served.steps(2)
         with caplog.at_level(logging.ERROR, "vllm.specpool"):
@@ -239,8 +242,8 @@ async def test_invalid_arguments_only_cost_drafts(
         served.check(row)
 
 
-async def test_two_servers_share_a_draft_worker(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_two_servers_share_a_draft_worker(serve: Serve, tokenizer: str) -> None:
+    async with serve() as served:
         remote = await asyncio.to_thread(RemoteDraft, vllm_config(tokenizer))
         other = StandIn(remote, served.vllm.target)
         rows = [served.vllm.add([1, 2]), other.add([3, 4])]
@@ -252,9 +255,9 @@ async def test_two_servers_share_a_draft_worker(tokenizer: str, monkeypatch: pyt
         assert len({request.coordinator_id for request in served.draft.requests}) == 2
 
 
-async def test_sequences_are_released_when_vllm_idles_or_exits(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sequences_are_released_when_vllm_idles_or_exits(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.vllm.link.IDLE_SECONDS", 20 * STEP_SECONDS)
-    async with serving(tokenizer, monkeypatch) as served:
+    async with serve() as served:
         row = served.vllm.add([7, 1, 4])
         await served.until(lambda: row.accepted > 3)
         async with asyncio.timeout(PATIENCE_SECONDS):
