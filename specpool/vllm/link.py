@@ -137,6 +137,8 @@ class BlockingDraftLink:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(GRACE_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     async def _close(self) -> None:
         if self._connecting is not None:
