@@ -9,42 +9,37 @@ from typing import Self, Unpack
 
 import grpc
 
-from specpool.client.connections import Connections
+from specpool.client.connections import Connected
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
-from specpool.rpc.security.channel import Connector, SecurityOptions
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
 
-class AsyncClient:
+class AsyncClient(Connected[grpc.aio.Channel]):
     """Client of a coordinator, and an async context manager.
 
     Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
     """
 
-    def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
-        """`address`: "host:port". `retry_seconds`: how long to retry while the server is unavailable or overloaded; 0:
-        never. `security`: TLS and token. ValueError names an option with an unusable file."""
-        connector = Connector(address, **security)
-        self._connections: Connections[grpc.aio.Channel] = Connections(connector, connector.open)
-        self._retry_seconds = retry_seconds
+    _open_channel = Connector.open
 
     @property
     def stub(self) -> "generation_pb2_grpc.GenerationServiceAsyncStub":
         """The stub, for custom calls. Get it for each call, because TLS files may change."""
         # Never ended: the channel must stay open until the client is closed.
-        stub: generation_pb2_grpc.GenerationServiceAsyncStub = self._connections.begin().stub
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub = self._begin_call().stub
         return stub
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator["generation_pb2_grpc.GenerationServiceAsyncStub"]:
         """The stub for one call within the context."""
-        connection = self._connections.begin()
+        connection = self._begin_call()
         try:
             yield connection.stub
         finally:
-            for channel in self._connections.end(connection):
+            for channel in self._end_call(connection):
                 await channel.close(None)
 
     async def __aenter__(self) -> Self:
@@ -53,8 +48,8 @@ class AsyncClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for channel in self._connections.channels():
-            await channel.close(None)
+        for connection in self._connections:
+            await connection.channel.close(None)
 
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]

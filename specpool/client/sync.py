@@ -9,43 +9,38 @@ from typing import Self, Unpack
 
 import grpc
 
-from specpool.client.connections import Connections
+from specpool.client.connections import Connected
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
-from specpool.rpc.security.channel import Connector, SecurityOptions
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
 
-class Client:
+class Client(Connected[grpc.Channel]):
     """Client of a coordinator, and a context manager.
 
     Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
     """
 
-    def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
-        """`address`: "host:port". `retry_seconds`: how long to retry while the server is unavailable or overloaded; 0:
-        never. `security`: TLS and token. ValueError names an option with an unusable file."""
-        connector = Connector(address, **security)
-        self._connections: Connections[grpc.Channel] = Connections(connector, connector.open_blocking)
-        self._closed = False
-        self._retry_seconds = retry_seconds
+    _open_channel = Connector.open_blocking
+    _closed = False
 
     @property
     def stub(self) -> generation_pb2_grpc.GenerationServiceStub:
         """The stub, for custom calls. Get it for each call, because TLS files may change."""
         # Never ended: the channel must stay open until the client is closed.
-        stub: generation_pb2_grpc.GenerationServiceStub = self._connections.begin().stub
+        stub: generation_pb2_grpc.GenerationServiceStub = self._begin_call().stub
         return stub
 
     @contextmanager
     def _stub(self) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
         """The stub for one call within the context."""
-        connection = self._connections.begin()
+        connection = self._begin_call()
         try:
             yield connection.stub
         finally:
-            for channel in self._connections.end(connection):
+            for channel in self._end_call(connection):
                 channel.close()
 
     def __enter__(self) -> Self:
@@ -55,8 +50,8 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
-        for channel in self._connections.channels():
-            channel.close()
+        for connection in self._connections:
+            connection.channel.close()
 
     def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]

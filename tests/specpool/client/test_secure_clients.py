@@ -206,7 +206,7 @@ async def test_no_request_fails_while_certificates_and_ca_rotate(tmp_path: Path)
             await load.wait_answers(tasks)
             load.ended.set()
             await asyncio.gather(*tasks)
-            assert len(client._connections.channels()) == len(blocking._connections.channels()) == 1
+            assert len(client._connections) == len(blocking._connections) == 1
         with pytest.raises(grpc.RpcError):
             await generate(served.address, tls_ca=rotation.trusted, **rotation.generations[0][1].options)
 
@@ -224,10 +224,10 @@ async def test_a_stream_continues_on_its_old_connection(tmp_path: Path) -> None:
                 for step in rotation.steps(1):
                     step()
                 await client.model_info()
-                assert len(client._connections.channels()) == 2
+                assert len(client._connections) == 2
             tokens += message.chunk.token_ids
         assert tokens == served.target.continuation(PROMPT, 400)
-        assert len(client._connections.channels()) == 1
+        assert len(client._connections) == 1
 
 
 # --- Commands
