@@ -3,27 +3,19 @@
 import asyncio
 import itertools
 import math
-import random
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 from unittest import mock
 
 import grpc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from serving import RecordingTarget, Serving, expected_tokens, make_request, serving
 
 from coordinator.server import CoordinatorServer
 from specpool import client as library
-from specpool.client import AsyncClient, Client, DivergedError, GenerateOptions
-from specpool.client.retries import Replay, Retries
-from specpool.protocol.errors import QueueFullError
-from specpool.rpc.errors import retry_delay, status_of
+from specpool.client import AsyncClient, Client, GenerateOptions
 from specpool.v1 import generation_pb2 as pb
-from specpool.v1 import generation_pb2_grpc
 
 PROMPT = [5, 6, 7]
 OTHER_OPTIONS = {"num_speculative_tokens", "draft_method", "request_id", "priority", "cache_salt"}
@@ -240,156 +232,6 @@ async def test_a_coordinator_restart_repeats_nothing(make_client: Any, call: str
         assert served.target.calls > 25
 
 
-# --- A server that breaks streams
-
-
-class Breaking(generation_pb2_grpc.GenerationServiceServicer):
-    """Streams the same tokens in random chunks, and fails after the given numbers of chunks."""
-
-    def __init__(self, tokens: dict[int, list[int]], breaks: list[int], seed: int = 0) -> None:
-        self.tokens, self.breaks = tokens, breaks
-        self.chance = random.Random(seed)
-        self.seeds: set[int] = set()
-        self.request_ids: set[str] = set()
-        self.calls = 0
-        self.refusals: dict[int, grpc.StatusCode] = {}
-        """Status of refused calls, by number."""
-
-    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Any]:
-        self.calls += 1
-        self.seeds.add(request.sampling_params.seed)
-        self.request_ids.add(request.request_id)
-        if self.calls in self.refusals:
-            await context.abort(self.refusals[self.calls], "told to refuse")
-        left = self.breaks.pop(0) if self.breaks else None
-        for message in stream_of(self.tokens, self.chance):
-            if left == 0:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "told to break")
-            left = None if left is None else left - 1
-            yield message
-
-
-def stream_of(samples: dict[int, list[int]], chance: random.Random) -> Iterator[pb.GenerateStreamResponse]:
-    """Interleaved chunks of all samples, and their ends. Token 65 is the text A."""
-    position = dict.fromkeys(samples, 0)
-    while position:
-        index = chance.choice(sorted(position))
-        tokens = samples[index]
-        taken = tokens[position[index] : position[index] + chance.randint(1, 4)]
-        if not taken:
-            del position[index]
-            yield pb.GenerateStreamResponse(complete=pb.GenerateResponse(index=index, token_ids=tokens))
-            continue
-        position[index] += len(taken)
-        text = "".join(map(chr, taken))
-        logprobs = [{"logprob": -token} for token in taken]
-        chunk = pb.GenerateChunk(index=index, token_ids=taken, text=text, logprobs=logprobs)
-        yield pb.GenerateStreamResponse(chunk=chunk)
-
-
-@asynccontextmanager
-async def breaking(servicer: Breaking) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
-@CLIENTS
-async def test_a_broken_stream_continues_with_the_same_seed(make_client: Any) -> None:
-    samples = {0: list(range(65, 90)), 1: list(range(40, 60))}
-    servicer = Breaking(samples, breaks=[0, 3, 1, 9])
-    async with breaking(servicer) as address, make_client(address) as client:
-        messages = [message async for message in client.stream("a", temperature=1.0, n=2)]
-    check_complete(samples, messages)
-    assert len(servicer.seeds) == len(servicer.request_ids) == 1
-    assert servicer.request_ids != {""}
-
-
-@CLIENTS
-@pytest.mark.parametrize("code", [grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED])
-async def test_a_broken_stream_waits_for_readmission(make_client: Any, code: grpc.StatusCode) -> None:
-    samples = {0: list(range(65, 90))}
-    servicer = Breaking(samples, breaks=[3])
-    servicer.refusals = {2: code, 3: code}
-    async with breaking(servicer) as address, make_client(address) as client:
-        check_complete(samples, [message async for message in client.stream("a")])
-    servicer.refusals = {5: code}
-    async with breaking(servicer) as address, make_client(address) as client:
-        with pytest.raises(grpc.RpcError) as caught:
-            [message async for message in client.stream("a")]
-    assert caught.value.code() is code
-
-
-@CLIENTS
-async def test_repeated_chunks_are_not_progress(make_client: Any) -> None:
-    servicer = Breaking({0: [65]}, breaks=[1] * 1000)
-    async with breaking(servicer) as address, make_client(address, retry_seconds=0.5) as client:
-        with pytest.raises(grpc.RpcError) as caught:
-            [message async for message in client.stream("a")]
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert servicer.calls > 1
-
-
-def test_backoff_grows_until_progress_patience_or_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("specpool.client.retries.time.monotonic", lambda: now)
-    monkeypatch.setattr("random.uniform", max)
-    now, error = 100.0, Unavailable()
-    retries = Retries(patience=10.0, timeout=30.0)
-    pauses = []
-    for _ in range(6):
-        pauses.append(retries.pause(error))
-        now += pauses[-1]
-    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
-    now = 109.5
-    with pytest.raises(Unavailable):
-        retries.pause(error)
-    retries.progress()
-    assert retries.pause(error) == 0.1
-    retries.progress()
-    now = 129.95
-    assert retries.remaining == pytest.approx(0.05)
-    with pytest.raises(Unavailable):
-        retries.pause(error)
-
-
-class Unavailable(grpc.RpcError):
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
-
-
-def exhausted(seconds: float | None) -> grpc.aio.AioRpcError:
-    """A RESOURCE_EXHAUSTED error with this retry delay."""
-    error = QueueFullError("full", seconds or 0.0)
-    code, text, metadata = status_of(error)
-    trailing = grpc.aio.Metadata(*(metadata if seconds is not None else ()))
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, text)
-
-
-def test_retry_delays_are_minimums_with_jitter() -> None:
-    pauses = [Retries(patience=60.0, timeout=None).pause(exhausted(2.5)) for _ in range(20)]
-    assert all(2.5 <= pause < 5 for pause in pauses)
-    assert len(set(pauses)) > 10
-
-
-@pytest.mark.parametrize(("patience", "delay"), [(60.0, None), (2.0, 2.5), (0.0, 0.0)])
-def test_refusals_are_final_without_a_delay_or_beyond_patience(patience: float, delay: float | None) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        Retries(patience, timeout=None).pause(exhausted(delay))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-def test_malformed_details_are_ignored() -> None:
-    trailing = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff"))
-    assert retry_delay(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing)) is None
-
-
 @CLIENTS
 @pytest.mark.parametrize("call", ["generate", "stream"])
 async def test_clients_wait_for_a_full_queue(make_client: Any, call: str) -> None:
@@ -410,16 +252,6 @@ async def test_clients_wait_for_a_full_queue(make_client: Any, call: str) -> Non
             assert await answer == expected_tokens(target, make_request(PROMPT, 5))
 
 
-@CLIENTS
-async def test_calls_cancelled_by_the_server_are_retried(make_client: Any) -> None:
-    samples = {0: list(range(65, 90))}
-    servicer = Breaking(samples, breaks=[])
-    servicer.refusals = {1: grpc.StatusCode.CANCELLED, 2: grpc.StatusCode.CANCELLED}
-    async with breaking(servicer) as address, make_client(address) as client:
-        check_complete(samples, [message async for message in client.stream("a")])
-    assert servicer.calls == 3
-
-
 def test_a_closed_client_does_not_retry() -> None:
     async def serve() -> grpc.StatusCode:
         target = RecordingTarget()
@@ -435,79 +267,3 @@ def test_a_closed_client_does_not_retry() -> None:
             return caught.value.code()
 
     assert asyncio.run(serve()) is grpc.StatusCode.CANCELLED
-
-
-def test_a_repeated_request_may_be_aborted_earlier() -> None:
-    replay = Replay()
-    replay.begin()
-    replay.fresh(pb.GenerateStreamResponse(chunk=pb.GenerateChunk(token_ids=[1, 2, 3], text="abc")))
-    replay.begin()
-    end = pb.GenerateResponse(token_ids=[1, 2], finish_reason="abort")
-    assert replay.fresh(pb.GenerateStreamResponse(complete=end)) is not None
-    for other in (
-        pb.GenerateResponse(token_ids=[1, 7], finish_reason="abort"),
-        pb.GenerateResponse(token_ids=[1, 2], finish_reason="stop"),
-    ):
-        replay = Replay()
-        replay.begin()
-        replay.fresh(pb.GenerateStreamResponse(chunk=pb.GenerateChunk(token_ids=[1, 2, 3], text="abc")))
-        with pytest.raises(DivergedError):
-            replay.fresh(pb.GenerateStreamResponse(complete=other))
-
-
-@CLIENTS
-async def test_different_tokens_raise_diverged_error(make_client: Any) -> None:
-    servicer = Breaking({0: [65] * 20}, breaks=[5])
-    async with breaking(servicer) as address, make_client(address) as client:
-        messages = client.stream("a")
-        await anext(messages)
-        servicer.tokens = {0: [66] * 20}
-        with pytest.raises(DivergedError):
-            async for _ in messages:
-                pass
-
-
-def check_complete(samples: dict[int, list[int]], messages: list[pb.GenerateStreamResponse]) -> None:
-    for index, tokens in samples.items():
-        chunks = [m.chunk for m in messages if m.HasField("chunk") and m.chunk.index == index]
-        assert [token for chunk in chunks for token in chunk.token_ids] == tokens
-        assert "".join(chunk.text for chunk in chunks) == "".join(map(chr, tokens))
-        assert [-found.logprob for chunk in chunks for found in chunk.logprobs] == tokens
-        ends = [m.complete for m in messages if m.HasField("complete") and m.complete.index == index]
-        assert [list(end.token_ids) for end in ends] == [tokens]
-
-
-@given(
-    samples=st.dictionaries(st.integers(0, 3), st.lists(st.integers(40, 99), max_size=20), min_size=1),
-    breaks=st.lists(st.integers(0, 12), max_size=5),
-    seed=st.integers(0, 99),
-)
-def test_every_token_is_delivered_once(samples: dict[int, list[int]], breaks: list[int], seed: int) -> None:
-    chance, replay = random.Random(seed), Replay()
-    got = []
-    for count in [*breaks, None]:
-        replay.begin()
-        for i, message in enumerate(stream_of(samples, chance)):
-            if i == count:
-                break
-            if (fresh := replay.fresh(message)) is not None:
-                got.append(fresh)
-    check_complete(samples, got)
-
-
-def test_threads_can_share_a_client() -> None:
-    samples = {0: list(range(65, 90))}
-    got: list[list[pb.GenerateStreamResponse]] = []
-
-    async def serve() -> None:
-        async with breaking(Breaking(samples, breaks=[2, 2])) as address:
-            with Client(address) as client:
-                threads = [threading.Thread(target=lambda: got.append(list(client.stream("a")))) for _ in range(4)]
-                for thread in threads:
-                    thread.start()
-                await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
-
-    asyncio.run(serve())
-    assert len(got) == 4
-    for messages in got:
-        check_complete(samples, messages)
