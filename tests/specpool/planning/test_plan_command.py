@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,16 +59,14 @@ def test_measured_rows_cover_all_predicted_batches(maximum: int) -> None:
     assert min(maximum, MAX_ROWS) <= rows[-1] < max(3, 2 * maximum)
 
 
-def test_measures_and_plans_a_tiny_pair(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_measures_and_plans_a_tiny_pair(
+    run: Any, tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, draft = map(str, tiny_pair)
     models = ["--target", target, "--draft", f"{draft},{target}"]  # the target agrees with itself
-    arguments = ["plan", *SMALL, "--batches", "1,2,4", *models, "--output", str(tmp_path / "plan")]
-    done = subprocess.run(
-        [sys.executable, "-m", "specpool.cli.main", *arguments],
-        capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    run(*SMALL, "--batches", "1,2,4", *models, "--output", str(tmp_path / "plan"))
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
     first, second = result["drafts"]
     assert (result["target"]["name"], first["name"], second["name"]) == (target, draft, target)
     assert 0.3 < first["agreement"] < 1 == second["agreement"]
@@ -83,8 +80,13 @@ def test_measures_and_plans_a_tiny_pair(tiny_pair: tuple[Path, Path], tmp_path: 
     assert result["scaling"] is None  # both are of one size
     assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == result
     assert (tmp_path / "plan" / "plan.png").stat().st_size > 1000
-    assert "mean acceptance length" in done.stderr
-    assert f"window {recommended['window']}" in done.stderr
+    assert "mean acceptance length" in captured.err
+    assert f"window {recommended['window']}" in captured.err
+
+
+def test_the_command_starts() -> None:
+    command_line = [sys.executable, "-m", "specpool.cli.main", "plan", "--help"]
+    assert "--throughput" in subprocess.run(command_line, capture_output=True, text=True, check=True).stdout
 
 
 PAIR = ["--target", "TARGET", "--draft", "DRAFT"]

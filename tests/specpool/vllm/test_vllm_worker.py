@@ -18,6 +18,7 @@ from coordinator.workers import link
 from specpool.engine.cache.spans import Span
 from specpool.testing import FakeTarget
 from specpool.vllm import RemoteDraft
+from specpool.vllm.pacing import Mode, Pacing
 from specpool.worker.host import WorkerHost
 
 PATIENCE_SECONDS = 60
@@ -67,6 +68,8 @@ async def test_drafts_of_a_real_draft_worker_over_tls(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("vllm_stand_in.STEP_SECONDS", 0.05)  # drafts must pay on a busy machine
+    monkeypatch.setattr(Pacing, "mode", lambda *_: Mode.PLANNED)
     target, draft = tiny_pair
     async with secured_draft(draft, tmp_path) as worker:
         monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", worker.address)
