@@ -137,16 +137,16 @@ def test_training_lowers_the_loss_and_freezes_embeddings(tiny_pair: tuple[Path, 
     student, examples = student_of(tiny_pair), examples_of(dialogues)
     embeddings = student.body.embed_tokens.weight.clone()
     weights = [weight for weight in student.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=4e-3)
+    optimizer = torch.optim.AdamW(weights, lr=1e-2)
     losses = []
-    for epoch in range(25):
-        for batch in batches(examples, 400, random.Random(epoch)):
+    for epoch in range(20):
+        for batch in batches(examples, 1000, random.Random(epoch)):
             loss = loss_of(student, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
     assert torch.equal(student.body.embed_tokens.weight, embeddings)
 
 
