@@ -35,33 +35,19 @@ class GenerateSettings(Settings, ClientSecurity):
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )
     chat: bool = Field(False, description="send PROMPT as a user's chat message; not for files, which can have chats")
-    max_tokens: int | None = Field(
-        None, ge=1, le=UINT32_MAX, description="maximum tokens to generate; default: the server's"
-    )
+    max_tokens: int | None = Field(None, ge=1, le=UINT32_MAX, description="maximum tokens; default: the server's")
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
     )
-    draft_method: DraftMethod | None = Field(
-        None, description="draft method: model, ngram, or the better of both; default: the server's"
-    )
+    draft_method: DraftMethod | None = Field(None, description="model, ngram, or best of both; default: the server's")
     temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
-    top_p: float | None = Field(
-        None, description="sample among the most probable tokens with this cumulative probability"
-    )
-    top_k: int | None = Field(
-        None, ge=INT32_MIN, le=INT32_MAX, description="sample among this many of the most probable tokens"
-    )
-    min_p: float | None = Field(
-        None, description="sample among tokens with this probability relative to the most probable one"
-    )
+    top_p: float | None = Field(None, description="sample from the top tokens with this cumulative probability")
+    top_k: int | None = Field(None, ge=INT32_MIN, le=INT32_MAX, description="sample from this many of the top tokens")
+    min_p: float | None = Field(None, description="minimum probability to sample, relative to the top token's")
     repetition_penalty: float | None = Field(None, description="above 1: earlier tokens become less likely")
-    frequency_penalty: float | None = Field(
-        None, description="above 0: tokens become less likely each time they are generated"
-    )
+    frequency_penalty: float | None = Field(None, description="above 0: each occurrence makes a token less likely")
     presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
-    seed: int | None = Field(
-        None, ge=0, le=UINT64_MAX, description="sampling seed; default: a random one, shown by --json"
-    )
+    seed: int | None = Field(None, ge=0, le=UINT64_MAX, description="default: a random seed, shown by --json")
     stop: str | None = Field(None, description="end the answer before this text")
     min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="minimum tokens to generate")
     ignore_eos: bool | None = Field(None, description="continue after the end-of-sequence token")
