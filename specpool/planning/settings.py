@@ -26,10 +26,8 @@ class PlanSettings(Settings, ClientSecurity):
         min_length=1,
         description="hub ids, folders or GGUF files of drafts; default: the embedded pair's",
     )
-    target_address: str | None = Field(
-        None, min_length=1, description="host:port of a running target worker, instead of a model to measure"
-    )
-    draft_address: str | None = Field(None, min_length=1, description="host:port of a running draft worker, likewise")
+    target_address: str | None = Field(None, min_length=1, description="host:port of a running target worker")
+    draft_address: str | None = Field(None, min_length=1, description="host:port of a running draft worker")
     acceptance: float | None = Field(
         None,
         ge=0,
@@ -54,13 +52,9 @@ class PlanSettings(Settings, ClientSecurity):
     dtype: Dtype = Field("auto", description="weights of the target")
     draft_dtype: Dtype = Field("auto", description="weights of the drafts")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a model; default: torch's choice")
-    max_model_len: int | None = Field(
-        None, ge=16, description="maximum positions of a sequence; default: the model's own limit, at most 4096"
-    )
+    max_model_len: int | None = Field(None, ge=16, description="default: the model's own limit, at most 4096")
     exchange_seconds: Seconds = Field(0.001, ge=0, description="time of a message to a worker and its answer")
-    shared: bool | None = Field(
-        None, description="target and draft share one device; default: if the names of their devices are equal"
-    )
+    shared: bool | None = Field(None, description="one device for both models; default: if its name is the same")
     sequence_positions: int | None = Field(
         None,
         ge=1,
