@@ -22,17 +22,12 @@ class PlanSettings(Settings, ClientSecurity):
 
     target: str | None = Field(None, description="hub id, folder or GGUF file; default: the embedded pair's")
     draft: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="hub ids, folders or GGUF files of drafts; default: the embedded pair's",
+        None, min_length=1, description="hub ids, folders or GGUF files of drafts; default: the embedded pair's"
     )
     target_address: str | None = Field(None, min_length=1, description="host:port of a running target worker")
     draft_address: str | None = Field(None, min_length=1, description="host:port of a running draft worker")
     acceptance: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="with running workers: share of draft tokens accepted, from GetServerInfo",
+        None, ge=0, le=1, description="with running workers: share of draft tokens accepted, from GetServerInfo"
     )
     prompts: Path | None = Field(None, description="JSONL file, as for generate; default: a small built-in set")
     num_prompts: int = Field(16, ge=1, le=4096, description="number of prompts to answer, in one batch")

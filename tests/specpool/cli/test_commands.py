@@ -148,11 +148,7 @@ def test_a_diverged_stream_ends_with_one_line(
         (["generate", "--frob"], "", "--frob"),
         (["generate", "--prompts", "/nowhere"], "", "No such file"),
         (["generate", "--address", ""], "x", "address: String should have at least 1 character"),
-        (
-            ["generate", "--max-tokens", "4294967296"],
-            "x",
-            "max-tokens: Input should be less than or equal to",
-        ),
+        (["generate", "--max-tokens", "4294967296"], "x", "max-tokens: Input should be less than or equal to"),
         (["generate", "--num-speculative-tokens", str(2**40)], "x", "num-speculative-tokens: Input should be less"),
         (["generate", "--wait-seconds", "-1"], "x", "wait-seconds: Input should be greater than or equal to 0"),
         (["generate", "--timeout-seconds", "inf"], "x", "timeout-seconds: Input should be less than or equal to 86400"),
