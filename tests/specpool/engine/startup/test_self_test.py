@@ -314,9 +314,7 @@ def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
 ) -> None:
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
-    monkeypatch.setattr(
-        gpu_gemm, "linear", lambda x, weight: gpu_gemm.split_k_gemm(x.flip(-1), weight.flip(-1), 1)[0]
-    )
+    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: gpu_gemm.split_k_gemm(x.flip(-1), weight.flip(-1), 1)[0])
     monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
     assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"triton"}
     assert {gemm.backend for gemm in gemms_of(tmp_path, gemm="cublas")} == {"cublas"}
