@@ -8,8 +8,8 @@ from coordinator.prompts.tokenizer import EncodingError, TokenizerError
 from specpool.client.prompts import own_prompts, read_prompt_file
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.config import load_config
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.models.loading import load_config
 from specpool.planning.measuring import PromptError, measure_draft, measure_target
 from specpool.planning.plan import Acceptance, Model, replayed
 from specpool.planning.settings import PROGRAM, PlanSettings

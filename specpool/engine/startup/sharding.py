@@ -6,9 +6,10 @@ from transformers import PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
-from specpool.engine.models.loading import OUTPUT_HEAD, load_config
-from specpool.engine.models.quantization import unpacking
-from specpool.engine.models.stored import stored_weights
+from specpool.engine.models.checkpoint_quantization import unpacking
+from specpool.engine.models.config import load_config
+from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.stored_weights import stored_weights
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.sharding.shares import Sharding, Sums, shard
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from specpool.distill import corpus, evaluate, main
 from specpool.distill.student import Student, refuse_misfit
-from specpool.engine.models.compact import load_trained, save_compact
+from specpool.engine.models.draft_weights import load_trained, save_compact
 
 TINY = ["--held-out", "8", "--dialogues", "64", "--output-tokens", "256", "--epochs", "0.3", "--batch-tokens", "200"]
 

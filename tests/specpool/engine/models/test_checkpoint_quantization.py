@@ -1,4 +1,4 @@
-"""Quantized checkpoints: FP8 by blocks is unpacked when it is read, everything else is refused before."""
+"""FP8 checkpoints with block scales are dequantized when they are read; other quantized ones are refused before."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,11 @@ from tiny_models import decode_alone, load_engine, random_tokens, refusal, save_
 from transformers import FineGrainedFP8Config, GgufConfig
 
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.checkpoint_quantization import HINT, unpacking
 from specpool.engine.models.loading import load_model
-from specpool.engine.models.quantization import unpacking
 
 BLOCK = 128
-LARGEST = 448
-"""Of FP8."""
+MAX_FP8 = 448
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 SIZES = {
     "hidden_size": BLOCK,
@@ -26,70 +25,71 @@ SIZES = {
     "head_dim": 16,
 }
 EXPERTS = {"moe_intermediate_size": BLOCK, "num_experts": 4, "num_experts_per_tok": 2}
-INSTEAD = "serve the model without quantization instead, or as a GGUF file"
 
 
 def quantized_by(folder: Path, quantization: dict[str, Any]) -> Path:
-    """Lets the configuration of a saved model say that its weights are quantized."""
+    """Add a quantization method to the configuration of a saved model."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
     return folder
 
 
 def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight in FP8, and the scales of its blocks in bfloat16, as in Qwen3's checkpoints."""
+    """Quantize a weight to FP8 with a bfloat16 scale per block, as in Qwen3's checkpoints."""
     blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows, BLOCK, columns, BLOCK]
-    scale = (blocks.abs().amax((1, 3)) / LARGEST).bfloat16()
+    scale = (blocks.abs().amax((1, 3)) / MAX_FP8).bfloat16()
     rounded = (blocks / scale.float()[:, None, :, None]).to(torch.float8_e4m3fn)
     return rounded.view(weight.shape), scale
 
 
 def from_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weight in float32."""
     return weight.float() * scale.float().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
 def save_fp8(folder: Path, architecture: str, **changes: Any) -> tuple[Path, Path]:
-    """A model whose layers are in FP8, and the same model in float32; bfloat16 and float32 are mixed elsewhere."""
+    """Save a model with FP8 layers and other weights in bfloat16 or float32, and the same model in float32."""
     config = small_config(architecture, **{**SIZES, **changes})
     stored, plain = save_model(folder / "fp8", config), save_model(folder / "plain", config)
-    packed, unpacked = {}, {}
+    quantized, dense = {}, {}
     for name, weight in load_file(stored / "model.safetensors").items():
         if name.endswith("proj.weight"):
-            packed[name], packed[f"{name}_scale_inv"] = to_fp8(weight)
-            unpacked[name] = from_fp8(packed[name], packed[f"{name}_scale_inv"])
+            quantized[name], quantized[f"{name}_scale_inv"] = to_fp8(weight)
+            dense[name] = from_fp8(quantized[name], quantized[f"{name}_scale_inv"])
         else:
-            packed[name] = weight if "norm" in name else weight.bfloat16()
-            unpacked[name] = packed[name].float()
-    save_file(packed, stored / "model.safetensors", metadata={"format": "pt"})
-    save_file(unpacked, plain / "model.safetensors", metadata={"format": "pt"})
+            quantized[name] = weight if "norm" in name else weight.bfloat16()
+            dense[name] = quantized[name].float()
+    save_file(quantized, stored / "model.safetensors", metadata={"format": "pt"})
+    save_file(dense, plain / "model.safetensors", metadata={"format": "pt"})
     return quantized_by(stored, FP8), plain
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [("qwen3", {}), ("llama", {"tie_word_embeddings": True}), ("glm4", {}), ("qwen3_moe", EXPERTS)],
-    ids=["qwen3", "llama", "glm4", "qwen3_moe"],
+    ("architecture", "changes", "dtype"),
+    [
+        ("qwen3", {}, torch.float32),
+        ("qwen3", {}, torch.bfloat16),
+        ("llama", {"tie_word_embeddings": True}, torch.float32),
+        ("glm4", {}, torch.bfloat16),
+        ("qwen3_moe", EXPERTS, torch.float32),
+    ],
 )
-def test_fp8_weights_are_unpacked_to_the_dtype_of_the_model(
+def test_fp8_weights_are_dequantized_to_the_dtype(
     tmp_path: Path, architecture: str, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    packed, plain = save_fp8(tmp_path, architecture, **changes)
+    quantized, plain = save_fp8(tmp_path, architecture, **changes)
     options = {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")}
-    loaded = load_model(EngineOptions(model=str(packed), **options))
+    loaded = load_model(EngineOptions(model=str(quantized), **options))
     reference = load_model(EngineOptions(model=str(plain), **options)).model.state_dict()
     weights = loaded.model.state_dict()
     assert weights.keys() == reference.keys()
     assert {weight.dtype for weight in weights.values()} == {dtype}
     assert all(torch.equal(weights[name], weight) for name, weight in reference.items())
-    bytes_each = dtype.itemsize
-    assert loaded.notes == (f"its fp8 weights are unpacked to {options['dtype']}: {bytes_each} bytes each",)
+    assert loaded.notes == (f"fp8 weights were dequantized to {options['dtype']}: {dtype.itemsize} bytes each",)
 
 
-def test_a_model_in_fp8_is_served_exactly(tmp_path: Path) -> None:
-    packed, plain = save_fp8(tmp_path, "qwen3")
-    engine, tokens = load_engine(packed), random_tokens(30)
+def test_fp8_models_are_served_exactly(tmp_path: Path) -> None:
+    quantized, plain = save_fp8(tmp_path, "qwen3")
+    engine, tokens = load_engine(quantized), random_tokens(30)
     assert engine.bitwise
     assert engine.info().dtype == "float32"
     torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(plain, tokens), atol=1e-4, rtol=1e-4)
@@ -98,23 +98,23 @@ def test_a_model_in_fp8_is_served_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "quantization", "reason"),
     [
-        ({"intermediate_size": 192}, {}, "in blocks of 128 x 128, but its intermediate_size 192 is no multiple"),
-        ({"hidden_size": 64}, {}, "in blocks of 128 x 128, but its hidden_size 64 is no multiple of that"),
-        ({"num_key_value_heads": 4}, {}, "but its num_key_value_heads x head_dim 64 is no multiple of that"),
-        ({}, {"weight_block_size": None}, "in another way than with a scale for each block"),
-        ({}, {"weight_block_size": [128, 0]}, "in another way than with a scale for each block"),
-        ({}, {"scale_fmt": "ue8m0"}, "in another way than with a scale for each block"),
+        ({"intermediate_size": 192}, {}, "in blocks of 128 x 128, but intermediate_size 192 is not a multiple"),
+        ({"hidden_size": 64}, {}, "in blocks of 128 x 128, but hidden_size 64 is not a multiple of that"),
+        ({"num_key_value_heads": 4}, {}, "but num_key_value_heads x head_dim 64 is not a multiple of that"),
+        ({}, {"weight_block_size": None}, "without a scale for each block"),
+        ({}, {"weight_block_size": [128, 0]}, "without a scale for each block"),
+        ({}, {"scale_fmt": "ue8m0"}, "without a scale for each block"),
     ],
     ids=["intermediate", "hidden", "heads", "no blocks", "no size", "exponents"],
 )
-def test_fp8_that_would_be_unpacked_wrongly_is_refused(
+def test_unsupported_fp8_is_refused(
     tmp_path: Path, changes: dict[str, Any], quantization: dict[str, Any], reason: str
 ) -> None:
     small_config("qwen3", **{**SIZES, **changes}, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
     message = refusal(quantized_by(tmp_path, {**FP8, **quantization}))
-    assert message.startswith("this qwen3 model is quantized by fp8 ")
+    assert message.startswith("this qwen3 model is quantized to fp8 ")
     assert reason in message
-    assert message.endswith(INSTEAD)
+    assert message.endswith(HINT)
 
 
 @pytest.mark.parametrize(
@@ -128,34 +128,32 @@ def test_fp8_that_would_be_unpacked_wrongly_is_refused(
         ("mxfp4", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
         ("fbgemm_fp8", {"quant_method": "fbgemm_fp8"}),
         ("torchao", {"quant_method": "torchao", "quant_type": "int4_weight_only"}),
-        ("one of the future", {"quant_method": "one of the future"}),
-        ("a method without a name", {}),
+        ("a future method", {"quant_method": "a future method"}),
+        ("an unnamed method", {}),
     ],
 )
-def test_other_methods_are_refused_by_name_before_weights_are_read(
-    tmp_path: Path, method: str, quantization: dict[str, Any]
-) -> None:
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str, quantization: dict[str, Any]) -> None:
     small_config("qwen3", architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)  # and no weights
     message = refusal(quantized_by(tmp_path, quantization))
-    assert message == f"this qwen3 model is quantized by {method}, which is not served; {INSTEAD}"
+    assert message == f"this qwen3 model is quantized by {method}, which is not supported; {HINT}"
 
 
 @pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv"])
-def test_weights_with_scales_that_the_configuration_does_not_mention_are_refused(tmp_path: Path, scale: str) -> None:
-    packed, _ = save_fp8(tmp_path, "qwen3")
-    path = packed / "config.json"
+def test_scales_without_a_quantization_method_are_refused(tmp_path: Path, scale: str) -> None:
+    quantized, _ = save_fp8(tmp_path, "qwen3")
+    path = quantized / "config.json"
     config = json.loads(path.read_text())
     del config["quantization_config"]
     path.write_text(json.dumps(config))
-    weights = load_file(packed / "model.safetensors")
+    weights = load_file(quantized / "model.safetensors")
     renamed = {name.replace("weight_scale_inv", scale): weight for name, weight in weights.items()}
-    save_file(renamed, packed / "model.safetensors", metadata={"format": "pt"})
-    message = refusal(packed)
-    assert f"its weights are quantized, as model.layers.0.mlp.down_proj.{scale} shows" in message
-    assert message.endswith(INSTEAD)
+    save_file(renamed, quantized / "model.safetensors", metadata={"format": "pt"})
+    message = refusal(quantized)
+    assert f"the weights are quantized, as model.layers.0.mlp.down_proj.{scale} shows" in message
+    assert message.endswith(HINT)
 
 
-def test_transformers_is_told_to_unpack_whatever_the_device_could_do() -> None:
+def test_transformers_always_dequantizes() -> None:
     config = small_config("qwen3", **SIZES)
     assert unpacking(config, {}) == {}
     (gguf,) = unpacking(config, {"gguf_file": "model.gguf"}).values()

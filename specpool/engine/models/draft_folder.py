@@ -1,4 +1,4 @@
-"""Saves a trained draft as a model folder: the trained weights with the embeddings and tokenizer of the target."""
+"""Saves a trained draft as a model folder, with the embeddings and tokenizer of its target."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,20 +9,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import source_of
-from specpool.engine.models.compact import save_named
-from specpool.engine.models.loading import OUTPUT_HEAD, embeddings_of, load_config
-from specpool.engine.models.quantization import CODED
-from specpool.engine.models.stored import EMBEDDING, HEAD
+from specpool.engine.models.checkpoint_quantization import INT8_METHOD
+from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_weights import save_named
+from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.stored_weights import EMBEDDING, HEAD
+from specpool.engine.models.weights import read_embeddings
 from specpool.engine.weights.quantized import Weight
 
 
-def layers_of(trained: Mapping[str, Weight]) -> int:
-    """The number of layers that were trained."""
+def count_layers(trained: Mapping[str, Weight]) -> int:
     return len({name.split(".")[2] for name in trained if name.startswith("body.layers.")})
 
 
 def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The configuration of the target with another number of layers."""
+    """Return the target's configuration with another number of layers."""
     values = {**target.to_dict(), "num_hidden_layers": layers, "tie_word_embeddings": True}
     if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][:layers]
@@ -30,19 +31,19 @@ def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def save_draft(folder: Path, target: str, trained: Mapping[str, Weight]) -> None:
-    """Saves a folder that a draft worker can load, with all weights as they are given, and the target's embeddings.
+    """Save a folder that a draft worker can load, with the weights as given and the target's embeddings.
 
-    `trained`: "body.*", with the names that the target's kind of model has; "head", the rows of the output head; and
-    "output_ids", the tokens of these rows.
+    `trained`: "body.*", named as in the target's architecture; "head", the rows of the output head; and "output_ids",
+    the tokens of these rows.
     """
     options = EngineOptions(model=target)
-    config = draft_config(load_config(options), layers_of(trained))
+    config = draft_config(load_config(options), count_layers(trained))
     with torch.device("meta"):
         draft: Any = AutoModelForCausalLM.from_config(config)
     names = [name for name in draft.state_dict() if name not in (EMBEDDING, HEAD)]
     weights = {name: trained["body." + name.removeprefix("model.")] for name in names}
-    weights[EMBEDDING] = embeddings_of(options)
-    config.quantization_config = {"quant_method": CODED}
+    weights[EMBEDDING] = read_embeddings(options)
+    config.quantization_config = {"quant_method": INT8_METHOD}
     config.save_pretrained(folder)
     draft.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source_of(target, None)).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Models whose weights stay as they are in their files have the weights and logits that transformers gives them."""
+"""Weights as stored equal those of transformers, and give the logits of dequantized weights bit for bit."""
 
 import shutil
 from collections.abc import Callable
@@ -15,12 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.compact import load_compact, save_compact
+from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_folder import save_draft
+from specpool.engine.models.draft_weights import load_compact, save_compact
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.models.gguf_file import GgufFile
-from specpool.engine.models.loading import load_config, load_model, read_weights
-from specpool.engine.models.stored import read_stored, stored_weights
-from specpool.engine.models.trained_draft import save_draft
+from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.models.loading import load_model
+from specpool.engine.models.stored_model import build_stored_model
+from specpool.engine.models.stored_weights import stored_weights
+from specpool.engine.models.weights import read_weights
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
@@ -29,13 +32,13 @@ from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, Qua
 K_QUANTS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
 
 
-def one_of(*kinds: str | None) -> Callable[[str], str | None]:
-    """A choice that gives neighbouring tensors different types."""
-    return lambda name: kinds[sum(name.encode()) % len(kinds)]
+def alternate(*qtypes: str | None) -> Callable[[str], str | None]:
+    """Give neighbouring tensors different quantization types."""
+    return lambda name: qtypes[sum(name.encode()) % len(qtypes)]
 
 
-def as_many_do(name: str) -> str | None:
-    """Types as in a common file: most Q4_K, some Q6_K, and one Q5_K, which is not kept."""
+def mix(name: str) -> str | None:
+    """Types as in common files: mostly Q4_K, some Q6_K, and one Q5_K, which is dequantized."""
     if name == "model.layers.1.mlp.up_proj.weight":
         return "Q5_K"
     return "Q6_K" if any(part in name for part in ("v_proj", "down_proj", "lm_head", "embed")) else "Q4_K"
@@ -43,29 +46,27 @@ def as_many_do(name: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of many types."""
-    return save_random_gguf(tmp_path_factory.mktemp("mixed"), as_many_do, **K_QUANTS)
+    return save_random_gguf(tmp_path_factory.mktemp("mixed"), mix, **K_QUANTS)
 
 
 @pytest.fixture(scope="module")
-def kept(mixed: Path) -> Engine:
-    """Its engine, whose weights are kept."""
+def quantized(mixed: Path) -> Engine:
     return load_engine(mixed)
 
 
 def by_transformers(file: Path) -> dict[str, torch.Tensor]:
-    """The weights that transformers dequantizes."""
+    """Weights dequantized by transformers."""
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).state_dict()
 
 
 def stored_by_us(file: Path) -> dict[str, Any]:
-    """The weights as they are stored, by the names of transformers."""
+    """Weights as stored, by their transformers names."""
     options = EngineOptions(model=str(file))
     config = load_config(options)
     stored = stored_weights(options, config)
     assert stored is not None
-    model, report = read_stored(stored, config)
+    model, report = build_stored_model(stored, config)
     assert not any(report.values())
     found = dict(model.state_dict())
     for name, module in model.named_modules():
@@ -77,7 +78,7 @@ def stored_by_us(file: Path) -> dict[str, Any]:
 
 
 def logits(engine: Engine) -> torch.Tensor:
-    """Of prompts and of steps, in ragged batches."""
+    """Logits of prompts and decode steps in ragged batches."""
     tokens = random_tokens(90)
     first = engine.forward([Span(0, 0, tokens[:40], 3), Span(1, 0, tokens[50:53], 1), Span(2, 0, tokens[:1], 1)])
     second = engine.forward([Span(1, 3, tokens[5:9], 2), Span(0, 40, tokens[40:80], 40), Span(2, 1, tokens[1:2], 1)])
@@ -88,36 +89,36 @@ def logits(engine: Engine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind_of", "changes"),
+    ("architecture", "qtype_of", "changes"),
     [
-        ("llama", one_of("Q4_0", "Q4_1", "Q8_0", None), {}),
-        ("llama", one_of("Q5_0", "Q5_1", "Q8_0"), {"tie_word_embeddings": True, "num_attention_heads": 8}),
-        ("llama", as_many_do, K_QUANTS),
-        ("qwen2", one_of("Q4_1", "Q8_0", "Q5_0"), {}),
-        # transformers 5.17 reads no size of heads from such a file.
-        ("qwen3", one_of("Q4_K", "Q6_K", "Q8_0"), {**K_QUANTS, "head_dim": 128, "tie_word_embeddings": True}),
+        ("llama", alternate("Q4_0", "Q4_1", "Q8_0", None), {}),
+        ("llama", alternate("Q5_0", "Q5_1", "Q8_0"), {"tie_word_embeddings": True, "num_attention_heads": 8}),
+        ("llama", mix, K_QUANTS),
+        ("qwen2", alternate("Q4_1", "Q8_0", "Q5_0"), {}),
+        # transformers 5.17 does not read the head size from such files.
+        ("qwen3", alternate("Q4_K", "Q6_K", "Q8_0"), {**K_QUANTS, "head_dim": 128, "tie_word_embeddings": True}),
     ],
     ids=["llama", "tied llama", "mixed llama", "qwen2", "tied qwen3"],
 )
-def test_every_weight_has_the_bits_that_transformers_gives_it(
-    tmp_path: Path, architecture: str, kind_of: Callable[[str], str | None], changes: dict[str, Any]
+def test_weights_have_the_bits_of_transformers(
+    tmp_path: Path, architecture: str, qtype_of: Callable[[str], str | None], changes: dict[str, Any]
 ) -> None:
-    file = save_random_gguf(tmp_path, kind_of, architecture, **changes)
+    file = save_random_gguf(tmp_path, qtype_of, architecture, **changes)
     expected, found = by_transformers(file), stored_by_us(file)
     assert found.keys() == expected.keys()
     assert any("bias" in name for name in found) == (architecture == "qwen2")
     for name, weight in found.items():
-        kind = kind_of(name) if weight.shape[1:] else None
+        qtype = qtype_of(name) if weight.shape[1:] else None
         tied = name == "lm_head.weight" and changes.get("tie_word_embeddings")
-        assert tied or isinstance(weight, Quantized) == (kind not in (None, "Q5_K"))
-        assert tied or not isinstance(weight, Quantized) or weight.kind.name == kind
+        assert tied or isinstance(weight, Quantized) == (qtype not in (None, "Q5_K"))
+        assert tied or not isinstance(weight, Quantized) or weight.qtype.name == qtype
         assert as_tensor(weight).dtype == torch.float32
         assert torch.equal(as_tensor(weight), expected[name]), name
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_that_are_unpacked_are_the_same(tmp_path: Path, tied: bool) -> None:
-    file = save_random_gguf(tmp_path, one_of("Q4_1", "Q8_0"), tie_word_embeddings=tied)
+def test_dequantized_models_have_the_bits_of_transformers(tmp_path: Path, tied: bool) -> None:
+    file = save_random_gguf(tmp_path, alternate("Q4_1", "Q8_0"), tie_word_embeddings=tied)
     expected = by_transformers(file)
     for dtype in (torch.float32, torch.bfloat16):
         config = load_config(EngineOptions(model=str(file)))
@@ -131,84 +132,81 @@ def test_weights_that_are_unpacked_are_the_same(tmp_path: Path, tied: bool) -> N
 # --- Engines
 
 
-def test_logits_and_fingerprints_are_those_of_unpacked_weights(mixed: Path, kept: Engine) -> None:
-    unpacked = load_engine(mixed, weights="float32")
-    assert isinstance(kept.forward_pass, NativeModel)
-    assert isinstance(unpacked.forward_pass, NativeModel)
-    assert kept.forward_pass.kinds.keys() == {"Q4_K", "Q6_K", "FLOAT32"}
-    assert unpacked.forward_pass.kinds.keys() == {"FLOAT32"}
-    assert kept.bitwise
-    assert unpacked.bitwise
-    assert torch.equal(logits(kept), logits(unpacked))
-    assert rows_that_differ(kept) == 0
-    assert kept.weights_fingerprint == unpacked.weights_fingerprint
-    assert kept.numerics_fingerprint == unpacked.numerics_fingerprint != ""
-    assert kept.info().weight_bytes < unpacked.info().weight_bytes / 3
-    assert kept.info().parameters == unpacked.info().parameters
+def test_quantized_weights_give_the_bits_of_dequantized_ones(mixed: Path, quantized: Engine) -> None:
+    dense = load_engine(mixed, weights="float32")
+    assert isinstance(quantized.forward_pass, NativeModel)
+    assert isinstance(dense.forward_pass, NativeModel)
+    assert quantized.forward_pass.kinds.keys() == {"Q4_K", "Q6_K", "FLOAT32"}
+    assert dense.forward_pass.kinds.keys() == {"FLOAT32"}
+    assert quantized.bitwise
+    assert dense.bitwise
+    assert torch.equal(logits(quantized), logits(dense))
+    assert rows_that_differ(quantized) == 0
+    assert quantized.weights_fingerprint == dense.weights_fingerprint
+    assert quantized.numerics_fingerprint == dense.numerics_fingerprint != ""
+    assert quantized.info().weight_bytes < dense.info().weight_bytes / 3
+    assert quantized.info().parameters == dense.info().parameters
 
 
-def test_what_is_unpacked_is_said(mixed: Path, kept: Engine) -> None:
-    assert kept.notes == ["its Q5_K weights (tensors: 1) are unpacked to float32: 4 bytes each"]
-    unpacked = load_model(EngineOptions(model=str(mixed), device="cpu", weights="float32"))
-    assert unpacked.notes == ("its GGUF weights are unpacked to float32: 4 bytes each",)
-
-
-def test_a_file_without_quantized_weights_has_no_notes(tmp_path: Path) -> None:
+def test_notes_name_dequantized_weights(mixed: Path, quantized: Engine, tmp_path: Path) -> None:
+    assert quantized.notes == ["Q5_K weights (tensors: 1) were dequantized to float32: 4 bytes each"]
+    dense = load_model(EngineOptions(model=str(mixed), device="cpu", weights="float32"))
+    assert dense.notes == ("GGUF weights were dequantized to float32: 4 bytes each",)
     file = save_random_gguf(tmp_path, lambda name: None)
     assert load_model(EngineOptions(model=str(file), device="cpu")).notes == ()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_panels_with_outputs_of_several_types_and_a_tied_head_change_no_bit(tmp_path: Path, tied: bool) -> None:
-    """Queries, keys and values are one product here, whose parts have 96 and 48 outputs."""
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_mixed_types_in_one_gemm_and_a_tied_head_change_no_bit(tmp_path: Path, tied: bool) -> None:
+    """The fused QKV GEMM has parts of 96 and 48 outputs."""
     changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": tied}
-    file = save_random_gguf(tmp_path, one_of("Q4_1", "Q8_0"), "qwen2", **changes)
+    file = save_random_gguf(tmp_path, alternate("Q4_1", "Q8_0"), "qwen2", **changes)
     engine = load_engine(file)
     assert isinstance(engine.forward_pass, NativeModel)
     assert engine.forward_pass.kinds.keys() == {"Q4_1", "Q8_0", "FLOAT32"}
-    unpacked = load_engine(file, weights="float32")
-    assert torch.equal(logits(engine), logits(unpacked))
-    assert engine.weights_fingerprint == unpacked.weights_fingerprint
+    dense = load_engine(file, weights="float32")
+    assert torch.equal(logits(engine), logits(dense))
+    assert engine.weights_fingerprint == dense.weights_fingerprint
 
 
 @pytest.mark.parametrize(
     ("options", "compiler", "note"),
     [
-        ({"native": False}, True, "its GGUF weights are unpacked to float32: 4 bytes each"),
-        ({"fused": False}, True, "its GGUF weights are unpacked to float32: 4 bytes each"),
-        ({}, False, "its quantized weights are unpacked to float32, because its pass is not compiled"),
+        ({"native": False}, True, "GGUF weights were dequantized to float32: 4 bytes each"),
+        ({"fused": False}, True, "GGUF weights were dequantized to float32: 4 bytes each"),
+        ({}, False, "quantized weights"),
     ],
     ids=["torch", "library", "no compiler"],
 )
-def test_passes_that_cannot_keep_them_unpack_them(
-    mixed: Path, kept: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiler: bool, note: str
+def test_passes_that_are_not_compiled_dequantize_weights(
+    mixed: Path, quantized: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiler: bool, note: str
 ) -> None:
     if not compiler:
         monkeypatch.setenv("CC", "no-such-compiler")
     engine = load_engine(mixed, **options)
     assert not isinstance(engine.forward_pass, NativeModel)
     assert engine.bitwise
-    assert engine.weights_fingerprint == kept.weights_fingerprint
-    torch.testing.assert_close(logits(engine), logits(kept), atol=1e-4, rtol=1e-4)
-    assert note in engine.notes
+    assert engine.weights_fingerprint == quantized.weights_fingerprint
+    torch.testing.assert_close(logits(engine), logits(quantized), atol=1e-4, rtol=1e-4)
+    assert any(note in text for text in engine.notes)
 
 
-def test_another_dtype_unpacks_them(mixed: Path) -> None:
+def test_other_dtypes_dequantize_weights(mixed: Path) -> None:
     engine = load_engine(mixed, dtype="bfloat16")
     assert isinstance(engine.forward_pass, NativeModel)
     assert engine.forward_pass.kinds.keys() == {"BFLOAT16"}
-    assert "its GGUF weights are unpacked to bfloat16: 2 bytes each" in engine.notes
+    assert "GGUF weights were dequantized to bfloat16: 2 bytes each" in engine.notes
     assert engine.bitwise
     assert isinstance(load_engine(mixed, dtype="float16", exact=False).forward_pass, FusedModel)
 
 
-def test_logits_are_those_of_transformers(mixed: Path, kept: Engine) -> None:
+def test_logits_match_transformers(mixed: Path, quantized: Engine) -> None:
     source = {"pretrained_model_name_or_path": str(mixed.parent), "gguf_file": mixed.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = random_tokens(50)
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(kept.forward([Span(3, 0, tokens, 50)]), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(quantized.forward([Span(3, 0, tokens, 50)]), expected, atol=1e-3, rtol=1e-3)
 
 
 # --- Trained drafts
@@ -216,7 +214,7 @@ def test_logits_are_those_of_transformers(mixed: Path, kept: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a target with a GGUF file, as the embedded one is."""
+    """A folder with a GGUF file, like the embedded target."""
     folder = save_model(tmp_path_factory.mktemp("target") / "model", gguf_config(num_hidden_layers=3))
     save_gguf(folder, folder / "model.gguf", lambda name: "Q4_1")
     shutil.move(folder / "model.safetensors", folder.parent)
@@ -224,28 +222,29 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained_for(target: Path, folder: Path, rows: int) -> dict[str, Weight]:
-    """What training of a draft for it could have ended with."""
+    """Weights as training of a draft would give them."""
     floats = shutil.copytree(target, folder / "floats", ignore=shutil.ignore_patterns("*.gguf"))
     shutil.copy(target.parent / "model.safetensors", floats)
     save_compact(folder / "trained", random_trained(floats, rows))
     return load_compact(folder / "trained")
 
 
-def test_a_draft_keeps_what_was_trained_and_the_embeddings_of_its_target(tmp_path: Path, target: Path) -> None:
+@pytest.mark.slow
+def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Path, target: Path) -> None:
     trained = trained_for(target, tmp_path, 70)
     save_draft(tmp_path / "draft", str(target), trained)
-    draft, unpacked = load_engine(tmp_path / "draft"), load_engine(tmp_path / "draft", weights="float32")
+    draft, dense = load_engine(tmp_path / "draft"), load_engine(tmp_path / "draft", weights="float32")
     assert draft.loaded.output_ids is not None
     assert draft.loaded.output_ids.tolist() == list(range(70))
     assert isinstance(draft.forward_pass, NativeModel)
-    assert isinstance(unpacked.forward_pass, NativeModel)
+    assert isinstance(dense.forward_pass, NativeModel)
     assert draft.forward_pass.kinds.keys() == {"INT8", "Q4_1"}
-    assert unpacked.forward_pass.kinds.keys() == {"FLOAT32"}
+    assert dense.forward_pass.kinds.keys() == {"FLOAT32"}
     assert draft.notes == []
-    assert unpacked.notes == ["its int8 weights are unpacked to float32: 4 bytes each"]
+    assert dense.notes == ["int8 weights were dequantized to float32: 4 bytes each"]
     assert rows_that_differ(draft) == 0
-    assert torch.equal(logits(draft), logits(unpacked))
-    assert draft.weights_fingerprint == unpacked.weights_fingerprint
+    assert torch.equal(logits(draft), logits(dense))
+    assert draft.weights_fingerprint == dense.weights_fingerprint
 
     found = stored_by_us(tmp_path / "draft")
     embedding = by_transformers(target / "model.gguf")["model.embed_tokens.weight"]
@@ -256,17 +255,19 @@ def test_a_draft_keeps_what_was_trained_and_the_embeddings_of_its_target(tmp_pat
         assert torch.equal(as_tensor(found[name]), as_tensor(trained["body." + name.removeprefix("model.")]).float())
 
 
-def test_a_draft_without_a_head_of_its_own_has_that_of_its_embeddings(tmp_path: Path, target: Path) -> None:
+@pytest.mark.slow
+def test_a_draft_without_its_own_head_uses_its_embeddings(tmp_path: Path, target: Path) -> None:
     save_draft(tmp_path / "draft", str(target), trained_for(target, tmp_path, 70))
     (tmp_path / "draft" / "output_head.safetensors").unlink()
-    draft, unpacked = load_engine(tmp_path / "draft"), load_engine(tmp_path / "draft", weights="float32")
+    draft, dense = load_engine(tmp_path / "draft"), load_engine(tmp_path / "draft", weights="float32")
     assert draft.loaded.output_ids is None
-    assert torch.equal(logits(draft), logits(unpacked))
+    assert torch.equal(logits(draft), logits(dense))
 
 
 # --- The embedded target
 
 
+@pytest.mark.slow
 @pytest.mark.real_pair
 def test_the_embedded_target_has_the_weights_of_its_file() -> None:
     folder = embedded_pair().target
@@ -290,15 +291,16 @@ def test_the_embedded_target_has_the_weights_of_its_file() -> None:
         assert torch.equal(as_tensor(weight), expected), name
 
 
+@pytest.mark.slow
 @pytest.mark.real_pair
-def test_the_embedded_target_has_the_logits_of_unpacked_weights() -> None:
+def test_the_embedded_target_has_the_logits_of_dequantized_weights() -> None:
     folder = embedded_pair().target
-    kept, unpacked = (
+    quantized, dense = (
         load_engine(folder, exact=False, threads=2, max_model_len=128, weights=weights)
         for weights in ("auto", "float32")
     )
-    assert isinstance(kept.forward_pass, NativeModel)
-    assert kept.forward_pass.kinds.keys() == {"Q4_1", "Q8_0"}
-    assert torch.equal(logits(kept), logits(unpacked))
-    assert kept.weights_fingerprint == unpacked.weights_fingerprint
-    assert kept.info().weight_bytes < unpacked.info().weight_bytes / 4
+    assert isinstance(quantized.forward_pass, NativeModel)
+    assert quantized.forward_pass.kinds.keys() == {"Q4_1", "Q8_0"}
+    assert torch.equal(logits(quantized), logits(dense))
+    assert quantized.weights_fingerprint == dense.weights_fingerprint
+    assert quantized.info().weight_bytes < dense.info().weight_bytes / 4

@@ -1,4 +1,4 @@
-"""Sequences take only as much of the KV cache as they can need, and wait where that is not there."""
+"""Sequences reserve only the KV cache they can need, and wait if it is not free."""
 
 import asyncio
 from pathlib import Path
@@ -14,20 +14,24 @@ from specpool.engine.cache.spans import Span
 
 PROMPTS = [make_prompt((seed, 10 + 7 * seed)) for seed in range(12)]
 MAX_TOKENS = 10
-MOST_TRIES = 5
+MAX_TRIES = 5
 
 
 def kv_memory(target: Path, positions: int) -> int:
     return positions * load_engine(target, max_sequences=1).info().kv_bytes_per_token
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize(
-    ("positions", "most_rounds"),
-    [(2 * MAX_MODEL_LEN, 40), (MAX_MODEL_LEN, 60)],  # one after the other they would take 120
+    ("prefix_caching", "positions", "max_rounds"),  # one after the other, the requests would take 120 rounds
+    [
+        (True, MAX_MODEL_LEN, 60),
+        pytest.param(False, MAX_MODEL_LEN, 60, marks=pytest.mark.slow),
+        pytest.param(False, 2 * MAX_MODEL_LEN, 40, marks=pytest.mark.slow),
+        pytest.param(True, 2 * MAX_MODEL_LEN, 40, marks=pytest.mark.slow),
+    ],
 )
-async def test_many_short_sequences_share_what_few_long_ones_would_need(
-    tiny_pair: tuple[Path, Path], positions: int, most_rounds: int, prefix_caching: bool
+async def test_many_short_sequences_share_the_space_of_few_long_ones(
+    tiny_pair: tuple[Path, Path], prefix_caching: bool, positions: int, max_rounds: int
 ) -> None:
     worker = {"max_sequences": 12, "kv_memory": kv_memory(tiny_pair[0], positions)}
     async with serving_pair(tiny_pair[0], None, worker, max_num_seqs=12, prefix_caching=prefix_caching) as service:
@@ -36,7 +40,7 @@ async def test_many_short_sequences_share_what_few_long_ones_would_need(
         asking = [service.client.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True) for prompt in PROMPTS]
         together = await asyncio.gather(*asking)
         info = await service.client.server_info()
-        assert info.counters.rounds <= most_rounds
+        assert info.counters.rounds <= max_rounds
         assert info.counters.cache_misses == 0
         for prompt, response in zip(PROMPTS, together, strict=True):
             alone = await service.client.generate(prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -44,11 +48,10 @@ async def test_many_short_sequences_share_what_few_long_ones_would_need(
         await service.wait_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"native": False}, {"fused": False}], ids=["native", "fused", "library"])
-async def test_gaps_between_sequences_of_all_lengths_are_closed_and_no_token_changes(
-    tiny_pair: tuple[Path, Path], options: dict[str, bool]
-) -> None:
-    """Long and short ones in turn, with drafts, in a cache that is nearly always full."""
+async def test_closing_gaps_changes_no_token(tiny_pair: tuple[Path, Path], options: dict[str, bool]) -> None:
+    """Long and short sequences in turn, with drafts, in a cache that is nearly always full."""
     worker = {"max_sequences": 12, "kv_memory": kv_memory(tiny_pair[0], MAX_MODEL_LEN)}
     lengths = [5, 300, 12, 90, 3, 200, 41, 150, 8, 120, 60, 30]
     prompts = [make_prompt((seed, length)) for seed, length in enumerate(lengths)]
@@ -63,17 +66,17 @@ async def test_gaps_between_sequences_of_all_lengths_are_closed_and_no_token_cha
             await service.client.generate(prompt, max_tokens=MAX_TOKENS + i, num_speculative_tokens=0)
             for i, prompt in enumerate(prompts)
         ]
-        # Which sequences leave gaps depends on what arrives first; in tiles of other passes so few fit that none does.
-        for _ in range(1 if options else MOST_TRIES):
+        # Gaps depend on the order of arrival; with the tiles of other passes so few sequences fit that none appear.
+        for _ in range(1 if options else MAX_TRIES):
             asking = [service.client.generate(prompt, max_tokens=MAX_TOKENS + i) for i, prompt in enumerate(prompts)]
             together = await asyncio.gather(*asking)
             assert [list(response.token_ids) for response in together] == [list(one.token_ids) for one in alone]
             if moves:
                 break
-        assert moves or options, "nothing was moved: the cache was not full"
+        assert moves or options, "the cache was never full"
 
 
-async def test_who_inherits_a_long_extent_gives_back_what_it_does_not_need(tiny_pair: tuple[Path, Path]) -> None:
+async def test_heirs_of_a_long_extent_shrink_it(tiny_pair: tuple[Path, Path]) -> None:
     worker = {"max_sequences": 12, "kv_memory": kv_memory(tiny_pair[0], MAX_MODEL_LEN)}
     system = make_prompt((0, 50))
     async with serving_pair(tiny_pair[0], None, worker, max_num_seqs=12) as service:
@@ -88,10 +91,10 @@ async def test_who_inherits_a_long_extent_gives_back_what_it_does_not_need(tiny_
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_short_neighbour_at_the_end_of_the_cache_cuts_off_no_key(
+def test_a_short_neighbour_at_the_end_of_the_cache_hides_no_keys(
     tiny_pair: tuple[Path, Path], fused: bool, exact: bool
 ) -> None:
-    """Sequences attended in one call are attended over as many columns each: those of the longest."""
+    """One attention call reads as many columns of every sequence as the longest one has."""
     memory = kv_memory(tiny_pair[0], 2 * MAX_MODEL_LEN)
     engine = load_engine(tiny_pair[0], exact, native=False, fused=fused, max_sequences=16, kv_memory=memory)
     long, short = random_tokens(280), random_tokens(5, seed=1)

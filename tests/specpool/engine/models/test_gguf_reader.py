@@ -1,0 +1,286 @@
+"""GGUF files are read as the package reads them; damaged ones are refused in one line that names file and tensor."""
+
+import shutil
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf_files import gguf_config, random_rows, save_random_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import refusal, save_model
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.gguf_reader import GgufError, GgufFile
+from specpool.engine.models.loading import load_model
+from specpool.engine.models.weights_fingerprint import weights_fingerprint
+from specpool.engine.weights.quantized import Quantized
+
+UP = "blk.1.ffn_up.weight"
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def tensor_info(name: str, shape: tuple[int, ...], qtype: int, offset: int = 0) -> bytes:
+    """A tensor in a header. `shape`: as in the file, where the first dimension is contiguous."""
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return string(name) + sizes + struct.pack("<IQ", qtype, offset)
+
+
+def header(*tensors: bytes, values: tuple[bytes, ...] = (), version: int = 3) -> bytes:
+    counts = struct.pack("<IQQ", version, len(tensors), len(values))
+    return b"".join((b"GGUF", counts, *values, *tensors))
+
+
+def padded(content: bytes, alignment: int = 32) -> bytes:
+    return content + bytes(-len(content) % alignment)
+
+
+def value(key: str, value_type: int, packed: bytes) -> bytes:
+    return string(key) + struct.pack("<I", value_type) + packed
+
+
+def read(folder: Path, content: bytes) -> GgufFile:
+    (folder / "model.gguf").write_bytes(content)
+    return GgufFile(folder / "model.gguf")
+
+
+def refused(folder: Path, content: bytes) -> str:
+    """The reason for refusing a file, without its name."""
+    with pytest.raises(GgufError) as caught:
+        read(folder, content)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{folder / 'model.gguf'}")
+    return message.removeprefix(f"{folder / 'model.gguf'}").removeprefix(": ")
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A valid file."""
+    return save_random_gguf(tmp_path_factory.mktemp("valid"), lambda name: "Q4_1")
+
+
+# --- Read
+
+
+def test_tensors_of_all_dimensions_and_types_are_read(tmp_path: Path) -> None:
+    floats, halves = np.arange(6, dtype=np.float32), np.arange(24, dtype=np.float16)
+    blocks = random_rows("Q4_1", 3, 64)
+    tensors = (
+        tensor_info("one", (6,), GGMLQuantizationType.F32),
+        tensor_info("three", (4, 3, 2), GGMLQuantizationType.F16, 32),
+        tensor_info("quantized", (64, 3), GGMLQuantizationType.Q4_1, 96),
+    )
+    content = padded(header(*tensors)) + padded(floats.tobytes()) + padded(halves.tobytes()) + blocks.tobytes()
+    file = read(tmp_path, content)
+    one, three, quantized = (file.read(name) for name in ("one", "three", "quantized"))
+    assert isinstance(one, torch.Tensor)
+    assert isinstance(three, torch.Tensor)
+    assert isinstance(quantized, Quantized)
+    assert torch.equal(one, torch.arange(6.0))
+    assert torch.equal(three, torch.arange(24.0).view(2, 3, 4))
+    assert np.array_equal(quantized.data.numpy(), blocks)
+
+
+def test_metadata_is_skipped_and_the_alignment_counts(tmp_path: Path) -> None:
+    numbers = [value(f"n{kind}", kind, bytes(size)) for kind, size in ((0, 1), (3, 2), (5, 4), (6, 4), (7, 1), (12, 8))]
+    strings = struct.pack("<IQ", 8, 2) + string("some") + string("words")
+    nested = struct.pack("<IQ", 9, 2) + 2 * (struct.pack("<IQ", 4, 3) + bytes(12))
+    values = (
+        *numbers,
+        value("general.architecture", 8, string("llama")),
+        value("words", 9, strings),
+        value("nested", 9, nested),
+        value("general.alignment", 4, struct.pack("<I", 256)),
+    )
+    content = padded(header(tensor_info("t", (2,), 0), values=values), 256) + struct.pack("<2f", 1.5, -2)
+    file = read(tmp_path, content)
+    assert file.architecture == "llama"
+    tensor = file.read("t")
+    assert isinstance(tensor, torch.Tensor)
+    assert tensor.tolist() == [1.5, -2]
+
+
+def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:
+    before, file = valid.read_bytes(), GgufFile(valid)
+    weight = file.read(UP)
+    assert isinstance(weight, Quantized)
+    weight.data[:] = 0
+    assert valid.read_bytes() == before
+
+
+# --- Refused
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", " is not a GGUF file: it is empty"),
+        (b"GGML and so on", " is not a GGUF file"),
+        (header(version=1), " is a GGUF file of version 1; versions 2 and 3 are supported"),
+        (header(version=4), " is a GGUF file of version 4; versions 2 and 3 are supported"),
+        (header(tensor_info("up", (32, 1), 99)), "tensor up has the unknown type 99"),
+        (
+            header(tensor_info("up", (48, 2), GGMLQuantizationType.Q4_0)),
+            "tensor up has rows of 48 weights, not whole Q4_0 blocks of 32",
+        ),
+        (
+            header(tensor_info("up", (320, 2), GGMLQuantizationType.Q6_K)),
+            "tensor up has rows of 320 weights, not whole Q6_K blocks of 256",
+        ),
+        (
+            padded(header(tensor_info("up", (4, 2), 0))) + bytes(31),
+            "tensor up is truncated: 1 of 32 bytes are missing",
+        ),
+        (
+            padded(header(tensor_info("up", (2**40, 2**20), 0))),
+            "tensor up is truncated: 4,611,686,018,427,387,904 of 4,611,686,018,427,387,904 bytes are missing",
+        ),
+        (header(values=(value("key", 13, b""),)), "its metadata has a value of type 13"),
+        (header(tensor_info("up", (4,), 0))[:-1], "is not a complete GGUF file: it ends within"),
+        (
+            header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63),
+            "is not a complete GGUF file: it ends within",
+        ),
+        (header(struct.pack("<Q", 2**62) + b"name"), "is not a complete GGUF file: it ends within"),
+        (header(struct.pack("<Q", 1) + b"\xff"), " is damaged: its header has a string that is not UTF-8"),
+        (header(values=(value("general.alignment", 4, bytes(4)),)), "its general.alignment is 0"),
+        (header(values=(value("general.alignment", 8, string("x")),)), "its general.alignment is 'x'"),
+        (
+            header(values=(value("general.alignment", 4, struct.pack("<I", 3)),)),
+            "its general.alignment is 3, not a power of two",
+        ),
+        (header(values=(value("general.alignment", 7, b"\1"),)), "its general.alignment is True, not a power of two"),
+        (padded(header(tensor_info("up", (8,), 0), tensor_info("up", (4,), 0))) + bytes(32), "it has two tensors up"),
+        (header(tensor_info("up", (4, 0), 0)), "tensor up has a dimension of 0"),
+        (header(tensor_info("up", (1,) * 5, 0)), "tensor up has 5 dimensions; the maximum is 4"),
+        (
+            header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)),
+            "its metadata nests arrays too deeply",
+        ),
+        (
+            header(values=(value("split.count", 2, struct.pack("<H", 3)),)),
+            " is one of 3 parts of a model; join them with ",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    assert reason in refused(tmp_path, content)
+
+
+@settings(max_examples=30, deadline=None)
+@given(share=st.floats(0, 1))
+def test_truncated_files_are_refused(tmp_path_factory: pytest.TempPathFactory, valid: Path, share: float) -> None:
+    content = valid.read_bytes()
+    assert refused(tmp_path_factory.mktemp("cut"), content[: int(share * (len(content) - 1))])
+
+
+@settings(max_examples=30, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_changed_bytes_raise_no_other_error(
+    tmp_path_factory: pytest.TempPathFactory, valid: Path, place: float, byte: int
+) -> None:
+    content = bytearray(valid.read_bytes())
+    content[int(place * 2000)] = byte
+    path = tmp_path_factory.mktemp("changed") / "model.gguf"
+    path.write_bytes(content)
+    with suppress(GgufError):
+        GgufFile(path)
+
+
+@pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E01])
+def test_an_infinite_or_nan_scale_is_refused(tmp_path: Path, half: int) -> None:
+    blocks = struct.pack("<H16x", 0x3C00) + struct.pack("<H16x", half)
+    content = padded(header(tensor_info("up", (32, 2), GGMLQuantizationType.Q4_0))) + blocks
+    with pytest.raises(GgufError, match=r"tensor up has a scale that is infinite or NaN$"):
+        read(tmp_path, content).read("up")
+
+
+def test_an_unsupported_type_is_refused(tmp_path: Path) -> None:
+    content = padded(header(tensor_info("up", (4, 2), GGMLQuantizationType.I32))) + bytes(32)
+    with pytest.raises(GgufError, match=r"tensor up has the unsupported type I32$"):
+        read(tmp_path, content).read("up")
+
+
+# --- Refused by an engine, as a file and in a folder with a configuration
+
+
+def patched(valid: Path, path: Path, name: str, **changes: int) -> Path:
+    """Copy a file with another `qtype` or first dimension `columns` of a tensor in its header."""
+    content = bytearray(valid.read_bytes())
+    at = content.index(string(name)) + len(string(name))
+    (dimensions,) = struct.unpack_from("<I", content, at)
+    for key, number in changes.items():
+        form, place = ("<I", at + 4 + 8 * dimensions) if key == "qtype" else ("<Q", at + 4)
+        struct.pack_into(form, content, place, number)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"qtype": 77}, f"tensor {UP} has the unknown type 77"),
+        ({"columns": 40}, f"tensor {UP} has rows of 40 weights, not whole Q4_1 blocks of 32"),
+        ({"columns": 2**30}, f"tensor {UP} is truncated: "),
+        ({"columns": 32}, "lack 1 of the model's weights: model.layers.1.mlp.up_proj.weight (of shape [96, 64]"),
+        ({"qtype": GGMLQuantizationType.I8, "columns": 32}, f"tensor {UP} has the unsupported type I8"),
+    ],
+)
+@pytest.mark.parametrize("in_a_folder", [False, True])
+def test_an_engine_refuses_damaged_files_in_one_line(
+    tmp_path: Path, valid: Path, changes: dict[str, int], reason: str, in_a_folder: bool
+) -> None:
+    if in_a_folder:
+        shutil.copytree(valid.parent / "saved", tmp_path, dirs_exist_ok=True)
+        (tmp_path / "model.safetensors").unlink()
+    file = patched(valid, tmp_path / "model.gguf", UP, **changes)
+    message = refusal(tmp_path if in_a_folder else file)
+    assert reason in message
+    assert str(tmp_path) in message
+
+
+def test_missing_tensors_are_refused(tmp_path: Path, valid: Path) -> None:
+    content = valid.read_bytes()
+    for name in (UP, "output_norm.weight"):
+        assert content.count(string(name)) == 1
+        content = content.replace(string(name), string(name[:-1] + "x"))
+    (tmp_path / "model.gguf").write_bytes(content)
+    message = refusal(tmp_path / "model.gguf")
+    assert "lack 2 of the model's weights: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
+
+
+def test_a_folder_with_a_configuration_and_one_gguf_file_is_a_model(tmp_path: Path, valid: Path) -> None:
+    shutil.copytree(valid.parent / "saved", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    shutil.copy(valid, tmp_path / "some.gguf")
+    beside, alone = (load_model(EngineOptions(model=str(model), device="cpu")) for model in (tmp_path, valid))
+    assert weights_fingerprint(beside) == weights_fingerprint(alone)
+    shutil.copy(valid, tmp_path / "other.gguf")
+    message = refusal(tmp_path)
+    assert message.endswith("has several GGUF files (other.gguf, some.gguf); name one of them as the model")
+
+
+def test_a_file_of_another_architecture_is_refused(tmp_path: Path, valid: Path) -> None:
+    save_model(tmp_path, gguf_config("qwen3"))
+    (tmp_path / "model.safetensors").unlink()
+    shutil.copy(valid, tmp_path / "some.gguf")
+    assert "lack 4 of the model's weights: model.layers.0.self_attn.k_norm.weight" in refusal(tmp_path)
+
+
+def test_the_reader_of_the_gguf_package_agrees(valid: Path) -> None:
+    file = GgufFile(valid)
+    reader = gguf.GGUFReader(valid)
+    assert {tensor.name for tensor in reader.tensors} == file.tensors.keys()
+    for tensor in reader.tensors:
+        ours = file.tensors[tensor.name]
+        assert (ours.qtype, ours.offset, ours.size) == (tensor.tensor_type, tensor.data_offset, tensor.n_bytes)
+        assert ours.shape == tuple(tensor.shape.tolist()[::-1])
