@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from gguf_files import gguf_config, save_gguf, save_random_gguf
@@ -19,7 +18,6 @@ from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_folder import save_draft
 from specpool.engine.models.draft_weights import load_compact, save_compact
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.models.gguf_reader import GgufFile
 from specpool.engine.models.loading import load_model
 from specpool.engine.models.stored_model import build_stored_model
 from specpool.engine.models.stored_weights import stored_weights
@@ -200,15 +198,6 @@ def test_other_dtypes_dequantize_weights(mixed: Path) -> None:
     assert isinstance(load_engine(mixed, dtype="float16", exact=False).forward_pass, FusedModel)
 
 
-def test_logits_match_transformers(mixed: Path, quantized: Engine) -> None:
-    source = {"pretrained_model_name_or_path": str(mixed.parent), "gguf_file": mixed.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, attn_implementation="eager").eval()
-    tokens = random_tokens(50)
-    with torch.inference_mode():
-        expected = model(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(quantized.forward([Span(3, 0, tokens, 50)]), expected, atol=1e-3, rtol=1e-3)
-
-
 # --- Trained drafts
 
 
@@ -265,30 +254,6 @@ def test_a_draft_without_its_own_head_uses_its_embeddings(tmp_path: Path, target
 
 
 # --- The embedded target
-
-
-@pytest.mark.slow
-@pytest.mark.real_pair
-def test_the_embedded_target_has_the_weights_of_its_file() -> None:
-    folder = embedded_pair().target
-    (path,) = folder.glob("*.gguf")
-    found, file = stored_by_us(folder), GgufFile(path)
-    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    assert len(found) == len(reader) + 1, "the tied head"
-    config: Any = load_config(EngineOptions(model=str(folder)))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    assert file.architecture == "llama"
-    for name, weight in found.items():
-        if name == "lm_head.weight":
-            continue
-        stem, _, suffix = name.rpartition(".")
-        tensor = reader[f"{names.get_name(stem)}.{suffix}"]
-        expected = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
-        count = heads.get(stem.rpartition(".")[2])
-        if count is not None:
-            expected = expected.view(count, -1, 2, expected.shape[-1]).transpose(1, 2).reshape(expected.shape)
-        assert torch.equal(as_tensor(weight), expected), name
 
 
 @pytest.mark.slow

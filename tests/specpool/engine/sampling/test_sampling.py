@@ -179,16 +179,6 @@ def test_samples_at_many_positions_follow_the_softmax() -> None:
     assert chi_squared(drawn, (logits / 0.8).softmax(0)) < QUANTILE_99_9
 
 
-def test_truncated_samples_follow_the_truncated_softmax() -> None:
-    logits = make_logits(4, spread=1.0)
-    params = {"temperature": 1.0, "top_k": 12, "top_p": 0.9}
-    values, token_ids = candidates(logits, SamplingParams(**params))
-    drawn = Counter(choose_token(logits, SamplingParams(**params, seed=i), [0] * 9) for i in range(DRAWS))
-    assert set(drawn) <= set(token_ids.tolist())
-    by_rank = Counter({rank: drawn[token] for rank, token in enumerate(token_ids.tolist())})
-    assert chi_squared(by_rank, values.softmax(0)) < QUANTILE_99_9
-
-
 DRAFTS = {
     "good": lambda logits: logits + make_logits(9, spread=0.3),
     "bad": lambda logits: make_logits(8, spread=2.0),

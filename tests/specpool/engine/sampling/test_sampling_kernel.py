@@ -1,7 +1,6 @@
 """The sampling kernels choose the same tokens as a CPU, in any batch (in Triton's interpreter)."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -10,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sampling import chi_squared, make_logits
+from test_sampling import make_logits
 from tiny_models import load_engine, random_tokens, save_model
 from tiny_pair import tiny_config
 
@@ -66,7 +65,7 @@ def make_row(seed: int, size: int, spread: float, kind: str) -> torch.Tensor:
     return row
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(drawn=st.lists(rows, min_size=1, max_size=3), size=st.sampled_from(SIZES), half=st.booleans())
 def test_the_kernel_chooses_the_same_tokens_as_a_cpu(
     drawn: list[tuple[int, float, str, SamplingParams, int]], size: int, half: bool
@@ -81,20 +80,14 @@ def test_the_kernel_chooses_the_same_tokens_as_a_cpu(
 LIMITS = {"top_k": {"top_k": 30}, "top_p": {"top_p": 0.8}, "both": {"top_k": 50, "top_p": 0.9, "min_p": 0.01}}
 
 
-@pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_limits_are_exact_with_and_without_scratch_copies(name: str, spread: float) -> None:
+def test_limits_are_exact_with_and_without_scratch_copies(spread: float) -> None:
     """Nearly flat rows keep more logits than the scratch memory holds."""
-    logits = torch.stack([make_logits(seed, 150, spread) for seed in range(2)])
-    params = SamplingParams(temperature=1.0, **LIMITS[name])
-    min_logits = torch.full((2,), -torch.inf)
-    numbers = torch.tensor([sampling_kernel._numbers(params, 3, 150)] * 2, dtype=torch.int32)
-    sampling_kernel._find_min_logits[(2,)](
-        logits, numbers, torch.empty(2, 32), min_logits, 150, FIELDS=sampling_kernel.FIELDS, FEW=32
-    )
-    for row, got in zip(logits, min_logits, strict=True):
-        values, _ = sampling.candidates(row, params)
-        assert got == values.min()
+    limits = [{"top_k": 30}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}]
+    params = [SamplingParams(temperature=1.0, seed=seed, **limit) for seed, limit in enumerate(limits)]
+    logits = torch.stack([make_logits(seed, 150, spread) for seed in range(3)])
+    expected = [choose_token(row, rule, range(3)) for row, rule in zip(logits, params, strict=True)]
+    assert sample_rows(logits, [(rule, 3) for rule in params]) == expected
 
 
 def test_choices_do_not_depend_on_the_batch() -> None:
@@ -113,14 +106,6 @@ def test_nan_is_never_chosen() -> None:
     logits[:2, 17] = 1.0
     rules = [(None, 1), (SamplingParams(1.0), 1), (None, 1)]
     assert sample_rows(logits, rules) == [17, 17, 0]
-
-
-@pytest.mark.slow
-def test_samples_follow_the_softmax() -> None:
-    logits, draws = make_logits(3, 8, spread=1.0), 400
-    rules = [(SamplingParams(0.8, seed=seed), 7) for seed in range(draws)]
-    drawn = Counter(sample_rows(logits.expand(draws, -1), rules))
-    assert chi_squared(drawn, (logits / 0.8).softmax(0)) < 24.32  # 99.9% quantile, 7 degrees of freedom
 
 
 @triton.jit
