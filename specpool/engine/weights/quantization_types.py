@@ -27,6 +27,7 @@ class Fields:
     def rows(self) -> int:
         return len(self.codes)
 
+
 @dataclass(frozen=True)
 class QuantizationType:
     """An encoding of weight rows, block by block."""

@@ -214,7 +214,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["--draft", "/nowhere"], "draft: /nowhere: no such file or folder"),
         (["--prompts", "/nowhere"], "prompts: [Errno 2]"),
         (["--max-tokens", "511"], "prompts: prompt "),
-        (["--max-model-len", "9999"], "target: max_model_len 9999 is beyond the model's 512 positions"),
+        (["--max-model-len", "9999"], "target: max_model_len 9999 exceeds the model's 512 positions"),
     ],
 )
 def test_what_cannot_be_planned_is_said_by_setting(

@@ -77,49 +77,28 @@ def test_tied_weights_count_under_both_names(loaded: LoadedModel) -> None:
 # --- Numerics
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["compiled", "torch"])
-def test_two_starts_have_the_same_fingerprints(tiny_pair: tuple[Path, Path], native: bool) -> None:
-    first, second = (load_engine(tiny_pair[0], native=native) for _ in range(2))
-    assert first.bitwise
-    assert first.numerics_fingerprint == second.numerics_fingerprint != ""
-    assert first.weights_fingerprint == second.weights_fingerprint != ""
-    assert first.info().numerics_fingerprint == first.numerics_fingerprint
-
-
-def test_compiled_numerics_do_not_depend_on_threads(tiny_pair: tuple[Path, Path]) -> None:
-    before = torch.get_num_threads()
+def test_numerics_depend_on_the_pass_and_the_weights(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
     try:
-        fingerprints = {load_engine(tiny_pair[0], threads=threads).numerics_fingerprint for threads in (1, 2, 3)}
+        compiled = [load_engine(tiny_pair[0], threads=count) for count in (1, 2, 3)]
     finally:
-        torch.set_num_threads(before)
-    assert len(fingerprints) == 1
-
-
-def test_another_pass_changes_only_the_numerics(tiny_pair: tuple[Path, Path]) -> None:
-    compiled, fused = (load_engine(tiny_pair[0], native=native) for native in (True, False))
-    assert compiled.weights_fingerprint == fused.weights_fingerprint
-    assert compiled.numerics_fingerprint != fused.numerics_fingerprint
-
-
-def test_other_weights_change_the_numerics(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+        torch.set_num_threads(threads)
+    fused = [load_engine(tiny_pair[0], native=False) for _ in range(2)]
     folder = shutil.copytree(tiny_pair[0], tmp_path / "other")
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][7, 7] += 1e-3
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    one, other = load_engine(tiny_pair[0]), load_engine(folder)
-    assert one.numerics_fingerprint != other.numerics_fingerprint
+    other, short = load_engine(folder), load_engine(tiny_pair[0], max_model_len=16)
+    starts = [*compiled, *fused, other, short]
+    assert all(engine.bitwise for engine in starts)
+    assert all(engine.numerics_fingerprint and engine.weights_fingerprint for engine in starts)
+    assert len({engine.numerics_fingerprint for engine in compiled}) == 1, "depends on threads"
+    assert len({engine.numerics_fingerprint for engine in (compiled[0], *fused, other)}) == 3
+    assert len({engine.weights_fingerprint for engine in (*compiled, *fused)}) == 1
+    compiled[0].forward([Span(0, 0, random_tokens(100), 1)])
+    assert numerics_fingerprint(compiled[0]) == compiled[0].info().numerics_fingerprint, "depends on the cache"
 
 
 def test_numerics_without_batch_invariance_have_no_fingerprint(tiny_pair: tuple[Path, Path]) -> None:
     draft = load_engine(tiny_pair[1], exact=False)
     assert (draft.numerics_fingerprint, bool(draft.weights_fingerprint)) == ("", True)
-
-
-def test_numerics_do_not_depend_on_the_cache(tiny_pair: tuple[Path, Path]) -> None:
-    engine = load_engine(tiny_pair[0])
-    engine.forward([Span(0, 0, random_tokens(100), 1)])
-    assert numerics_fingerprint(engine) == engine.numerics_fingerprint
-
-
-def test_a_short_model_has_a_numerics_fingerprint(tiny_pair: tuple[Path, Path]) -> None:
-    assert load_engine(tiny_pair[0], max_model_len=16).numerics_fingerprint
