@@ -28,7 +28,10 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(resolved)
         if device.type == "cuda" and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-            _check_gpu_exists(name, device.index)
+            count = torch.cuda.device_count()
+            if device.index >= count:
+                names = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+                raise UnsupportedModelError(f"device {name} cannot be used: this machine has {names}")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedModelError(f"device {name} cannot be used: {first_line(error)}") from error
@@ -68,10 +71,3 @@ def _resolve_auto(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _check_gpu_exists(name: str, index: int) -> None:
-    count = torch.cuda.device_count()
-    if index >= count:
-        names = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise UnsupportedModelError(f"device {name} cannot be used: this machine has {names}")

@@ -14,24 +14,20 @@ def source_of(model: str, revision: str | None) -> dict[str, Any]:
     Raises UnsupportedModelError if a local path holds no model.
     """
     path, safe = Path(model), {"trust_remote_code": False}
-    if not path.exists() and (path.is_absolute() or path.suffix == ".gguf"):
-        raise UnsupportedModelError(f"{model}: no such file or folder")
-    if path.suffix == ".gguf":
-        _refuse_revision(model, revision)
-        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    is_gguf = path.suffix == ".gguf"
     if not path.exists():
+        if is_gguf or path.is_absolute():
+            raise UnsupportedModelError(f"{model}: no such file or folder")
         pinned = {} if revision is None else {"revision": revision}
         return {**safe, **pinned, "pretrained_model_name_or_path": model}
-    if not (path / "config.json").is_file():
+    if not is_gguf and not (path / "config.json").is_file():
         hint = "; name its GGUF file as the model" if any(path.glob("*.gguf")) else ""
         raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json{hint}")
-    _refuse_revision(model, revision)
-    return {**safe, "pretrained_model_name_or_path": model}
-
-
-def _refuse_revision(model: str, revision: str | None) -> None:
     if revision is not None:
         raise UnsupportedModelError(f"revision {revision}: {model} is local; only hub models have revisions")
+    if is_gguf:
+        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {**safe, "pretrained_model_name_or_path": model}
 
 
 def gguf_file_of(model: str) -> Path | None:

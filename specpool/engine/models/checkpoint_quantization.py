@@ -4,6 +4,8 @@ from typing import Any
 
 from transformers import FineGrainedFP8Config, GgufConfig, PreTrainedConfig
 
+from specpool.engine.sharding.shares import head_dim_of
+
 HINT = "serve the unquantized model instead, or a GGUF file"
 INT8_METHOD = "specpool"  # `quant_method` in the configuration of a trained draft
 # Name endings of tensors with the scales of quantized weights.
@@ -72,8 +74,7 @@ def _sizes(config: Any) -> dict[str, int]:
     """Return the row and column counts of a decoder layer's weights by their names in the configuration."""
     sizes = {name: size for name, size in vars(config).items() if name.endswith("intermediate_size")}
     sizes["hidden_size"] = config.hidden_size
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, head_dim = config.num_attention_heads, head_dim_of(config)
     sizes["num_attention_heads x head_dim"] = heads * head_dim
     sizes["num_key_value_heads x head_dim"] = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
     return {name: size for name, size in sizes.items() if isinstance(size, int)}

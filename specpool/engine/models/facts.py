@@ -1,10 +1,12 @@
 """The sizes of a loaded model that the engine needs."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from specpool.engine.models.loading import LoadedModel
+from specpool.engine.sharding.shares import head_dim_of
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,19 @@ class ModelFacts:
 
 def read_facts(loaded: LoadedModel) -> ModelFacts:
     """Read the facts of a model before a forward pass takes over its weights."""
-    config, vocab_size = loaded.config, loaded.vocab_size
+    config, vocab_size, model = loaded.config, loaded.vocab_size, loaded.full
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # tied weights count once
     heads = config.num_attention_heads
     return ModelFacts(
         vocab_size=vocab_size,
         max_model_len=loaded.max_model_len,
         outputs=vocab_size if loaded.output_ids is None else len(loaded.output_ids),
-        parameters=sum(weight.numel() for weight in loaded.full.parameters()),
-        embedding_parameters=loaded.embedding_parameters,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        embedding_parameters=sum(weight.numel() for weight in {end.weight for end in ends}),
         layers=int(config.num_hidden_layers),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=head_dim_of(config),
         dtype=loaded.model.dtype,
         device=loaded.model.device,
     )

@@ -57,12 +57,6 @@ class LoadedModel:
         head: Any = model.get_output_embeddings() if self.output_ids is None else model.get_input_embeddings()
         return int(head.weight.shape[0])
 
-    @property
-    def embedding_parameters(self) -> int:
-        """Number of parameters of embeddings and output head; tied weights count once."""
-        ends: list[Any] = [self.full.get_input_embeddings(), self.full.get_output_embeddings()]
-        return sum(weight.numel() for weight in {end.weight for end in ends})
-
 
 def load_model(options: EngineOptions, share: Share | None = None) -> LoadedModel:
     """Load weights and tokenizer. Raises UnsupportedModelError.
@@ -96,13 +90,9 @@ def load_model(options: EngineOptions, share: Share | None = None) -> LoadedMode
 
 
 def _resolve_dtype(options: EngineOptions, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    dtype: torch.dtype
-    if options.dtype != "auto":
-        dtype = getattr(torch, options.dtype)
-    elif device.type == "cpu":
-        dtype = torch.float32
-    else:
-        dtype = getattr(config, "dtype", None) or torch.bfloat16
+    stored: torch.dtype = getattr(config, "dtype", None) or torch.bfloat16
+    default = torch.float32 if device.type == "cpu" else stored
+    dtype: torch.dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
     return dtype
 
 

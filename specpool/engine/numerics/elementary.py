@@ -2,7 +2,7 @@
 
 They use only float32 multiplications and additions in a fixed order, which IEEE 754 rounds in one way, and integer
 operations. Torch's own functions can differ in the last bit between devices, and on a CPU between vector lanes and
-the remainder. `specpool.engine.sampling.kernel` holds the same formulas in Triton.
+the remainder. `triton_elementary` holds the same formulas for Triton kernels.
 
 The reductions and the split of log(2) come from the Cephes library; the polynomials are minimax fits.
 """
