@@ -12,7 +12,7 @@ INT8_METHOD = "specpool"  # `quant_method` in the configuration of a trained dra
 SCALES = ("scale", "scale_inv", "scales", "qscale_weight", "SCB")
 
 
-def why_not_unpacked(config: PreTrainedConfig) -> str | None:
+def why_unsupported_quantization(config: PreTrainedConfig) -> str | None:
     """Return why a model's quantized weights cannot be served; None if they can, or if there are none."""
     quantization = _quantization(config)
     if quantization is None:
@@ -34,7 +34,7 @@ def why_not_unpacked(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def unpacking(config: PreTrainedConfig, source: dict[str, Any]) -> dict[str, Any]:
+def dequantization_arguments(config: PreTrainedConfig, source: dict[str, Any]) -> dict[str, Any]:
     """Return arguments that make transformers dequantize weights, even for devices that could use them as they are."""
     if "gguf_file" in source:
         return {"quantization_config": GgufConfig(dequantize=True)}
@@ -53,7 +53,7 @@ def method_of(config: PreTrainedConfig) -> str | None:
     return str(quantization.get("quant_method") or "an unnamed method")
 
 
-def are_scales(name: str) -> bool:
+def is_scale(name: str) -> bool:
     """Whether a tensor of a checkpoint holds the scales of a quantized weight."""
     return name.endswith(SCALES)
 

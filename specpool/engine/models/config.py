@@ -8,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
-from specpool.engine.models.checkpoint_quantization import why_not_unpacked
+from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
 from specpool.engine.models.gguf_reader import GgufError, GgufFile
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -39,7 +39,11 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
         raise UnsupportedModelError(message) from error
     _check_types(config)
     max_model_len = resolve_max_model_len(config, options)
-    refusal = _why_not_a_decoder(config) or _why_not_full_attention(config, max_model_len) or why_not_unpacked(config)
+    refusal = (
+        _why_not_a_decoder(config)
+        or _why_not_full_attention(config, max_model_len)
+        or why_unsupported_quantization(config)
+    )
     if refusal is not None:
         raise UnsupportedModelError(refusal)
     return config

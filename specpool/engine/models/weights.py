@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of, source_of
-from specpool.engine.models.checkpoint_quantization import HINT, are_scales, unpacking
+from specpool.engine.models.checkpoint_quantization import HINT, dequantization_arguments, is_scale
 from specpool.engine.models.config import load_config
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import EMBEDDING, stored_weights
@@ -60,7 +60,7 @@ def read_with_transformers(
     source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
     if gguf is not None and "gguf_file" not in source:  # in a folder with a configuration
         source = {**source, "gguf_file": gguf.name, "config": config}
-    quantization = unpacking(config, source)
+    quantization = dequantization_arguments(config, source)
     # Onto a GPU tensor by tensor, so that the host never holds the whole model. Shards are cut on the host from mapped
     # files, so that the rest is never read.
     placement = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in arguments else {}
@@ -89,7 +89,7 @@ def check_complete(report: dict[str, Any]) -> None:
     if lacking:
         names = _join([lacking[name] for name in sorted(lacking)])
         raise UnsupportedModelError(f"the files lack {len(lacking)} of the model's weights: {names}")
-    scales = sorted(filter(are_scales, report["unexpected_keys"]))
+    scales = sorted(filter(is_scale, report["unexpected_keys"]))
     if scales:
         raise UnsupportedModelError(
             f"the weights are quantized, as {scales[0]} shows, but the configuration does not say how; {HINT}"

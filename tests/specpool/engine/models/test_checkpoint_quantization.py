@@ -11,7 +11,7 @@ from tiny_models import decode_alone, load_engine, random_tokens, refusal, save_
 from transformers import FineGrainedFP8Config, GgufConfig
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.checkpoint_quantization import HINT, unpacking
+from specpool.engine.models.checkpoint_quantization import HINT, dequantization_arguments
 from specpool.engine.models.loading import load_model
 
 BLOCK = 128
@@ -155,9 +155,9 @@ def test_scales_without_a_quantization_method_are_refused(tmp_path: Path, scale:
 
 def test_transformers_always_dequantizes() -> None:
     config = small_config("qwen3", **SIZES)
-    assert unpacking(config, {}) == {}
-    (gguf,) = unpacking(config, {"gguf_file": "model.gguf"}).values()
+    assert dequantization_arguments(config, {}) == {}
+    (gguf,) = dequantization_arguments(config, {"gguf_file": "model.gguf"}).values()
     assert (type(gguf), gguf.dequantize) == (GgufConfig, True)
     config.quantization_config = FP8
-    (fp8,) = unpacking(config, {}).values()
+    (fp8,) = dequantization_arguments(config, {}).values()
     assert (type(fp8), fp8.dequantize) == (FineGrainedFP8Config, True)
