@@ -134,29 +134,18 @@ def _codes(codes: torch.Tensor) -> torch.Tensor:
     return codes.flatten(1).view(torch.int8)
 
 
-def _q4_0(blocks: torch.Tensor) -> Fields:
-    return Fields(_codes(_nibbles(blocks[..., 2:])), _halves(blocks, 0))
+def _plain(bits: int, numbers: int) -> Callable[[torch.Tensor], Fields]:
+    """Return the decoder of blocks with float16 numbers (scale and offset), the fifth bits of codes, and their rest."""
 
+    def split(blocks: torch.Tensor) -> Fields:
+        header, codes = [_halves(blocks, 2 * i) for i in range(numbers)], blocks[..., 2 * numbers :]
+        if bits == 4:
+            codes = _nibbles(codes)
+        elif bits == 5:
+            codes = _nibbles(codes[..., 4:]) | _split_bits(codes[..., :4], 1).flatten(-2) << 4
+        return Fields(_codes(codes), *header)
 
-def _q4_1(blocks: torch.Tensor) -> Fields:
-    return Fields(_codes(_nibbles(blocks[..., 4:])), _halves(blocks, 0), _halves(blocks, 2))
-
-
-def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    return _split_bits(packed, 1).flatten(-2) << 4
-
-
-def _q5_0(blocks: torch.Tensor) -> Fields:
-    return Fields(_codes(_nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])), _halves(blocks, 0))
-
-
-def _q5_1(blocks: torch.Tensor) -> Fields:
-    codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return Fields(_codes(codes), _halves(blocks, 0), _halves(blocks, 2))
-
-
-def _q8_0(blocks: torch.Tensor) -> Fields:
-    return Fields(_codes(blocks[..., 2:]), _halves(blocks, 0))
+    return split
 
 
 def _q4_k(blocks: torch.Tensor) -> Fields:
@@ -186,11 +175,11 @@ QUANTIZATION_TYPES = {
     qtype.name: qtype
     for qtype in (
         INT8,
-        QuantizationType("Q4_0", 32, 18, 4, _q4_0, (0,), zero_point=8),
-        QuantizationType("Q4_1", 32, 20, 4, _q4_1, (0, 2)),
-        QuantizationType("Q5_0", 32, 22, 5, _q5_0, (0,), zero_point=16),
-        QuantizationType("Q5_1", 32, 24, 5, _q5_1, (0, 2)),
-        QuantizationType("Q8_0", 32, 34, 8, _q8_0, (0,)),
+        QuantizationType("Q4_0", 32, 18, 4, _plain(4, 1), (0,), zero_point=8),
+        QuantizationType("Q4_1", 32, 20, 4, _plain(4, 2), (0, 2)),
+        QuantizationType("Q5_0", 32, 22, 5, _plain(5, 1), (0,), zero_point=16),
+        QuantizationType("Q5_1", 32, 24, 5, _plain(5, 2), (0, 2)),
+        QuantizationType("Q8_0", 32, 34, 8, _plain(8, 1), (0,)),
         QuantizationType("Q4_K", 256, 144, 4, _q4_k, (0, 2)),
         QuantizationType("Q6_K", 256, 210, 6, _q6_k, (208,), zero_point=32),
     )

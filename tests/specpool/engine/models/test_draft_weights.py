@@ -17,18 +17,10 @@ from specpool.engine.weights.quantized import Quantized
     [
         ("Q4_1", torch.zeros(4, 40), r"tensor a.Q4_1 is float32 \[4, 40\], not rows of bytes"),
         ("Q4_1", torch.zeros(40, dtype=torch.uint8), r"tensor a.Q4_1 is uint8 \[40\], not rows of bytes"),
-        (
-            "Q4_1",
-            torch.zeros(4, 30, dtype=torch.uint8),
-            "tensor a.Q4_1 has rows of 30 bytes, not whole Q4_1 blocks",
-        ),
+        ("Q4_1", torch.zeros(4, 30, dtype=torch.uint8), "a.Q4_1 has rows of 30 bytes, not whole Q4_1 blocks"),
         ("Q4_1", torch.zeros(4, 0, dtype=torch.uint8), "tensor a.Q4_1 has rows of 0 bytes, not whole Q4_1 blocks"),
         ("INT8", torch.zeros(4, 4, dtype=torch.uint8), "tensor a.INT8 has rows of 4 bytes, not whole INT8 blocks"),
-        (
-            "INT8",
-            torch.full((4, 9), 255, dtype=torch.uint8),
-            "tensor a.INT8 has a scale that is infinite or NaN",
-        ),
+        ("INT8", torch.full((4, 9), 255, dtype=torch.uint8), "tensor a.INT8 has a scale that is infinite or NaN"),
     ],
 )
 def test_invalid_bytes_are_refused(name: str, data: torch.Tensor, reason: str) -> None:

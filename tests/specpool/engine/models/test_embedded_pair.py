@@ -110,6 +110,7 @@ def test_a_float32_copy_is_created_once(gguf_pair: Pair, monkeypatch: pytest.Mon
     assert float32_copy() == copy
 
 
+@pytest.mark.slow
 @pytest.mark.real_pair
 def test_the_shipped_draft_loads_quantized() -> None:
     draft = load_engine(embedded_pair.embedded_pair().draft, max_model_len=400)

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType as GGML
 from gguf_files import random_rows, save_random_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,9 +75,9 @@ def test_tensors_of_all_dimensions_and_types_are_read(tmp_path: Path) -> None:
     floats, halves = np.arange(6, dtype=np.float32), np.arange(24, dtype=np.float16)
     blocks = random_rows("Q4_1", 3, 64)
     tensors = (
-        tensor_info("one", (6,), GGMLQuantizationType.F32),
-        tensor_info("three", (4, 3, 2), GGMLQuantizationType.F16, 32),
-        tensor_info("quantized", (64, 3), GGMLQuantizationType.Q4_1, 96),
+        tensor_info("one", (6,), GGML.F32),
+        tensor_info("three", (4, 3, 2), GGML.F16, 32),
+        tensor_info("quantized", (64, 3), GGML.Q4_1, 96),
     )
     content = padded(header(*tensors)) + padded(floats.tobytes()) + padded(halves.tobytes()) + blocks.tobytes()
     file = read(tmp_path, content)
@@ -128,44 +128,26 @@ def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:
         (header(version=1), " is a GGUF file of version 1; versions 2 and 3 are supported"),
         (header(version=4), " is a GGUF file of version 4; versions 2 and 3 are supported"),
         (header(tensor_info("up", (32, 1), 99)), "tensor up has the unknown type 99"),
-        (
-            header(tensor_info("up", (48, 2), GGMLQuantizationType.Q4_0)),
-            "tensor up has rows of 48 weights, not whole Q4_0 blocks of 32",
-        ),
-        (
-            header(tensor_info("up", (320, 2), GGMLQuantizationType.Q6_K)),
-            "tensor up has rows of 320 weights, not whole Q6_K blocks of 256",
-        ),
-        (
-            padded(header(tensor_info("up", (4, 2), 0))) + bytes(31),
-            "tensor up is truncated: 1 of 32 bytes are missing",
-        ),
-        (
-            padded(header(tensor_info("up", (2**40, 2**20), 0))),
-            "tensor up is truncated: 4,611,686,018,427,387,904 of 4,611,686,018,427,387,904 bytes are missing",
-        ),
+        (header(tensor_info("up", (48, 2), GGML.Q4_0)), "rows of 48 weights, not whole Q4_0 blocks of 32"),
+        (header(tensor_info("up", (320, 2), GGML.Q6_K)), "rows of 320 weights, not whole Q6_K blocks of 256"),
+        (padded(header(tensor_info("up", (4, 2), 0))) + bytes(31), "tensor up is truncated: 1 of 32 bytes are missing"),
+        (padded(header(tensor_info("up", (2**40, 2**20), 0))), "truncated: 4,611,686,018,427,387,904 of 4,611,"),
         (header(values=(value("key", 13, b""),)), "its metadata has a value of type 13"),
         (header(tensor_info("up", (4,), 0))[:-1], "is not a complete GGUF file: it ends within"),
-        (
-            header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63),
-            "is not a complete GGUF file: it ends within",
-        ),
+        (header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63), "is not a complete GGUF file: it ends within"),
         (header(struct.pack("<Q", 2**62) + b"name"), "is not a complete GGUF file: it ends within"),
         (header(struct.pack("<Q", 1) + b"\xff"), " is damaged: its header has a string that is not UTF-8"),
         (header(values=(value("general.alignment", 4, bytes(4)),)), "its general.alignment is 0"),
         (header(values=(value("general.alignment", 8, string("x")),)), "its general.alignment is 'x'"),
         (
             header(values=(value("general.alignment", 4, struct.pack("<I", 3)),)),
-            "its general.alignment is 3, not a power of two",
+            "general.alignment is 3, not a power of two",
         ),
         (header(values=(value("general.alignment", 7, b"\1"),)), "its general.alignment is True, not a power of two"),
         (padded(header(tensor_info("up", (8,), 0), tensor_info("up", (4,), 0))) + bytes(32), "it has two tensors up"),
         (header(tensor_info("up", (4, 0), 0)), "tensor up has a dimension of 0"),
         (header(tensor_info("up", (1,) * 5, 0)), "tensor up has 5 dimensions; the maximum is 4"),
-        (
-            header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)),
-            "its metadata nests arrays too deeply",
-        ),
+        (header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)), "nests arrays too deeply"),
         (
             header(values=(value("split.count", 2, struct.pack("<H", 3)),)),
             " is one of 3 parts of a model; join them with ",
@@ -179,13 +161,13 @@ def test_damaged_files_are_refused(tmp_path: Path, content: bytes, reason: str) 
 @pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E01])
 def test_an_infinite_or_nan_scale_is_refused(tmp_path: Path, half: int) -> None:
     blocks = struct.pack("<H16x", 0x3C00) + struct.pack("<H16x", half)
-    content = padded(header(tensor_info("up", (32, 2), GGMLQuantizationType.Q4_0))) + blocks
+    content = padded(header(tensor_info("up", (32, 2), GGML.Q4_0))) + blocks
     with pytest.raises(GgufError, match=r"tensor up has a scale that is infinite or NaN$"):
         read(tmp_path, content).read("up")
 
 
 def test_an_unsupported_type_is_refused(tmp_path: Path) -> None:
-    content = padded(header(tensor_info("up", (4, 2), GGMLQuantizationType.I32))) + bytes(32)
+    content = padded(header(tensor_info("up", (4, 2), GGML.I32))) + bytes(32)
     with pytest.raises(GgufError, match=r"tensor up has the unsupported type I32$"):
         read(tmp_path, content).read("up")
 
