@@ -6,9 +6,9 @@ match the CPU bit for bit: they use unfused float32 operations and add up probab
 """
 
 import math
-import struct
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from specpool.engine.numerics.noise import noise_keys
@@ -72,14 +72,8 @@ def _numbers(params: SamplingParams | None, length: int, vocab: int) -> tuple[in
         return (0,) * FIELDS
     top_k = params.top_k if 0 < params.top_k < vocab else 0
     log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    floats = [_bits(x) for x in (params.temperature, params.top_p, log_min_p)]
-    return (*floats, top_k, *noise_keys(params.seed, length))
-
-
-def _bits(x: float) -> int:
-    """Return the float32 bits of x."""
-    bits: int = struct.unpack("i", struct.pack("f", x))[0]
-    return bits
+    floats = np.array([params.temperature, params.top_p, log_min_p], np.float32)
+    return (*floats.view(np.int32).tolist(), top_k, *noise_keys(params.seed, length))
 
 
 if triton is not None:

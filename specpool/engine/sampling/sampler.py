@@ -6,11 +6,11 @@ apply in vLLM's order, each as `transformers` defines it, except that ties with 
 
 import logging
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
 
+import numpy as np
 import torch
 
 from specpool.engine.numerics.elementary import masses
@@ -150,8 +150,7 @@ def _nucleus(logits: torch.Tensor, best: float, top_p: float) -> float:
 
 def float32(x: float) -> float:
     """Round x to float32, as GPU kernels receive their parameters."""
-    rounded: float = struct.unpack("f", struct.pack("f", x))[0]
-    return rounded
+    return float(np.float32(x))
 
 
 def token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
