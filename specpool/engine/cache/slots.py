@@ -1,7 +1,7 @@
 """Slots of the KV cache: which sequence holds which one, and how much of it is valid.
 
 Pure bookkeeping without torch or a clock. A released sequence stays cached until its slot is needed, because others
-may share its prefix. An orphaned coordinator, whose connections have ended, may come back and finds its sequences too.
+may share its prefix. So do the sequences of an orphaned coordinator: its connections have ended, but it may come back.
 """
 
 from collections import OrderedDict
@@ -30,7 +30,7 @@ class Slot:
 
 
 class SlotTable:
-    """The slots of all coordinators' sequences. Silent coordinators lose theirs."""
+    """The slots of all coordinators' sequences. Silent coordinators lose their slots."""
 
     def __init__(self, slots: int, extents: Extents | None = None) -> None:
         """`extents`: the cache that the slots share; default: one column per slot."""

@@ -21,7 +21,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a sequence lies: its extent begins at arena column `origin`, its position 0 `start` columns later."""
+    """Location of a sequence: its extent begins at column `origin`, and position 0 is `start` columns later."""
 
     origin: int
     start: int = 0

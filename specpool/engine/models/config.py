@@ -1,4 +1,4 @@
-"""A model's configuration: how it is loaded, and which models are refused for what it says."""
+"""Loads a model's configuration, and refuses models that cannot be served."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
     source = source_of(options.model, options.revision)
     try:
         if "gguf_file" in source:
-            GgufFile(Path(options.model))  # its errors say more than those of transformers
+            GgufFile(Path(options.model))  # its errors are clearer than those of transformers
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
     except GgufError as error:
         raise UnsupportedModelError(str(error)) from error

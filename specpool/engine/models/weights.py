@@ -101,7 +101,7 @@ def check_all_used(report: dict[str, Any]) -> None:
     unused = report["unexpected_keys"]
     if unused:
         raise UnsupportedModelError(
-            f"the files have {len(unused)} weights that the configuration has no place for: {_join(unused)}"
+            f"the files have {len(unused)} weights that the configured model does not use: {_join(unused)}"
         )
 
 

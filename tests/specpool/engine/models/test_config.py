@@ -1,4 +1,4 @@
-"""Models are refused for what their configuration says, before any weight is read."""
+"""Unsupported models are refused by their configuration, before any weight is read."""
 
 import json
 from pathlib import Path

@@ -91,14 +91,14 @@ def gguf_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
 
 
 def test_a_float32_copy_gives_the_same_logits(gguf_pair: Pair) -> None:
-    kept, copied = load_engine(gguf_pair.target), load_engine(float32_copy())
-    assert isinstance(kept.forward_pass, NativeModel)
+    original, copied = load_engine(gguf_pair.target), load_engine(float32_copy())
+    assert isinstance(original.forward_pass, NativeModel)
     assert isinstance(copied.forward_pass, NativeModel)
-    assert "Q4_1" in kept.forward_pass.kinds
+    assert "Q4_1" in original.forward_pass.kinds
     assert copied.forward_pass.kinds.keys() <= {"FLOAT32", "BFLOAT16"}
-    assert kept.bitwise
-    assert copied.weights_fingerprint == kept.weights_fingerprint
-    assert copied.numerics_fingerprint == kept.numerics_fingerprint != ""
+    assert original.bitwise
+    assert copied.weights_fingerprint == original.weights_fingerprint
+    assert copied.numerics_fingerprint == original.numerics_fingerprint != ""
 
 
 def test_a_float32_copy_is_created_once(gguf_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

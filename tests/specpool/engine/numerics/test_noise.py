@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specpool.engine.numerics import noise
@@ -23,6 +23,7 @@ def test_noise_follows_the_gumbel_distribution_independently() -> None:
         assert correlations.abs().max() < 6 / math.sqrt(rows.shape[1])
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**31), chosen=st.lists(st.integers(0, 99_999), max_size=9)
 )
@@ -59,6 +60,7 @@ def test_noise_is_precise_and_finite_for_all_bits() -> None:
     assert 0 <= excess.min() <= excess.max() < noise._BOUND_ERROR
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     size=st.sampled_from([1, 2, 40, 1_000, 20_000]),
     spread=st.sampled_from([0.0, 0.1, 3.0, 1e6]),

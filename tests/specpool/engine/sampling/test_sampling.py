@@ -109,6 +109,7 @@ def test_rules_match_transformers(
     torch.testing.assert_close(got[~edge], expected[~edge])
 
 
+@settings(deadline=None)
 @given(frequency=st.sampled_from([-1.0, 0.0, 0.5]), presence=st.sampled_from([-1.0, 0.0, 1.5]), context=contexts)
 def test_frequency_and_presence_penalties_count_generated_tokens(
     frequency: float, presence: float, context: tuple[list[int], list[int]]

@@ -1,7 +1,7 @@
 """Shards cover every weight exactly once and evenly; impossible shardings are refused with numbers."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import small_config
 
@@ -10,6 +10,7 @@ from specpool.engine.sharding.shares import Share, Sums, deal, piece_of, shard
 WEIGHTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 64))
 def test_every_index_is_dealt_once_and_evenly(total: int, ranks: int, unit: int) -> None:
     shares = deal(total, ranks, unit)
