@@ -117,18 +117,15 @@ def test_unsupported_fp8_is_refused(
     assert message.endswith(HINT)
 
 
+NAMED = ("awq", "gptq", "compressed-tensors", "mxfp4", "fbgemm_fp8", "torchao", "a future method")
+
+
 @pytest.mark.parametrize(
     ("method", "quantization"),
     [
-        ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}),
-        ("gptq", {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}),
-        ("compressed-tensors", {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+        *((method, {"quant_method": method, "bits": 4}) for method in NAMED),
         ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
         ("bitsandbytes", {"load_in_8bit": True}),
-        ("mxfp4", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
-        ("fbgemm_fp8", {"quant_method": "fbgemm_fp8"}),
-        ("torchao", {"quant_method": "torchao", "quant_type": "int4_weight_only"}),
-        ("a future method", {"quant_method": "a future method"}),
         ("an unnamed method", {}),
     ],
 )
