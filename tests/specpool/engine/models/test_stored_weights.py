@@ -17,7 +17,6 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
 from specpool.engine.models.draft_folder import save_draft
 from specpool.engine.models.draft_weights import load_compact, save_compact
-from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.models.loading import load_model
 from specpool.engine.models.stored_model import build_stored_model
 from specpool.engine.models.stored_weights import stored_weights
@@ -237,21 +236,3 @@ def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Pa
     assert len(body) + 2 == len(trained)
     for name in body:
         assert torch.equal(as_tensor(found[name]), as_tensor(trained["body." + name.removeprefix("model.")]).float())
-
-
-# --- The embedded target
-
-
-@pytest.mark.slow
-@pytest.mark.real_pair
-def test_the_embedded_target_has_the_logits_of_dequantized_weights() -> None:
-    folder = embedded_pair().target
-    quantized, dense = (
-        load_engine(folder, exact=False, threads=2, max_model_len=128, weights=weights)
-        for weights in ("auto", "float32")
-    )
-    assert isinstance(quantized.forward_pass, NativeModel)
-    assert quantized.forward_pass.kinds.keys() == {"Q4_1", "Q8_0"}
-    assert torch.equal(logits(quantized), logits(dense))
-    assert quantized.weights_fingerprint == dense.weights_fingerprint
-    assert quantized.info().weight_bytes < dense.info().weight_bytes / 4
