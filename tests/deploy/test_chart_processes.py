@@ -8,7 +8,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 import torch
 from certificates import Authority
 from deployment import COMPONENTS, ROOT, WORKERS
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from health_server import health_server
 from helm_chart import DEFAULTS, container_of, of_kind, pre_stop_seconds, render, template, values_of
 from pod_settings import pod_environment, pod_settings
 from serving import PATIENCE_SECONDS, free_address
@@ -38,20 +37,6 @@ def environment_of(component: str, **changes: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
     local = {"SPECPOOL_HOST": "127.0.0.1", "PATH": path_with(BIN), "PYTHONPATH": str(ROOT)}
     return inherited | pod_environment(render("cpu-kind"), component) | local | changes
-
-
-@contextmanager
-def health_server(is_serving: bool = True, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
-    """Run a server that only serves health; yield its port."""
-    servicer, server = health.HealthServicer(), grpc.server(ThreadPoolExecutor(max_workers=1))
-    status = health_pb2.HealthCheckResponse
-    servicer.set("", status.SERVING if is_serving else status.NOT_SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    where = "127.0.0.1:0"
-    port = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
-    server.start()
-    yield str(port)
-    server.stop(None).wait()
 
 
 @contextmanager
@@ -111,8 +96,11 @@ def test_pods_of_a_group_delay_their_end_only_while_the_group_serves(
     (tmp_path / "sleep").chmod(0o755)
     server = container_of(render("two-nodes"), "target-worker", node)
     environment = {"PATH": path_with(tmp_path, BIN), "PYTHONPATH": str(ROOT), "LWS_LEADER_ADDRESS": "127.0.0.1"}
-    with health_server(is_serving) as port:
-        command = [word.replace(":50060", f":{port}") for word in server["lifecycle"]["preStop"]["exec"]["command"]]
+    with health_server(is_serving) as address:
+        command = [
+            word.replace(":50060", f":{address.rpartition(':')[2]}")
+            for word in server["lifecycle"]["preStop"]["exec"]["command"]
+        ]
         assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
     assert slept.exists() == is_serving
     assert not is_serving or int(slept.read_text()) == pre_stop_seconds(server)
@@ -162,9 +150,9 @@ def test_worker_certificates_match_the_addresses_of_that_worker_only(component: 
     authority = Authority(tmp_path)
     issued = authority.issue("worker", alternative=[f"DNS:{name}" for name in names])
     credentials = grpc.ssl_server_credentials([(issued.key.read_bytes(), issued.cert.read_bytes())])
-    with health_server(credentials=credentials) as port:
+    with health_server(credentials=credentials) as address:
         for worker, cell in ((worker, cell) for worker in WORKERS for cell in (0, 7)):
             settings = pod_settings(render("tls-cert-manager"), "coordinator", cell)
             host = getattr(settings, worker.replace("-worker", "_address")).partition(":")[0]
-            status = healthcheck.main([f"127.0.0.1:{port}", "--tls-ca", str(authority.path), "--tls-name", host])
+            status = healthcheck.main([address, "--tls-ca", str(authority.path), "--tls-name", host])
             assert (status == 0) == (worker == component)

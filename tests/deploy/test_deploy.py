@@ -6,17 +6,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import yaml
 from deployment import COMPONENTS, DEPLOY, ROOT, WORKERS, arguments_of, image_environment, project, settings_of, stages
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from health_server import health_server
 
 from specpool.rpc.server import healthcheck
 
@@ -146,32 +143,20 @@ def test_workers_have_a_gpu_a_pinned_model_and_a_writable_cache(role: str, gpu: 
 # --- The health check of the containers
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[str, health.HealthServicer]]:
-    """A server that only serves health."""
-    servicer = health.HealthServicer()
-    running = grpc.server(ThreadPoolExecutor(max_workers=1))
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, running)
-    port = running.add_insecure_port("127.0.0.1:0")
-    running.start()
-    yield f"127.0.0.1:{port}", servicer
-    running.stop(None).wait()
-
-
 def test_healthcheck_reports_the_status_on_one_line(
-    server: tuple[str, health.HealthServicer], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):  # the check never uses a proxy
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    address, servicer = server
-    assert healthcheck.main([address]) == 0
-    assert capsys.readouterr() == ("", "")
-    servicer.set("specpool.v1.GenerationService", health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert healthcheck.main([address, "--service", "specpool.v1.GenerationService"]) == 1
-    assert capsys.readouterr().err == f"{address}: NOT_SERVING\n"
-    assert healthcheck.main([address, "--service", "unknown"]) == 1
-    assert "NOT_FOUND" in capsys.readouterr().err
+    with health_server() as address:
+        assert healthcheck.main([address]) == 0
+        assert capsys.readouterr() == ("", "")
+        assert healthcheck.main([address, "--service", "unknown"]) == 1
+        assert "NOT_FOUND" in capsys.readouterr().err
+    with health_server(is_serving=False) as address:
+        assert healthcheck.main([address]) == 1
+        assert capsys.readouterr().err == f"{address}: NOT_SERVING\n"
     assert healthcheck.main(["127.0.0.1:1", "--timeout", "2"]) == 1
     assert re.fullmatch(r"127\.0\.0\.1:1: UNAVAILABLE: .+\n", capsys.readouterr().err)
