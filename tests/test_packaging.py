@@ -1,21 +1,25 @@
-"""`pip install` puts only our four packages on the import path, and their data files into the wheel."""
+"""`pip install` puts exactly our four packages on the import path, with all their modules and data files."""
 
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 from setuptools import find_packages
 
 ROOT = Path(__file__).parents[1]
-FIND = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PACKAGES = {"specpool", "coordinator", "draft_worker", "target_worker"}
 
 
 def test_only_four_packages_are_installed() -> None:
-    packages = find_packages(str(ROOT), **FIND)
-    assert {name.partition(".")[0] for name in packages} == {"specpool", "coordinator", "draft_worker", "target_worker"}
+    found = find_packages(str(ROOT), **SETUPTOOLS["packages"]["find"])
+    assert {name.partition(".")[0] for name in found} == PACKAGES
 
 
-def test_every_source_folder_is_a_package() -> None:
-    packages = set(find_packages(str(ROOT), **FIND))
-    for top in ("specpool", "coordinator", "draft_worker", "target_worker"):
-        folders = {path.parent.relative_to(ROOT) for path in (ROOT / top).rglob("*.py")}
-        assert {".".join(folder.parts) for folder in folders} <= packages
+def test_wheel_contains_every_source_folder_and_data_file() -> None:
+    found = set(find_packages(str(ROOT), **SETUPTOOLS["packages"]["find"]))
+    files = [path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.*")]
+    files = [path for path in files if "__pycache__" not in path.parts and (ROOT / path).is_file()]
+    assert {".".join(path.parent.parts) for path in files} <= found
+    patterns = ["*.py", *SETUPTOOLS["package-data"]["*"]]
+    assert [path for path in files if not any(fnmatch(path.name, pattern) for pattern in patterns)] == []
