@@ -40,7 +40,7 @@ test-hosts: .venv/ready
 test-monitoring: .venv/ready
 	$(BIN)/pytest -m prometheus tests/deploy/test_prometheus.py
 
-# Draft for a real vLLM on the CPU, in an environment of its own (5 minutes) or in that of SPECPOOL_VLLM_PYTHON.
+# Draft for a real vLLM on the CPU, in a separate environment (5 minutes) or the one of SPECPOOL_VLLM_PYTHON.
 test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
 	$(BIN)/pytest -m vllm tests/specpool/vllm
 

@@ -139,6 +139,15 @@ def test_links_and_named_paths_exist(page: str) -> None:
     assert {path for path in named if not any((folder / path).exists() for folder in FOLDERS)} == set()
 
 
+def test_named_flags_exist() -> None:
+    of_others = {"help", "api-key", "max-loras", "speculative-config", "trust-remote-code"}
+    classes = [settings for settings, *_ in COMMANDS.values() if settings] + [settings_of(name) for name in SETTINGS]
+    known = {*known_keys(), *(field for settings in classes if settings for field in settings.model_fields)}
+    for page in PAGES.keys() - {"docs/benchmarks.md", "docs/smg.md"}:  # flags of scripts and of smg
+        flags = set(re.findall(r"`--([a-z][a-z-]+)", PAGES[page])) - of_others
+        assert {flag for flag in flags if not {flag.replace("-", "_"), flag[3:].replace("-", "_")} & known} == set()
+
+
 def test_readme_links_every_page_and_has_the_two_commands() -> None:
     assert set(re.findall(r"\]\((docs/\w+\.md)\)", PAGES["README.md"])) == PAGES.keys() - {"README.md"}
     assert {"make demo", "make test", "specpool up"} <= set(commands_of(PAGES["README.md"])) | set(OUR_COMMANDS)

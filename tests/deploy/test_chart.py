@@ -136,7 +136,7 @@ def problems(manifests: list[Manifest], version: str) -> list[str]:
         for name, made in pod_templates([item for item in manifests if item["kind"] in custom_resources()])
     ]
     found = (problem(json.dumps(item, sort_keys=True), version) for item in (*manifests, *pods))
-    return [what for what in found if what is not None]
+    return [message for message in found if message is not None]
 
 
 @EVERY_CASE

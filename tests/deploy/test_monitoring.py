@@ -41,7 +41,7 @@ class Question:
         return [node for node in self.nodes() if isinstance(node, promql_parser.VectorSelector)]
 
     def grouping_labels(self) -> set[str]:
-        """Return the labels by which the expression aggregates and matches."""
+        """Return the labels that the expression aggregates or matches by."""
         modifiers = [node.modifier for node in self.nodes() if getattr(node, "modifier", None) is not None]
         lists = [getattr(modifier, "matching", modifier) for modifier in modifiers]
         return {label for found in lists if found is not None for label in found.labels}

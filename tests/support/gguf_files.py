@@ -41,7 +41,7 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-"""llama.cpp's tensor names by those of transformers."""
+"""Tensor names in transformers and in llama.cpp."""
 
 Choice = Callable[[str], str | None]
 
