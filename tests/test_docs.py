@@ -18,7 +18,8 @@ from specpool.cli.main import COMMANDS, known_keys
 from specpool.rpc.config.settings import Settings
 
 ROOT = Path(__file__).parents[1]
-PAGES = {page.relative_to(ROOT).as_posix(): page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "deploy/README.md")}
+PAGES |= {f"docs/{page.name}": page.read_text() for page in ROOT.glob("docs/*.md")}
 TEXT = "\n".join(PAGES.values())
 BIN = Path(sys.executable).parent
 # Paths on a page are relative to the repository, or to a folder that the page describes.
@@ -130,12 +131,21 @@ def parse_only(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatc
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_and_named_paths_exist(page: str) -> None:
-    folder = (ROOT / page).parent
-    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", PAGES[page])}
-    assert {link for link in links if not (folder / link).exists()} == set()
-    named = set(re.findall(r"`([\w.]+/(?:[\w./]*(?:/|\.py|\.c|\.md|run))?)`", PAGES[page]))
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page; the empty one is its top."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE) if page.suffix == ".md" else []
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings} | {""}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_and_named_paths_exist(name: str) -> None:
+    page = ROOT / name
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGES[name]):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert anchor in anchors_of(target), link
+    named = set(re.findall(r"`([\w.]+/(?:[\w./]*(?:/|\.py|\.c|\.md|run))?)`", PAGES[name]))
     assert {path for path in named if not any((folder / path).exists() for folder in FOLDERS)} == set()
 
 
@@ -143,12 +153,15 @@ def test_named_flags_exist() -> None:
     of_others = {"help", "api-key", "max-loras", "speculative-config", "trust-remote-code"}
     classes = [settings for settings, *_ in COMMANDS.values() if settings] + [settings_of(name) for name in SETTINGS]
     known = {*known_keys(), *(field for settings in classes if settings for field in settings.model_fields)}
-    for page in PAGES.keys() - {"docs/benchmarks.md", "docs/smg.md"}:  # flags of scripts and of smg
+    for page in PAGES.keys() - {"docs/benchmarks.md", "docs/smg.md", "deploy/README.md"}:  # flags of other programs
         flags = set(re.findall(r"`--([a-z][a-z-]+)", PAGES[page])) - of_others
         assert {flag for flag in flags if not {flag.replace("-", "_"), flag[3:].replace("-", "_")} & known} == set()
 
 
 def test_readme_links_every_page_and_has_the_two_commands() -> None:
-    assert set(re.findall(r"\]\((docs/\w+\.md)\)", PAGES["README.md"])) == PAGES.keys() - {"README.md"}
+    assert set(re.findall(r"\]\((docs/\w+\.md)\)", PAGES["README.md"])) == PAGES.keys() - {
+        "README.md",
+        "deploy/README.md",
+    }
     assert {"make demo", "make test", "specpool up"} <= set(commands_of(PAGES["README.md"])) | set(OUR_COMMANDS)
     assert len(PAGES["README.md"].splitlines()) <= 150
