@@ -1,6 +1,7 @@
 """Import rules between folders, checked in the sources; for torch and grpc also in the loaded modules."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -158,6 +159,18 @@ def test_folders_have_no_import_cycles(depth: int) -> None:
 
 
 # --- Floors
+
+
+def test_imports_go_down_the_floors_of_the_development_page() -> None:
+    rows = re.findall(r"^\| (\d) \| (.+?) \|", (ROOT / "docs/development.md").read_text(), re.MULTILINE)
+    floors = {folder: int(floor) for floor, folders in rows for folder in re.findall(r"`([\w/]+)/`", folders)}
+
+    def folder_of(path: Path) -> str:
+        parts = path.relative_to(ROOT).parent.parts
+        return "/".join(parts[: 1 + (parts[0] == "specpool")])
+
+    pairs = {(folder_of(path), folder_of(other)) for path, other in edges() if path.parent != ROOT / "specpool"}
+    assert {pair for pair in pairs if len(set(pair)) > 1 and floors[pair[0]] <= floors[pair[1]]} == set()
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
