@@ -16,31 +16,21 @@ PACKAGES = ("specpool", "coordinator", "draft_worker", "target_worker")
 GENERATED = "specpool/v1/"
 ENGINE = "specpool/engine"
 
-# Packages that the files of a folder must not import directly.
+# Packages on lower floors, and of others, that the files of a folder must not import directly.
 WORKERS = {"draft_worker", "target_worker"}
-SERVICES = {"coordinator", *WORKERS}
 FORBIDDEN = {
-    "specpool/protocol": {"torch", "grpc", "specpool.engine", "specpool.worker", "specpool.rpc", *SERVICES},
-    "specpool/rpc": {
-        "torch", "specpool.engine", "specpool.protocol.rounds", "specpool.protocol.codec", "specpool.worker", *SERVICES,
-    },
-    "specpool/client": {"torch", "specpool.engine", "specpool.worker", "specpool.protocol", *SERVICES},
+    "specpool/protocol": {"torch", "grpc"},
+    "specpool/rpc": {"torch", "specpool.protocol.rounds", "specpool.protocol.codec"},
+    "specpool/engine": {"grpc", "google", "specpool.v1"},
+    "specpool/worker": {"torch", "specpool.engine"},
+    "specpool/client": {"torch", "specpool.engine", "specpool.protocol"},
+    "specpool/distill": {"specpool.v1"},
+    "coordinator": {"torch", "specpool.engine", "specpool.worker", "specpool.client"},
+    "specpool/planning": {"specpool.worker", *WORKERS},
     "specpool/cli": {"torch", "specpool.worker", *WORKERS},
     # vLLM stands in for the coordinator and loads our class itself.
-    "specpool/vllm": {
-        "torch", "vllm", "numpy", "specpool.engine", "specpool.worker", "specpool.client", "specpool.cli", *WORKERS,
-    },
-    "specpool/worker": {"torch", "specpool.engine", *SERVICES},
-    "specpool/engine": {
-        "grpc", "google", "specpool.v1", "specpool.rpc", "specpool.worker", "specpool.client", "specpool.distill",
-        *SERVICES,
-    },
-    "specpool/distill": {"specpool.client", "specpool.cli", "specpool.v1", "specpool.worker", *SERVICES},
-    "specpool/planning": {"specpool.worker", *WORKERS},
-    "coordinator": {"torch", "specpool.engine", "specpool.worker", "specpool.client", "specpool.cli", *WORKERS},
-    "draft_worker": {"coordinator", "target_worker"},
-    "target_worker": {"coordinator", "draft_worker"},
-}  # fmt: skip
+    "specpool/vllm": {"torch", "vllm", "numpy", "specpool.engine", "specpool.worker", "specpool.client", *WORKERS},
+}
 ALLOWED = {"specpool/cli": {"specpool.worker.settings"}}
 # Pure folders, without torch, protobuf, clock or random generator, and the project packages that they may import.
 PURE = {
