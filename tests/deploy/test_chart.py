@@ -16,10 +16,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from deployment import COMPONENTS, arguments_of, project
+from deployment import COMPONENTS, WORKERS, arguments_of, project
 from helm_chart import (
     ALL_VALUES,
     CHART,
+    COMPONENT,
     DEFAULTS,
     LOADER,
     Manifest,
@@ -225,6 +226,20 @@ def test_pods_and_containers_are_restricted(name: str) -> None:
             assert re.fullmatch(r".+:(?!latest$)[\w.-]+|.+@sha256:[0-9a-f]{64}", server["image"]), component
             if "ports" in server:  # neither the test pod nor followers of a group serve anything
                 assert {"startupProbe", "readinessProbe", "livenessProbe"} <= server.keys(), component
+
+
+@EVERY_CASE
+def test_only_coordinators_reach_the_workers(name: str) -> None:
+    if name == "target-only":  # networkPolicy.enabled: false
+        assert not of_kind(render(name), "NetworkPolicy")
+        return
+    policy = of_kind(render(name), "NetworkPolicy")["specpool-workers"]["spec"]
+    [guarded] = policy["podSelector"]["matchExpressions"]
+    assert (guarded["key"], guarded["operator"], sorted(guarded["values"])) == (COMPONENT, "In", sorted(WORKERS))
+    calls, *metrics = policy["ingress"]
+    assert [source["podSelector"]["matchLabels"][COMPONENT] for source in calls["from"]] == ["coordinator"]
+    assert calls["ports"] == [{"port": "grpc"}]
+    assert all(rule["ports"] == [{"port": "metrics"}] for rule in metrics)
 
 
 # --- Several renders

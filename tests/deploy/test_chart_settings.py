@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from deployment import WORKERS, image_environment, project
+from deployment import WORKERS, image_environment, project, settings_of
 from helm_chart import (
     ALL_VALUES,
     COMPONENT,
@@ -184,6 +184,15 @@ def test_pods_mount_their_certificates_and_tokens(name: str) -> None:
                 "tokens"
             ]
             assert "/api-tokens" not in mounted(render(name), component)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_VALUES if name != "target-only"])  # it has no test
+def test_test_pod_has_the_credentials_that_its_service_requires(name: str) -> None:
+    settings = settings_of("specpool generate", ["hello"], pod_environment(render(name), "test"))
+    coordinator = pod_settings(render(name), "coordinator")
+    assert (settings.token_file is None) == (coordinator.api_tokens is None)
+    assert (settings.tls_ca is None) == (coordinator.tls_files is None)
+    assert (settings.tls_cert is None) == (coordinator.tls_ca is None)
 
 
 # --- The gateway
