@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm lint snapshots protos bench pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm soak attacks lint snapshots protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -15,7 +15,7 @@ test: .venv/ready
 test-all: test
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
-# Small runs of whole benchmarks: GPU, equality with another engine, soak.
+# Small runs of whole benchmarks: GPU, equality, ranks.
 test-benchmarks: .venv/ready
 	$(BIN)/pytest -m rehearsal tests/benchmarks
 
@@ -44,6 +44,14 @@ test-monitoring: .venv/ready
 test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
 	$(BIN)/pytest -m vllm tests/specpool/vllm
 
+# Run real processes under load, cancellations and cuts, or under hostile clients (docs/robustness.md). SOAK and ATTACKS
+# are options, such as SOAK="--cuts 3000".
+soak: .venv/ready
+	PYTHONPATH=.:tests/system $(BIN)/python -m lab.soak $(SOAK)
+
+attacks: .venv/ready
+	PYTHONPATH=.:tests/system $(BIN)/python -m lab.attacks $(ATTACKS)
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,7 +66,7 @@ protos: .venv/ready
 	$(BIN)/python .ci/generate_stubs.py
 
 bench: .venv/ready
-	$(BIN)/python -m benchmarks.coordinator_cost
+	$(BIN)/python -m benchmarks.cost --of coordinator
 
 # Update constraints.txt. PINS are options of `uv pip compile`: PINS=--upgrade, PINS='--upgrade-package grpcio'.
 pins: $(TOOLS)/ready

@@ -1,4 +1,4 @@
-"""The admission rule of the fair queue as an exhaustive search: a model for tests."""
+"""Naive model of the fair queue: computes every rank from scratch."""
 
 from coordinator.scheduling.sequence import Sequence
 
@@ -35,7 +35,6 @@ class FairRule:
         self._request_since[self._request_of[sequence.sequence_id]] = self._now
 
     def number_of(self, client: str) -> int:
-        """Return how many sequences of a client are in the window."""
         return sum(sequence.request.client == client for sequence in self.running)
 
     def _rank(self, sequence: Sequence) -> tuple[int, ...]:
