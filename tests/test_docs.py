@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import serving
@@ -103,6 +104,10 @@ def test_commands_accept_the_documented_arguments(command: str, secrets: Path, m
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in arguments if "=" not in word} <= set(targets)
+        monkeypatch.syspath_prepend(ROOT / "tests/system")
+        for name, options in (word.split("=", 1) for word in arguments if "=" in word):
+            if (ROOT / f"tests/system/lab/{name.lower()}.py").exists():  # SOAK and ATTACKS
+                parse_only(f"lab.{name.lower()}", shlex.split(options), monkeypatch)
     elif (settings := settings_of(program)) is not None:
         settings.load(program, arguments, neighbours=known_keys())
     else:
@@ -121,8 +126,8 @@ def parse_only(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatc
     """Run a module until it has parsed its arguments."""
     parse = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(parser: argparse.ArgumentParser, *given: object) -> None:
-        parse(parser, arguments)
+    def parse_and_stop(parser: argparse.ArgumentParser, *given: Any) -> None:
+        parse(parser, *given)
         raise InterruptedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
