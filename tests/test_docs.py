@@ -117,8 +117,8 @@ def test_commands_accept_the_documented_arguments(command: str, secrets: Path, m
 def settings_of(program: str) -> type[Settings] | None:
     if program in SETTINGS:
         module, _, name = SETTINGS[program].rpartition(".")
-        found: type[Settings] = getattr(importlib.import_module(module), name)
-        return found
+        settings: type[Settings] = getattr(importlib.import_module(module), name)
+        return settings
     return COMMANDS[program.split()[1]][0] if program.startswith("specpool ") else None
 
 

@@ -114,8 +114,8 @@ ALL = [path for package in PACKAGES for path in sources(package)]
 def edges() -> set[tuple[Path, Path]]:
     """Return pairs of an importing and an imported file of the project."""
     paths = {module_of(path): path for path in ALL}
-    found = {(path, paths.get(name) or paths.get(name.rpartition(".")[0])) for path in ALL for name in imported(path)}
-    return {(path, other) for path, other in found if other is not None and other != path}
+    pairs = {(path, paths.get(name) or paths.get(name.rpartition(".")[0])) for path in ALL for name in imported(path)}
+    return {(path, other) for path, other in pairs if other is not None and other != path}
 
 
 def reject_cycles(pairs: set[tuple[str, str]]) -> None:
@@ -187,7 +187,7 @@ def impure_imports(path: Path, allowed: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("folder", PURE)
 def test_scheduling_and_drafting_are_pure(folder: str) -> None:
-    assert {name_of(path): found for path in sources(folder) if (found := impure_imports(path, PURE[folder]))} == {}
+    assert {name_of(path): imports for path in sources(folder) if (imports := impure_imports(path, PURE[folder]))} == {}
 
 
 @pytest.mark.parametrize("module", PURE_BESIDE_VLLM)

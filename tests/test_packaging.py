@@ -12,14 +12,14 @@ PACKAGES = {"specpool", "coordinator", "draft_worker", "target_worker"}
 
 
 def test_only_four_packages_are_installed() -> None:
-    found = find_packages(str(ROOT), **SETUPTOOLS["packages"]["find"])
-    assert {name.partition(".")[0] for name in found} == PACKAGES
+    packages = find_packages(str(ROOT), **SETUPTOOLS["packages"]["find"])
+    assert {name.partition(".")[0] for name in packages} == PACKAGES
 
 
 def test_wheel_contains_every_source_folder_and_data_file() -> None:
-    found = set(find_packages(str(ROOT), **SETUPTOOLS["packages"]["find"]))
+    packages = set(find_packages(str(ROOT), **SETUPTOOLS["packages"]["find"]))
     files = [path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.*")]
     files = [path for path in files if "__pycache__" not in path.parts and (ROOT / path).is_file()]
-    assert {".".join(path.parent.parts) for path in files} <= found
+    assert {".".join(path.parent.parts) for path in files} <= packages
     patterns = ["*.py", *SETUPTOOLS["package-data"]["*"]]
     assert [path for path in files if not any(fnmatch(path.name, pattern) for pattern in patterns)] == []

@@ -110,9 +110,9 @@ def custom_resources() -> dict[str, Any]:
     labels = kinds.pop("definitions")["labels"]
     metadata = {"properties": {"name": {"type": "string"}, "labels": labels}, "required": ["name", "labels"]}
     return {
-        kind: closed({"properties": {"apiVersion": {"const": found["apiVersion"]}, "kind": {"const": kind},
-                                     "metadata": metadata, "spec": found["spec"]}})
-        for kind, found in kinds.items()
+        kind: closed({"properties": {"apiVersion": {"const": resource["apiVersion"]}, "kind": {"const": kind},
+                                     "metadata": metadata, "spec": resource["spec"]}})
+        for kind, resource in kinds.items()
     }  # fmt: skip
 
 
@@ -133,11 +133,11 @@ def problem(manifest: str, version: str) -> str | None:
 def problems(manifests: list[Manifest], version: str) -> list[str]:
     """Return what Kubernetes of this version would reject, including pods inside custom resources."""
     pods = [
-        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": made}
-        for name, made in pod_templates([item for item in manifests if item["kind"] in custom_resources()])
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": pod}
+        for name, pod in pod_templates([item for item in manifests if item["kind"] in custom_resources()])
     ]
-    found = (problem(json.dumps(item, sort_keys=True), version) for item in (*manifests, *pods))
-    return [message for message in found if message is not None]
+    messages = (problem(json.dumps(item, sort_keys=True), version) for item in (*manifests, *pods))
+    return [message for message in messages if message is not None]
 
 
 @EVERY_CASE
@@ -185,18 +185,18 @@ def test_names_are_unique_per_release_and_have_no_namespace(name: str) -> None:
     names = [(item["kind"], item["metadata"]["name"]) for item in render(name)]
     assert len(names) == len(set(names))
     assert not [item for item in render(name) if "namespace" in item["metadata"]]
-    assert all("specpool" in found for _, found in names)
+    assert all("specpool" in full_name for _, full_name in names)
 
 
 @pytest.mark.parametrize("release", ["x" * 53, f"{'x' * 36}.{'y' * 16}", "llm"])
 @pytest.mark.parametrize("name", ["two-nodes", "openai", "production"])
 def test_long_release_names_are_shortened(name: str, release: str) -> None:
     for item in template(*values_of(name), release=release):
-        found = item["metadata"]["name"]
-        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", found), found
+        full_name = item["metadata"]["name"]
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", full_name), full_name
         # Controllers append a pod index and a revision hash to these names.
         suffix = {"StatefulSet": "-0123456789", "LeaderWorkerSet": "-99-0123456789"}.get(item["kind"], "")
-        assert len(found + suffix) <= 63
+        assert len(full_name + suffix) <= 63
         assert max(map(len, item["metadata"]["labels"].values())) <= 63
 
 
@@ -206,8 +206,8 @@ def test_long_release_names_are_shortened(name: str, release: str) -> None:
 @EVERY_CASE
 def test_pods_and_containers_are_restricted(name: str) -> None:
     user = int(arguments_of("worker", "USER")[-1].split(":")[0])
-    for component, made in pod_templates(render(name)):
-        spec, security = made["spec"], made["spec"]["securityContext"]
+    for component, pod in pod_templates(render(name)):
+        spec, security = pod["spec"], pod["spec"]["securityContext"]
         assert security["runAsNonRoot"], component
         assert security["runAsUser"] == security["fsGroup"] == user, component
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}, component

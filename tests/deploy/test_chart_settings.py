@@ -204,16 +204,16 @@ def test_gateway_accepts_its_arguments(metrics: bool) -> None:
     values = f"metrics.enabled={json.dumps(metrics)},coordinator.drainSeconds=100"
     manifests = template(*values_of("openai"), "--set", values)
     gateway, spec = container_of(manifests, "smg"), pod_template(manifests, "smg")["spec"]
-    made = launch.parse_router_args(gateway["args"][1:])
-    expected = {"http": made.port, "health": made.health_check_port} | (
-        {"metrics": made.prometheus_port} if metrics else {}
+    router = launch.parse_router_args(gateway["args"][1:])
+    expected = {"http": router.port, "health": router.health_check_port} | (
+        {"metrics": router.prometheus_port} if metrics else {}
     )
     assert {port["name"]: port["containerPort"] for port in gateway["ports"]} == expected
-    assert (made.host, made.prometheus_host) == ("0.0.0.0", "0.0.0.0" if metrics else "127.0.0.1")
+    assert (router.host, router.prometheus_host) == ("0.0.0.0", "0.0.0.0" if metrics else "127.0.0.1")
     cells = [f"grpc://specpool-coordinator-{cell}.specpool-coordinator.default.svc:50050" for cell in range(2)]
     assert gateway["args"][gateway["args"].index("--worker-urls") + 1 :] == cells
-    assert made.policy == "power_of_two"
-    assert made.api_key is None  # users could open the control plane with it
-    assert made.tenant_api_keys
-    assert spec["terminationGracePeriodSeconds"] > pre_stop_seconds(gateway) + made.shutdown_grace_period_secs
-    assert made.shutdown_grace_period_secs == 100
+    assert router.policy == "power_of_two"
+    assert router.api_key is None  # users could open the control plane with it
+    assert router.tenant_api_keys
+    assert spec["terminationGracePeriodSeconds"] > pre_stop_seconds(gateway) + router.shutdown_grace_period_secs
+    assert router.shutdown_grace_period_secs == 100

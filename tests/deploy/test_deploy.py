@@ -81,8 +81,8 @@ def services() -> dict[str, Any]:
     """Return the services of the compose file with every variable at its default."""
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (DEPLOY / "compose.yaml").read_text())
     assert "$" not in text
-    found: dict[str, Any] = yaml.safe_load(text)["services"]
-    return found
+    parsed: dict[str, Any] = yaml.safe_load(text)["services"]
+    return parsed
 
 
 def command_of(role: str) -> list[str]:

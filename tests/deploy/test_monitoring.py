@@ -33,9 +33,9 @@ class Question:
     labels: frozenset[str] = frozenset()
 
     def nodes(self) -> list[Any]:
-        found: list[Any] = []
-        promql_parser.walk(promql_parser.parse(self.expression), found.append)
-        return found
+        nodes: list[Any] = []
+        promql_parser.walk(promql_parser.parse(self.expression), nodes.append)
+        return nodes
 
     def selectors(self) -> list[Any]:
         return [node for node in self.nodes() if isinstance(node, promql_parser.VectorSelector)]
@@ -44,7 +44,7 @@ class Question:
         """Return the labels that the expression aggregates or matches by."""
         modifiers = [node.modifier for node in self.nodes() if getattr(node, "modifier", None) is not None]
         lists = [getattr(modifier, "matching", modifier) for modifier in modifiers]
-        return {label for found in lists if found is not None for label in found.labels}
+        return {label for labels in lists if labels is not None for label in labels.labels}
 
 
 QUESTIONS = [
@@ -75,10 +75,10 @@ def test_queries_select_served_samples(served: Samples) -> None:
         known = set(ADDED_BY_PROMETHEUS)
         for selector in question.selectors():
             matchers = [matcher for matcher in selector.matchers.matchers if matcher.name not in ADDED_BY_PROMETHEUS]
-            found = [labels for labels in served[selector.name] if all(matches(each, labels) for each in matchers)]
-            assert found, selector.prettify()
-            assert {matcher.name for matcher in matchers} <= found[0].keys(), selector.prettify()
-            known |= found[0].keys()
+            selected = [labels for labels in served[selector.name] if all(matches(each, labels) for each in matchers)]
+            assert selected, selector.prettify()
+            assert {matcher.name for matcher in matchers} <= selected[0].keys(), selector.prettify()
+            known |= selected[0].keys()
         assert question.grouping_labels() | question.labels <= known, question.expression
 
 

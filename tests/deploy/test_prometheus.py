@@ -108,7 +108,7 @@ def prometheus(folder: Path, metrics_port: int) -> Iterator[str]:
     config = yaml.safe_load(PROMETHEUS.read_text())
     config["global"] = dict.fromkeys(config["global"], "1s")
     config["rule_files"] = [str(ALERTS)]
-    text = re.sub(r"127\.0\.0\.1:910(\d)", lambda found: f"127.0.0.1:{metrics_port + int(found[1])}", yaml.dump(config))
+    text = re.sub(r"127\.0\.0\.1:910(\d)", lambda match: f"127.0.0.1:{metrics_port + int(match[1])}", yaml.dump(config))
     (folder / "prometheus.yml").write_text(text)
     address = f"127.0.0.1:{free_port()}"
     flags = {"config.file": folder / "prometheus.yml", "storage.tsdb.path": folder / "data",
@@ -135,12 +135,12 @@ def is_answered(url: str, query: Query, began: float) -> bool:
     """Return whether a query has a finite value, in series with every label of the legend."""
     span = {"start": str(began), "end": str(time.time()), "step": "1"}
     try:
-        found = ask(url, "query_range", query=query.with_values("10s"), **span)["result"]
+        result = ask(url, "query_range", query=query.with_values("10s"), **span)["result"]
     except OSError:  # still starting
         return False
-    for series in found:
+    for series in result:
         assert set(re.findall(r"{{(\w+)}}", query.legend)) <= series["metric"].keys(), query
-    return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
+    return any(math.isfinite(float(value)) for series in result for _, value in series["values"])
 
 
 async def test_prometheus_answers_every_query(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -46,14 +46,14 @@ class Authority:
 
         `common_name` defaults to `name`, which also names the files. A certificate of -1 `days` expired yesterday.
         """
-        made = Certificate(self._folder / f"{self._name}-{name}.pem", self._folder / f"{self._name}-{name}.key")
-        request, extensions = made.cert.with_suffix(".csr"), made.cert.with_suffix(".ext")
-        openssl("req", *NEW_KEY, "-subj", f"/CN={common_name or name}", "-keyout", made.key, "-out", request)
+        certificate = Certificate(self._folder / f"{self._name}-{name}.pem", self._folder / f"{self._name}-{name}.key")
+        request, extensions = certificate.cert.with_suffix(".csr"), certificate.cert.with_suffix(".ext")
+        openssl("req", *NEW_KEY, "-subj", f"/CN={common_name or name}", "-keyout", certificate.key, "-out", request)
         names = ",".join(alternative)
         extensions.write_text(f"subjectAltName={names}\n" if names else "basicConstraints=CA:FALSE\n")
         signed_by = ["-CA", self.path, "-CAkey", self._key, "-CAcreateserial", "-days", days, "-extfile", extensions]
-        openssl("x509", "-req", "-in", request, *signed_by, "-out", made.cert)
-        return made
+        openssl("x509", "-req", "-in", request, *signed_by, "-out", certificate.cert)
+        return certificate
 
 
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")

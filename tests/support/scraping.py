@@ -18,9 +18,9 @@ class Scrape:
 
     @classmethod
     def of(cls, text: str) -> "Scrape":
-        found = list(text_string_to_metric_families(text))
-        assert len({family.name for family in found}) == len(found), "a family is served twice"
-        return cls({family.name: family for family in found})
+        families = list(text_string_to_metric_families(text))
+        assert len({family.name for family in families}) == len(families), "a family is served twice"
+        return cls({family.name: family for family in families})
 
     def values(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
         """Return the values of a metric's samples by their distinguishing labels."""
