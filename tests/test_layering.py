@@ -51,7 +51,7 @@ MAY_NAME_STATUS_CODES = {
     "specpool/testing/fakes.py",
     "specpool/testing/garbage.py",
     "specpool/client/retries.py",
-    "specpool/cli/health.py",
+    "specpool/cli/processes.py",
 }
 # The edges, where protobuf messages are allowed.
 EDGES = (
