@@ -49,7 +49,7 @@ PURE_BESIDE_VLLM = ("costs", "drafter", "pacing", "rows")
 IMPURE = {"grpc", "google", "torch", "time", "asyncio", "threading", "datetime", "random", "logging"}
 
 MAY_NAME_STATUS_CODES = {
-    "specpool/rpc/errors.py",
+    "specpool/rpc/status.py",
     "specpool/rpc/server/interceptor.py",
     "specpool/rpc/observability/tracing.py",  # those of OpenTelemetry
     "coordinator/workers/streams.py",
@@ -63,7 +63,7 @@ MAY_NAME_STATUS_CODES = {
 }
 # Where protobuf messages are known: the edges.
 EDGES = (
-    "coordinator/prompts/reading.py",
+    "coordinator/prompts/prompt_reader.py",
     "coordinator/requests/validation.py",
     "coordinator/server.py",
     "coordinator/serving/",
@@ -193,7 +193,7 @@ def test_what_drafts_for_vllm_is_as_pure_as_drafting(module: str) -> None:
 def test_only_the_error_table_and_clients_name_status_codes() -> None:
     named = {name_of(path) for path in ALL if "StatusCode" in path.read_text()}
     assert named - MAY_NAME_STATUS_CODES == set()
-    assert "specpool/rpc/errors.py" in named
+    assert "specpool/rpc/status.py" in named
 
 
 def test_protobuf_stays_at_the_edges() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Set
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from coordinator.prompts.panics import is_panic, panics_are_errors
+from coordinator.prompts.rust_panics import is_panic, panics_are_errors
 
 log = logging.getLogger(__name__)
 

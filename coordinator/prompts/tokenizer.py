@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from coordinator.prompts.detokenizer import Detokenizer
-from coordinator.prompts.panics import panics_are_errors
+from coordinator.prompts.rust_panics import panics_are_errors
 from coordinator.prompts.templates import ChatTemplate, ChatTemplateError
 from specpool.protocol.tokenizer import TokenizerFiles
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from coordinator.prompts.reading import PromptReader
+from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.validation import Limits, check_request_id, parse_request, with_prompt

@@ -8,7 +8,7 @@ import grpc
 from coordinator.drafting.costs import UNKNOWN_DRAFT
 from coordinator.scheduling.counters import Timed
 from coordinator.workers import link
-from coordinator.workers.breaker import Breaker
+from coordinator.workers.backoff import Breaker
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
 from coordinator.workers.link import LinkState, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls

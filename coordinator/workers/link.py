@@ -12,15 +12,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
-from coordinator.workers.breaker import Breaker
+from coordinator.workers.backoff import Breaker
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.releases import Releases
 from coordinator.workers.streams import RoundCalls, was_cancelled
 from specpool.protocol.answers import MisfitError, check_worker_info, decoded, read_step_costs
 from specpool.protocol.codec import release_request
 from specpool.protocol.worker_info import StepCosts
-from specpool.rpc.errors import ANSWERED
 from specpool.rpc.security.channel import Connector
+from specpool.rpc.status import ANSWERED
 from specpool.v1 import common_pb2
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import grpc
 from coordinator.drafting.costs import UNKNOWN_VERIFY
 from coordinator.prompts.tokenizer import TargetTokenizer
 from coordinator.scheduling.counters import Timed
-from coordinator.workers.breaker import Breaker
+from coordinator.workers.backoff import Breaker
 from coordinator.workers.errors import Cause, MismatchError
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls

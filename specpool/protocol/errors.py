@@ -1,4 +1,4 @@
-"""Errors whose message may be shown to a client. `specpool.rpc.errors` maps them to gRPC status codes.
+"""Errors whose message may be shown to a client. `specpool.rpc.status` maps them to gRPC status codes.
 
 ServiceError
 ├── InvalidArgumentError    a field is wrong; names it

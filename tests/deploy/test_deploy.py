@@ -29,7 +29,7 @@ from deployment import (
 )
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from specpool.rpc.server import healthcheck
+from specpool import healthcheck
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 EVERY_ROLE = pytest.mark.parametrize("role", COMPONENTS)

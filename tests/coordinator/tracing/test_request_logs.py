@@ -11,7 +11,7 @@ import grpc
 import pytest
 from serving import RecordingTarget, make_request, serving, stream
 
-from coordinator.prompts.reading import PromptReader
+from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.scheduling.round import Round
 from specpool.rpc.observability.logs import JsonFormatter
 from specpool.v1 import generation_pb2 as pb

@@ -20,7 +20,7 @@ from specpool import client as library
 from specpool.client import AsyncClient, Client, DivergedError, GenerateOptions
 from specpool.client.retries import Replay, Retries
 from specpool.protocol.errors import QueueFullError
-from specpool.rpc.errors import retry_delay, status_of
+from specpool.rpc.status import retry_delay, status_of
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 

@@ -70,7 +70,7 @@ def test_lines_in_text_name_the_requests_at_their_end() -> None:
     assert end_of("a-1") == "it [request_id=a-1]"
     assert end_of("a", "b", "a") == "it [request_ids=a,b]"
     assert end_of('x] "y') == 'it [request_id="x] \\"y"]'
-    assert end_of("a" * 200) == f"it [request_id={'a' * logs.MOST_ID_CHARACTERS}]"
+    assert end_of("a" * 200) == f"it [request_id={'a' * logs.MAX_ID_CHARACTERS}]"
 
 
 def test_what_outlives_a_round_does_not_belong_to_its_requests() -> None:
@@ -101,7 +101,7 @@ logging.getLogger("chatty").warning("by a library")
 os.write(2, b"I1122 18:07:39.248465 26806 chttp2_transport.cc:1403] gone\\nW1122 2 3 a.cc:1] odd\\npanicked\\n")
 print("printed", file=sys.stderr)
 """
-ENDINGS = {"sys.exit('the end')": "the end", "raise ValueError('the end')": "uncaught"}
+ENDINGS = {"sys.exit('the end')": "the end", "raise ValueError('the end')": "uncaught exception"}
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

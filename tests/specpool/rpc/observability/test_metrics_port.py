@@ -19,7 +19,7 @@ from scraping import Scrape, free_port, http, scrape
 
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import Families
-from specpool.rpc.observability.metrics_endpoint import MOST_CONNECTIONS, MOST_REQUEST_BYTES
+from specpool.rpc.observability.metrics_endpoint import MAX_CONNECTIONS, MAX_REQUEST_BYTES
 from specpool.rpc.server.server import Server
 
 HANDLED = "specpool:grpc_server_handled_total"
@@ -70,7 +70,7 @@ async def test_a_scrape_has_the_version_and_the_process(accepted: str) -> None:
         ("GET /metrics\r\n\r\n", "400 Bad Request"),
         ("PRI * HTTP/2.0\r\n\r\n", "400 Bad Request"),
         (b"\xff\xfe \x00 HTTP/1.1\r\n\r\n", "400 Bad Request"),
-        ("x" * (MOST_REQUEST_BYTES + 8), "431 Request Header Fields Too Large"),
+        ("x" * (MAX_REQUEST_BYTES + 8), "431 Request Header Fields Too Large"),
     ],
 )
 async def test_only_the_metrics_are_served(request_: str | bytes, status: str) -> None:
@@ -80,7 +80,7 @@ async def test_only_the_metrics_are_served(request_: str | bytes, status: str) -
 
 async def test_clients_that_ask_or_read_nothing_hold_up_nobody() -> None:
     async with running() as (port, _, _):
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_CONNECTIONS + 4)]
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS + 4)]
         for _, writer in idle[::2]:
             writer.write(GET.encode())
         for _ in range(3):
@@ -110,7 +110,7 @@ async def test_connections_are_accepted_slowly() -> None:
 
 async def test_scrapes_soon_after_another_get_the_same_answer() -> None:
     asked = []
-    with mock.patch("specpool.rpc.observability.metrics_endpoint.KEPT_FOR", 10**9):
+    with mock.patch("specpool.rpc.observability.metrics_endpoint.CACHE_FACTOR", 10**9):
         async with running() as (port, _, server):
             server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
             assert len({(await http(port, GET))[2] for _ in range(5)}) == 1
@@ -120,7 +120,7 @@ async def test_scrapes_soon_after_another_get_the_same_answer() -> None:
 async def test_an_answer_that_took_long_is_not_kept_for_long() -> None:
     """Numbers that stand still for minutes would look like a process that does nothing."""
     asked = []
-    with mock.patch.multiple("specpool.rpc.observability.metrics_endpoint", KEPT_FOR=10**9, MOST_KEPT_SECONDS=0.0):
+    with mock.patch.multiple("specpool.rpc.observability.metrics_endpoint", CACHE_FACTOR=10**9, MAX_CACHE_SECONDS=0.0):
         async with running() as (port, _, server):
             server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
             for _ in range(2):
@@ -133,7 +133,7 @@ async def test_a_collector_that_fails_costs_its_scrape_only(caplog: pytest.LogCa
         broken = mock.Mock(spec=["collect"], collect=mock.Mock(side_effect=[RuntimeError("broken"), []]))
         server.registry.register(broken)
         assert [(await http(port, GET))[0] for _ in range(2)] == ["500 Internal Server Error", "200 OK"]
-    assert "the metrics could not be collected" in caplog.text
+    assert "could not collect metrics" in caplog.text
 
 
 async def test_a_port_in_use_is_one_line() -> None:

@@ -15,12 +15,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import ValidationError
 from secure_service import listening
 
+from specpool import healthcheck
 from specpool.rpc.config.settings import ServerSettings
-from specpool.rpc.errors import ANSWERED
 from specpool.rpc.security.channel import Connector
-from specpool.rpc.server import healthcheck
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
+from specpool.rpc.status import ANSWERED
 
 MAX_MESSAGE_BYTES = 1000
 TOO_LARGE = bytes(100 * MAX_MESSAGE_BYTES)
@@ -228,7 +228,7 @@ async def test_a_name_that_is_not_allowed_is_refused_before_its_request_is_read(
             error = await call(address, method, TOO_LARGE, tls_ca=ca.path, **mallory.options)
             assert isinstance(error, grpc.aio.AioRpcError)
             assert error.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert str(error.details()).startswith("allowed_names: none of the certificate's names")
+            assert str(error.details()).startswith("allowed_names: the certificate has none of the allowed names")
             assert ANSWERED not in (error.trailing_metadata() or ()), "it says nothing about the request"
             too_large = await code(address, method, TOO_LARGE, tls_ca=ca.path, **alice.options)
             assert too_large is grpc.StatusCode.RESOURCE_EXHAUSTED, "the request is refused once it is read"
@@ -320,8 +320,8 @@ async def test_tokens_are_read_anew_and_a_broken_file_changes_nothing(
         replace(sent, OTHER_TOKEN)
         assert await who(b"") == b"token:carol", "on the channel that is open"
     logged = [record.getMessage() for record in caplog.records if record.name == "specpool.rpc.security.reloading"]
-    assert any("line 1: must be a name and a token" in text for text in logged)
-    assert any("read anew" in text for text in logged)
+    assert any("line 1: must be NAME TOKEN" in text for text in logged)
+    assert any("reloaded" in text for text in logged)
     assert not any(secret in record.getMessage() for record in caplog.records for secret in (TOKEN, OTHER_TOKEN))
 
 
@@ -419,7 +419,7 @@ def test_settings_that_do_not_fit_together_are_refused_by_name(
         (("tls_ca", ca.path), ("tls_key", key)): "tls_cert: must be given with tls_key",
         (("token", TOKEN), ("token_file", garbage)): "token: must not be given with token_file",
         (("token_file", garbage),): "token_file: ",
-        (("token", "short"),): "token: a token has 16 to 1024 characters, not 5",
+        (("token", "short"),): "token: a token must have 16 to 1024 characters, not 5",
         (("token", "no white space is allowed"),): "token: ",
     }.items():
         assert named in refusal(Connector, address="localhost:1", **dict(options)), options

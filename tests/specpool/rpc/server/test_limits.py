@@ -187,7 +187,7 @@ async def test_a_call_without_a_request_is_an_error() -> None:
 async def test_clients_that_send_slowly_hold_up_only_themselves() -> None:
     async with running(receive_seconds=1.5) as (calls, address), open_channel(address) as channel:
         calls.open.set()
-        slow = [unsent(channel, client="slow") for _ in range(3 * limits.REQUESTS_READ_AT_ONCE)]
+        slow = [unsent(channel, client="slow") for _ in range(3 * limits.MAX_CONCURRENT_READS)]
         ends = asyncio.gather(*(refusal(each) for each in slow))
         for _ in range(10):
             assert await call(channel, payload=bytes(MESSAGE_BYTES // 2), client="fast") == bytes(10)
@@ -206,7 +206,7 @@ async def test_calls_that_send_nothing_hold_up_nobody_from_however_many_clients(
             assert await call(channel, payload=bytes(MESSAGE_BYTES // 2), client=client) == bytes(10)
         assert await is_healthy(channel)
         waiting = {asyncio.create_task(refusal(each)) for each in idle}
-        while len(waiting) > limits.MOST_SLOW_REQUESTS:  # the slowest are ended
+        while len(waiting) > limits.MAX_SLOW_REQUESTS:  # the slowest are ended
             ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             assert {end.result().code() for end in ended} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         for each in waiting:
@@ -277,7 +277,7 @@ async def test_unread_requests_wait_on_the_side_of_their_clients() -> None:
     """The server grants no more than a window: the rest of a request is sent once it is read."""
     async with running(receive_seconds=60) as (calls, address), open_channel(address) as channel:
         calls.open.set()
-        slow = [unsent(channel) for _ in range(limits.REQUESTS_READ_AT_ONCE_PER_CLIENT)]
+        slow = [unsent(channel) for _ in range(limits.MAX_CONCURRENT_READS_PER_CLIENT)]
         await asyncio.gather(*(each.wait_for_connection() for each in slow))
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))

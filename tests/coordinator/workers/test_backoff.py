@@ -1,6 +1,6 @@
 """Rests of a link: longer with each failure, until it has worked for long enough."""
 
-from coordinator.workers.breaker import Breaker
+from coordinator.workers.backoff import Breaker
 
 FORGIVEN_AFTER = 10
 

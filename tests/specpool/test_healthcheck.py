@@ -2,7 +2,7 @@
 
 import pytest
 
-from specpool.rpc.server import healthcheck
+from specpool import healthcheck
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ def test_what_cannot_be_asked_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         healthcheck.main(arguments)
-    assert capsys.readouterr().err.splitlines()[-1] == f"specpool.rpc.server.healthcheck: error: {says}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"specpool.healthcheck: error: {says}"
