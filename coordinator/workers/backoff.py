@@ -1,32 +1,38 @@
-"""How long a link rests after a failure, like a half-open circuit breaker. Pure."""
+"""Exponential backoff of a worker link, like a half-open circuit breaker. Pure."""
+
+from dataclasses import dataclass
 
 
-class Breaker:
-    """Rests that double with each failure, until the link has worked for long enough."""
+@dataclass
+class Backoff:
+    """Doubles the pause before a worker is tried again, until the worker has been up for long enough."""
 
-    def __init__(self, longest: float, forgiven_after: float) -> None:
-        """`longest`: the longest rest in seconds. `forgiven_after`: how long a link must have worked until its failures
-        are forgiven, as a multiple of its last rest. 0: one success is enough, so that a worker that fails in every
-        second round never rests for longer.
-        """
-        self._longest, self._forgiven_after = longest, forgiven_after
-        self._failures = 0
-        self._rest = 0.0
-        self._usable_since = 0.0
-        self._has_worked = False
+    first: float
+    """Seconds of the first pause."""
+    second: float
+    """Seconds of the second pause. Later ones double."""
+    maximum: float
+    reset_after: float
+    """Uptime that resets the backoff, as a multiple of the last pause.
 
-    def failed(self, now: float, first: float, second: float) -> float:
-        """Notes a failure at `now`, in seconds of a monotonic clock; returns the seconds to rest.
+    0: one success is enough, so that a worker that fails every second round never pauses longer.
+    """
 
-        `first` and `second`: the first and the second rest; later ones double.
-        """
-        if self._has_worked and now - self._usable_since >= self._forgiven_after * max(self._rest, first, second):
+    _failures: int = 0
+    _pause: float = 0.0
+    _retried_at: float = 0.0
+    _succeeded: bool = False
+
+    def failed(self, now: float) -> float:
+        """Record a failure at `now`, in seconds of a monotonic clock. Return the seconds to pause."""
+        uptime = now - self._retried_at
+        if self._succeeded and uptime >= self.reset_after * max(self._pause, self.first, self.second):
             self._failures = 0
-        self._rest = first if not self._failures else min(self._longest, max(second, 2 * self._rest))
+        self._pause = self.first if not self._failures else min(self.maximum, max(self.second, 2 * self._pause))
         self._failures += 1
-        self._usable_since, self._has_worked = now + self._rest, False
-        return self._rest
+        self._retried_at, self._succeeded = now + self._pause, False
+        return self._pause
 
-    def worked(self) -> None:
-        """Notes a success."""
-        self._has_worked = True
+    def succeeded(self) -> None:
+        """Record a success."""
+        self._succeeded = True

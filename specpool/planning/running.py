@@ -4,7 +4,7 @@ from specpool.planning.capacity import Memory
 from specpool.planning.plan import Acceptance, Model, constant
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.planning.worker_info import NoDescriptionError, worker_info
-from specpool.protocol.answers import read_step_costs
+from specpool.protocol.responses import read_step_costs
 from specpool.rpc.config.settings import naming
 from specpool.rpc.security.channel import Connector
 

@@ -2,7 +2,7 @@
 
 import grpc
 
-from specpool.protocol.answers import MisfitError, check_worker_info
+from specpool.protocol.responses import InvalidResponseError, check_worker_info
 from specpool.rpc.security.channel import Connector
 from specpool.rpc.status import status_line
 from specpool.v1 import common_pb2, draft_worker_pb2_grpc, target_worker_pb2_grpc
@@ -24,6 +24,6 @@ def worker_info(connector: Connector, drafts: bool) -> common_pb2.GetWorkerInfoR
         except grpc.RpcError as error:
             reason = " ".join(status_line(error).split())
             raise NoDescriptionError(f"{connector.address}: {reason}") from None
-        except MisfitError as error:
+        except InvalidResponseError as error:
             raise NoDescriptionError(f"{connector.address}: {error}") from None
     return response

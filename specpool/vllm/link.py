@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from coordinator.scheduling.counters import Timed
-from coordinator.workers.draft_link import FIRST_ROUNDS, DraftLink
+from coordinator.workers.draft_link import WARMUP_ROUNDS, DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.link import LinkState
 from specpool.protocol.rounds import Proposal, ProposeItem
@@ -50,10 +50,10 @@ class RemoteDraftLink(DraftLink):
 
     def _timeout_of(self, items: list[ProposeItem]) -> float:
         # A worker that hangs again and again would otherwise get the longest time after each rest.
-        if self._ever_served < FIRST_ROUNDS:
+        if self._ever_served < WARMUP_ROUNDS:
             return self._timeout
         least = max(LEAST_TIMEOUT_SECONDS, self.step_seconds)
-        return min(self._timeout, max(least, PATIENCE * self._expected(items)))
+        return min(self._timeout, max(least, PATIENCE * self._expected_seconds(items)))
 
 
 class BlockingDraftLink:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specpool.protocol.answers import check_worker_info, read_step_costs
+from specpool.protocol.responses import check_worker_info, read_step_costs
 from specpool.protocol.codec import worker_info_response
 from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, RankMemory, StepCosts, WorkerInfo
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from specpool.protocol.answers import MisfitError, check_worker_info, read_proposals, read_step_costs, read_verdicts
+from specpool.protocol.responses import InvalidResponseError, check_worker_info, read_proposals, read_step_costs, read_verdicts
 from specpool.protocol.rounds import ItemStatus, ProposeItem, VerifyItem
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
@@ -42,18 +42,18 @@ def test_an_answer_that_fits_is_taken() -> None:
         ({"sequence_id": 2}, "sequences of the round"),
         ({"status": 0}, "status"),
         ({"status": 99}, "status"),
-        ({"token_ids": [], "cached_length": 11}, "gained 0 tokens"),
-        ({"token_ids": [7, 8, 4, 4, 4]}, "gained 5 tokens"),
-        ({"token_ids": [7, 6, 9]}, "not the draft's"),
-        ({"token_ids": [7, 8], "cached_length": 12}, "chose the same"),
+        ({"token_ids": [], "cached_length": 11}, "0 tokens gained"),
+        ({"token_ids": [7, 8, 4, 4, 4]}, "5 tokens gained"),
+        ({"token_ids": [7, 6, 9]}, "differ from the draft"),
+        ({"token_ids": [7, 8], "cached_length": 12}, "equals the rejected"),
         ({"token_ids": [7, 8, VOCAB]}, "vocabulary"),
         ({"token_ids": [7, 8, 2**31]}, "vocabulary"),
-        ({"cached_length": 12}, "cached 12 positions instead of 13"),
+        ({"cached_length": 12}, "12 positions cached instead of 13"),
         ({"cached_length": 2**31}, "positions"),
     ],
 )
 def test_a_verdict_that_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(MisfitError, match=reason):
+    with pytest.raises(InvalidResponseError, match=reason):
         read(verdict(**changes))
 
 
@@ -61,16 +61,16 @@ def test_verdicts_must_be_those_of_the_round_and_in_order() -> None:
     other = VerifyItem(2, 10, (5,), draft_token_ids=(7, 8, 4))
     assert len(read(verdict(), verdict(sequence_id=2), items=(ITEM, other))) == 2
     for results in ([], [verdict()], [verdict(sequence_id=2), verdict()], [verdict()] * 2, [verdict()] * 3):
-        with pytest.raises(MisfitError, match="sequences of the round"):
+        with pytest.raises(InvalidResponseError, match="sequences of the round"):
             read(*results, items=(ITEM, other))
-    with pytest.raises(MisfitError, match="round 2 instead of 3"):
+    with pytest.raises(InvalidResponseError, match="round 2 instead of 3"):
         read(verdict(), round_id=2)
 
 
 def test_a_prompt_chunk_gains_no_token() -> None:
     chunk = VerifyItem(1, 10, (5, 6), prefill_only=True)
     assert read(verdict(token_ids=[], cached_length=12), items=[chunk])[0].token_ids == ()
-    with pytest.raises(MisfitError, match="prompt chunk"):
+    with pytest.raises(InvalidResponseError, match="prompt chunk"):
         read(verdict(token_ids=[7], cached_length=12), items=[chunk])
 
 
@@ -92,7 +92,7 @@ def test_log_probabilities_that_cannot_be_are_refused(logprobs: list[dict[str, A
     good = [common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0, -2.0])]
     assert read(verdict(token_ids=[7], cached_length=11, logprobs=good), items=[item])[0].logprobs[0].logprob == -1.0
     bad = [common_pb2.TokenLogprobs(**one) for one in logprobs]
-    with pytest.raises(MisfitError):
+    with pytest.raises(InvalidResponseError):
         read(verdict(token_ids=[7], cached_length=11, logprobs=bad), items=[item])
 
 
@@ -124,7 +124,7 @@ def test_a_proposal_that_fits_is_taken() -> None:
     ],
 )
 def test_a_proposal_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(MisfitError):
+    with pytest.raises(InvalidResponseError):
         propose(**changes)
 
 
@@ -163,5 +163,5 @@ def test_a_description_that_cannot_be_is_refused(model: dict[str, Any], load: di
     response = common_pb2.GetWorkerInfoResponse(
         model=common_pb2.ModelInfo(**(good | model)), load=common_pb2.WorkerLoad(**load)
     )
-    with pytest.raises(MisfitError):
+    with pytest.raises(InvalidResponseError):
         check_worker_info(response)
