@@ -30,7 +30,7 @@ class Intake:
     def __init__(self, coordinator: Coordinator, server: Server) -> None:
         self._coordinator, self._server = coordinator, server
         settings = coordinator.settings
-        self._slots = TokenizerPool(most_waiting=settings.usable_window + settings.queue_size)
+        self._slots = TokenizerPool(max_waiting=settings.usable_window + settings.queue_size)
 
     @asynccontextmanager
     async def generation(

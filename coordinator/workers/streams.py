@@ -37,8 +37,7 @@ class RoundCalls:
     def open(self) -> None:
         """Open a stream for the next round.
 
-        The stream ends with its worker. The round therefore reaches the worker that describes itself after this call, or
-        none.
+        The stream ends with its worker, so the round reaches the worker that describes itself after this call, or none.
         """
         self._idle.append(self._open_stream())
 

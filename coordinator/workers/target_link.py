@@ -74,7 +74,7 @@ class TargetLink(WorkerLink):
     ) -> tuple[list[Verdict], Timed]:
         """Run a target round. Raises WorkerUnreachableError, WorkerRefusedError.
 
-        An invalid response is retried once: the worker answers a repeated round identically. `traceparent`: parent span.
+        An invalid response is retried once, since a repeated round gets the same answer. `traceparent`: parent span.
         """
         request = verify_request(self._coordinator_id, round_id, items, traceparent)
         try:

@@ -29,8 +29,8 @@ class ServiceError(Exception):
 class InvalidArgumentError(ServiceError):
     """A field breaks a rule.
 
-    `field`: path of the field, such as "sampling_params.max_tokens". `reason`: the rule. `may_quote`: whether the reason
-    may contain text from the client and must not be logged.
+    `field`: path of the field, such as "sampling_params.max_tokens". `reason`: the rule. `may_quote`: whether the
+    reason may contain text from the client and must not be logged.
     """
 
     def __init__(self, field: str, reason: str, may_quote: bool = False) -> None:

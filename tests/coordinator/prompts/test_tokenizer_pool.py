@@ -1,12 +1,13 @@
-"""Who waits for whom when prompts are tokenized."""
+"""The tokenizer pool: order, limits, errors and abandoned work."""
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.prompts.tokenizer_pool import LARGE_BYTES, MOST_LARGE_WAITING, AbandonedError, TokenizerPool
+from coordinator.prompts.tokenizer_pool import LARGE_BYTES, MAX_LARGE_WAITING, AbandonedError, TokenizerPool
 from specpool.protocol.errors import QueueFullError
 
 PATIENCE_SECONDS = 20
@@ -14,7 +15,7 @@ SMALL, LARGE = 10, LARGE_BYTES + 1
 
 
 class Work:
-    """Work that lasts until it is told to end, or until the caller has left and `checks` is set."""
+    """Runs until `may_end` is set, or with `checks` until it is abandoned."""
 
     def __init__(self, checks: bool = True) -> None:
         self.began, self.may_end, self.abandoned = threading.Event(), threading.Event(), threading.Event()
@@ -31,9 +32,6 @@ class Work:
                 raise
         return "done"
 
-    async def until_begun(self) -> None:
-        await until(self.began.is_set)
-
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -41,39 +39,52 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def at_once(slots: TokenizerPool, size: int) -> str:
+async def run_short(pool: TokenizerPool, size: int) -> str:
     async with asyncio.timeout(PATIENCE_SECONDS):
-        return await slots.run(size, lambda check: "small")
+        return await pool.run(size, lambda check: "short")
 
 
-async def test_small_prompts_do_not_wait_for_large_ones() -> None:
-    slots, large = TokenizerPool(100), [Work() for _ in range(4)]
-    running = [asyncio.create_task(slots.run(LARGE, work)) for work in large]
-    await large[0].until_begun()
+@asynccontextmanager
+async def busy(pool: TokenizerPool, *sizes: int) -> AsyncIterator[None]:
+    """Occupies threads of the pool."""
+    works = [Work() for _ in sizes]
+    running = [asyncio.create_task(pool.run(size, work)) for size, work in zip(sizes, works, strict=True)]
+    for work in works:
+        await until(work.began.is_set)
+    yield
+    for work in works:
+        work.may_end.set()
+    assert await asyncio.gather(*running) == ["done"] * len(sizes)
+
+
+async def test_small_prompts_overtake_large_ones() -> None:
+    pool, large = TokenizerPool(100), [Work() for _ in range(4)]
+    running = [asyncio.create_task(pool.run(LARGE, work)) for work in large]
+    await until(large[0].began.is_set)
     for _ in range(20):
-        assert await at_once(slots, SMALL) == "small"
+        assert await run_short(pool, SMALL) == "short"
     assert [work.began.is_set() for work in large] == [True, False, False, False]
     for work in large:
         work.may_end.set()
     assert await asyncio.gather(*running) == ["done"] * 4
 
 
-async def test_a_client_that_leaves_frees_its_thread_as_soon_as_the_work_looks() -> None:
-    slots, work = TokenizerPool(100), Work()
-    running = asyncio.create_task(slots.run(LARGE, work))
-    await work.until_begun()
+async def test_cancelled_work_frees_its_thread_at_its_next_check() -> None:
+    pool, work = TokenizerPool(100), Work()
+    running = asyncio.create_task(pool.run(LARGE, work))
+    await until(work.began.is_set)
     running.cancel()
     await until(work.abandoned.is_set)
-    assert await at_once(slots, LARGE) == "small"
+    assert await run_short(pool, LARGE) == "short"
 
 
-async def test_work_that_nobody_waits_for_keeps_its_thread_until_it_ends() -> None:
-    slots, first, second = TokenizerPool(100), Work(checks=False), Work()
-    running = asyncio.create_task(slots.run(LARGE, first))
-    await first.until_begun()
+async def test_abandoned_work_keeps_its_thread_until_it_ends() -> None:
+    pool, first, second = TokenizerPool(100), Work(checks=False), Work()
+    running = asyncio.create_task(pool.run(LARGE, first))
+    await until(first.began.is_set)
     running.cancel()
-    waiting = asyncio.create_task(slots.run(LARGE, second))
-    assert await at_once(slots, SMALL) == "small"
+    waiting = asyncio.create_task(pool.run(LARGE, second))
+    assert await run_short(pool, SMALL) == "short"
     assert not second.began.is_set()
     first.may_end.set()
     second.may_end.set()
@@ -81,61 +92,42 @@ async def test_work_that_nobody_waits_for_keeps_its_thread_until_it_ends() -> No
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_a_client_that_leaves_while_it_waits_costs_nothing(size: int) -> None:
-    slots, busy, never = TokenizerPool(100), [Work(), Work()], Work()
-    running = [asyncio.create_task(slots.run(each, work)) for each, work in zip((LARGE, SMALL), busy, strict=True)]
-    for work in busy:
-        await work.until_begun()
-    waiting = asyncio.create_task(slots.run(size, never))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    for work in busy:
-        work.may_end.set()
-    await asyncio.gather(*running)
-    assert await at_once(slots, LARGE) == await at_once(slots, SMALL) == "small"
+async def test_prompts_cancelled_while_waiting_never_run(size: int) -> None:
+    pool, never = TokenizerPool(100), Work()
+    async with busy(pool, LARGE, SMALL):
+        waiting = asyncio.create_task(pool.run(size, never))
+        await asyncio.sleep(0)
+        waiting.cancel()
+    assert await run_short(pool, LARGE) == await run_short(pool, SMALL) == "short"
     assert not never.began.is_set()
 
 
-async def test_no_more_than_a_number_wait() -> None:
-    slots, busy = TokenizerPool(most_waiting=3), [Work(), Work()]
-    running = [asyncio.create_task(slots.run(SMALL, work)) for work in busy]
-    for work in busy:
-        await work.until_begun()
-    waiting = [asyncio.create_task(at_once(slots, SMALL)) for _ in range(3)]
-    await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match=r"too many prompts wait to be tokenized \(3\)") as caught:
-        await at_once(slots, SMALL)
-    assert caught.value.retry_seconds > 0
-    for work in busy:
-        work.may_end.set()
-    assert await asyncio.gather(*waiting) == ["small"] * 3
-    await asyncio.gather(*running)
-
-
-async def test_fewer_large_ones_wait() -> None:
-    slots, busy = TokenizerPool(100), Work()
-    running = asyncio.create_task(slots.run(LARGE, busy))
-    await busy.until_begun()
-    waiting = [asyncio.create_task(at_once(slots, LARGE)) for _ in range(MOST_LARGE_WAITING)]
-    await asyncio.sleep(0)
-    with pytest.raises(QueueFullError):
-        await at_once(slots, LARGE)
-    assert await at_once(slots, SMALL) == "small"
-    busy.may_end.set()
-    assert await asyncio.gather(*waiting) == ["small"] * MOST_LARGE_WAITING
-    await running
+@pytest.mark.parametrize(
+    ("max_waiting", "occupied", "size", "fit"),
+    [(3, (SMALL, SMALL), SMALL, 3), (100, (LARGE,), LARGE, MAX_LARGE_WAITING)],
+    ids=["small", "large"],
+)
+async def test_waiting_prompts_are_limited(max_waiting: int, occupied: tuple[int, ...], size: int, fit: int) -> None:
+    pool = TokenizerPool(max_waiting)
+    async with busy(pool, *occupied):
+        waiting = [asyncio.create_task(run_short(pool, size)) for _ in range(fit)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match=rf"too many prompts are waiting to be tokenized \({fit}\)") as caught:
+            await run_short(pool, size)
+        assert caught.value.retry_seconds > 0
+    assert await asyncio.gather(*waiting) == ["short"] * fit
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_errors_reach_the_caller_and_free_the_thread(size: int) -> None:
-    slots = TokenizerPool(100)
+    pool = TokenizerPool(100)
 
     def fail(*_: object) -> str:
         raise ValueError("wrong")
 
     for _ in range(5):
         with pytest.raises(ValueError, match="wrong"):
-            await slots.run(size, fail)
+            await pool.run(size, fail)
         with pytest.raises(ValueError, match="wrong"):
-            await slots.run(size, lambda check: "never", before=fail)
-    assert await at_once(slots, size) == "small"
+            await pool.run(size, lambda check: "never", before=fail)
+    assert await run_short(pool, size) == "short"
