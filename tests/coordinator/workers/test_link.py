@@ -19,7 +19,7 @@ class CuttingTarget(FakeTarget):
         self._costs = costs
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
-            response = await super().GetWorkerInfo(request, context)
+        response = await super().GetWorkerInfo(request, context)
         response.costs.CopyFrom(self._costs)
         return response
 
