@@ -69,12 +69,10 @@ class TargetTokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence tokens."""
         return self.files.eos_token_ids
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` is supported."""
         return self._template is not None
 
     def encode_text(self, text: str, limits: WorkLimits = UNLIMITED) -> list[int]:
@@ -93,7 +91,6 @@ class TargetTokenizer:
         return self._encode(rendered, limits, add_special_tokens=False)
 
     def detokenizer(self) -> Detokenizer:
-        """Return a new incremental detokenizer."""
         return Detokenizer(self._tokenizer, self._special_ids)
 
     def _encode(self, text: str, limits: WorkLimits, add_special_tokens: bool) -> list[int]:

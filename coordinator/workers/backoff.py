@@ -34,5 +34,4 @@ class Backoff:
         return self._pause
 
     def succeeded(self) -> None:
-        """Record a success."""
         self._succeeded = True

@@ -102,7 +102,6 @@ class DraftLink(WorkerLink):
         return min(self._timeout, max(MIN_TIMEOUT_SECONDS, TIMEOUT_FACTOR * self._expected_seconds(items)))
 
     def _expected_seconds(self, items: list[ProposeItem]) -> float:
-        """Estimate the duration of a round."""
         depth = max(item.num_draft_tokens for item in items)
         steps = [sum(item.num_draft_tokens > step for item in items) for step in range(1, depth)]
         return sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))

@@ -52,5 +52,4 @@ class Workers:
 
     @property
     def ready_draft(self) -> Draft | None:
-        """The draft worker, if it is ready."""
         return self.draft if self.draft is not None and self.draft.is_ready else None

@@ -118,11 +118,9 @@ class WorkerLink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether calls are likely to succeed."""
         return self.state is LinkState.READY
 
     async def wait_ready(self) -> None:
-        """Wait until the worker is ready."""
         await self._ready.wait()
 
     async def keep_connected(self) -> None:
@@ -183,7 +181,6 @@ class WorkerLink:
         return True
 
     async def close(self) -> None:
-        """Close the connection."""
         self._releases.cancel()
         self._rounds.close()
         await asyncio.gather(self._channel.close(None), *self._closing)

@@ -24,7 +24,6 @@ class Releases:
         return self._sending is not None and not self._sending.done()
 
     def add(self, sequence_ids: Iterable[int]) -> None:
-        """Add sequences to free."""
         self._pending.update(sequence_ids)
 
     async def send(self) -> bool:
@@ -45,6 +44,5 @@ class Releases:
             pass
 
     def cancel(self) -> None:
-        """Stop sending in the background."""
         if self._sending is not None:
             self._sending.cancel()

@@ -129,7 +129,7 @@ def read_verify_items(request: target_worker_pb2.VerifyRequest, limits: RoundLim
                 **_common_fields(field, item),
                 draft_token_ids=drafts,
                 prefill_only=item.prefill_only,
-                logprobs=item.logprobs if item.HasField("logprobs") else None,
+                logprobs=_optional(item, "logprobs"),
             )
         )
     return items
@@ -229,6 +229,10 @@ def _result_fields(result: Proposal | Verdict) -> dict[str, Any]:
     return fields | {"cached_length": fields.pop("num_cached_tokens")}
 
 
+def _optional(message: Any, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None
+
+
 def _common_fields(field: str, item: Any) -> dict[str, Any]:
     """Return the arguments of `SequenceItem`."""
     return {
@@ -236,8 +240,8 @@ def _common_fields(field: str, item: Any) -> dict[str, Any]:
         "base_length": item.base_length,
         "token_ids": tuple(item.token_ids),
         "sampling": _read_sampling(f"{field}.sampling", item.sampling) if item.HasField("sampling") else None,
-        "prefix_sequence_id": item.prefix_sequence_id if item.HasField("prefix_sequence_id") else None,
-        "max_length": item.max_length if item.HasField("max_length") else None,
+        "prefix_sequence_id": _optional(item, "prefix_sequence_id"),
+        "max_length": _optional(item, "max_length"),
     }
 
 

@@ -82,5 +82,4 @@ class WorkerInfo:
     """Memory of each rank if the model is sharded."""
 
     def with_load(self, load: CacheLoad) -> "WorkerInfo":
-        """Return a copy with another load."""
         return replace(self, **load._asdict())

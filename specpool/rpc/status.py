@@ -122,12 +122,13 @@ def _truncate(text: str) -> str:
 
 def _detail(error: ServiceError) -> message.Message | None:
     """Return the machine-readable `google.rpc` detail of an error."""
+    detail: message.Message | None = None
     if isinstance(error, InvalidArgumentError):
         field, reason = _truncate(error.field), _truncate(error.reason)
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=reason)
-        return error_details_pb2.BadRequest(field_violations=[violation])
-    if isinstance(error, ExhaustedError):
+        detail = error_details_pb2.BadRequest(field_violations=[violation])
+    elif isinstance(error, ExhaustedError):
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_seconds * 1000))
-        return error_details_pb2.RetryInfo(retry_delay=delay)
-    return None
+        detail = error_details_pb2.RetryInfo(retry_delay=delay)
+    return detail

@@ -112,7 +112,6 @@ class Settings(BaseSettings):
         return names_of_settings(cls)
 
     def log_resolved(self) -> None:
-        """Log the resolved settings."""
         log.info("settings: %s", self.model_dump_json(exclude={"config"}))
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 from google.protobuf.descriptor_pool import Default as descriptor_pool
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
@@ -63,17 +63,6 @@ class Families:
         return family
 
 
-class BuildInfo:
-    """Collector of the running versions."""
-
-    def __init__(self) -> None:
-        self._labels = {"version": package_version(), "python_version": platform.python_version()}
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield `build_info`."""
-        yield Families(labels=self._labels).gauge("build_info", "Version of the process; always 1.", 1)
-
-
 class CallCounter:
     """Counts calls by method and status code, and collects these counts. A stream counts once, when it ends."""
 
@@ -97,7 +86,6 @@ class CallCounter:
 
     @contextmanager
     def counted(self, path: str, context: Any) -> Iterator[None]:
-        """Count the call that the context serves."""
         code = None
         try:
             yield
@@ -116,8 +104,10 @@ class CallCounter:
 def server_registry(calls: CallCounter | None) -> CollectorRegistry:
     """Return a registry with the metrics of every server."""
     registry = CollectorRegistry()
-    for collector in (BuildInfo(), calls):
-        if collector is not None:
-            registry.register(collector)
+    names = ("version", "python_version")
+    build_info = Gauge(PREFIX + "build_info", "Version of the process; always 1.", names, registry=registry)
+    build_info.labels(package_version(), platform.python_version()).set(1)
+    if calls is not None:
+        registry.register(calls)
     ProcessCollector(registry=registry)
     return registry

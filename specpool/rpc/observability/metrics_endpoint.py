@@ -54,7 +54,6 @@ class MetricsEndpoint:
         log.info("metrics at http://%s%s", join_address(host, port), PATH)
 
     async def close(self) -> None:
-        """Close all connections."""
         tasks = [*self._open, *([self._accepting] if self._accepting is not None else [])]
         for task in tasks:
             task.cancel()

@@ -35,11 +35,8 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
-TLS_CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
-    # The minimum backoff is also the connect timeout, and a TLS handshake is slow on a busy machine.
-    *(option for option in CHANNEL_OPTIONS if option[0] != "grpc.min_reconnect_backoff_ms"),
-    ("grpc.min_reconnect_backoff_ms", 5_000),
-]
+# The minimum backoff is also the connect timeout, and a TLS handshake is slow on a busy machine.
+TLS_CHANNEL_OPTIONS = [*dict([*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5_000)]).items()]
 
 
 def join_address(host: str, port: int) -> str:

@@ -1,7 +1,7 @@
 """Security settings of servers, and of commands that connect to one."""
 
 from pathlib import Path
-from typing import Annotated, Self, TypeAlias
+from typing import Annotated, Self, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
@@ -78,10 +78,8 @@ class ClientSecurity(BaseModel, frozen=True):
     @property
     def security(self) -> SecurityOptions:
         """These settings as options of `Connector` and the clients."""
-        return SecurityOptions(
-            tls_ca=self.tls_ca, tls_cert=self.tls_cert, tls_key=self.tls_key, tls_name=self.tls_name,
-            token_file=self.token_file,
-        )  # fmt: skip
+        names = ("tls_ca", "tls_cert", "tls_key", "tls_name", "token_file")
+        return cast(SecurityOptions, {name: getattr(self, name) for name in names})
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:

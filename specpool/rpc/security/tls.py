@@ -21,7 +21,7 @@ class Pem:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of one endpoint: the CA that signs the peer's certificate, and the own certificate with its key.
+    """PEM files of one endpoint: the CA that signs its peers' certificates, and its certificate and key.
 
     `prefix`: prefix of the names of settings in errors.
     """

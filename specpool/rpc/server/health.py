@@ -21,7 +21,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         self._ending = False
 
     def set(self, service: str, serving: bool) -> None:
-        """Set the status of a service."""
         status = pb.HealthCheckResponse.SERVING if serving else pb.HealthCheckResponse.NOT_SERVING
         self._statuses[service] = status
         self._wake()

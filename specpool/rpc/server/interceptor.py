@@ -33,6 +33,7 @@ LOG_SECONDS = 60.0
 MAX_LOGGED_CHARACTERS = 1000
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler, whose stubs do not cover asyncio
+_NO_HANDLER: Handler = grpc.unary_unary_rpc_method_handler(lambda *_: None)
 
 
 class Refusals:
@@ -45,7 +46,6 @@ class Refusals:
         self._unlogged = 0
 
     def add(self, code: str, text: str) -> None:
-        """Count a call."""
         self.counts[code] += 1
         self._unlogged += 1
         if time.monotonic() >= self._logged_at + LOG_SECONDS:
@@ -74,13 +74,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler:
         counted = self._counter.counted if self._counter is not None else lambda *_: nullcontext()
         calls = self._health_calls if details.method.startswith("/grpc.") else self.calls
+        refused = None
         try:
             self._authenticator.check_token(details)
             handler = await continuation(details)
         except UnauthenticatedError as error:
-            handler, refused = grpc.unary_unary_rpc_method_handler(None), error
-        else:
-            refused = None
+            handler, refused = _NO_HANDLER, error
         if handler is None:  # gRPC itself answers UNIMPLEMENTED
             return None
 
@@ -96,12 +95,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     failure = _failure(error, calls)
                 return await self._abort(failure, context)
 
-        wrap = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.stream_unary_rpc_method_handler
-        )
-        return wrap(serve, response_serializer=handler.response_serializer)
+        kind = "stream_stream" if handler.response_streaming else "stream_unary"
+        return getattr(grpc, f"{kind}_rpc_method_handler")(serve, response_serializer=handler.response_serializer)
 
     async def _abort(self, error: Exception, context: Any) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):  # the handler has answered

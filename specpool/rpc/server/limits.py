@@ -52,7 +52,6 @@ class CallLimits:
 
     @classmethod
     def of_health(cls, settings: ServerSettings) -> Self:
-        """Limits of health and reflection."""
         return cls(settings.max_calls, HEALTH_CALLS_PER_CLIENT, settings.request_memory, HEALTH_RECEIVE_SECONDS)
 
 
@@ -117,7 +116,6 @@ class Calls:
             self.idle.set()
 
     def cancel(self) -> None:
-        """Cancel all calls."""
         self.cut_off = True
         for call in self._calls:
             call.task.cancel()

@@ -150,7 +150,6 @@ class Server:
         return self._stopping.is_set()
 
     async def wait_stopping(self) -> None:
-        """Wait until the drain begins."""
         await self._stopping.wait()
 
     async def wait_stopped(self) -> None:
