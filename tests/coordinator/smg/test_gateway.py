@@ -114,11 +114,6 @@ async def test_usage_of_a_stream_counts_draft_tokens(fronted: Fronted) -> None:
     assert usage.completion_tokens_details.accepted_prediction_tokens > 0
 
 
-async def test_default_temperature_is_that_of_openai(fronted: Fronted) -> None:
-    ours = await fronted.ours.generate(TEXT, max_tokens=20, temperature=1, seed=3)
-    assert (await fronted.completion(max_tokens=20, seed=3)).choices[0].text == ours.text
-
-
 async def test_stop_strings_end_the_text_where_they_begin(fronted: Fronted) -> None:
     unstopped = (await fronted.ours.generate(CHAT, max_tokens=40)).text
     stop = unstopped[11:14]

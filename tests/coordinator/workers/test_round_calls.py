@@ -70,8 +70,12 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_consecutive_rounds_share_a_stream() -> None:
+@pytest.mark.parametrize("open_first", [False, True])
+async def test_consecutive_rounds_share_a_stream(open_first: bool) -> None:
     async with echoing() as (echo, calls):
+        if open_first:
+            calls.open()
+            await until(lambda: echo.streams == 1)
         assert [await calls(request) for request in (b"a", b"b", b"c")] == [b"a!", b"b!", b"c!"]
         assert (echo.streams, echo.singles) == (1, 0)
 
@@ -139,14 +143,6 @@ async def test_failed_writes_are_unavailable(open_first: bool, monkeypatch: pyte
         assert failed.value.code() is StatusCode.UNAVAILABLE
 
 
-async def test_opened_stream_is_used() -> None:
-    async with echoing() as (echo, calls):
-        calls.open()
-        await until(lambda: echo.streams == 1)
-        assert await calls(b"a") == b"a!"
-        assert echo.streams == 1
-
-
 @pytest.mark.parametrize("open_first", [False, True])
 async def test_workers_without_streams_get_unary_calls(open_first: bool) -> None:
     async with echoing(has_streams=False) as (echo, calls):
@@ -176,22 +172,17 @@ async def test_unreachable_worker_is_unavailable() -> None:
         assert failed.value.code() is StatusCode.UNAVAILABLE
 
 
-async def test_close_ends_busy_streams_after_their_round() -> None:
-    async with echoing() as (echo, calls):
-        task = asyncio.create_task(calls(b"slow"))
-        await until(lambda: echo.streams == 1)
-        calls.close()
-        assert await task == b"slow!"
-        await until(lambda: echo.ended == 1)
-        assert not calls._idle
-
-
-async def test_close_ends_idle_streams() -> None:
+async def test_close_ends_idle_streams_now_and_busy_ones_after_their_round() -> None:
     async with echoing() as (echo, calls):
         await calls(b"a")
         calls.close()
         await until(lambda: echo.ended == 1)
-        assert await calls(b"b") == b"b!"
+        task = asyncio.create_task(calls(b"slow"))
+        await until(lambda: echo.streams == 2)
+        calls.close()
+        assert await task == b"slow!"
+        await until(lambda: echo.ended == 2)
+        assert not calls._idle
 
 
 async def test_draining_worker_does_not_wait_for_idle_streams() -> None:
