@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from secure_service import until
+from serving import PATIENCE_SECONDS
 
 from coordinator.prompts.tokenizer_pool import LARGE_BYTES, MAX_LARGE_WAITING, AbandonedError, TokenizerPool
 from specpool.protocol.errors import QueueFullError
 
-PATIENCE_SECONDS = 20
 SMALL, LARGE = 10, LARGE_BYTES + 1
 
 
@@ -31,12 +32,6 @@ class Work:
                 self.abandoned.set()
                 raise
         return "done"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - it becomes true on another thread
-            await asyncio.sleep(0.005)
 
 
 async def run_short(pool: TokenizerPool, size: int) -> str:

@@ -120,5 +120,5 @@ async def test_a_stream_that_is_ended_since_nobody_reads_it_is_named(written: io
             await anext(aiter(call))
             await served.until(lambda info: info.running == 0)
             call.cancel()
-    (ended,) = [event for event in events(written) if event["message"].startswith("a stream of")]
+    (ended,) = [event for event in events(written) if event["message"].startswith("ending a stream of")]
     assert ended["request_id"] == "unread"

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
+from secure_service import until
 from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
 
 from coordinator.workers.streams import RoundCalls
@@ -62,12 +63,6 @@ async def echoing(timeout_seconds: float = PATIENCE_SECONDS, **knobs: Any) -> As
         stream, single = channel.stream_stream("/echo/Stream"), channel.unary_unary("/echo/Single")
         yield echo, RoundCalls(stream, single, timeout_seconds)
     await server.stop(None)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - the state is beyond a connection
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("open_first", [False, True])

@@ -120,28 +120,20 @@ async def test_workers_can_restart_with_new_certificates(
 
 
 def test_conflicting_settings_are_named(ca: Authority, certificates: dict[str, Certificate], tmp_path: Path) -> None:
-    shown = certificates["coordinator"]
-    for settings, named in {
-        (("worker_tls", True),): "worker_tls: must be given with worker_tls_ca",
-        (("worker_tls_name", "a"),): "worker_tls_name: must be given with worker_tls_ca",
-        (
-            ("worker_tls_ca", ca.path),
-            ("worker_tls", False),
-        ): "worker_tls_ca: must be given with worker_tls, which is off",
-        (
-            ("worker_tls_ca", ca.path),
-            ("worker_tls_cert", shown.cert),
-        ): "worker_tls_key: must be given with worker_tls_cert",
-        (
-            ("worker_tls_ca", ca.path),
-            ("worker_tls_key", shown.key),
-        ): "worker_tls_cert: must be given with worker_tls_key",
-        (("worker_tls_ca", tmp_path / "none"),): "worker_tls_ca: ",
-        (("worker_token", tmp_path / "none"),): "worker_token: ",
-    }.items():
+    shown, missing = certificates["coordinator"], tmp_path / "missing"
+    invalid: list[tuple[dict[str, Any], str]] = [
+        ({"worker_tls": True}, "worker_tls: must be given with worker_tls_ca"),
+        ({"worker_tls_name": "a"}, "worker_tls_name: must be given with worker_tls_ca"),
+        ({"worker_tls_ca": ca.path, "worker_tls": False}, "worker_tls_ca: must be given with worker_tls, which is off"),
+        ({"worker_tls_ca": ca.path, "worker_tls_cert": shown.cert}, "worker_tls_key: must be given with"),
+        ({"worker_tls_ca": ca.path, "worker_tls_key": shown.key}, "worker_tls_cert: must be given with"),
+        ({"worker_tls_ca": missing}, "worker_tls_ca: "),
+        ({"worker_token": missing}, "worker_token: "),
+    ]
+    for settings, error in invalid:
         with pytest.raises(ValidationError) as caught:
-            CoordinatorSettings(**dict(settings))
-        assert named in str(caught.value)
+            CoordinatorSettings(**settings)
+        assert error in str(caught.value)
 
 
 def test_worker_tls_defaults_to_the_servers_files(ca: Authority, certificates: dict[str, Certificate]) -> None:

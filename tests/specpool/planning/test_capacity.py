@@ -233,7 +233,7 @@ async def test_running_workers_are_planned_by_what_they_measured(
     [
         ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "has another tokenizer than fake"),
         ({}, "it has not measured its passes"),
-        ({"max_model_len": 0}, "its sequences have 0 positions"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
         ({"pass_seconds": lambda rows: 0.01, "rank_devices": ["cuda:0", "cuda:1"]}, "divided among 2 ranks"),
     ],
 )

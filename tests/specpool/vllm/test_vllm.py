@@ -211,8 +211,8 @@ async def test_a_draft_worker_that_lost_its_caches_gets_them_again(
 
 
 async def test_a_slow_draft_worker_is_left_out_for_a_while(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PROBE_SECONDS", 30)
     async with serving(tokenizer, monkeypatch, most_seconds="0.2") as served:
-        monkeypatch.setattr(link, "PROBE_SECONDS", 30)
         row = served.vllm.add([7, 1])
         await served.until(lambda: row.accepted > 3)
         served.draft.delay = PATIENCE_SECONDS

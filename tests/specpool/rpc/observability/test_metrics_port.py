@@ -196,15 +196,6 @@ async def test_invented_methods_become_no_labels(tmp_path: Path) -> None:
         }
 
 
-async def test_calls_are_not_counted_without_the_port() -> None:
-    server = Server(ServerSettings(drain_seconds=0), 2**20)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
-        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-    assert counts(Scrape.of(generate_latest(server.registry).decode())) == {}
-    server.stop()
-    await server.wait_stopped()
-
-
 @settings(deadline=None)
 @given(
     label=st.text(),

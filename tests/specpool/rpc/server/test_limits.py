@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from call_service import MESSAGE_BYTES, Calls, calls_server
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from secure_service import until
 from serving import detail_of, free_address, make_request, serving
 
 from specpool.rpc.server import connections, limits
@@ -51,11 +52,6 @@ async def refusal(answer: Awaitable[Any]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await answer
     return caught.value
-
-
-async def until(holds: Callable[[], object]) -> None:
-    while not holds():  # noqa: ASYNC110 - nothing to wait for but the state itself
-        await asyncio.sleep(0.01)
 
 
 async def is_healthy(channel: grpc.aio.Channel) -> bool:
@@ -118,15 +114,11 @@ async def test_endless_health_watches_do_not_block_health_checks(monkeypatch: py
 # --- Requests
 
 
-async def test_requests_must_arrive_within_receive_seconds() -> None:
+async def test_late_and_missing_requests_fail() -> None:
     async with running(receive_seconds=0.2) as (_, address), open_channel(address) as channel:
         error = await refusal(unsent(channel))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "0.2 s (receive_seconds)" in str(error.details())
-
-
-async def test_call_without_a_request_fails() -> None:
-    async with running() as (_, address), open_channel(address) as channel:
         ended = unsent(channel)
         await ended.done_writing()
         error = await refusal(ended)
@@ -191,12 +183,9 @@ async def test_request_memory_is_limited() -> None:
         calls.open.set()
         await asyncio.gather(*held)
         assert await call(channel, payload=bytes(size))
-
-
-async def test_single_request_may_exceed_the_memory_limit() -> None:
     async with running(request_memory=1) as (calls, address), open_channel(address) as channel:
         calls.open.set()
-        assert await call(channel, payload=bytes(100))
+        assert await call(channel, payload=bytes(100)), "a single request may exceed the limit"
 
 
 def test_memory_of_small_elements_exceeds_their_wire_size() -> None:

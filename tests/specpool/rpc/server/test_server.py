@@ -15,6 +15,7 @@ from call_service import Calls, calls_server
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from secure_service import until
 from serving import detail_of
 
 from specpool.rpc.server.server import LIVE, Server
@@ -32,11 +33,6 @@ async def running() -> AsyncIterator[tuple[Server, Calls, grpc.aio.Channel, int]
         grpc.aio.insecure_channel(address) as channel,
     ):
         yield server, calls, channel, int(address.rpartition(":")[2])
-
-
-async def until_begun(calls: Calls) -> None:
-    while not calls.begun:  # noqa: ASYNC110 - a counter of the handler
-        await asyncio.sleep(0.01)
 
 
 async def stopped_after(server: Server) -> float:
@@ -142,7 +138,7 @@ async def test_drain_waits_for_calls_of_services(kind: str) -> None:
             answer = asyncio.ensure_future(channel.unary_unary("/calls/One")(b"a"))
         else:
             answer = asyncio.ensure_future(channel.unary_stream("/calls/Stream")(b"a").read())
-        await until_begun(calls)
+        await until(lambda: calls.begun)
         watching = watch(channel)
         await watching.read()
         server.stop()
@@ -160,7 +156,7 @@ async def test_drain_waits_until_responses_are_received() -> None:
         calls.open.set()
         payload = bytes(2**19)
         call = channel.unary_stream("/calls/Stream")(payload)
-        await until_begun(calls)
+        await until(lambda: calls.begun)
         server.stop()
         stopping = asyncio.create_task(server.wait_stopped())
         await asyncio.sleep(0.8)
@@ -174,7 +170,7 @@ async def test_second_signal_cuts_the_drain_short() -> None:
         try:
             call = channel.unary_unary("/calls/One")(b"a")
             answer = asyncio.ensure_future(call.code())
-            await until_begun(calls)
+            await until(lambda: calls.begun)
             stopping = asyncio.create_task(stopped_after(server))
             for _ in range(2):
                 assert not stopping.done()
