@@ -59,7 +59,7 @@ class Intake:
         )
         prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
         parsed = replace(parse_request(request, coordinator.tokenizer.eos_token_ids, limits), client=client)
-        logs.serves_request(parsed.request_id)
+        logs.bind_request(parsed.request_id)
         prompt.check(request)
         coordinator.check_queue(parsed)
         prompt_ids = await prompt.read(request, self._slots, before=lambda: coordinator.check_queue(parsed))

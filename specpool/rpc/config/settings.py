@@ -85,15 +85,15 @@ class Settings(BaseSettings):
         return init_settings, env_settings, InitSettingsSource(settings_cls, cls.file_values)
 
     @classmethod
-    def load(cls, program: str, arguments: list[str] | None = None, neighbours: Iterable[str] = ()) -> Self:
+    def load(cls, program: str, arguments: list[str] | None = None, other_settings: Iterable[str] = ()) -> Self:
         """Load the settings of this process. Print invalid settings with the reason and exit with status 2.
 
-        `neighbours`: settings of other processes, whose variables may be set in this environment.
+        `other_settings`: settings of other processes, whose variables may be set in this environment.
         """
         arguments = sys.argv[1:] if arguments is None else arguments
         try:
             _check_utf8(arguments)
-            _check_variable_names(cls.keys() | set(neighbours))
+            _check_variable_names(cls.keys() | set(other_settings))
             resolved = _with_file(cls, program, _config_file(arguments))
             source: CliSettingsSource[Any] = CliSettingsSource(resolved, formatter_class=_HelpFormatter)
             return CliApp.run(resolved, arguments, cli_settings_source=source)

@@ -33,12 +33,12 @@ _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(9), *range(10, 32),
 _CONTROLS_IN_TRACES = {code: text for code, text in _CONTROLS.items() if code != ord("\n")}
 
 
-def serves_request(request_id: str) -> None:
+def bind_request(request_id: str) -> None:
     """Attach a request to all further log lines of the running task."""
     _requests.set(lambda: (request_id,))
 
 
-class ServesRequests:
+class BoundRequests:
     """Context manager that attaches requests to log lines. The ids are computed only when a line is logged.
 
     Tasks started in the context may outlive it, such as an open stream. Their later lines belong to no request.
@@ -59,7 +59,7 @@ class ServesRequests:
 
 
 @contextmanager
-def traced(trace_id: str) -> Iterator[None]:
+def bound_trace(trace_id: str) -> Iterator[None]:
     """Context manager that attaches a trace to log lines."""
     token = _trace_id.set(trace_id)
     try:
@@ -68,7 +68,7 @@ def traced(trace_id: str) -> Iterator[None]:
         _trace_id.reset(token)
 
 
-def is_traced(trace_id: str) -> None:
+def bind_trace(trace_id: str) -> None:
     """Attach a trace to all further log lines of the running task."""
     _trace_id.set(trace_id)
 

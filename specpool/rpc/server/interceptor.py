@@ -1,4 +1,4 @@
-"""The one interceptor of every server: identification, limits, metrics and errors of each call, in this order."""
+"""The one interceptor of every server: identification, limits, metrics and errors of each call."""
 
 import asyncio
 import logging

@@ -75,7 +75,7 @@ def test_text_lines_end_with_their_requests() -> None:
 
 def test_requests_and_trace_end_with_their_context() -> None:
     with logging_as(JsonFormatter()) as (log, lines):
-        with logs.ServesRequests(lambda: ["a", "b"]), logs.traced("f00"):
+        with logs.BoundRequests(lambda: ["a", "b"]), logs.bound_trace("f00"):
             log.warning("within")
         log.warning("after")
         within, after = map(json.loads, lines())
