@@ -11,8 +11,8 @@ from smg_grpc_proto.generated import common_pb2
 
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
-from coordinator.smg.answers import chunk, complete, end, loads, model_info
 from coordinator.smg.requests import generate_request
+from coordinator.smg.responses import chunk, complete, end, loads, model_info
 from coordinator.smg.tokenizer import TokenizerArchive
 from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from specpool.rpc.server.callers import client_of

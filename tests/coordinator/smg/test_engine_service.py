@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 from tokenizers import Tokenizer
 
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.smg.answers import served_name
+from coordinator.smg.responses import served_name
 from specpool.cli.up import UpSettings
 from specpool.rpc.config.settings import Settings
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, FakeTarget
@@ -247,8 +247,8 @@ async def test_unread_responses_are_ended(stream: bool) -> None:
         serving(with_draft=False, smg=True, stream_stall_seconds=0.1) as served,
         grpc.aio.insecure_channel(served.address, options=small_window) as channel,
     ):
-        asked = request(stream, max_tokens=3000) if stream else request(max_tokens=300, logprobs=20)
-        call = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(asked)
+        message = request(stream, max_tokens=3000) if stream else request(max_tokens=300, logprobs=20)
+        call = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(message)
         await call.initial_metadata()
         await served.until(lambda info: info.counters.finished["abort" if stream else "length"])
         async with asyncio.timeout(PATIENCE_SECONDS):

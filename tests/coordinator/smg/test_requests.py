@@ -10,8 +10,8 @@ from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
 
-def params(**asked: Any) -> pb.SamplingParams:
-    request = smg.GenerateRequest(tokenized=smg.TokenizedInput(), sampling_params=smg.SamplingParams(**asked))
+def params(**fields: Any) -> pb.SamplingParams:
+    request = smg.GenerateRequest(tokenized=smg.TokenizedInput(), sampling_params=smg.SamplingParams(**fields))
     return generate_request(request).sampling_params
 
 

@@ -111,9 +111,9 @@ def test_all_lines_of_a_process_are_json(ending: str) -> None:
     )
     assert ended.returncode == 1
     events = [json.loads(line) for line in ended.stderr.splitlines()]
-    found = {event["message"].split("] ")[-1]: (event["logger"], event["level"]) for event in events}
-    assert found.pop(ENDINGS[ending])[1] == ("CRITICAL" if "raise" in ending else "WARNING")
-    assert found == {
+    by_message = {event["message"].split("] ")[-1]: (event["logger"], event["level"]) for event in events}
+    assert by_message.pop(ENDINGS[ending])[1] == ("CRITICAL" if "raise" in ending else "WARNING")
+    assert by_message == {
         "by a library": ("chatty", "WARNING"),
         "gone": ("stderr", "INFO"),
         "odd": ("stderr", "WARNING"),

@@ -220,9 +220,9 @@ def text_of(metrics: list[Metric]) -> str:
 
 def counts(seen: Scrape) -> dict[tuple[str, str], float]:
     """Calls by method and code."""
-    found = {}
+    totals = {}
     for labels, value in seen.values(HANDLED).items():
         by = dict(labels)
         assert by["grpc_service"].startswith("grpc.") or by["grpc_service"] == by["grpc_method"] == "unknown"
-        found[by["grpc_method"], by["grpc_code"]] = value
-    return found
+        totals[by["grpc_method"], by["grpc_code"]] = value
+    return totals
