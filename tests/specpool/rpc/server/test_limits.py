@@ -126,6 +126,7 @@ async def test_late_and_missing_requests_fail() -> None:
         assert error.details() == "request: the call has no request"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clients_by_metadata")
 async def test_slow_senders_delay_only_themselves() -> None:
     async with running(receive_seconds=1.5) as (calls, address), open_channel(address) as channel:
