@@ -5,6 +5,7 @@ A request is read when the limits allow it, not when it arrives. Until then gRPC
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -145,7 +146,7 @@ class Calls:
         call.client.memory += memory
         self._memory += memory
 
-    async def _payload(self, client: _Client, slot: "_ReadSlot", messages: AsyncIterator[bytes]) -> bytes | None:
+    async def _payload(self, client: _Client, slot: ExitStack, messages: AsyncIterator[bytes]) -> bytes | None:
         """Return the next message, or None at the end of the stream. Raises SlowRequestError."""
         seconds, slow_timer = self._limits.receive_seconds, None
         try:
@@ -156,13 +157,13 @@ class Calls:
         except TimeoutError:
             raise SlowRequestError(f"the request did not arrive within {seconds:g} s (receive_seconds)") from None
         finally:
-            slot.release()
+            slot.close()
             if slow_timer is not None:
                 slow_timer.cancel()
                 self._slow.pop(timeout, None)
 
-    def _mark_slow(self, slot: "_ReadSlot", timeout: asyncio.Timeout) -> None:
-        slot.release()
+    def _mark_slow(self, slot: ExitStack, timeout: asyncio.Timeout) -> None:
+        slot.close()
         self._slow[timeout] = None
         if len(self._slow) > MAX_SLOW_REQUESTS:
             slowest = next(iter(self._slow))
@@ -175,32 +176,18 @@ class Calls:
             used = f"{self._memory} of {self._limits.memory} bytes"
             raise _too_many(f"the requests in progress take {used} (request_memory)")
 
-    async def _read_slot(self, client: _Client) -> "_ReadSlot":
-        """Acquire a read slot. Raises TooManyCallsError if none becomes free in time."""
+    async def _read_slot(self, client: _Client) -> ExitStack:
+        """Acquire a slot to read a request, until it is closed. Raises TooManyCallsError if none becomes free."""
         seconds = self._limits.receive_seconds
         try:
             async with asyncio.timeout(seconds):
-                await client.reading.acquire()
-                try:
-                    await self._reading.acquire()
-                except BaseException:
-                    client.reading.release()
-                    raise
+                with ExitStack() as slot:
+                    for semaphore in (client.reading, self._reading):
+                        await semaphore.acquire()
+                        slot.callback(semaphore.release)
+                    return slot.pop_all()
         except TimeoutError:
             raise _too_many(f"no request slot became free within {seconds:g} s (receive_seconds)") from None
-        return _ReadSlot(self._reading, client.reading)
-
-
-class _ReadSlot:
-    """Permission to read a request. Can be released more than once."""
-
-    def __init__(self, *semaphores: asyncio.Semaphore) -> None:
-        self._held = semaphores
-
-    def release(self) -> None:
-        held, self._held = self._held, ()
-        for semaphore in held:
-            semaphore.release()
 
 
 def memory_of(request: object, size: int) -> int:
