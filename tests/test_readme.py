@@ -136,7 +136,7 @@ def test_a_command_takes_these_arguments(command: str, secrets: Path, monkeypatc
     length = {"specpool": 2, "python": 3}.get(words[0], 1)
     program, arguments = " ".join(words[:length]), words[length:]
     if (settings := settings_of(program)) is not None:
-        settings.load(program, arguments, neighbours=known_keys())
+        settings.load(program, arguments, other_settings=known_keys())
         return
     with pytest.raises(_ParsedError):
         _parse_only(words[2], arguments, monkeypatch)

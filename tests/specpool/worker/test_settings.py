@@ -139,7 +139,7 @@ def test_commands_know_these_without_torch() -> None:
 
 
 def load_up(*arguments: str) -> UpSettings:
-    return UpSettings.load("specpool up", list(arguments), neighbours=known_keys())
+    return UpSettings.load("specpool up", list(arguments), other_settings=known_keys())
 
 
 def test_what_up_allows_its_processes_allow_too(capsys: pytest.CaptureFixture[str]) -> None:
