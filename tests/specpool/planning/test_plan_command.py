@@ -176,7 +176,7 @@ async def test_plans_for_running_workers(
     [
         ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "has another tokenizer than fake"),
         ({}, "the worker has not measured its passes"),
-        ({"max_model_len": 0}, "its sequences have 0 positions"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
         ({"pass_seconds": lambda rows: 0.01, "rank_devices": ["cuda:0", "cuda:1"]}, "sharded over 2 ranks"),
     ],
 )

@@ -1,12 +1,12 @@
-"""The command line of the health check."""
+"""Command line of the health check."""
 
 import pytest
 
-from specpool.rpc.server import healthcheck
+from specpool import healthcheck
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "error"),
     [
         (["127.0.0.1:1", "--timeout", "nan"], "argument --timeout: nan is not a positive number"),
         (["127.0.0.1:1", "--timeout", "-1"], "argument --timeout: -1 is not a positive number"),
@@ -15,9 +15,9 @@ from specpool.rpc.server import healthcheck
         (["\udcff:1"], "argument HOST:PORT: '\\udcff:1' is not UTF-8"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_one_line(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_fail_with_one_line(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         healthcheck.main(arguments)
-    assert capsys.readouterr().err.splitlines()[-1] == f"specpool.rpc.server.healthcheck: error: {says}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"specpool.healthcheck: error: {error}"

@@ -1,11 +1,17 @@
-"""Answers of workers that do not fit what they were asked are found out, whatever is wrong with them."""
+"""Responses of workers that do not fit their request are rejected."""
 
 import math
 from typing import Any
 
 import pytest
 
-from specpool.protocol.answers import MisfitError, check_worker_info, read_proposals, read_step_costs, read_verdicts
+from specpool.protocol.responses import (
+    InvalidResponseError,
+    check_worker_info,
+    read_proposals,
+    read_step_costs,
+    read_verdicts,
+)
 from specpool.protocol.rounds import ItemStatus, ProposeItem, VerifyItem
 from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 
@@ -14,7 +20,7 @@ VOCAB = 100
 
 
 def verdict(**changes: Any) -> Any:
-    """The answer to `ITEM`, or what `changes` make of it."""
+    """Return a valid result for `ITEM`, with changes."""
     fields = {"sequence_id": 1, "status": OK, "token_ids": [7, 8, 9], "cached_length": 13} | changes
     return target_worker_pb2.VerifyResult(**fields)
 
@@ -27,9 +33,9 @@ def read(*results: Any, items: Any = (ITEM,), round_id: int = 3) -> Any:
     return read_verdicts(target_worker_pb2.VerifyResponse(round_id=round_id, results=results), 3, items, VOCAB)
 
 
-def test_an_answer_that_fits_is_taken() -> None:
-    (taken,) = read(verdict())
-    assert (taken.status, taken.token_ids, taken.num_cached_tokens) == (ItemStatus.OK, (7, 8, 9), 13)
+def test_valid_verdicts_are_read() -> None:
+    (valid,) = read(verdict())
+    assert (valid.status, valid.token_ids, valid.num_cached_tokens) == (ItemStatus.OK, (7, 8, 9), 13)
     (bonus,) = read(verdict(token_ids=[7, 8, 4, 4], cached_length=14))
     assert bonus.token_ids == (7, 8, 4, 4)
     (missed,) = read(verdict(status=MISS))
@@ -41,36 +47,34 @@ def test_an_answer_that_fits_is_taken() -> None:
     [
         ({"sequence_id": 2}, "sequences of the round"),
         ({"status": 0}, "status"),
-        ({"status": 99}, "status"),
-        ({"token_ids": [], "cached_length": 11}, "gained 0 tokens"),
-        ({"token_ids": [7, 8, 4, 4, 4]}, "gained 5 tokens"),
-        ({"token_ids": [7, 6, 9]}, "not the draft's"),
-        ({"token_ids": [7, 8], "cached_length": 12}, "chose the same"),
+        ({"token_ids": [], "cached_length": 11}, "0 tokens gained"),
+        ({"token_ids": [7, 8, 4, 4, 4]}, "5 tokens gained"),
+        ({"token_ids": [7, 6, 9]}, "differ from the draft"),
+        ({"token_ids": [7, 8], "cached_length": 12}, "equals the rejected"),
         ({"token_ids": [7, 8, VOCAB]}, "vocabulary"),
         ({"token_ids": [7, 8, 2**31]}, "vocabulary"),
-        ({"cached_length": 12}, "cached 12 positions instead of 13"),
-        ({"cached_length": 2**31}, "positions"),
+        ({"cached_length": 12}, "12 positions cached instead of 13"),
     ],
 )
-def test_a_verdict_that_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(MisfitError, match=reason):
+def test_impossible_verdicts_are_rejected(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidResponseError, match=reason):
         read(verdict(**changes))
 
 
-def test_verdicts_must_be_those_of_the_round_and_in_order() -> None:
+def test_verdicts_must_match_the_round_in_order() -> None:
     other = VerifyItem(2, 10, (5,), draft_token_ids=(7, 8, 4))
     assert len(read(verdict(), verdict(sequence_id=2), items=(ITEM, other))) == 2
     for results in ([], [verdict()], [verdict(sequence_id=2), verdict()], [verdict()] * 2, [verdict()] * 3):
-        with pytest.raises(MisfitError, match="sequences of the round"):
+        with pytest.raises(InvalidResponseError, match="sequences of the round"):
             read(*results, items=(ITEM, other))
-    with pytest.raises(MisfitError, match="round 2 instead of 3"):
+    with pytest.raises(InvalidResponseError, match="round 2 instead of 3"):
         read(verdict(), round_id=2)
 
 
-def test_a_prompt_chunk_gains_no_token() -> None:
+def test_prompt_chunks_gain_no_token() -> None:
     chunk = VerifyItem(1, 10, (5, 6), prefill_only=True)
     assert read(verdict(token_ids=[], cached_length=12), items=[chunk])[0].token_ids == ()
-    with pytest.raises(MisfitError, match="prompt chunk"):
+    with pytest.raises(InvalidResponseError, match="prompt chunk"):
         read(verdict(token_ids=[7], cached_length=12), items=[chunk])
 
 
@@ -87,12 +91,12 @@ def test_a_prompt_chunk_gains_no_token() -> None:
         [{"logprob": 1.0, "top_token_ids": [1, 2], "top_logprobs": [-1.0, -2.0]}],
     ],
 )
-def test_log_probabilities_that_cannot_be_are_refused(logprobs: list[dict[str, Any]]) -> None:
+def test_impossible_logprobs_are_rejected(logprobs: list[dict[str, Any]]) -> None:
     item = VerifyItem(1, 10, (5,), logprobs=2)
     good = [common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0, -2.0])]
     assert read(verdict(token_ids=[7], cached_length=11, logprobs=good), items=[item])[0].logprobs[0].logprob == -1.0
     bad = [common_pb2.TokenLogprobs(**one) for one in logprobs]
-    with pytest.raises(MisfitError):
+    with pytest.raises(InvalidResponseError):
         read(verdict(token_ids=[7], cached_length=11, logprobs=bad), items=[item])
 
 
@@ -102,9 +106,9 @@ def propose(**changes: Any) -> Any:
     return read_proposals(response, 3, [ProposeItem(1, 10, (5,), num_draft_tokens=2, min_chance=0.1)])
 
 
-def test_a_proposal_that_fits_is_taken() -> None:
-    (taken,) = propose(confidences=[0.5, 1.0001])
-    assert (taken.draft_token_ids, taken.confidences) == ((7, 8), (0.5, 1.0))
+def test_valid_proposals_are_read() -> None:
+    (valid,) = propose(confidences=[0.5, 1.0001])
+    assert (valid.draft_token_ids, valid.confidences) == ((7, 8), (0.5, 1.0))
     assert propose(draft_token_ids=[], cached_length=11)[0].draft_token_ids == ()
 
 
@@ -123,12 +127,12 @@ def test_a_proposal_that_fits_is_taken() -> None:
         {"sequence_id": 9},
     ],
 )
-def test_a_proposal_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(MisfitError):
+def test_impossible_proposals_are_rejected(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidResponseError):
         propose(**changes)
 
 
-def test_step_costs_that_make_no_sense_are_left_out() -> None:
+def test_impossible_step_costs_are_dropped() -> None:
     costs = common_pb2.StepCosts(
         rows=[0, 1, 2, 4, 8, 16], seconds=[1.0, math.nan, math.inf, -1.0, 0.0, 0.5], seconds_per_cached=math.nan
     )
@@ -157,11 +161,11 @@ def test_step_costs_that_make_no_sense_are_left_out() -> None:
         ({"tensor_parallel": 2, "tensor_parallel_sums": "backwards"}, {"ranks": TWO_RANKS}),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(model: dict[str, Any], load: dict[str, Any]) -> None:
+def test_impossible_descriptions_are_rejected(model: dict[str, Any], load: dict[str, Any]) -> None:
     good: dict[str, Any] = {"vocab_size": 10, "max_model_len": 10}
     check_worker_info(common_pb2.GetWorkerInfoResponse(model=common_pb2.ModelInfo(**good)))
     response = common_pb2.GetWorkerInfoResponse(
         model=common_pb2.ModelInfo(**(good | model)), load=common_pb2.WorkerLoad(**load)
     )
-    with pytest.raises(MisfitError):
+    with pytest.raises(InvalidResponseError):
         check_worker_info(response)

@@ -1,7 +1,7 @@
-"""A health check for containers that needs nothing more installed: exit status 0 if a server says that it serves.
+"""Health check for containers and scripts: exit status 0 if the server is serving.
 
-`python -m specpool.rpc.server.healthcheck HOST:PORT [--service NAME] [--timeout SECONDS] [--tls-ca FILE]
-[--tls-name NAME] [--tls-cert FILE --tls-key FILE]`
+`python -m specpool.healthcheck HOST:PORT [--service NAME] [--timeout SECONDS] [--tls-ca FILE] [--tls-name NAME]
+[--tls-cert FILE --tls-key FILE]`
 """
 
 import argparse
@@ -16,7 +16,7 @@ from specpool.rpc.status import status_line
 
 
 def problem(connector: Connector, service: str, timeout: float) -> str | None:
-    """Why the server does not serve; None if it does."""
+    """Return why the server is not serving, or None if it is."""
     with connector.open_blocking() as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
@@ -29,7 +29,7 @@ def problem(connector: Connector, service: str, timeout: float) -> str | None:
 
 
 def seconds(text: str) -> float:
-    """Reads a number of seconds to wait from the command line."""
+    """Parse a positive number of seconds."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
@@ -37,7 +37,7 @@ def seconds(text: str) -> float:
 
 
 def utf8_text(text: str) -> str:
-    """Reads a text from the command line that can be encoded as UTF-8."""
+    """Parse text that can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -46,17 +46,15 @@ def utf8_text(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Checks a server; returns the exit status, and says on stderr what is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="specpool.rpc.server.healthcheck", description="asks a server by grpc.health.v1"
-    )
+    """Check a server, print any problem to stderr and return the exit status."""
+    parser = argparse.ArgumentParser(prog="specpool.healthcheck", description="check a server with grpc.health.v1")
     parser.add_argument("address", type=utf8_text, metavar="HOST:PORT")
-    service = "full name of a service; default: the process as a whole"
+    service = "full name of a service; default: the whole process"
     parser.add_argument("--service", type=utf8_text, default="", help=service)
-    parser.add_argument("--timeout", type=seconds, default=3.0, help="seconds to wait for the answer")
-    parser.add_argument("--tls-ca", metavar="FILE", help="use TLS; CA that has signed the server's certificate")
-    parser.add_argument("--tls-cert", metavar="FILE", help="certificate to show to the server (mutual TLS)")
-    parser.add_argument("--tls-key", metavar="FILE", help="key of that certificate")
+    parser.add_argument("--timeout", type=seconds, default=3.0, help="seconds to wait for a response")
+    parser.add_argument("--tls-ca", metavar="FILE", help="use TLS and trust certificates signed by this CA")
+    parser.add_argument("--tls-cert", metavar="FILE", help="client certificate (mutual TLS)")
+    parser.add_argument("--tls-key", metavar="FILE", help="key of the client certificate")
     parser.add_argument("--tls-name", metavar="NAME", help="name in the server's certificate; default: HOST")
     options = parser.parse_args(arguments)
     tls = {name: getattr(options, name) for name in ("tls_ca", "tls_cert", "tls_key", "tls_name")}

@@ -1,21 +1,21 @@
-"""Panics of the tokenizers library, which is written in Rust, as errors of the call in which they happened."""
+"""Converts panics of the tokenizers library, which is written in Rust, to ordinary exceptions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class PanicError(Exception):
-    """A library panicked: no input should make it do so, but the process can go on."""
+    """A Rust library panicked. The process can continue."""
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether this is a panic. It is no `Exception`, so it would end the thread or the event loop."""
+    """Whether an exception is a panic. Panics do not derive from `Exception`, so they would end the event loop."""
     return type(error).__name__ == "PanicException"  # the class cannot be imported
 
 
 @contextmanager
-def panics_are_errors() -> Iterator[None]:
-    """Turns a panic into a PanicError."""
+def panics_as_errors() -> Iterator[None]:
+    """Raise PanicError for a panic."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The gateway's messages about what the coordinator generates and knows."""
+"""Builds the gateway's messages from the coordinator's results and state."""
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -12,12 +12,12 @@ from specpool.protocol.sampling import TokenLogprobs
 from specpool.v1 import common_pb2
 
 NO_TOKENIZER = "/dev/null"
-"""A path that exists and holds no tokenizer, so that smg asks for ours. Otherwise it would take one from a path that it
-finds on its own machine, or from the hub, where the model may have changed."""
+"""A path without a tokenizer, so that smg requests ours. Otherwise it would load one from its own disk or from the hub,
+which may differ."""
 
 
 def chunk(sample: Sample, piece: Piece) -> smg.GenerateResponse:
-    """The next tokens of a sample."""
+    """Build the message of a piece of a sample."""
     message = smg.GenerateStreamChunk(
         token_ids=piece.token_ids,
         prompt_tokens=sample.sequence.prompt_length,
@@ -31,7 +31,7 @@ def chunk(sample: Sample, piece: Piece) -> smg.GenerateResponse:
 
 
 def end(sample: Sample) -> smg.GenerateResponse:
-    """The end of a sample whose tokens were sent in chunks."""
+    """Build the last message of a streamed sample."""
     sequence, finish = sample.sequence, sample.sequence.finish
     assert finish is not None
     return smg.GenerateResponse(
@@ -50,25 +50,25 @@ def end(sample: Sample) -> smg.GenerateResponse:
 
 
 async def complete(sample: Sample) -> smg.GenerateResponse:
-    """A sample that has ended, with all of its tokens."""
+    """Build the message of a finished sample, with all of its tokens."""
     message = end(sample)
-    token_ids, done = sample.sequence.generated_ids, 0
+    token_ids, start = sample.sequence.generated_ids, 0
     message.complete.output_ids.extend(token_ids)
     async for logprobs in sample.logprobs():
-        _add_logprobs(message.complete.output_logprobs, token_ids[done : done + len(logprobs)], logprobs)
-        done += len(logprobs)
+        _add_logprobs(message.complete.output_logprobs, token_ids[start : start + len(logprobs)], logprobs)
+        start += len(logprobs)
     return message
 
 
 def _add_logprobs(message: smg.OutputLogProbs, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> None:
-    for token_id, found in zip(token_ids, logprobs, strict=True):
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
         message.token_ids.append(token_id)
-        message.token_logprobs.append(found.logprob)
-        message.top_logprobs.add(token_ids=[token for token, _ in found.top], values=[value for _, value in found.top])
+        message.token_logprobs.append(entry.logprob)
+        message.top_logprobs.add(token_ids=[token for token, _ in entry.top], values=[value for _, value in entry.top])
 
 
 def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
-    """The target as clients of the gateway see it. UnavailableError until the target worker has been reached."""
+    """Describe the target to the gateway. Raises UnavailableError until the target worker was ready."""
     tokenizer, model = coordinator.tokenizer, coordinator.target.info
     assert model is not None
     return smg.GetModelInfoResponse(
@@ -85,13 +85,13 @@ def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
 
 
 def served_name(model: str) -> str:
-    """The name by which clients ask for a model: a hub id as it is, or the last part of a path."""
+    """Return the model name for clients: a hub id, or the last part of a path."""
     path = PurePath(model)
     return path.name if path.is_absolute() or len(path.parts) > 2 else str(path)
 
 
 def loads(coordinator: Coordinator, load: common_pb2.WorkerLoad | None, version: str) -> smg.GetLoadsResponse:
-    """The load of the pool, and of the target worker as far as it is known."""
+    """Describe the load of the pool and, if known, of the target worker."""
     running, waiting = coordinator.pool.running, coordinator.pool.queued
     load = load if load is not None else common_pb2.WorkerLoad()
     used, total = load.kv_positions_total - load.kv_positions_free, load.kv_positions_total
