@@ -5,7 +5,7 @@ import torch
 from specpool.engine.passes.forward_pass import CompiledGemms
 from specpool.engine.passes.native.panels import BFLOAT16, PANEL
 from specpool.engine.probes.inputs import ProbeInputs
-from specpool.engine.weights.kinds import KINDS
+from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Weight, as_tensor
 
 # More rows than two tiles of gemm.h, and a number of panels that few thread counts divide evenly.
@@ -23,7 +23,7 @@ def gemms_agree(gemms: CompiledGemms) -> bool:
         _gemm_agrees(gemms, kind, inputs)
         for inputs in sorted(gemms.gemm_inputs)
         for kind in gemms.kinds
-        if kind not in KINDS or inputs % KINDS[kind].block == 0
+        if kind not in QUANTIZATION_TYPES or inputs % QUANTIZATION_TYPES[kind].block == 0
     )
 
 
@@ -32,15 +32,15 @@ def _gemm_agrees(gemms: CompiledGemms, kind: str, inputs: int) -> bool:
     # Rows are float32 whatever the weights are: the product of two bfloat16 numbers never rounds.
     order, x = numbers.order(inputs), numbers.cancelling(inputs, ROWS)
     weight: Weight
-    if kind in KINDS:
-        weight = numbers.quantized(KINDS[kind], OUTPUTS, inputs)
+    if kind in QUANTIZATION_TYPES:
+        weight = numbers.quantized(QUANTIZATION_TYPES[kind], OUTPUTS, inputs)
     else:
         half = numbers.normal(OUTPUTS, inputs // 2)  # `inputs` is a multiple of a vector, so even
         weight = torch.cat([half, half], 1)[:, order].to(torch.bfloat16 if kind == BFLOAT16 else torch.float32)
     x = x[order].T.contiguous()
     gemm = gemms.gemm_with(weight)
     together = gemm(x)
-    if kind in KINDS:
+    if kind in QUANTIZATION_TYPES:
         others = gemms.gemm_with(as_tensor(weight)), gemms.gemm_with(weight, widened_from=1)
         if not all(torch.equal(together, other(x)) for other in others):
             return False

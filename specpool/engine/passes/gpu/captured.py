@@ -27,7 +27,7 @@ class CapturedModel(ForwardPass):
         super().__init__()
         self.model, self.compute_dtype, self.rows_per_tile = model, model.compute_dtype, model.rows_per_tile
         self._graphs: CapturedGraphs[PackedBatch] = CapturedGraphs(capture, required=model.group.ranks > 1)
-        model.group.before_leaving(self._graphs.clear)
+        model.group.on_leave(self._graphs.clear)
         self._logits: torch.Tensor | None = None
         """Memory for logits that all graphs share."""
 

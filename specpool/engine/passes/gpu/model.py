@@ -40,7 +40,7 @@ def try_kernels(fused: FusedModel) -> None:
     weight, kv_heads = fused.dense_embedding, fused.kv_heads
     arena = KVArena(1, kv_heads, rows, fused.head_dim, weight.dtype, weight.device)
     batch = pack([Span(0, 0, [0], 1)], [Location(0)], arena, lambda count: count)
-    layer(fused.group.embedded(weight, batch.input_ids), None, batch, fused.rotary(rows)).partials.sum().item()
+    layer(fused.group.embed(weight, batch.input_ids), None, batch, fused.rotary(rows)).partials.sum().item()
 
 
 class GpuModel(ForwardPass):
@@ -65,12 +65,12 @@ class GpuModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
-        hidden, added = self.group.embedded(self.embedding, batch.input_ids), None
+        hidden, added = self.group.embed(self.embedding, batch.input_ids), None
         for layer in self.layers:
             added = layer(hidden, added, batch, self.rotary)
         normed = add_and_norm(hidden, added, self.norm, self.eps)
         logits: torch.Tensor = self.head(normed[batch.logit_rows])[0]
-        return self.group.gathered(logits, "tokens")
+        return self.group.gather(logits, "tokens")
 
     def gemms(self) -> list[Gemm]:
         """All GEMMs, in the order of the pass."""
@@ -144,9 +144,9 @@ class GpuLayer(nn.Module):
     ) -> Addend:
         """The branch that ends with this GEMM."""
         if not self.group.in_parts or bias is None:
-            return Addend(self.group.terms(gemm, x, inputs), bias, norm)
+            return Addend(self.group.project_terms(gemm, x, inputs), bias, norm)
         # Only one rank holds the bias, so it travels within that rank's term.
-        return Addend(self.group.terms(lambda x: gemm(x).add_(bias), x, inputs), None, norm)
+        return Addend(self.group.project_terms(lambda x: gemm(x).add_(bias), x, inputs), None, norm)
 
     def _gemm(self, linear: nn.Linear, outputs: Dimension) -> Gemm:
         """The GEMM of this rank's shard of the outputs.
@@ -155,8 +155,8 @@ class GpuLayer(nn.Module):
         in parts, each rank sends one term, rounded to the model's dtype, and the sum rounds once.
         """
         split = not (self.group.in_parts and outputs == "hidden")
-        return Gemm(linear.weight, split, self.group.whole(len(linear.weight), outputs))
+        return Gemm(linear.weight, split, self.group.unsharded_outputs(len(linear.weight), outputs))
 
     def _gathered_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The full bias of a branch. With whole sums, each rank holds a shard of it."""
-        return bias if bias is None or self.group.in_parts else self.group.gathered(bias.detach(), "hidden")
+        return bias if bias is None or self.group.in_parts else self.group.gather(bias.detach(), "hidden")

@@ -19,7 +19,7 @@ from specpool.engine.passes.native.packed_weights import ModelPanels, PackedWeig
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, segments_of
 from specpool.engine.passes.native.structs import LINEARS, NORMS, Batch, Layer, Linear, Model
 from specpool.engine.passes.packing import PackedBatch
-from specpool.engine.weights.kinds import INT8, KINDS
+from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Weight
 
 # As in decoder.c.
@@ -97,7 +97,8 @@ class NativeModel(ForwardPass):
     def weight_kinds(self) -> Mapping[str, int]:
         """Bytes of GEMM weights by dtype or quantized kind."""
         return {
-            kind if kind in KINDS and kind != INT8.name else kind.lower(): count for kind, count in self._kinds.items()
+            kind if kind in QUANTIZATION_TYPES and kind != INT8.name else kind.lower(): count
+            for kind, count in self._kinds.items()
         }
 
     @property
@@ -219,7 +220,7 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel]) -> NativeMode
 def _is_supported(fused: FusedModel) -> bool:
     layers: list[Any] = list(fused.layers)
     # Of the unsharded model, so that all ranks agree.
-    intermediate = fused.group.total(layers[0].gate_up.out_features // 2, "intermediate")
+    intermediate = fused.group.full_size(layers[0].gate_up.out_features // 2, "intermediate")
     sizes = (layers[0].head_dim, fused.norm.numel(), intermediate)
     shapes = {
         tuple((getattr(layer, name).out_features, getattr(layer, name).in_features) for name in LINEARS)

@@ -14,7 +14,7 @@ from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.panels import KIND_NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.passes.native.structs import LINEARS, NORMS, Linear, Panel
-from specpool.engine.weights.quantized import parts_of, same_memory
+from specpool.engine.weights.quantized import parts_of, shares_memory
 
 ALIGNMENT = 128
 """Bytes: two cache lines, which processors fetch together."""
@@ -47,7 +47,7 @@ class ModelPanels:
 def panels_of(fused: FusedModel) -> ModelPanels:
     """The panels of a model, with weights as stored or in the smaller dtype that holds them exactly."""
     layers: list[Any] = list(fused.layers)
-    tied = same_memory(fused.embedding, fused.head)
+    tied = shares_memory(fused.embedding, fused.head)
     return ModelPanels(
         [{name: segments_of(parts_of(getattr(layer, name))) for name in LINEARS} for layer in layers],
         segments_of(parts_of(fused.head)),

@@ -28,24 +28,24 @@ class ShardedNativeModel(NativeModel):
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows."""
         group, model, library = self.group, byref(self._model), self._library
-        own_tokens = group.own_tokens(batch.input_ids)
+        own_tokens = group.local_tokens(batch.input_ids)
         arguments, logits = self._prepare(batch)
         arguments.token_ids = own_tokens.data_ptr()
         c_batch, rows = byref(arguments), batch.tokens
         activations = library.activations_of(model, c_batch)
         hidden = self._view(activations.hidden, rows, self._model.hidden)
-        attended = self._view(activations.attended, rows, group.own("attended"))
+        attended = self._view(activations.attended, rows, group.local_size("attended"))
         gated = self._view(activations.gated, rows, self._model.intermediate)
         library.embed_stage(model, c_batch, c_void_p(activations.hidden))
-        hidden.copy_(group.chosen(hidden, batch.input_ids[:rows]))
+        hidden.copy_(group.select_rows(hidden, batch.input_ids[:rows]))
         branch: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             library.attend_stage(model, c_batch, c_int64(index), _address(branch))
-            branch = group.added(partial(self._branch, layer.out), attended, "attended")
+            branch = group.project(partial(self._branch, layer.out), attended, "attended")
             library.gate_stage(model, c_batch, c_int64(index), _address(branch))
-            branch = group.added(partial(self._branch, layer.down), gated, "intermediate")
+            branch = group.project(partial(self._branch, layer.down), gated, "intermediate")
         library.logits_stage(model, c_batch, _address(branch))
-        return group.gathered(logits[:, : self._outputs], "tokens")
+        return group.gather(logits[:, : self._outputs], "tokens")
 
     def _branch(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         return self._gemm(linear, x)[:, : self._branch_features]

@@ -12,7 +12,7 @@ from specpool.engine.passes.native.packed_weights import ALIGNMENT, PackedWeight
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.passes.native.structs import Batch, Linear, Model
 from specpool.engine.probes.inputs import ProbeInputs
-from specpool.engine.weights.kinds import INT8, KINDS, SCALE_BYTES
+from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES, SCALE_BYTES
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 NEVER = 1 << 20
@@ -67,15 +67,15 @@ class Gemm:
 def random_weight(kind: str, outputs: int, inputs: int = INPUTS) -> Weight:
     """A weight with scales of both signs, some of them subnormal in float16."""
     numbers = ProbeInputs(torch.empty(0))
-    if kind not in KINDS:
+    if kind not in QUANTIZATION_TYPES:
         weight = numbers.normal(outputs, inputs)
         return weight.bfloat16().float() if kind == BFLOAT16 else weight
-    weight = numbers.quantized(KINDS[kind], outputs, inputs)
+    weight = numbers.quantized(QUANTIZATION_TYPES[kind], outputs, inputs)
     if kind == INT8.name:
         weight.data[::3, SCALE_BYTES - 1] |= 0x80
         return weight
-    for at in KINDS[kind].halves:
-        blocks = weight.data.unflatten(1, (-1, KINDS[kind].block_bytes))
+    for at in QUANTIZATION_TYPES[kind].halves:
+        blocks = weight.data.unflatten(1, (-1, QUANTIZATION_TYPES[kind].block_bytes))
         blocks[::3, :, at + 1] |= 0x80
         blocks[1::4, :, at + 1] &= 0x83
     return weight
@@ -164,5 +164,5 @@ def test_quantized_weights_with_a_partial_part_become_float32(inputs: int) -> No
 def test_panels_written_by_several_threads_are_the_same(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight("Q4_1", 5 * PANEL + 1), random_rows(1)
     expected = Gemm(library, segments_of([weight]))(x)
-    monkeypatch.setattr("specpool.engine.weights.threads.AT_A_TIME", 2 * PANEL * INPUTS)
+    monkeypatch.setattr("specpool.engine.weights.threads.SLICE_WEIGHTS", 2 * PANEL * INPUTS)
     assert torch.equal(Gemm(library, segments_of([weight]))(x), expected)
