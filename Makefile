@@ -54,7 +54,7 @@ protos: .venv/ready
 	$(BIN)/python .ci/generate_stubs.py
 
 bench: .venv/ready
-	$(BIN)/python -m benchmarks.coordinator_cost
+	$(BIN)/python -m benchmarks.cost --of coordinator
 
 # Writes constraints.txt. PINS are options of `uv pip compile`: PINS=--upgrade, PINS='--upgrade-package grpcio'.
 pins: $(TOOLS)/ready

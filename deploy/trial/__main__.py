@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pair import make_tiny_pair
 from benchmarks.report import console, finish, output_folder, show
-from benchmarks.tiny_pair import make_tiny_pair
 from deploy.trial.load import Load, random_cases
 from deploy.trial.namespaces import TrialError, inside
 from deploy.trial.network import Network, network

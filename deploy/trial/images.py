@@ -30,7 +30,7 @@ CONTENT = {"base", "pair", "pip.conf", "run", "storage"}
 """Names in the folder of the storage."""
 PACKAGES = "usr/local/lib/python3.12/site-packages/"
 GENERATE = "specpool generate --address 127.0.0.1:{port} --max-tokens 48 --json Hello"
-MAKE_PAIR = "from pathlib import Path; from benchmarks.tiny_pair import make_tiny_pair; make_tiny_pair(Path('/pair'))"
+MAKE_PAIR = "from pathlib import Path; from benchmarks.pair import make_tiny_pair; make_tiny_pair(Path('/pair'))"
 ASK = "from specpool import Client; print(Client('127.0.0.1:{port}').model_info())"
 
 

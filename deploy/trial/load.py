@@ -8,7 +8,7 @@ from itertools import cycle
 
 import grpc
 
-from benchmarks.tiny_pair import MAX_MODEL_LEN
+from benchmarks.pair import MAX_MODEL_LEN
 from deploy.trial.timeline import Timeline
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
 from specpool.rpc.status import status_line

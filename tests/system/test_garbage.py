@@ -7,9 +7,9 @@ import grpc
 import pytest
 from grpc import StatusCode
 from serving import Serving, check_tokens, make_request, serving, stream
+from specpool.testing.faults import Fault
 
 from specpool.testing import DRAFT_FAULTS, TARGET_FAULTS, VOCAB_SIZE, GarbageDraft, GarbageTarget
-from specpool.testing.faults import Fault
 from specpool.v1 import generation_pb2 as pb
 
 AT_LEAST = 20

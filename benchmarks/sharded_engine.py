@@ -1,8 +1,9 @@
-"""An engine, alone or divided among ranks, in a process of its own, and what is measured of it there.
+"""An engine, alone or sharded among ranks, in a process of its own.
 
-A process can have only one divided engine; in processes of their own, several engines can be measured in turns.
+A process can have only one sharded engine, so engines that take turns need processes of their own.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from multiprocessing import get_context
 from typing import Any, Self, TypeVar
 
 import psutil
+import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.engine_answers import Answers, by_drafts, one_by_one
 from benchmarks.report import seconds_of
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
@@ -21,47 +22,44 @@ from specpool.engine.sharding.shares import Sums
 from specpool.engine.startup.loading import load_engine
 
 MAX_MODEL_LEN, MAX_SEQUENCES = 320, 16
+NUM_DRAFT_TOKENS = 3
+WRONG_EVERY = 4
+"""One of this many draft tokens is wrong, so rounds end at different lengths."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A number of ranks, how they sum, and the threads of each."""
+    """A number of ranks, how they sum (None: not sharded), and the threads of each."""
 
     ranks: int
     sums: Sums | None
-    """None: not divided."""
     threads: int
 
     def options(self, model: str) -> EngineOptions:
         """The options of such an engine."""
         return EngineOptions(
-            model=model,
-            device="cpu",
-            threads=self.threads,
-            tensor_parallel=self.ranks,
-            tensor_parallel_sums=self.sums or "auto",
-            max_model_len=MAX_MODEL_LEN,
-            max_sequences=MAX_SEQUENCES,
-        )
+            model=model, device="cpu", threads=self.threads, tensor_parallel=self.ranks,
+            tensor_parallel_sums=self.sums or "auto", max_model_len=MAX_MODEL_LEN, max_sequences=MAX_SEQUENCES,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass: new tokens of some sequences after `cached` positions of each."""
+    """A forward pass: `tokens` new tokens of each of some sequences, after `cached` positions."""
 
     sequences: int
     tokens: int
     cached: int
 
     def spans(self) -> list[Span]:
-        """Of the first slots; the last token of each sequence gets logits."""
+        """Spans of the first slots; the last token of each sequence gets logits."""
         return [Span(slot, self.cached, [5] * self.tokens, 1) for slot in range(self.sequences)]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What a pass took, and its collectives as rank 0 saw them: with its waiting for ranks that are slower."""
+    """Time of a pass, and of its collectives as rank 0 sees them, waiting included."""
 
     seconds: float
     collectives: int
@@ -69,8 +67,16 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """The tokens of each answer, and a SHA-256 of the logits that they come from."""
+
+    token_ids: list[list[int]]
+    logits: str
+
+
+@dataclass(frozen=True)
 class Memory:
-    """Bytes of each rank: its weights, and the memory that its process shares with no other."""
+    """Bytes of each rank: weights, and memory that its process shares with no other."""
 
     weights: list[int]
     resident: list[int]
@@ -78,17 +84,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Start:
-    """How an engine was loaded."""
+    """How an engine was loaded. `before`: bytes that its process had for itself before loading."""
 
     seconds: float
     bitwise: bool
-    """Whether the engine proved that its results are exact."""
     before: int
-    """Bytes that its process had for itself alone before, by imports."""
 
 
 class MeasuredEngine:
-    """An engine in a process of its own. A context manager: at its end all ranks have ended.
+    """An engine in a process of its own; a context manager that ends all ranks.
 
     Every method raises BrokenProcessPool, a RuntimeError, if the process has ended.
     """
@@ -104,11 +108,11 @@ class MeasuredEngine:
             raise
 
     def fastest(self, shape: Pass, times: int) -> Timing:
-        """The fastest of some passes, after one that is not counted."""
+        """The fastest of some passes, after a warm-up."""
         return self._ask(_fastest, shape, times)
 
     def answers(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[Answers, Answers]:
-        """Greedy answers of `tokens` tokens: one token at a time, and by verifying drafts."""
+        """Greedy answers of `tokens` tokens: token by token, and by verifying drafts."""
         return self._ask(_answers, prompts, tokens)
 
     def memory(self) -> Memory:
@@ -128,7 +132,7 @@ class MeasuredEngine:
         return self._processes.submit(function, *arguments).result()
 
 
-# The engine of this process, once it is loaded: an engine cannot be sent between processes.
+# The engine of this process: it cannot be sent between processes.
 _engines: list[Engine] = []
 
 
@@ -169,3 +173,54 @@ def _memory() -> Memory:
 
 def _close() -> None:
     _engines.pop().close()
+
+
+def one_by_one(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> Answers:
+    """Answers of `tokens` tokens, one sequence at a time and one token per pass."""
+    answers, logits = [], []
+    for prompt in prompts:
+        answer: list[int] = []
+        span = Span(0, 0, list(prompt), 1)
+        while len(answer) < tokens:
+            row = engine.forward([span])
+            answer.append(int(row.argmax()))
+            logits.append(row)
+            span = Span(0, span.end, answer[-1:], 1)
+        answers.append(answer)
+    return Answers(answers, _digest(logits))
+
+
+def by_drafts(engine: Engine, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> Answers:
+    """Answers of all sequences together, in rounds that verify drafts.
+
+    Drafts are the expected tokens, some of them wrong. Answers are as long as the expected ones.
+    """
+    first = engine.forward([Span(slot, 0, list(prompt), 1) for slot, prompt in enumerate(prompts)])
+    answers = [[int(row.argmax())] for row in first]
+    logits = [[row[None]] for row in first]
+    while unfinished := [slot for slot, answer in enumerate(answers) if len(answer) < len(expected[slot])]:
+        drafts = {slot: _draft(expected[slot], len(answers[slot]), engine.vocab_size) for slot in unfinished}
+        spans = [
+            Span(slot, len(prompts[slot]) + len(answers[slot]) - 1, [answers[slot][-1], *draft], 1 + len(draft))
+            for slot, draft in drafts.items()
+        ]
+        rows = engine.forward(spans).split([span.num_logits for span in spans])
+        for (slot, draft), own in zip(drafts.items(), rows, strict=True):
+            chosen = own.argmax(-1).tolist()
+            gained = 1 + next((i for i, token in enumerate(draft) if token != chosen[i]), len(draft))
+            answers[slot] += chosen[:gained]
+            logits[slot].append(own[:gained])
+    return Answers(answers, _digest([rows for sequence in logits for rows in sequence]))
+
+
+def _draft(expected: Sequence[int], done: int, vocab_size: int) -> list[int]:
+    """Tokens after the first `done`; the last token of an answer is never drafted."""
+    positions = range(done, min(done + NUM_DRAFT_TOKENS, len(expected) - 1))
+    return [(expected[i] + (i % WRONG_EVERY == 0)) % vocab_size for i in positions]
+
+
+def _digest(logits: Sequence[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for rows in logits:
+        digest.update(rows.float().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,10 +1,9 @@
-"""llama.cpp's server as a child process of a benchmark, run by the Python of an environment that has only `xllamacpp`.
+"""llama.cpp's server as a child process of `benchmarks.llamacpp`, in an environment that has only `xllamacpp`.
 
-Standard input: a JSON object {"gguf", "slots", "threads", "context": tokens of a slot}, then one for each run:
-{"prompts": token ids of each, "tokens": number of tokens of each answer}. Standard output: {} once the model is loaded,
-then {"outputs": token ids of each answer, "seconds"} for each run; or {"error"}, which is the end. As many prompts as
-there are slots are in flight, and decoded greedily. The server listens on a port of its own and is asked over HTTP: its
-calls within the process return texts without token ids. It computes nothing between runs.
+Standard input: a JSON object {"gguf", "slots", "threads", "context": tokens of a slot}, then one per run: {"prompts":
+token ids of each, "tokens": tokens of each answer}. Standard output: {} once the model is loaded, then {"outputs":
+token ids of each answer, "seconds"} per run; or {"error"}, after which the process ends. A run keeps one request per
+slot in flight over HTTP, because calls within the process return texts without token ids.
 """
 
 import http.client
@@ -16,15 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-# The context of a slot is a multiple of this, as llama.cpp would make it.
 CONTEXT_STEP = 256
+"""llama.cpp rounds the context of a slot up to a multiple of this."""
 ERRORS_ONLY = 1
 
 
 def main() -> None:
     """Serves runs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # llama.cpp may print to standard output, too
+    os.dup2(2, 1)  # llama.cpp may print to standard output
     try:
         serve(answers)
     except (OSError, RuntimeError, ValueError) as error:
@@ -46,8 +45,8 @@ def serve(answers: Any) -> None:
 
 
 def start(gguf: str, slots: int, threads: int, context: int) -> Any:
-    """A server that keeps no prompts and uses no GPU; all else is llama.cpp's default. RuntimeError."""
-    import xllamacpp  # here: it may print when it is imported
+    """A server that caches no prompts and uses no GPU, with defaults otherwise. RuntimeError."""
+    import xllamacpp  # imported late: it may print
 
     settings = xllamacpp.CommonParams()
     settings.model.path = gguf
@@ -66,13 +65,9 @@ def start(gguf: str, slots: int, threads: int, context: int) -> Any:
 def complete(address: str, tokens: int, prompt: list[int]) -> list[int]:
     """The tokens of one answer. RuntimeError: the server refuses."""
     request = {
-        "prompt": prompt,
-        "n_predict": tokens,
-        "ignore_eos": True,
-        "temperature": 0.0,
-        "cache_prompt": False,
+        "prompt": prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0.0, "cache_prompt": False,
         "return_tokens": True,
-    }
+    }  # fmt: skip
     connection = http.client.HTTPConnection(address)
     try:
         connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
@@ -81,8 +76,8 @@ def complete(address: str, tokens: int, prompt: list[int]) -> list[int]:
         connection.close()
     if "error" in answer:
         raise RuntimeError(answer["error"]["message"])
-    its: list[int] = answer["tokens"]
-    return its
+    found: list[int] = answer["tokens"]
+    return found
 
 
 def _answer(answers: Any, message: dict[str, Any]) -> None:

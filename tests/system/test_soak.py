@@ -5,10 +5,10 @@ import sys
 from typing import Any
 
 import pytest
-
 from benchmarks.soak import main, parse
 from benchmarks.soak_load import WrongAnswerError, check_samples
 from benchmarks.trio import memory
+
 from specpool.v1 import generation_pb2 as pb
 
 REQUEST = pb.GenerateRequest(request_id="a", sampling_params=pb.SamplingParams(max_tokens=2, n=2))

@@ -1,4 +1,4 @@
-"""A TCP proxy that does to connections what networks do: cuts, delays, silence and refusals."""
+"""A TCP proxy that breaks connections as networks do: cuts, delays, silence and refusals."""
 
 import asyncio
 import contextlib
@@ -7,50 +7,43 @@ import struct
 from dataclasses import dataclass, field
 
 CHUNK_BYTES = 65_536
-# Chunks of a connection that are held back at a time; a sender that is faster than that waits.
-MOST_CHUNKS = 256
+MAX_CHUNKS = 256
+"""Chunks held back per direction; a faster sender waits."""
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 @dataclass(eq=False)
 class _Connection:
-    """A client's connection, and the connection to the server that belongs to it."""
+    """A client's connection and its counterpart to the server."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter | None = None
     is_swallowed: bool = False
-    """Whether it takes bytes and forwards none, for good."""
+    """Whether the proxy drops all further bytes."""
     pumps: list[asyncio.Task[None]] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Ends both connections at once with RST, so that each side sees a cut."""
+        """Ends both connections with RST."""
         for pump in self.pumps:
             pump.cancel()
         for writer in (self.client, self.server):
             if writer is not None:
                 connection: socket.socket = writer.get_extra_info("socket")
-                with contextlib.suppress(OSError):  # closed by the other side meanwhile
+                with contextlib.suppress(OSError):  # the other side has closed it
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
                 writer.transport.abort()
 
 
 class CuttingProxy:
-    """Forwards TCP connections to a server, and breaks them when told to. `start` it, and connect to the address that
-    `start` returns instead of the server's."""
+    """Forwards TCP connections to a server and breaks them on demand."""
 
     def __init__(self) -> None:
-        self.accepted = 0
-        """Connections that were accepted, those refused included."""
-        self.refused = 0
-        """Connections that were refused."""
-        self.cuts = 0
-        """Number of calls of `cut`."""
-        self.connections_cut = 0
-        """Connections that these calls ended."""
-        self.bytes_forwarded = 0
-        """Bytes that reached the other side, in both directions."""
-        self.bytes_swallowed = 0
-        """Bytes that were taken and not forwarded."""
+        self.accepted = self.refused = 0
+        """Connections accepted, including refused ones; and connections refused."""
+        self.cuts = self.connections_cut = 0
+        """Calls of `cut`, and connections that they ended."""
+        self.bytes_forwarded = self.bytes_swallowed = 0
+        """In both directions."""
         self._target = ("", 0)
         self._listening: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
@@ -59,40 +52,38 @@ class CuttingProxy:
 
     @property
     def connections(self) -> int:
-        """Connections that are open now."""
+        """Open connections."""
         return len(self._connections)
 
     async def start(self, target_address: str) -> str:
-        """Listens, and returns the address that stands for `target_address` ("host:port") from now on."""
+        """Starts listening; returns the address that stands for `target_address` ("host:port")."""
         host, _, port = target_address.rpartition(":")
         self._target = (host.strip("[]"), int(port))
         self._listening = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"127.0.0.1:{self._listening.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        """Ends all connections at once (RST). New ones are accepted."""
+        """Ends all open connections with RST."""
         self.cuts += 1
         self._reset([*self._connections])
 
     def swallow(self) -> None:
-        """Takes all bytes of the connections that are open now and forwards none, without closing them, as a router
-        does that has forgotten them. New connections are forwarded."""
+        """Drops all further bytes of open connections without closing them, like a router that forgot them."""
         for connection in self._connections:
             connection.is_swallowed = True
 
-    def black_hole(self, is_one: bool) -> None:
-        """Swallows all connections, new ones too. When it ends, those that have lost bytes are cut: nothing sensible
-        could follow in them."""
-        self._is_black_hole = is_one
-        if not is_one:
+    def black_hole(self, is_black_hole: bool) -> None:
+        """Drops the bytes of all connections, new ones included. At its end, connections that lost bytes are cut."""
+        self._is_black_hole = is_black_hole
+        if not is_black_hole:
             self._reset([connection for connection in self._connections if connection.is_swallowed])
 
     def delay(self, seconds: float) -> None:
-        """Forwards bytes that come from now on `seconds` later, in their order."""
+        """Delays all further bytes."""
         self._delay_seconds = seconds
 
     def refuse(self, is_refusing: bool) -> None:
-        """Ends new connections as soon as they come (RST). Those that are open stay."""
+        """Resets new connections; open ones stay."""
         self._is_refusing = is_refusing
 
     async def stop(self) -> None:
@@ -131,12 +122,11 @@ class CuttingProxy:
         ]
         await asyncio.wait(connection.pumps)
         self._connections.discard(connection)
-        connection.reset()
-        return None
+        return connection.reset()
 
     async def _pump(self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forwards the bytes of one direction, to the end of them or of the connection."""
-        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_CHUNKS)
+        """Forwards one direction until either side ends."""
+        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_CHUNKS)
         forwarding = asyncio.create_task(self._forward(connection, due, writer))
         now = asyncio.get_running_loop().time
         try:

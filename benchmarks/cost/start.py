@@ -1,17 +1,12 @@
 """Time from `specpool up` to the first answer, and memory of the three processes, with the embedded pair.
 
-    python -m benchmarks.start [--repeats 3] [--bare] [--flags "--threads 2"] [--output FOLDER]
-
-Each run starts the command anew, waits until it serves, and has one token generated, then 16. Seconds are counted from
-the start of the command; the pair exists already and its files are mostly in the machine's cache, since they were read
-before; all but the first run may find the compiled passes that another has kept. `--bare`: each run has an empty cache
-folder of its own, so that pip fetches the pair, it is made, and passes are compiled, as on a machine that never ran it.
-Memory is that of each process after the second answer, and the most that it had: pages of mapped files count. Only the
-command line and the client are used, so that other commits can be measured by this file.
-The last line printed is JSON.
+Each run starts the command, waits until it serves, and generates one token, then 16. Seconds count from the start of
+the command. The pair exists and its files are mostly in the page cache; all runs but the first may find compiled code.
+`--bare` gives each run an empty cache folder, so pip fetches the pair and its code is compiled, as on a new machine.
+Memory is the resident size after the second answer, and its maximum; pages of mapped files count. The benchmark uses
+only the command line and the client, so it can measure other commits.
 """
 
-import argparse
 import os
 import re
 import shlex
@@ -20,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpc import RpcError
 
-from benchmarks.report import finish, output_folder, progress, show, whole
+from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
 from specpool.client import Client
 
 UP = "import sys; from specpool.cli.main import main; sys.exit(main())"
@@ -33,24 +29,24 @@ ANSWERS = {"first token": 1, "16 tokens": 16}
 PROMPT = "The capital of Norway is"
 KINDS = ("target_worker", "draft_worker", "coordinator")
 MEASURES = {"resident": "VmRSS", "of which files": "RssFile", "most": "VmHWM"}
-"""Of the memory of a process, by their names in /proc/PID/status."""
+"""Columns of the memory table, and their names in /proc/PID/status."""
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Parses the command line, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, prog="python -m benchmarks.cost --of start")
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
-    parser.add_argument("--bare", action="store_true", help="make the pair in each run")
+    parser.add_argument("--bare", action="store_true", help="give each run an empty cache folder")
     parser.add_argument("--flags", type=shlex.split, default=[], help="further flags of `specpool up`, in one argument")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         runs = [run(options.flags, options.bare) for _ in progress(range(options.repeats), "starts")]
     except RuntimeError as error:
-        parser.exit(2, f"benchmarks.start: {error}\n")
-    seconds = [{"until": name, **spread([its["seconds"][name] for its in runs])} for name in runs[0]["seconds"]]
+        parser.exit(2, f"benchmarks.cost --of start: {error}\n")
+    seconds = [{"until": name, **spread([one["seconds"][name] for one in runs])} for name in runs[0]["seconds"]]
     memory = [
-        {"process": kind, **{name: statistics.median(its["memory"][kind][name] for its in runs) for name in MEASURES}}
+        {"process": kind, **{name: statistics.median(one["memory"][kind][name] for one in runs) for name in MEASURES}}
         for kind in KINDS
         if kind in runs[0]["memory"]
     ]
@@ -62,12 +58,10 @@ def main() -> None:
 def run(flags: list[str], bare: bool) -> dict[str, Any]:
     """Seconds and memory of one start. RuntimeError: it failed."""
     with tempfile.TemporaryDirectory() as scratch:
-        own = {"XDG_CACHE_HOME": scratch} if bare else {}
+        environment = {**os.environ, **({"XDG_CACHE_HOME": scratch} if bare else {})}
         began = time.perf_counter()
-        up = subprocess.Popen(
-            [sys.executable, "-c", UP, "up", "--port", "0", *flags],
-            stdout=subprocess.PIPE, text=True, env={**os.environ, **own},
-        )  # fmt: skip
+        command = [sys.executable, "-c", UP, "up", "--port", "0", *flags]
+        up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
             assert up.stdout is not None
             serving = re.search(r"serving at (\S+)", up.stdout.readline())
@@ -76,19 +70,18 @@ def run(flags: list[str], bare: bool) -> dict[str, Any]:
             seconds = {"it serves": time.perf_counter() - began}
             with Client(serving[1]) as client:
                 for name, tokens in ANSWERS.items():
-                    try:
-                        client.generate(PROMPT, max_tokens=tokens)
-                    except RpcError as error:
-                        raise RuntimeError(f"no answer of {tokens} tokens: {error.details()}") from error
+                    client.generate(PROMPT, max_tokens=tokens)
                     seconds[name] = time.perf_counter() - began
             return {"seconds": seconds, "memory": memory_of_children(up.pid)}
+        except RpcError as error:
+            raise RuntimeError(f"no answer: {error.details()}") from error
         finally:
             up.terminate()
             up.communicate()
 
 
 def memory_of_children(pid: int) -> dict[str, dict[str, float]]:
-    """MiB of each of the processes that a process has started, by their modules."""
+    """MiB of each child process, by its module."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_text()
@@ -99,10 +92,6 @@ def memory_of_children(pid: int) -> dict[str, dict[str, float]]:
 
 
 def spread(numbers: list[float]) -> dict[str, float]:
-    """The median, the least and the greatest."""
-    return {"median": round(statistics.median(numbers), 2), "least": round(min(numbers), 2),
-            "greatest": round(max(numbers), 2)}  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+    """Median, minimum and maximum."""
+    found = {"median": statistics.median(numbers), "least": min(numbers), "greatest": max(numbers)}
+    return {name: round(value, 2) for name, value in found.items()}

@@ -1,8 +1,6 @@
-"""CPU threads of each worker, and how long they should spin while they wait: a demo for each choice.
+"""CPU threads of each worker, and how long they should spin while they wait: one demo for each choice.
 
-    python -m benchmarks.threads [--repeats 3] [--num-prompts 8] [--max-tokens 32]
-
-Runs of all choices are interleaved; medians are shown. The last line printed is JSON.
+Runs of all choices are interleaved; the table shows medians.
 """
 
 import argparse
@@ -11,37 +9,32 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.report import finish, progress, show
+from benchmarks.report import finish, parser_of, progress, show, whole
 
-# Turns of a loop before a thread sleeps; the largest is without end.
 SPIN_COUNTS = (0, 3_000, 30_000, 300_000, 10**12)
+"""Iterations of a waiting loop before a thread sleeps; the last is practically endless."""
 MEASURES = ("plain_tokens_per_s", "speculative_tokens_per_s")
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Parses the command line, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument(
-        "--limit-seconds", type=float, default=120, help="a demo that takes longer counts as 0 tokens/s"
-    )
-    options = parser.parse_args()
+    parser = parser_of(__doc__, prog="python -m benchmarks.cost --of threads")
+    parser.add_argument("--repeats", type=whole(1, 1000), default=3)
+    parser.add_argument("--num-prompts", type=whole(1, 1000), default=8)
+    parser.add_argument("--max-tokens", type=whole(1, 1000), default=32)
+    parser.add_argument("--limit-seconds", type=float, default=120, help="a slower demo counts as 0 tokens/s")
+    options = parser.parse_args(arguments)
     cores = len(os.sched_getaffinity(0))
     choices = [(threads, spin) for threads in sorted({max(1, cores // 2), cores}) for spin in SPIN_COUNTS]
     runs: dict[tuple[int, int], list[dict[str, Any]]] = {choice: [] for choice in choices}
-    plan = [choice for _ in range(options.repeats) for choice in choices]
-    for choice in progress(plan, "demos"):
+    for choice in progress(choices * options.repeats, "demos"):
         runs[choice].append(_demo(*choice, options))
     rows = [
-        {
-            "threads": threads,
-            "spin_count": spin,
-            **{name: statistics.median(run[name] for run in found) for name in MEASURES},
-        }
+        {"threads": threads, "spin_count": spin}
+        | {name: statistics.median(run[name] for run in found) for name in MEASURES}
         for (threads, spin), found in runs.items()
     ]
     show(f"two workers on {cores} cores, tokens/s", rows)
@@ -50,8 +43,7 @@ def main() -> None:
 
 def _demo(threads: int, spin: int, options: argparse.Namespace) -> dict[str, Any]:
     flags = ["--threads", str(threads), "--repeats", "1", "--num-prompts", str(options.num_prompts)]
-    flags += ["--max-tokens", str(options.max_tokens)]
-    command = [sys.executable, "-m", "specpool.cli.main", "demo", *flags]
+    command = [sys.executable, "-m", "specpool.cli.main", "demo", *flags, "--max-tokens", str(options.max_tokens)]
     environment = {**os.environ, "GOMP_SPINCOUNT": str(spin)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as demo:
         try:
@@ -61,7 +53,3 @@ def _demo(threads: int, spin: int, options: argparse.Namespace) -> dict[str, Any
             return dict.fromkeys(MEASURES, 0.0)
     result: dict[str, Any] = json.loads(out.splitlines()[-1])
     return result
-
-
-if __name__ == "__main__":
-    main()
