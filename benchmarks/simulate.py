@@ -60,10 +60,8 @@ def main() -> None:
     rows = [row(*cell, answers=options.answers) for cell in progress(cells, "cells")]
     worst = sorted(rows, key=lambda found: found["of_best"])[:12]
     show("the worst cells", worst)
-    show(
-        "the worst cell of each cost",
-        [min((r for r in rows if r["costs"] == c), key=lambda r: r["of_best"]) for c in COSTS],
-    )
+    worst_by_cost = {found["costs"]: found for found in sorted(rows, key=lambda found: -found["of_best"])}
+    show("the worst cell of each cost", [worst_by_cost[costs] for costs in COSTS])
     finish("simulate", {"answers": options.answers, "rows": rows}, options.output)
 
 

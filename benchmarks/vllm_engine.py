@@ -2,9 +2,9 @@
 
 Standard input: a JSON object of arguments for `vllm.LLM`, then one per run: {"prompts": token ids of each,
 "max_tokens", "at_a_time": requests in flight, default: all}. Standard output: a line once the engine is ready, then one
-per run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the sums of `Clock`}. Decoding is
-greedy and ignores the end of sequence. The parent imports `main` instead of running this file, because vLLM imports the
-drafters below from this module, and both must share one clock.
+per run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the sums of `Clock`}. Decoding
+is greedy and ignores the end of sequence. The parent imports `main` instead of running this file, because vLLM imports
+the drafters below from this module, and both must share one clock.
 """
 
 import copy

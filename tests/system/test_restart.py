@@ -1,4 +1,4 @@
-"""Worker processes that are killed and restarted during a generation: the stream continues with the same tokens."""
+"""Killing a worker process during a generation: the stream continues with the same tokens."""
 
 import asyncio
 import contextlib
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.config.settings import CoordinatorSettings
@@ -24,21 +25,12 @@ MAX_TOKENS = 300
 
 
 class WorkerProcess:
-    """A worker on a port of its own, as an operator runs it."""
+    """A worker on a port of its own."""
 
     def __init__(self, module: str, model: Path) -> None:
         self.port = free_port()
-        self._command = [
-            sys.executable,
-            "-m",
-            module,
-            "--model",
-            str(model),
-            "--port",
-            str(self.port),
-            "--threads",
-            "1",
-        ]
+        flags = ["--model", str(model), "--port", str(self.port), "--threads", "1"]
+        self._command = [sys.executable, "-m", module, *flags]
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -60,7 +52,7 @@ class WorkerProcess:
                 await asyncio.sleep(0.05)
 
     async def end(self, number: signal.Signals) -> int:
-        """Sends the signal and waits for the process to end; returns its exit status."""
+        """Sends a signal and waits for the end; returns the exit status."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
@@ -104,7 +96,8 @@ def request(k: int) -> pb.GenerateRequest:
     )
 
 
-async def test_a_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path]) -> None:
+@pytest.mark.slow
+async def test_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path]) -> None:
     async with serving(tiny_pair) as (client, target, draft):
         truth = await client.stub.Generate(request(k=0))
         for victim in (target, draft):
@@ -119,7 +112,7 @@ async def test_a_killed_worker_costs_no_token(tiny_pair: tuple[Path, Path]) -> N
             await restarted
             assert tokens == list(truth.token_ids)
             assert message.complete.finish_reason == "length"
-        await asyncio.sleep(2)  # then the draft is used again
+        await asyncio.sleep(2)  # the draft link reconnects
         response = await client.stub.Generate(request(k=3))
         assert response.speculative_decoding.num_draft_tokens > 0
         assert response.token_ids == truth.token_ids
