@@ -26,7 +26,8 @@ async def engine_of(service: PairService) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 async def test_sharded_target_gives_the_tokens_of_one_device(ranks: int, tmp_path: Path) -> None:
     pair, seen, expected = make_tiny_pair(tmp_path, num_key_value_heads=3), dict[tuple[int, ...], bytes](), []
     async with serving_pair(*pair, worker=WORKER, **POOL) as service:
