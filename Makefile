@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm lint protos bench pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm soak attacks lint protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -15,7 +15,7 @@ test: .venv/ready
 test-all: test
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
-# Whole benchmarks in small: those that run on a GPU, answers against another engine, a soak.
+# Whole benchmarks in small: the GPU's, equality, ranks.
 test-benchmarks: .venv/ready
 	$(BIN)/pytest -m rehearsal tests/benchmarks
 
@@ -43,6 +43,14 @@ test-monitoring: .venv/ready
 # Drafts for a real vLLM on the CPU, in an environment of its own (5 minutes), or in that of SPECPOOL_VLLM_PYTHON.
 test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
 	$(BIN)/pytest -m vllm tests/specpool/vllm
+
+# Real processes under load, cancellations and cuts, or under hostile clients (docs/robustness.md): SOAK and ATTACKS are
+# the options, such as SOAK="--cuts 3000".
+soak: .venv/ready
+	PYTHONPATH=.:tests/system $(BIN)/python -m lab.soak $(SOAK)
+
+attacks: .venv/ready
+	PYTHONPATH=.:tests/system $(BIN)/python -m lab.attacks $(ATTACKS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
