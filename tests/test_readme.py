@@ -130,7 +130,12 @@ def test_a_command_takes_these_arguments(command: str, secrets: Path, monkeypatc
     command = command.removeprefix(".venv/bin/")
     if command.startswith("make "):
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(command.split()[1:]) <= set(targets)
+        words = shlex.split(command)[1:]
+        assert {word for word in words if "=" not in word} <= set(targets)
+        monkeypatch.syspath_prepend(ROOT / "tests/system")
+        for name, options in (word.split("=", 1) for word in words if word.startswith(("SOAK=", "ATTACKS="))):
+            with pytest.raises(_ParsedError):
+                _parse_only(f"lab.{name.lower()}", shlex.split(options), monkeypatch)
         return
     words = shlex.split(command)
     length = {"specpool": 2, "python": 3}.get(words[0], 1)
@@ -151,7 +156,7 @@ def _parse_only(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPat
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(parser: argparse.ArgumentParser, *given: object) -> None:
-        parse(parser, arguments)
+        parse(parser, *given)
         raise _ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
