@@ -37,8 +37,8 @@ def load_options(part: str, description: str | None, tokens: int, arguments: Seq
 
 def start_process(stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
     """A Python process that ends with the stack."""
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
-    stack.callback(process.wait)
+    command = [sys.executable, *arguments]
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     stack.callback(process.kill)
     return process
 

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str]) -> None:
     cores = len(os.sched_getaffinity(0))
     choices = [(threads, spin) for threads in sorted({max(1, cores // 2), cores}) for spin in SPIN_COUNTS]
     runs: dict[tuple[int, int], list[dict[str, Any]]] = {choice: [] for choice in choices}
-    for choice in progress(choices * options.repeats, "demos"):
+    plan: list[tuple[int, int]] = choices * options.repeats
+    for choice in progress(plan, "demos"):
         runs[choice].append(_demo(*choice, options))
     rows = [
         {"threads": threads, "spin_count": spin}

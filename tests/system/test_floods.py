@@ -1,4 +1,4 @@
-"""Floods of calls, and the end of a process: memory, answers, and how long a drain takes."""
+"""Floods of calls: memory and answers. The end of a process: how long a drain takes."""
 
 import asyncio
 import signal
