@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -185,7 +185,7 @@ def service(images: Images) -> Iterator[None]:
     address = "127.0.0.1"
     common = {"DEVICE": "cpu", "THREADS": 1, "MAX_SEQUENCES": 4}
     addresses = {"TARGET_ADDRESS": f"{address}:{PORTS[TARGET]}", "DRAFT_ADDRESS": f"{address}:{PORTS[DRAFT]}"}
-    processes: dict[str, tuple[str, str | None, dict[str, object]]] = {
+    processes: dict[str, tuple[str, str | None, Mapping[str, object]]] = {
         TARGET: ("worker", f"specpool-{TARGET}", {**common, "MODEL": "/pair/target"}),
         DRAFT: ("worker", f"specpool-{DRAFT}", {**common, "MODEL": "/pair/draft"}),
         COORDINATOR: ("coordinator", None, addresses),
