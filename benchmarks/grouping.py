@@ -1,6 +1,6 @@
 """How often sequences of equal length can be grouped, by the size of the window. No model: acceptance is random.
 
-    python -m benchmarks.grouping [--batch 8] [--k 4] [--most 10000] [--output FOLDER]
+    python -m benchmarks.grouping [--batch 8] [--k 4] [--max-window 10000] [--output FOLDER]
 
 The window stays full. Each draft token is accepted with the same probability, independent of the others, up to the
 first rejection. The last line printed is JSON.
@@ -33,13 +33,13 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--batch", type=whole(1, 1024), default=8, help="maximum sequences in a round")
     parser.add_argument("--k", type=whole(0, 16), default=4, help="draft tokens per round")
-    parser.add_argument("--most", type=whole(8, WINDOWS[-1]), default=WINDOWS[-1], help="largest window")
+    parser.add_argument("--max-window", type=whole(8, WINDOWS[-1]), default=WINDOWS[-1], help="largest window")
     parser.add_argument(
         "--rounds", type=whole(1, 10**6), default=2_000, help="rounds counted; more for a larger window"
     )
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
-    windows = [window for window in WINDOWS if options.batch <= window <= options.most]
+    windows = [window for window in WINDOWS if options.batch <= window <= options.max_window]
     plan = [(*case, window) for case in CASES for window in windows]
     rows = [simulate(*case, options) for case in progress(plan, "windows")]
     show(f"exspec, batch {options.batch}, k {options.k}", rows)
@@ -110,11 +110,11 @@ def plot(rows: list[dict[str, Any]], batch: int) -> Figure:
     axes = figure.subplots(1, 2)
     for acceptance, min_group, admission in CASES:
         case = {"acceptance": acceptance, "min_group": min_group, "admission": admission}
-        mine = [row for row in rows if case.items() <= row.items()]
-        windows = [row["window"] for row in mine]
+        selected = [row for row in rows if case.items() <= row.items()]
+        windows = [row["window"] for row in selected]
         label = f"acceptance {acceptance}, groups of {min_group}+" + ", by length" * (admission == "length")
-        axes[0].plot(windows, [row["same_length_hit_rate"] for row in mine], marker="o", label=label)
-        axes[1].plot(windows, [row["mean_group_size"] for row in mine], marker="o", label=label)
+        axes[0].plot(windows, [row["same_length_hit_rate"] for row in selected], marker="o", label=label)
+        axes[1].plot(windows, [row["mean_group_size"] for row in selected], marker="o", label=label)
     axes[0].set(xscale="log", xlabel="window, sequences", ylabel="rounds of equal length, share", ylim=(0, 1.02))
     axes[1].set(xscale="log", xlabel="window, sequences", ylabel="sequences in a round", ylim=(0, batch + 0.3))
     axes[0].legend(fontsize="small")

@@ -45,7 +45,7 @@ PYTHON_VARIABLE = "SPECPOOL_LLAMACPP_PYTHON"
 INSTALL = "python3 -m venv DIR && DIR/bin/pip install xllamacpp"
 MAX_LINE_BYTES, END_SECONDS = 2**26, 5.0
 LLAMACPP = "llama.cpp"
-OURS: dict[str, GenerateOptions] = {"plain": {"num_speculative_tokens": 0}, "default": {}}
+SERVICE: dict[str, GenerateOptions] = {"plain": {"num_speculative_tokens": 0}, "default": {}}
 HEADINGS = {
     "concurrency": "at once", "system": "system", "tokens_per_s": "tokens/s", "ratio": "ratio to llama.cpp",
     "ratio_min": "least", "ratio_max": "greatest", "same_tokens": "same tokens",
@@ -196,8 +196,11 @@ async def measure(
         context = max(map(len, some)) + options.tokens
         async with running_llamacpp(engine, concurrency, context) as llamacpp:
             systems: dict[str, Callable[[], Awaitable[Run]]] = {
-                LLAMACPP: partial(theirs, llamacpp, some, options.tokens),
-                **{name: partial(ours, client, some, options.tokens, concurrency, kind) for name, kind in OURS.items()},
+                LLAMACPP: partial(llamacpp_run, llamacpp, some, options.tokens),
+                **{
+                    name: partial(service_run, client, some, options.tokens, concurrency, kind)
+                    for name, kind in SERVICE.items()
+                },
             }
             turns = progress(range(1 + options.repeats), f"{concurrency} at a time")
             runs = [{name: await run() for name, run in systems.items()} for _ in turns]
@@ -205,12 +208,14 @@ async def measure(
     return rows
 
 
-async def theirs(server: LlamaCpp, prompts: TokenIds, tokens: int) -> Run:
+async def llamacpp_run(server: LlamaCpp, prompts: TokenIds, tokens: int) -> Run:
     """llama.cpp's answers, with a request in flight per slot."""
     return Run(**await server.ask({"prompts": prompts, "tokens": tokens}))
 
 
-async def ours(client: AsyncClient, prompts: TokenIds, tokens: int, concurrency: int, kind: GenerateOptions) -> Run:
+async def service_run(
+    client: AsyncClient, prompts: TokenIds, tokens: int, concurrency: int, kind: GenerateOptions
+) -> Run:
     """The service's answers, with `concurrency` requests in flight."""
     options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0, **kind}
     free = asyncio.Semaphore(concurrency)
@@ -243,8 +248,8 @@ def summary(concurrency: int, system: str, turns: Sequence[Mapping[str, Run]]) -
 def same_tokens(outputs: TokenIds, others: TokenIds) -> float:
     """Share of the tokens before the first difference of each answer."""
     equal = sum(
-        next((i for i, (one, other) in enumerate(zip(answer, theirs, strict=True)) if one != other), len(answer))
-        for answer, theirs in zip(outputs, others, strict=True)
+        next((i for i, (one, other) in enumerate(zip(answer, reference, strict=True)) if one != other), len(answer))
+        for answer, reference in zip(outputs, others, strict=True)
     )
     return equal / sum(map(len, outputs))
 

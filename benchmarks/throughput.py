@@ -163,7 +163,7 @@ def plan(options: argparse.Namespace) -> list[Load]:
     mixed = in_turn(categories.values())
     loads = [load(concurrency, mixed, options.kinds) for concurrency in options.concurrencies]
     if len(categories) > 1 and BEST in options.kinds and options.category_concurrency:
-        loads += [load(options.category_concurrency, its, [PLAIN, BEST], name) for name, its in categories.items()]
+        loads += [load(options.category_concurrency, lines, [PLAIN, BEST], name) for name, lines in categories.items()]
     return loads
 
 
@@ -249,7 +249,7 @@ def predicted_ratio(state: pb.SpeculationState) -> float | None:
 def exact_match(lines: list[PromptLine], answers: list[Answer], truth: dict[str, list[int]]) -> float:
     """Share of answers equal to the known ones. The first answer to a prompt becomes the known one."""
     tokens = [list(answer.response.token_ids) for answer in answers]
-    known = [truth.setdefault(json.dumps(line.prompt), its) for line, its in zip(lines, tokens, strict=True)]
+    known = [truth.setdefault(json.dumps(line.prompt), ids) for line, ids in zip(lines, tokens, strict=True)]
     return sum(one == other for one, other in zip(tokens, known, strict=True)) / len(lines)
 
 

@@ -28,7 +28,7 @@ UP = "import sys; from specpool.cli.main import main; sys.exit(main())"
 ANSWERS = {"first token": 1, "16 tokens": 16}
 PROMPT = "The capital of Norway is"
 KINDS = ("target_worker", "draft_worker", "coordinator")
-MEASURES = {"resident": "VmRSS", "of which files": "RssFile", "most": "VmHWM"}
+MEASURES = {"resident": "VmRSS", "of which files": "RssFile", "maximum": "VmHWM"}
 """Columns of the memory table, and their names in /proc/PID/status."""
 
 

@@ -57,8 +57,8 @@ INVALID: dict[str, Draw] = {
 
 def sampling_params(chance: random.Random, prompt_length: int) -> tuple[dict[str, Any], set[str]]:
     """Random fields, and the names of those that are invalid."""
-    most = chance.randint(1, min(8, MAX_MODEL_LEN - prompt_length))
-    fields = {"max_tokens": most, "min_tokens": chance.randint(0, most)}
+    max_tokens = chance.randint(1, min(8, MAX_MODEL_LEN - prompt_length))
+    fields = {"max_tokens": max_tokens, "min_tokens": chance.randint(0, max_tokens)}
     fields |= {name: draw(chance) for name, draw in VALID.items() if chance.random() < 0.3}
     if fields.get("temperature", 0) > 0.001 and chance.random() < 0.3:
         fields["n"] = chance.randint(1, 4)

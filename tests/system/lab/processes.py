@@ -78,7 +78,7 @@ def memory(samples: Sequence[dict[str, float]], warm_up: float, from_first: bool
     tenth = max(1, len(warm) // 10)
     rows = {}
     for name, first in samples[0].items():
-        after, last = (statistics.median(its[name] for its in some) for some in (warm[:tenth], warm[-tenth:]))
+        after, last = (statistics.median(sample[name] for sample in some) for some in (warm[:tenth], warm[-tenth:]))
         maximum = max(sample[name] for sample in samples)
         growth = maximum - first if from_first else last - after
         row = {"first": first, "after_warm_up": after, "maximum": maximum, "last": last, "growth": growth}
