@@ -38,10 +38,8 @@ def throughput_figure(rows: list[dict[str, Any]]) -> Figure:
     for kind in dict.fromkeys(row["kind"] for row in mixed):
         selected = [row for row in mixed if row["kind"] == kind]
         ratios = [row["ratio"] for row in selected]
-        around = [
-            [row["ratio"] - row["ratio_min"] for row in selected],
-            [row["ratio_max"] - row["ratio"] for row in selected],
-        ]
+        below = [row["ratio"] - row["ratio_min"] for row in selected]
+        above = [row["ratio_max"] - row["ratio"] for row in selected]
         concurrencies = [row["concurrency"] for row in selected]
         style = "o--" if kind.startswith("k") else "o-"
         axes.errorbar(concurrencies, ratios, [below, above], fmt=style, capsize=2, label=kind)

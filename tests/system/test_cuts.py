@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 from lab.load import Load, fake_cases, sender
@@ -92,6 +93,12 @@ async def test_cuts_lose_and_repeat_nothing(links: str) -> None:
 async def test_silent_connections_are_abandoned(link: str) -> None:
     target, draft = slow_workers()
     proxy = {"target": target, "draft": draft}[link].proxy
+    with mock.patch("coordinator.workers.link.PROBE_TIMEOUT_SECONDS", 1.0):
+        await abandon(target, draft, proxy)
+
+
+async def abandon(target: TargetBehind, draft: DraftBehind, proxy: CuttingProxy) -> None:
+    """Swallows the bytes of a link during generation; the coordinator must reconnect and lose nothing."""
     async with serving(target, draft, draft_timeout_seconds=0.5) as served:
         running = [asyncio.create_task(served.expect(make_request([i], 200))) for i in range(4)]
         await served.until(lambda info: info.counters.completion_tokens > 20)
