@@ -76,6 +76,7 @@ async def test_2000_concurrent_calls_without_a_queue_end_with_a_reason() -> None
         assert codes.keys() <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
+@pytest.mark.slow
 async def test_concurrent_large_requests_take_bounded_memory() -> None:
     chat = pb.ChatInput(messages=[pb.ChatMessage()] * (MIB // 2 - 100))
     async with coordinator(FakeTarget()) as (process, client, _):
