@@ -19,8 +19,7 @@ from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
 from benchmarks.report import console, finish, median, output_folder, parser_of, progress, show, whole
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
-from specpool.cli.processes import Service
-from specpool.cli.up import free_port
+from specpool.cli.processes import Service, free_port
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
 from specpool.engine.models.embedded_pair import embedded_pair

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
-from specpool.cli.processes import worker_environment
-from specpool.cli.up import free_port
+from specpool.cli.processes import free_port, worker_environment
 from specpool.rpc.security.channel import Connector
 from specpool.rpc.server.healthcheck import problem
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 from lab.proxy import CuttingProxy
 
-from specpool.cli.processes import Service, kill
-from specpool.cli.up import free_port
+from specpool.cli.processes import Service, free_port, kill
 
 DRAIN_SECONDS = 2
 
