@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from specpool.cli.processes import free_port, worker_environment
+from specpool.healthcheck import problem
 from specpool.rpc.security.channel import Connector
-from specpool.rpc.server.healthcheck import problem
 
 ROOT = Path(__file__).parents[1]
 PYTHON_VARIABLE = "SPECPOOL_VLLM_PYTHON"

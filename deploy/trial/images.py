@@ -208,7 +208,7 @@ def service(images: Images) -> Iterator[None]:
 
 def wait_serving(images: Images, name: str, port: int) -> None:
     """Waits until the image's health check succeeds."""
-    check = f"python -m specpool.rpc.server.healthcheck 127.0.0.1:{port} && echo serving || true"
+    check = f"python -m specpool.healthcheck 127.0.0.1:{port} && echo serving || true"
     deadline = time.monotonic() + SERVING_SECONDS
     while True:
         running = images.podman("container", "inspect", "--format", "{{.State.Running}}", name, quiet=True).strip()

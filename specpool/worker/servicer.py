@@ -21,7 +21,7 @@ class WorkerServicer:
         """The answer to a round, in a span of its own if the coordinator traces the round."""
         if self._tracer is None or (span := self._tracer.round(method, request.traceparent)) is None:
             return await answer(request)
-        with span.ending(), logs.traced(span.trace_id):
+        with span.ending(), logs.bound_trace(span.trace_id):
             span.note({"specpool.round.id": request.round_id, "specpool.group.size": len(request.items)})
             response = await answer(request)
             span.note(

@@ -84,7 +84,7 @@ def test_too_many_ranks_are_refused(tmp_path: Path, refusal: Refusal) -> None:
     model = str(save_model(tmp_path, tiny_config()))
     said = refusal("tensor_parallel", "--model", model, "--ranks", "3")
     assert "--ranks: " in said
-    assert "tensor_parallel 3 is more than its 2 KV heads" in said
+    assert "tensor_parallel 3 is more than the 2 KV heads" in said
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ async def send_and_cancel(service: PairService, request: pb.GenerateRequest, aft
 
 async def send_garbage(service: PairService, payload: bytes) -> None:
     """Sends bytes that are rarely a valid message."""
-    call = service.client._connections.channels()[0].unary_unary("/specpool.v1.GenerationService/Generate")
+    call = service.client._connections[0].channel.unary_unary("/specpool.v1.GenerationService/Generate")
     assert await answer(call(payload, timeout=60)) != set()
 
 

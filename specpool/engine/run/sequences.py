@@ -10,7 +10,7 @@ import torch
 from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
-from specpool.engine.sampling.sampler import choose_together, choose_tokens, largest, samples_by_kernel
+from specpool.engine.sampling.sampler import choose_batch, choose_tokens, kernel_is_exact, largest
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
@@ -45,7 +45,7 @@ class SequenceEngine:
         self.engine = engine
         # Kernels are compiled now, not in the first round that samples.
         facts = engine.facts
-        kernels = samples_by_kernel(facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
+        kernels = kernel_is_exact(facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
         if facts.device.type == "cuda" and not kernels:
             engine.notes.append("samples slowly, row by row, because its sampling kernels cannot run here")
 
@@ -123,9 +123,9 @@ class SequenceEngine:
         """The choices of each sequence, `counts` each, from logits [n, rows of the head]; and for each row of these
         whether its largest logit is finite, as far as that is checked."""
         known = self.engine.over_vocabulary(logits) if any(slot.sampling is not None for slot in slots) else None
-        if known is not None and samples_by_kernel(known.device, known.dtype, known.shape[1]):
+        if known is not None and kernel_is_exact(known.device, known.dtype, known.shape[1]):
             sequences = [(slot.sampling, slot.token_ids, count) for slot, count in zip(slots, counts, strict=True)]
-            return [*choose_together(known, sequences)], repeat(True)
+            return [*choose_batch(known, sequences)], repeat(True)
         indexes = largest(logits)
         finite = _are_finite(logits, indexes) if logits.device.type == "cpu" else repeat(True)
         best = iter(self.engine.token_ids(indexes).tolist())

@@ -26,9 +26,8 @@ from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.rendezvous import join
 from specpool.engine.run.reservation import footprint_of, kv_limit
 from specpool.engine.run.runner import PassRunner
-from specpool.engine.sharding.group import Group
+from specpool.engine.sharding.group import Group, open_store
 from specpool.engine.sharding.shares import Share
-from specpool.engine.sharding.store import open_store
 from specpool.engine.startup.self_test import attention_suits, probing
 from specpool.engine.startup.sharded import load_share
 from specpool.engine.startup.sharding import load_sharding
@@ -55,7 +54,7 @@ def _built(connection: Connection, order: Order, options: EngineOptions) -> tupl
     share = Share(load_sharding(options, order.sums), order.rank)
     loaded, whole = load_share(options, share, order.exact)
     facts = whole.of_rank(share.sharding.kv_heads.sizes[share.rank])
-    send(connection, Loaded(sums={name: its.hex() for name, its in loaded.sums.items()}))
+    send(connection, Loaded(sums={name: its.hex() for name, its in loaded.checksums.items()}))
     group = Group(order.rank, share.sharding, open_store(order.store, share.sharding.ranks), facts.device)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
     footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))

@@ -6,10 +6,10 @@ import sys
 import time
 from typing import NoReturn
 
+from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.run.connections import STOPS, signals_held
-from specpool.engine.sharding.devices import devices_of
 
 POLL_SECONDS = 0.1
 
@@ -19,7 +19,7 @@ def run_node(program: str, options: EngineOptions) -> NoReturn:
     for number in STOPS:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        devices = devices_of(options)
+        devices = pick_rank_devices(options)
     except UnsupportedModelError as error:
         sys.exit(f"{program}: {error}")
     command = [sys.executable, "-P", "-m", "specpool.engine.startup.follower"]

@@ -4,17 +4,17 @@ import atexit
 
 import torch
 
+from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.facts import ModelFacts, read_facts
-from specpool.engine.models.fingerprints import weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
-from specpool.engine.numerics.tiles import Tiles, coarsest
+from specpool.engine.models.weights_fingerprint import weights_fingerprint
+from specpool.engine.numerics.tiles import Tiles, common_tiles
 from specpool.engine.passes.gpu.cublas import restrict_cublas
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.pass_selection import build_exact_pass
-from specpool.engine.sharding.devices import devices_of
 from specpool.engine.sharding.shares import Share, Sums
 from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
 from specpool.engine.startup.self_test import self_test
@@ -26,7 +26,7 @@ def start_divided_engine(options: EngineOptions, exact: bool) -> Engine:
 
     Its logits are not compared with those of the library's model, since no rank has all weights.
     """
-    devices = devices_of(options)
+    devices = pick_rank_devices(options)
     sharding = load_sharding(options, _sums(options, devices[0]))
     leader = Leader(options, sharding, devices, exact)
     try:
@@ -44,7 +44,7 @@ def _started(options: EngineOptions, device: str, exact: bool, leader: Leader) -
     sharding = leader.sharding
     own = options.model_copy(update={"device": device})
     loaded, facts = load_share(own, Share(sharding, 0), exact)
-    fingerprint = weights_fingerprint(loaded, {**loaded.sums, **leader.receive_sums()})
+    fingerprint = weights_fingerprint(loaded, {**loaded.checksums, **leader.receive_sums()})
     group = leader.group(facts.device)
     forward_pass, tiles = build_exact_pass(loaded, facts.of_rank(sharding.kv_heads.sizes[0]), own, exact, group)
     leader.receive_reports()
@@ -53,7 +53,7 @@ def _started(options: EngineOptions, device: str, exact: bool, leader: Leader) -
             raise UnsupportedModelError(
                 f"ranks must have the same pass, but have {type(forward_pass).__name__} and {report.forward_pass}"
             )
-    tiles = coarsest([tiles, *(report.tiles for report in leader.reports)])
+    tiles = common_tiles([tiles, *(report.tiles for report in leader.reports)])
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), own, leader)
     engine.bitwise = exact and tiles is not None and self_test(engine)
     engine.weights_fingerprint, engine.numerics_fingerprint = fingerprint, numerics_fingerprint(engine)

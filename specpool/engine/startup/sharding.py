@@ -6,9 +6,10 @@ from transformers import PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
-from specpool.engine.models.loading import OUTPUT_HEAD, load_config
-from specpool.engine.models.quantization import unpacking
-from specpool.engine.models.stored import stored_weights
+from specpool.engine.models.checkpoint_quantization import dequantization_arguments
+from specpool.engine.models.config import load_config
+from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.stored_weights import stored_weights
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.sharding.shares import Sharding, Sums, shard
 
@@ -32,7 +33,7 @@ def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
 def _read_whole(options: EngineOptions, config: PreTrainedConfig) -> bool:
     """Whether transformers has to unpack the weights, which it does with whole ones only."""
     if gguf_file_of(options.model) is None:
-        return bool(unpacking(config, {}))
+        return bool(dequantization_arguments(config, {}))
     try:
         return stored_weights(options, config) is None
     except ValueError as error:

@@ -139,7 +139,7 @@ def test_commands_know_these_without_torch() -> None:
 
 
 def load_up(*arguments: str) -> UpSettings:
-    return UpSettings.load("specpool up", list(arguments), neighbours=known_keys())
+    return UpSettings.load("specpool up", list(arguments), other_settings=known_keys())
 
 
 def test_what_up_allows_its_processes_allow_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +231,7 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_file_cannot_name_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, 'config = "other.toml"\n')
-    assert f"{path}: a file cannot name another one" in refusal(capsys, "--config", path)
+    assert f"{path}: a config file cannot name another config file" in refusal(capsys, "--config", path)
 
 
 def test_what_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

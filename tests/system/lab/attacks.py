@@ -24,8 +24,8 @@ from lab.load import Case, Load, Tokens
 from benchmarks.cost.fakes import start_coordinator, start_fakes, wait_ready
 from benchmarks.report import finish, progress, show
 from specpool.client import AsyncClient
+from specpool.healthcheck import seconds
 from specpool.rpc.security.channel import open_channel
-from specpool.rpc.server.healthcheck import seconds
 from specpool.testing import FakeTarget
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc

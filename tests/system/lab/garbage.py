@@ -8,7 +8,7 @@ import grpc
 from lab.faults import PROPOSALS, ROUNDS, VERDICTS, Answer, Fault, RefusedError
 from lab.info_faults import DESCRIPTIONS, TOKENIZERS
 
-from specpool.rpc.errors import ANSWERED
+from specpool.rpc.status import ANSWERED
 from specpool.testing import FakeDraft, FakeTarget, FakeWorker
 
 TARGET_FAULTS = {"Verify": ROUNDS | VERDICTS, "GetWorkerInfo": DESCRIPTIONS, "GetTokenizer": TOKENIZERS}
