@@ -1,4 +1,4 @@
-"""The coordinator's metrics, read from its counters, its pool and its links when a scrape asks for them."""
+"""The coordinator's metrics, collected from counters, pool and links on each scrape."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,13 +18,13 @@ SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256)
 
 
 class CoordinatorMetrics:
-    """Collector. Metrics of requests and rounds begin once the target worker, whose model they name, is reached."""
+    """Collector. Metrics of requests and rounds start with the target worker, whose model they name."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, and some of them under vLLM's names as well if the settings say so."""
+        """All metrics; optionally some under vLLM's names too."""
         coordinator = self._coordinator
         yield self._links()
         if coordinator.target.info is None:
@@ -36,7 +36,7 @@ class CoordinatorMetrics:
         if coordinator.settings.metrics_compat == "vllm":
             named = Families("vllm:", {**model, "engine": "0"})
             yield from self._as_vllm(named, latencies)
-            yield from self._before_renaming(named, latencies)
+            yield from self._former_names(named, latencies)
 
     def _links(self) -> Metric:
         coordinator = self._coordinator
@@ -51,7 +51,7 @@ class CoordinatorMetrics:
         return Families().gauge("worker_link_state", text, states, "worker", "state")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
-        """Metrics that vLLM has too, with its names and meanings."""
+        """Metrics with the names and meanings of vLLM's."""
         coordinator, pool = self._coordinator, self._coordinator.pool
         counter, gauge = families.counter, families.gauge
         yield gauge("num_requests_running", "Samples being generated.", pool.running)
@@ -80,8 +80,8 @@ class CoordinatorMetrics:
         positions = {str(i): sum(accepted[i + 1 :]) for i in range(len(counters.draft_lengths) - 1)}
         yield counter("spec_decode_num_accepted_tokens_per_pos", text, positions, "position")
 
-    def _before_renaming(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
-        """Metrics that vLLM has renamed, under the names that routers may still ask for."""
+    def _former_names(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
+        """Metrics under former names of vLLM that routers still read."""
         yield families.gauge(
             "gpu_cache_usage_perc", "The same as kv_cache_usage_perc.", self._coordinator.pool.kv_usage
         )
@@ -95,8 +95,8 @@ class CoordinatorMetrics:
         yield from self._limits(families)
         yield from self._rounds(families)
         drafts = {method: counters.drafts.get(method) for method in map(str, DRAFT_METHODS)}
-        drafted = {method: its.draft_tokens if its else 0 for method, its in drafts.items()}
-        accepted = {method: its.accepted_draft_tokens if its else 0 for method, its in drafts.items()}
+        drafted = {method: counts.draft_tokens if counts else 0 for method, counts in drafts.items()}
+        accepted = {method: counts.accepted_draft_tokens if counts else 0 for method, counts in drafts.items()}
         yield counter("draft_tokens", "Draft tokens verified, by draft method.", drafted, "method")
         yield counter("accepted_draft_tokens", "Draft tokens accepted, by draft method.", accepted, "method")
         yield from _plan(families, self._coordinator.drafting.state())
@@ -138,7 +138,7 @@ def _latencies(families: Families, latencies: Latencies) -> Iterator[Metric]:
         "request_time_per_output_token_seconds": (
             "Mean time per token after the first one, of each sample.", latencies.per_token,
         ),
-        "e2e_request_latency_seconds": ("From arrival to the end.", latencies.whole),
+        "e2e_request_latency_seconds": ("From arrival to the end.", latencies.total),
         "request_queue_time_seconds": ("From arrival to entering the window.", latencies.queue),
         "request_prefill_time_seconds": ("From entering the window to the first token.", latencies.prefill),
         "request_decode_time_seconds": ("From the first token to the end.", latencies.decode),
@@ -161,7 +161,7 @@ def _plan(families: Families, state: SpeculationState) -> Iterator[Metric]:
 
 
 def _sizes(families: Families, name: str, text: str, counts: list[int]) -> Metric:
-    """A histogram of small whole numbers. `counts`: by the number."""
+    """A histogram of small integers. `counts`: by value."""
     seen = Histogram(SIZES)
     for size, count in enumerate(counts):
         seen.observe(size, count)

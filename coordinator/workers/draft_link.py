@@ -1,7 +1,7 @@
 """The link to the draft worker."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -10,6 +10,7 @@ from coordinator.scheduling.counters import Timed
 from coordinator.workers import link
 from coordinator.workers.breaker import Breaker
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
+from coordinator.workers.interface import Target
 from coordinator.workers.link import LinkState, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
 from specpool.protocol.answers import MisfitError, read_proposals
@@ -24,14 +25,6 @@ LONGEST_REST_SECONDS, FORGIVEN_AFTER = 30.0, 10
 PATIENCE, LEAST_TIMEOUT_SECONDS = 20, 1.0
 # Rounds after which the expected duration of a round is relied on: the first ones compile kernels and fill caches.
 FIRST_ROUNDS = 8
-
-
-class Target(Protocol):
-    """The model that is drafted for; `coordinator.workers.target_link.TargetLink` knows it once it is ready."""
-
-    @property
-    def info(self) -> common_pb2.ModelInfo | None: ...
-    async def wait_ready(self) -> None: ...
 
 
 class DraftLink(WorkerLink):
