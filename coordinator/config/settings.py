@@ -91,7 +91,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     )
     overlap: Overlap = Field(
         "auto",
-        description="draft for one group while another is verified, where it pays; auto: if the workers' devices differ",
+        description="draft for one group while another is verified, if it pays; auto: if the workers' devices differ",
     )
     max_num_speculative_tokens: int = Field(
         MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="maximum num_speculative_tokens of a request"
@@ -104,10 +104,10 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         description="prompt tokens prefilled per round; fewer delay decoding sequences less",
     )
     draft_timeout_seconds: Seconds = Field(
-        5.0, gt=0, description="timeout of a draft worker, which is then skipped for a while"
+        5.0, gt=0, description="timeout of the draft worker"
     )
     target_timeout_seconds: Seconds = Field(
-        120.0, gt=0, description="timeout of a target worker, which then counts as unreachable"
+        120.0, gt=0, description="timeout of the target worker"
     )
     metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")
     trace_prompts: bool = Field(False, description="include prompts and outputs in traces")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.costs import LEAST_SECONDS, STEP, UNKNOWN_VERIFY, StepTimes
+from coordinator.drafting.costs import MAX_GROWTH, MIN_SECONDS, UNKNOWN_VERIFY, StepTimes
 
 MEASURED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FIRST, MORE = 0.02, 0.0006
@@ -72,7 +72,7 @@ def test_whatever_is_fed_times_are_positive_and_grow_with_the_rows(
         times.observe(rows, seconds)
     believed = [times(rows) for rows in range(1, 700)]
     assert all(map(math.isfinite, believed))
-    assert believed[0] >= LEAST_SECONDS
+    assert believed[0] >= MIN_SECONDS
     assert all(more >= fewer * (1 - 1e-9) for fewer, more in pairwise(believed))
 
 
@@ -87,7 +87,7 @@ def test_more_rows_never_take_much_more_time_per_row_in_one_pass(
     for rows, seconds in passes:
         times.observe(rows, seconds)
     per_row = [seconds / rows for rows, seconds in times.points.items()]
-    assert all(later <= earlier * STEP * (1 + 1e-9) for earlier, later in pairwise(per_row))
+    assert all(later <= earlier * MAX_GROWTH * (1 + 1e-9) for earlier, later in pairwise(per_row))
 
 
 def test_a_step_in_the_times_is_believed() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from benchmarks.simulate import COSTS, row
 from coordinator.drafting.costs import RoundCosts, StepTimes
-from coordinator.drafting.draft_lengths import ROUNDS_OF_A_PLAN, STEPS, DraftLengths, DraftOptions, expected_tokens
-from coordinator.drafting.trials import FIRST_TRIALS
+from coordinator.drafting.draft_lengths import PLAN_ROUNDS, RATE_BINS, DraftLengths, DraftOptions, expected_tokens
+from coordinator.drafting.trials import FREE_TRIALS
 
 ROWS = (1, 2, 4, 8, 16, 64)
 
@@ -99,10 +99,10 @@ def test_nobody_drafts_more_than_it_can_use(
 
 def after(rate: float, rounds: int = 200, **knobs: float) -> DraftLengths:
     """Lengths that have seen every draft token of sequence 0 accepted at this rate, and have had their first trials."""
-    lengths = DraftLengths(costs(**knobs), longest=8)
+    lengths = DraftLengths(costs(**knobs), max_num_draft_tokens=8)
     for number in range(rounds):
         lengths.acceptance.add(0, 1, int((number + 1) * rate) - int(number * rate))
-    for _ in range(FIRST_TRIALS + ROUNDS_OF_A_PLAN):
+    for _ in range(FREE_TRIALS + PLAN_ROUNDS):
         lengths.choose({0: DraftOptions(8)})
     return lengths
 
@@ -127,7 +127,7 @@ def test_a_pass_is_filled_where_another_one_would_not_pay() -> None:
     lengths = after(0.9)
     lengths.costs.draft = line(0.001, 0.00001)
     lengths.costs.verify = StepTimes({1: 0.008, 64: 0.009}, max_rows=64)
-    for _ in range(2 * ROUNDS_OF_A_PLAN):
+    for _ in range(2 * PLAN_ROUNDS):
         chosen = num_draft_tokens(lengths, dict.fromkeys(range(16), 8))
     assert set(chosen.values()) == {3}
 
@@ -160,18 +160,18 @@ def test_probing_costs_next_to_nothing_and_never_stops() -> None:
 
 
 def test_trials_of_one_way_to_draft_take_nothing_from_the_other() -> None:
-    lengths = DraftLengths(costs(), longest=8)
+    lengths = DraftLengths(costs(), max_num_draft_tokens=8)
     for _ in range(50):
         lengths.choose({0: DraftOptions(8, has_model=False, lookup_ids=(1,) * 8, lookup_rate=0.01)})
     lengths.costs.draft = line(5.0, 0.1)  # as a busy machine measured it
-    chosen = [lengths.choose({0: DraftOptions(8)})[0].num_draft_tokens for _ in range(FIRST_TRIALS)]
+    chosen = [lengths.choose({0: DraftOptions(8)})[0].num_draft_tokens for _ in range(FREE_TRIALS)]
     assert all(chosen)
 
 
 def test_prompt_lookup_ends_where_its_rows_begin_another_tile() -> None:
     """Of 12 sequences, further rows cost little; of 8, they cost more than they gain, however many there are by now."""
     tiled = StepTimes({1: 0.005, 8: 0.0148, 9: 0.0185, 12: 0.0241, 16: 0.0271, 64: 0.09})
-    lengths = DraftLengths(RoundCosts(line(0.003, 0.0003), tiled, exchange=0.001), longest=8)
+    lengths = DraftLengths(RoundCosts(line(0.003, 0.0003), tiled, exchange=0.001), max_num_draft_tokens=8)
 
     def by_lookup(sequences: int) -> int:
         found = {
@@ -184,8 +184,8 @@ def test_prompt_lookup_ends_where_its_rows_begin_another_tile() -> None:
 
 
 def test_only_one_of_those_who_lack_much_is_caught_up_to_try() -> None:
-    lengths = DraftLengths(costs(draft=1.0), longest=8)
-    chosen = lengths.choose({i: DraftOptions(8, lacking=100) for i in range(8)})
+    lengths = DraftLengths(costs(draft=1.0), max_num_draft_tokens=8)
+    chosen = lengths.choose({i: DraftOptions(8, draft_lag=100) for i in range(8)})
     assert sum(order.num_draft_tokens for order in chosen.values()) == 1
 
 
@@ -230,7 +230,7 @@ def test_drafting_begins_where_it_gains_clearly_and_ends_where_it_gains_nothing(
 
 def decided(lengths: DraftLengths) -> tuple[float, ...]:
     """The steps of the next plan."""
-    for _ in range(ROUNDS_OF_A_PLAN):
+    for _ in range(PLAN_ROUNDS):
         lengths.choose({0: DraftOptions(1)})
     return lengths.plan.steps
 
@@ -242,7 +242,7 @@ def test_expected_tokens(rate: float, k: int) -> None:
 
 
 def test_rates_are_told_apart_finely_enough() -> None:
-    assert STEPS >= 20
+    assert RATE_BINS >= 20
 
 
 @pytest.mark.parametrize("kind", ["steady", "changing"])

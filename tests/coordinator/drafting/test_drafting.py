@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import StepTimes
-from coordinator.drafting.draft_lengths import PLAIN_EVERY, ROUNDS_OF_A_PLAN
-from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.drafting.trials import FIRST_TRIALS
-from coordinator.scheduling.commits import Commit, DraftOrder
+from coordinator.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS
+from coordinator.drafting.drafting import Drafting, DraftWorker, RoundOutcome
+from coordinator.drafting.trials import FREE_TRIALS
+from coordinator.scheduling.commits import Commit, DraftPlan
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
@@ -30,18 +30,18 @@ def make_sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 1, k: int =
 
 def make_drafting(rate: float | None = None, number: int = 1) -> Drafting:
     """Cheap drafts; past the first trials. `rate`: how often the model was right about a sequence so far."""
-    drafting = Drafting(longest=8)
+    drafting = Drafting(max_num_draft_tokens=8)
     drafting.costs.draft = StepTimes({1: 0.001, 64: 0.002})
     drafting.costs.verify = StepTimes({1: 0.02, 64: 0.04})
     for i in range(200 if rate is not None else 0):
         drafting.lengths.acceptance.add(number, 1, int((i + 1) * rate) - int(i * rate))  # type: ignore[operator]
-    for _ in range(FIRST_TRIALS + ROUNDS_OF_A_PLAN):
-        drafting.orders([make_sequence(number=number)], WORKER)
+    for _ in range(FREE_TRIALS + PLAN_ROUNDS):
+        drafting.plan_round([make_sequence(number=number)], WORKER)
     return drafting
 
 
-def order_of(drafting: Drafting, sequence: Sequence, worker: DraftWorker | None = WORKER) -> DraftOrder:
-    return drafting.orders([sequence], worker)[sequence.sequence_id]
+def order_of(drafting: Drafting, sequence: Sequence, worker: DraftWorker | None = WORKER) -> DraftPlan:
+    return drafting.plan_round([sequence], worker)[sequence.sequence_id]
 
 
 def commit_of(sequence: Sequence, gained: tuple[int, ...], proposal: Proposal | None = None) -> Commit:
@@ -68,7 +68,7 @@ def test_drafting_ends_early_even_where_verification_seems_to_cost_nothing() -> 
     """A chance of 0 would mean that it never does, and below that is none."""
     drafting, sequence = make_drafting(rate=0.8), make_sequence()
     drafting.costs.verify = StepTimes({1: 0.02, 64: 0.02}, cached=500, per_cached=1e-5)
-    for _ in range(2 * ROUNDS_OF_A_PLAN):
+    for _ in range(2 * PLAN_ROUNDS):
         order = order_of(drafting, sequence)
     assert order.num_draft_tokens == 8
     assert 0 < order.min_chance < 0.1
@@ -98,11 +98,11 @@ def test_prompt_lookup_wins_where_it_was_right() -> None:
 
 def test_what_prompt_lookup_would_have_drafted_is_learned_without_verifying_it() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    before = drafting.lookup.acceptance[4].rate_of_all
+    before = drafting.lookup.acceptance[4].overall_rate
     for _ in range(20):
-        drafting.orders([sequence], WORKER)
+        drafting.plan_round([sequence], WORKER)
         drafting.observe(commit_of(sequence, (9,)))
-    assert drafting.lookup.acceptance[4].rate_of_all < before / 2
+    assert drafting.lookup.acceptance[4].overall_rate < before / 2
 
 
 @pytest.mark.parametrize("method", [DraftMethod.MODEL, DraftMethod.NGRAM])
@@ -117,7 +117,7 @@ def test_a_request_says_who_drafts(method: DraftMethod) -> None:
 def test_a_fixed_length_is_what_the_request_says(k: int) -> None:
     drafting = make_drafting(rate=0.01)
     order = order_of(drafting, make_sequence(adaptive=False, k=k, method=DraftMethod.MODEL))
-    assert order == DraftOrder(k)
+    assert order == DraftPlan(k)
     assert len(order_of(drafting, make_sequence(LOOP, adaptive=False, k=k, method=DraftMethod.NGRAM)).lookup_ids) == k
 
 
@@ -129,14 +129,14 @@ def test_a_long_fixed_length_is_for_rounds_without_requests_that_fix_none(method
     greedy = make_sequence(LOOP, number=2, k=16, adaptive=False, method=method)
 
     def length(*others: Sequence) -> int:
-        order = drafting.orders([greedy, *others], WORKER)[2]
+        order = drafting.plan_round([greedy, *others], WORKER)[2]
         return order.num_draft_tokens or len(order.lookup_ids)
 
     most = max(4, len(drafting.lengths.plan.steps))
     assert length(make_sequence()) == length(make_sequence(), make_sequence(number=3, adaptive=False)) == most
     assert length() == length(make_sequence(number=3, k=16, adaptive=False)) == 16
     short = make_sequence(number=4, k=2, adaptive=False, method=DraftMethod.MODEL)
-    assert drafting.orders([make_sequence(), short], WORKER)[4].num_draft_tokens == 2
+    assert drafting.plan_round([make_sequence(), short], WORKER)[4].num_draft_tokens == 2
 
 
 def test_a_round_now_and_then_is_plain() -> None:
@@ -150,7 +150,7 @@ def test_a_newcomer_is_worked_off_by_the_draft_only_where_it_would_draft() -> No
     sequence.num_cached_tokens = sequence.num_draft_cached_tokens = 0
     for rate, asked in ((0.9, True), (0.01, False)):
         drafting = make_drafting(rate, number=7)
-        orders = drafting.orders([sequence], WORKER)
+        orders = drafting.plan_round([sequence], WORKER)
         items = Round(1, [sequence], 128, orders).propose_items(1000, 1000)
         assert bool(items) is asked
         assert all(item.num_draft_tokens == 0 for item in items)
@@ -159,7 +159,7 @@ def test_a_newcomer_is_worked_off_by_the_draft_only_where_it_would_draft() -> No
 def test_a_draft_far_behind_is_caught_up_only_where_that_pays_off() -> None:
     drafting = make_drafting(rate=0.5)
     drafting.costs.draft = StepTimes({1: 0.003, 1000: 3.0})
-    for _ in range(ROUNDS_OF_A_PLAN):
+    for _ in range(PLAN_ROUNDS):
         near = order_of(drafting, make_sequence(tuple(range(900))))
     assert near.num_draft_tokens
     far = make_sequence(tuple(range(900)))
@@ -172,7 +172,7 @@ def test_a_draft_far_behind_is_caught_up_only_where_that_pays_off() -> None:
 
 def test_only_likely_tokens_are_verified() -> None:
     sequence = make_sequence()
-    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, min_chance=0.3, next_chance=0.5)})
+    round_ = Round(1, [sequence], 128, {1: DraftPlan(8, min_chance=0.3, next_chance=0.5)})
     (asked,) = round_.propose_items(1000, 1000)
     assert (asked.num_draft_tokens, asked.min_chance, asked.next_chance) == (8, 0.3, 0.5)
     round_.take_proposals([proposal_of(sequence, (4, 5, 6), (0.9, 0.6, 0.4))], 1000)
@@ -193,7 +193,7 @@ def test_a_token_that_was_not_verified_counts_as_the_draft_believes() -> None:
 
 def test_prompt_lookup_stands_in_for_a_draft_that_fails() -> None:
     sequence = make_sequence()
-    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, lookup_ids=(5, 6))})
+    round_ = Round(1, [sequence], 128, {1: DraftPlan(8, lookup_ids=(5, 6))})
     assert round_.propose_items(1000, 1000)
     (item,) = round_.verify_items()
     assert item.draft_token_ids == (5, 6)
@@ -205,28 +205,28 @@ def test_prompt_lookup_stands_in_for_a_draft_that_fails() -> None:
 
 
 def test_costs_are_learned_from_rounds() -> None:
-    drafting, sequence = Drafting(longest=8), make_sequence()
+    drafting, sequence = Drafting(max_num_draft_tokens=8), make_sequence()
     items = [VerifyItem(1, 2, (3,), draft_token_ids=(4, 5, 6))]
-    asked = [ProposeItem(1, 2, (3,), num_draft_tokens=3)]
+    proposals = [ProposeItem(1, 2, (3,), num_draft_tokens=3)], [proposal_of(sequence, (4, 5, 6))], Timed(0.0303, 0.03)
     for _ in range(60):
-        drafting.observe_verification(items, Timed(0.0503, 0.05, 0.0))
-        drafting.observe_proposals(asked, [proposal_of(sequence, (4, 5, 6))], Timed(0.0303, 0.03, 0.0))
+        drafting.observe_round(RoundOutcome(items, Timed(0.0503, 0.05), [], [proposals]))
     assert drafting.costs.verify(4) == pytest.approx(0.05, rel=0.02)
     assert drafting.costs.draft(1) == pytest.approx(0.01, rel=0.02)
     assert drafting.costs.exchange == pytest.approx(0.0003, rel=0.1)
 
 
-def test_prompts_teach_nothing_about_draft_tokens() -> None:
-    drafting, sequence = Drafting(longest=8), make_sequence()
+def test_prefill_teaches_nothing_about_draft_tokens() -> None:
+    drafting, sequence = Drafting(max_num_draft_tokens=8), make_sequence()
     before = dict(drafting.costs.verify.points), dict(drafting.costs.draft.points)
-    drafting.observe_verification([VerifyItem(1, 0, tuple(range(99)), prefill_only=True)], Timed(9.0, 9.0, 0.0))
-    drafting.observe_proposals([ProposeItem(1, 0, tuple(range(99)))], [proposal_of(sequence, ())], Timed(9.0, 9.0))
+    items = [VerifyItem(1, 0, tuple(range(99)), prefill_only=True)]
+    proposals = [ProposeItem(1, 0, tuple(range(99)))], [proposal_of(sequence, ())], Timed(9.0, 9.0)
+    drafting.observe_round(RoundOutcome(items, Timed(9.0, 9.0), [], [proposals]))
     assert (drafting.costs.verify.points, drafting.costs.draft.points) == before
 
 
 def test_what_has_ended_is_forgotten() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    drafting.orders([sequence], WORKER)
+    drafting.plan_round([sequence], WORKER)
     drafting.observe(commit_of(sequence, (5, 6), proposal_of(sequence, (5,))))
     drafting.forget([sequence.sequence_id])
     assert not drafting.lookup._indexes

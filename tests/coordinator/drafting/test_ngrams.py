@@ -5,11 +5,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.drafting.ngrams import INDEXED_A_CALL, LONGEST_RUN, SHORTEST_RUN, TOKENS_KEPT, NgramIndex
+from coordinator.drafting.ngrams import MAX_RUN, MEMORY_TOKENS, MIN_RUN, TOKENS_PER_CALL, NgramIndex
 
 
 def reference(token_ids: list[int], k: int) -> tuple[tuple[int, ...], int]:
-    for length in range(LONGEST_RUN, SHORTEST_RUN - 1, -1):
+    for length in range(MAX_RUN, MIN_RUN - 1, -1):
         run = token_ids[-length:]
         for end in range(len(token_ids) - 1, length - 1, -1):
             if len(run) == length and token_ids[end - length : end] == run:
@@ -57,18 +57,18 @@ def distinct(count: int) -> list[int]:
 
 def test_a_long_prompt_is_indexed_over_many_calls() -> None:
     """Each reads a bounded number of tokens, and only those of the index so far are found."""
-    prompt = Counted([*distinct(20 * INDEXED_A_CALL), 1, 2, 3, 4, 5, 6])
-    prompt += [*distinct(INDEXED_A_CALL), 1, 2, 3, 4]
+    prompt = Counted([*distinct(20 * TOKENS_PER_CALL), 1, 2, 3, 4, 5, 6])
+    prompt += [*distinct(TOKENS_PER_CALL), 1, 2, 3, 4]
     index = NgramIndex()
     for call in range(22):
         before = prompt.reads
         proposed = index.propose(prompt, 2)
-        assert prompt.reads - before < 3 * INDEXED_A_CALL
+        assert prompt.reads - before < 3 * TOKENS_PER_CALL
         assert proposed == (((), 0) if call < 20 else ((5, 6), 4))
 
 
 def test_runs_are_indexed_before_they_are_looked_up() -> None:
-    prompt = [*distinct(2 * INDEXED_A_CALL), 1, 2, 3, 4, 5, 1, 2, 3]
+    prompt = [*distinct(2 * TOKENS_PER_CALL), 1, 2, 3, 4, 5, 1, 2, 3]
     index = NgramIndex()
     index.extend(prompt)
     index.extend(prompt)
@@ -76,19 +76,19 @@ def test_runs_are_indexed_before_they_are_looked_up() -> None:
 
 
 def test_old_runs_are_forgotten_so_that_memory_is_bounded() -> None:
-    ids = distinct(5 * TOKENS_KEPT)
-    recent, old = ids[-TOKENS_KEPT // 2 :][:4], ids[100:104]
+    ids = distinct(5 * MEMORY_TOKENS)
+    recent, old = ids[-MEMORY_TOKENS // 2 :][:4], ids[100:104]
     index = NgramIndex()
-    for _ in range(len(ids) // INDEXED_A_CALL + 1):
+    for _ in range(len(ids) // TOKENS_PER_CALL + 1):
         index.extend(ids)
     assert index.propose([*ids, *recent], 1)[1] == 4
     assert index.propose([*ids, *recent, *old], 1) == ((), 0)
-    assert len(index._last) + len(index._last_of_older) <= 2 * TOKENS_KEPT
+    assert len(index._last) + len(index._old) <= 2 * MEMORY_TOKENS
 
 
 def test_a_pair_that_comes_all_the_time_costs_no_more() -> None:
     prompt, index = Counted([1, 2] * 50_000), NgramIndex()
-    for _ in range(len(prompt) // INDEXED_A_CALL + 1):
+    for _ in range(len(prompt) // TOKENS_PER_CALL + 1):
         index.extend(prompt)
     prompt += [9, 1, 2]  # the run of three or four does not come before
     before = prompt.reads

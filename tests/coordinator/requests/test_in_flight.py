@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.requests.in_flight import FIRST_RETRY, LAST_ENDS, LEAST_RETRY, MOST_RETRY, EndRate
+from coordinator.requests.in_flight import FIRST_RETRY, MAX_ENDS, MAX_RETRY, MIN_RETRY, EndRate
 
 
 def rate_of(*ends: float) -> EndRate:
@@ -30,11 +30,11 @@ def test_before_the_first_end_nothing_is_known() -> None:
 def test_idle_time_and_old_ends_do_not_count() -> None:
     rate = rate_of(50.0)
     rate.begin(500.0)
-    for i in range(2 * LAST_ENDS):
+    for i in range(2 * MAX_ENDS):
         rate.add(510.0 + 0.2 * i)
-    assert rate.seconds_until(1, 510.0 + 0.2 * (2 * LAST_ENDS - 1)) == pytest.approx(0.2)
+    assert rate.seconds_until(1, 510.0 + 0.2 * (2 * MAX_ENDS - 1)) == pytest.approx(0.2)
 
 
 def test_it_is_neither_too_short_nor_too_long() -> None:
-    assert rate_of(0.001).seconds_until(1, 100.002) == LEAST_RETRY
-    assert rate_of(1.0).seconds_until(64, 110.0) == MOST_RETRY
+    assert rate_of(0.001).seconds_until(1, 100.002) == MIN_RETRY
+    assert rate_of(1.0).seconds_until(64, 110.0) == MAX_RETRY

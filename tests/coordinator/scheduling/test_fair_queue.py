@@ -31,7 +31,7 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_the_next_is_the_one_that_the_rule_says(steps: list[tuple]) -> None:  # type: ignore[type-arg]
     queue, rule, ids = FairQueue(), FairRule(), 0
-    with mock.patch.object(ranking, "FEW_OUTDATED", 2):
+    with mock.patch.object(ranking, "MAX_STALE", 2):
         for step in steps:
             if step[0] == "add":
                 new = samples(ids, *step[1:])
@@ -127,5 +127,5 @@ def test_ranks_that_change_leave_a_heap_no_larger_than_its_items() -> None:
         turns.put(10_000 + i, (10**6, i))  # comes last, and leaves before its turn
         turns.discard(10_000 + i)
     assert len(turns) == 50
-    assert len(turns._heap) <= 2 * 51 + ranking.FEW_OUTDATED
+    assert len(turns._heap) <= 2 * 51 + ranking.MAX_STALE
     assert turns.first == min(turns._ranks, key=turns._ranks.__getitem__)

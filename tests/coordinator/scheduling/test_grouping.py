@@ -241,7 +241,7 @@ def test_the_ready_set_keeps_both_orders(steps: list[tuple[bool, int]]) -> None:
         assert len(ready) == len(model)
         for member in model:
             assert member.sequence_id in ready
-            assert ready.alike(member, 99) == [other for other in model if other.shape == member.shape]
+            assert ready.same_shape(member, 99) == [other for other in model if other.shape == member.shape]
         assert sum(map(len, ready.by_shape.values())) == len(model)
         if model:
             assert ready.oldest is model[0]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
-from coordinator.scheduling.pool import DuplicateRequestError, Pool
+from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
 # Few, so that ids are used again, as clients do: also while an aborted namesake is still in its round.
@@ -48,7 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def start(self, max_num_seqs: int, queue_size: int, positions: int, multiple: int) -> None:
         self.pool = Pool(max_num_seqs, QueueLimits(queue_size), preempts=False)
-        self.pool.kv_capacity = KVCapacity(positions, multiple)
+        self.pool.reservations.capacity = KVCapacity(positions, multiple)
         self.kept: dict[int, int] = {}
         self.ids = count(1)
         self.rule = FairRule()
@@ -72,8 +72,8 @@ class PoolMachine(RuleBasedStateMachine):
         entering: list[Sequence] = []
         taken = sum(self.kept.values())
         for sequence in waiting[: self.room()]:
-            taken += self.pool.kv_capacity.taken_by(sequence)
-            if (self.kept or entering) and 0 < self.pool.kv_capacity.positions < taken:
+            taken += self.pool.reservations.capacity.needed_by(sequence)
+            if (self.kept or entering) and 0 < self.pool.reservations.capacity.positions < taken:
                 break
             entering.append(sequence)
         return entering
@@ -111,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
         expected: list[Sequence] = []
         while self.waiting and self.next_to_enter([self.rule.next]):
             sequence = self.rule.next
-            self.kept[sequence.sequence_id] = self.pool.kv_capacity.taken_by(sequence)
+            self.kept[sequence.sequence_id] = self.pool.reservations.capacity.needed_by(sequence)
             self.inside.append(sequence)
             self.rule.enter(sequence)
             expected.append(sequence)
@@ -590,8 +590,8 @@ def test_admitting_and_aborting_look_at_few_of_ten_thousand() -> None:
 
 
 def test_submitting_to_a_large_window_looks_at_each_sequence_a_few_times() -> None:
-    pool, taken_by = Pool(2000, QueueLimits(2000)), KVCapacity.taken_by
-    with mock.patch.object(KVCapacity, "taken_by", autospec=True, side_effect=taken_by) as looked:
+    pool, needed_by = Pool(2000, QueueLimits(2000)), KVCapacity.needed_by
+    with mock.patch.object(KVCapacity, "needed_by", autospec=True, side_effect=needed_by) as looked:
         for i in range(2000):
             pool.submit([make_sequence(i)])
         assert len(pool.admit()) == 2000

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.prefixes import BLOCK_TOKENS, FEW, PrefixIndex, _marks
+from coordinator.scheduling.prefixes import BLOCK_TOKENS, MAX_CANDIDATES, PrefixIndex, _digests
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
 
 SHARED = (5,) * (3 * BLOCK_TOKENS)
@@ -120,7 +120,7 @@ def test_only_so_many_finished_ones_are_remembered_those_used_last() -> None:
     index.trim(2)
     assert [source_of(index, (*prompt, 9)) for prompt in others] == [sequences[0], None, sequences[2]]
     index.trim(0)
-    assert (index._by_mark, index._known, len(index)) == ({}, {}, 0)
+    assert (index._by_digest, index._entries, len(index)) == ({}, {}, 0)
 
 
 def test_two_never_wait_for_each_other_nor_one_for_itself() -> None:
@@ -142,9 +142,9 @@ def test_a_search_looks_at_few(number: int) -> None:
     index = PrefixIndex()
     for i in range(number):
         live(index, i, (*SHARED, i))
-    with mock.patch("coordinator.scheduling.prefixes._promise", side_effect=lambda _, s: s.sequence_id) as looked:
+    with mock.patch("coordinator.scheduling.prefixes._preference", side_effect=lambda _, s: s.sequence_id) as looked:
         assert source_of(index) is not None
-    assert looked.call_count <= 2 * FEW
+    assert looked.call_count <= 2 * MAX_CANDIDATES
 
 
 # --- What others can learn
@@ -197,7 +197,7 @@ def test_samples_that_were_set_aside_share_nothing_that_they_have_generated() ->
 
 def test_a_long_prompt_has_few_marks_and_shares_nearly_all() -> None:
     prompt = tuple(range(131_072))
-    assert len(list(_marks(prompt))) < 300
+    assert len(list(_digests(prompt))) < 300
     index = PrefixIndex()
     live(index, 1, (*prompt[:100_000], *(0,) * 31_072))
     found = index.find(make(9, prompt))
@@ -219,7 +219,7 @@ def test_a_search_of_a_long_prompt_compares_no_more_than_the_last_stretch() -> N
         source = live(index, i, (*prompt, i))
         source.token_ids = Counting(source.token_ids)
     assert index.find(make(999, prompt)) is not None
-    assert len(compared) <= 2 * FEW * 131_072 // 32 // BLOCK_TOKENS
+    assert len(compared) <= 2 * MAX_CANDIDATES * 131_072 // 32 // BLOCK_TOKENS
 
 
 def test_what_is_kept_is_bounded_by_the_sequences_that_are_known() -> None:
@@ -228,4 +228,4 @@ def test_what_is_kept_is_bounded_by_the_sequences_that_are_known() -> None:
         finished(index, i, (i, *SHARED * 20), cached=20 * len(SHARED), client=str(i % 50))
         index.trim(8)
     assert len(index) == 8
-    assert sum(map(len, index._by_mark.values())) <= 8 * 60
+    assert sum(map(len, index._by_digest.values())) <= 8 * 60

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.scheduling.commits import DraftOrder
+from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
-from coordinator.scheduling.turn import DRAFT_REST_ROUNDS, FEW_TOKENS
+from coordinator.scheduling.turn import DRAFT_BACKOFF_ROUNDS, MAX_UNCHUNKED_TOKENS
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 
 VOCAB_SIZE = 11
@@ -112,7 +112,7 @@ def check_propose_items(group: list[Sequence], items: list[ProposeItem], budget:
         assert item.num_draft_tokens <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
         assert item.num_draft_tokens == 0 or end == length
         assert end + max(0, item.num_draft_tokens - 1) <= draft_max_len
-        long += len(item.token_ids) if length - item.base_length > FEW_TOKENS else 0
+        long += len(item.token_ids) if length - item.base_length > MAX_UNCHUNKED_TOKENS else 0
     assert long <= budget
 
 
@@ -130,7 +130,7 @@ def check_verify_items(group: list[Sequence], items: list[VerifyItem], budget: i
         assert all(token < VOCAB_SIZE for token in item.token_ids + item.draft_token_ids)
         assert len(item.draft_token_ids) <= max(0, sequence.request.max_tokens - sequence.num_generated - 1)
         assert not item.draft_token_ids or len(item.token_ids) == 1
-        long += len(item.token_ids) if len(sequence.token_ids) - item.base_length > FEW_TOKENS else 0
+        long += len(item.token_ids) if len(sequence.token_ids) - item.base_length > MAX_UNCHUNKED_TOKENS else 0
     assert long <= budget
     assert not any(sequence.is_decoding for sequence in by_id.values()), "one that decodes was left out"
 
@@ -179,10 +179,10 @@ class Table:
             else:
                 self.check_caches(sequence)
 
-    def orders(self, group: list[Sequence]) -> dict[int, DraftOrder]:
+    def orders(self, group: list[Sequence]) -> dict[int, DraftPlan]:
         """Any for most: by the model, by prompt lookup, both or neither."""
         return {
-            sequence.sequence_id: DraftOrder(
+            sequence.sequence_id: DraftPlan(
                 num_draft_tokens=self.rng.randint(0, 9),
                 min_chance=self.rng.choice([0.0, 0.5, 1.0]),
                 lookup_ids=self.looked_up(sequence),
@@ -476,8 +476,8 @@ def test_a_draft_that_lost_a_cache_is_sent_everything_and_the_round_goes_on() ->
 
 def test_a_draft_without_a_slot_is_left_alone_for_a_while() -> None:
     sequence, target, draft = make_sequence(max_tokens=100), Worker(), Worker(slots=0)
-    asked = [bool(run_once([sequence], target, draft, [], round_id=i)[0]) for i in range(1, DRAFT_REST_ROUNDS + 3)]
-    assert asked == [True] + [False] * (DRAFT_REST_ROUNDS - 1) + [True, False]
+    asked = [bool(run_once([sequence], target, draft, [], round_id=i)[0]) for i in range(1, DRAFT_BACKOFF_ROUNDS + 3)]
+    assert asked == [True] + [False] * (DRAFT_BACKOFF_ROUNDS - 1) + [True, False]
 
 
 def test_a_target_without_a_slot_keeps_the_sequence_waiting() -> None:

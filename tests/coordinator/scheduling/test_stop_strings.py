@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.stop_strings import StopString, borders
+from coordinator.scheduling.stop_strings import StopString, failure_table
 from coordinator.scheduling.text import TextStream
 
 letters = st.text("ab", max_size=30)
@@ -26,13 +26,13 @@ def test_it_finds_the_first_occurrence_that_each_piece_completes_and_knows_what_
         end = min(len(text), known + size)
         at = text[:end].find(stop, max(0, known - len(stop) + 1))
         assert search.feed(text[known:end]) == (at + len(stop) - known if at >= 0 else 0)
-        assert search.begun == begun(text[:end], stop)
+        assert search.matched == begun(text[:end], stop)
         known = end
 
 
 @given(stop=stops)
-def test_borders_are_beginnings_that_are_ends_too(stop: str) -> None:
-    table = borders(stop)
+def test_failure_table_are_beginnings_that_are_ends_too(stop: str) -> None:
+    table = failure_table(stop)
     assert len(table) == len(stop) + 1
     for length in range(1, len(stop) + 1):
         assert table[length] == begun(stop[:length], stop[:length])

@@ -100,7 +100,7 @@ async def test_limits_of_a_client_and_of_waiting_tokens_say_when_to_try_again() 
                 await served.stub.Generate(request, metadata=ANNE)
             delay = detail_of(caught.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds()
             assert 50 <= delay <= 10_000
-        with pytest.raises(grpc.aio.AioRpcError, match=r"sampling_params\.n: 4 is beyond 3") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"sampling_params\.n: 4 exceeds 3") as caught:
             await served.stub.Generate(make_request([1], temperature=1.0, n=4), metadata=BOB)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         calls += await submit(served, [make_request([1] * 30)], BOB, [])

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from scraping import Scrape, free_port
 from serving import PATIENCE_SECONDS, Serving, check_tokens, expected_tokens, make_request, serving, stream
 
-from coordinator.requests.generation import MOST_UNREAD
+from coordinator.requests.generation import MAX_UNREAD
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
@@ -54,7 +54,7 @@ async def test_a_stream_that_is_not_read_pauses_and_others_go_on() -> None:
             await stream(served, make_request([i], 100))
         served.process.coordinator.pool.check_integrity()
         assert sample.sequence.num_generated == before < LONG
-        assert MOST_UNREAD < sample.unread <= MOST_UNREAD + 5
+        assert MAX_UNREAD < sample.unread <= MAX_UNREAD + 5
         assert (await served.info()).running == 1
         # Its reader comes back: nothing was lost.
         rest = [message async for message in messages]
@@ -116,7 +116,7 @@ async def test_a_stream_that_stays_unread_is_ended_and_its_slot_freed() -> None:
 
 async def test_what_is_left_of_a_finished_stream_goes_if_it_stays_unread() -> None:
     settings = {"max_num_seqs": 1, "stream_stall_seconds": 0.3}
-    async with serving(**settings) as served, unread(served, make_request([1], MOST_UNREAD, k=0)) as messages:
+    async with serving(**settings) as served, unread(served, make_request([1], MAX_UNREAD, k=0)) as messages:
         await served.until(lambda info: info.counters.finished["length"] == 1)
         async with asyncio.timeout(PATIENCE_SECONDS):
             while generations(served):  # noqa: ASYNC110 - nothing tells when a handler is gone
@@ -128,7 +128,7 @@ async def test_what_is_left_of_a_finished_stream_goes_if_it_stays_unread() -> No
 
 async def test_a_slow_reader_of_a_finished_stream_gets_all_of_it() -> None:
     settings = {"max_num_seqs": 1, "stream_stall_seconds": 1.0}
-    request = make_request([1], MOST_UNREAD, k=0)
+    request = make_request([1], MAX_UNREAD, k=0)
     async with serving(**settings) as served, unread(served, request) as messages:
         await served.until(lambda info: info.counters.finished["length"] == 1)
         rest = []

@@ -103,8 +103,8 @@ async def test_lines_name_the_requests_they_belong_to(written: io.StringIO, monk
     for event in events(written):
         ids = event.get("request_ids", [event["request_id"]] if "request_id" in event else [])
         named.setdefault(event["message"].split(":")[0], []).append(ids)
-    assert sorted(named.pop("the request has ended")) == [[INJECTED], ["r0"], ["r1"]]
-    failed = [each for ids in named.pop("a round failed") for each in ids]
+    assert sorted(named.pop("request finished")) == [[INJECTED], ["r0"], ["r1"]]
+    failed = [each for ids in named.pop("round failed") for each in ids]
     assert sorted(failed) == ["r0", "r1"]
     assert named.pop("1 calls ended in an error; the last one in INTERNAL") in ([["r0"]], [["r1"]])
     assert not any(ids for all_ids in named.values() for ids in all_ids)
