@@ -1,4 +1,4 @@
-"""When a sequence is tried alone, when it is given up, and when it is trusted again."""
+"""Poison-request detection: when a sequence runs alone, when it fails, and when it is trusted again."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,32 +6,32 @@ from hypothesis import strategies as st
 from coordinator.scheduling.blame import FAILURES_TO_FAIL, FAILURES_TO_ISOLATE, MAX_CACHE_MISSES, Blame
 
 
-def test_failures_at_one_point_make_a_suspect_and_then_end_it() -> None:
-    suspicion, seen = Blame(), []
+def test_repeated_failures_isolate_a_sequence_and_then_fail_it() -> None:
+    blame, seen = Blame(), []
     for _ in range(FAILURES_TO_FAIL):
-        seen.append((suspicion.is_suspect, suspicion.reason_to_fail))
-        suspicion.record_failure((5, 0))
+        seen.append((blame.is_suspect, blame.reason_to_fail))
+        blame.record_failure((5, 0))
     assert seen == [(failures >= FAILURES_TO_ISOLATE, None) for failures in range(FAILURES_TO_FAIL)]
-    assert str(FAILURES_TO_FAIL) in (suspicion.reason_to_fail or "")
+    assert str(FAILURES_TO_FAIL) in (blame.reason_to_fail or "")
 
 
-def test_lost_caches_end_it_too_but_only_many() -> None:
-    suspicion = Blame()
+def test_many_cache_misses_without_progress_fail_a_sequence() -> None:
+    blame = Blame()
     for _ in range(MAX_CACHE_MISSES - 1):
-        suspicion.record_cache_miss((5, 4))
-        suspicion.clear((5, 4))
-    assert (suspicion.is_suspect, suspicion.reason_to_fail) == (False, None)
-    suspicion.record_cache_miss((5, 4))
-    assert "lost the cache" in (suspicion.reason_to_fail or "")
+        blame.record_cache_miss((5, 4))
+        blame.clear((5, 4))
+    assert (blame.is_suspect, blame.reason_to_fail) == (False, None)
+    blame.record_cache_miss((5, 4))
+    assert "lost the cache" in (blame.reason_to_fail or "")
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=3))
-def test_progress_beyond_every_failure_clears_and_less_does_not(points: list[tuple[int, int]]) -> None:
-    suspicion = Blame()
+def test_only_progress_beyond_every_failure_clears(points: list[tuple[int, int]]) -> None:
+    blame = Blame()
     for point in points:
-        suspicion.record_failure(point)
-    suspicion.clear(max(points))
-    assert suspicion.failures == len(points)
+        blame.record_failure(point)
+    blame.clear(max(points))
+    assert blame.failures == len(points)
     length, cached = max(points)
-    suspicion.clear((length, cached + 1))
-    assert suspicion.failures == 0
+    blame.clear((length, cached + 1))
+    assert blame.failures == 0
