@@ -103,12 +103,8 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         le=UINT32_MAX,
         description="prompt tokens prefilled per round; fewer delay decoding sequences less",
     )
-    draft_timeout_seconds: Seconds = Field(
-        5.0, gt=0, description="timeout of the draft worker"
-    )
-    target_timeout_seconds: Seconds = Field(
-        120.0, gt=0, description="timeout of the target worker"
-    )
+    draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="timeout of the draft worker")
+    target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
     metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")
     trace_prompts: bool = Field(False, description="include prompts and outputs in traces")
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
