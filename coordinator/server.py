@@ -89,7 +89,6 @@ class CoordinatorServer:
 
 
 async def serve(settings: CoordinatorSettings) -> None:
-    """Serves until SIGTERM."""
     process = CoordinatorServer(settings)
     process.server.stop_on_signals()  # first, so that an early signal stops cleanly too
     await process.start()
@@ -97,7 +96,6 @@ async def serve(settings: CoordinatorSettings) -> None:
 
 
 def main() -> None:
-    """Entry point of `specpool-coordinator`."""
     settings = CoordinatorSettings.load("specpool-coordinator")
     configure_logging(settings.log_level, settings.log_format)
     settings.log_resolved()

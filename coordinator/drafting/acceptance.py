@@ -26,7 +26,6 @@ class Acceptance:
         self.tried = self.tried * decay + tried
 
     def rate(self, prior: float) -> float:
-        """The estimated rate; `prior` before the first observation."""
         return (self.accepted + PRIOR_TOKENS * prior) / (self.tried + PRIOR_TOKENS)
 
 
@@ -74,15 +73,12 @@ class AcceptanceRates:
             self._sequences.setdefault(sequence_id, Acceptance()).add(drafted, accepted)
 
     def rate(self, sequence_id: int) -> float:
-        """The expected rate of a sequence."""
         prior = self.overall_rate
         return self._sequences[sequence_id].rate(prior) if sequence_id in self._sequences else prior
 
     @property
     def overall_rate(self) -> float:
-        """The expected rate of a new sequence."""
         return self._overall.rate(self.first_rate)
 
     def forget(self, sequence_id: int) -> None:
-        """Drops a finished sequence."""
         self._sequences.pop(sequence_id, None)

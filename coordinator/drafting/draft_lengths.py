@@ -81,7 +81,6 @@ class DraftLengths:
         self.acceptance = AcceptanceRates(self.first_rate)
 
     def choose(self, options: Mapping[int, DraftOptions]) -> dict[int, DraftPlan]:
-        """The draft plan of each sequence id."""
         self._age += 1
         changed = abs(len(options) - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
         if changed or self._age >= PLAN_ROUNDS:

@@ -112,7 +112,6 @@ class Drafting:
         return plans
 
     def observe_round(self, outcome: RoundOutcome) -> None:
-        """Learns from a round."""
         for proposals in outcome.proposals:
             self.observe_proposals(*proposals)
         self._observe_exchange(outcome.verified)
@@ -167,7 +166,6 @@ class Drafting:
         return int(seconds / self.costs.draft(len(items)))
 
     def state(self) -> SpeculationState:
-        """Present figures, for `GetServerInfo` and metrics."""
         costs, plan, sequences = self.costs, self.lengths.plan, max(1, self.lengths.plan.sequences)
         return SpeculationState(
             draft_steps=len(plan.steps),
@@ -182,7 +180,6 @@ class Drafting:
         )
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drops finished sequences."""
         sequence_ids = list(sequence_ids)
         self.lookup.forget(sequence_ids)
         for sequence_id in sequence_ids:

@@ -58,7 +58,6 @@ class PromptLookup:
             self.acceptance[lookup.run].add(sequence_id, tried, agreement_length(lookup.token_ids, gained))
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drops finished sequences."""
         for sequence_id in sequence_ids:
             self._indexes.pop(sequence_id, None)
             self._lookups.pop(sequence_id, None)

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import Sequence
@@ -22,23 +21,13 @@ COMMITS_PER_TURN = 64
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of each phase; 0 if it never began. `first_token` and `total` count from the arrival of the request."""
+    """Seconds of each phase; 0 if it never began. The last two count from the arrival of the request."""
 
-    queue: float
-    prefill: float
-    decode: float
-    first_token: float
-    total: float
-
-
-class Pace(Protocol):
-    """Receives how fast a stream is read, as `coordinator.serving.coordinator.Coordinator` does."""
-
-    def pause(self, sequence: Sequence) -> None:
-        """The reader lags behind."""
-
-    def resume(self, sequence: Sequence) -> None:
-        """The reader has caught up."""
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    time_to_first_token_s: float
+    total_s: float
 
 
 class Sample:
@@ -64,16 +53,15 @@ class Sample:
 
     @property
     def timings(self) -> Timings:
-        """Seconds of each phase so far."""
         ended = self._ended or time.monotonic()
         admitted = self._admitted or ended
         first_token = self._first_token
         return Timings(
-            queue=admitted - self._arrived,
-            prefill=(first_token or ended) - admitted,
-            decode=ended - first_token if first_token else 0.0,
-            first_token=first_token - self._arrived if first_token else 0.0,
-            total=ended - self._arrived,
+            queue_s=admitted - self._arrived,
+            prefill_s=(first_token or ended) - admitted,
+            decode_s=ended - first_token if first_token else 0.0,
+            time_to_first_token_s=first_token - self._arrived if first_token else 0.0,
+            total_s=ended - self._arrived,
         )
 
     async def logprobs(self) -> AsyncIterator[list[TokenLogprobs]]:
@@ -90,7 +78,6 @@ class Sample:
         self._admitted = self._admitted or time.monotonic()
 
     def add(self, commit: Commit) -> None:
-        """Records a commit."""
         if commit.token_ids:
             now = time.monotonic()
             self.gap = now - self._last_token if self._last_token is not None else None
@@ -99,18 +86,25 @@ class Sample:
         self.unread += len(commit.token_ids)
 
     def end(self) -> None:
-        """Records the end."""
         self._ended = time.monotonic()
 
 
 class Generation:
     """One request: yields the commits of its samples as they come."""
 
-    def __init__(self, sequences: Iterable[Sequence], arrived: float, pace: Pace, stall_seconds: float) -> None:
+    def __init__(
+        self,
+        sequences: Iterable[Sequence],
+        arrived: float,
+        stall_seconds: float,
+        *,
+        pause: Callable[[Sequence], None],
+        resume: Callable[[Sequence], None],
+    ) -> None:
         """`stall_seconds`: time without a read after which a stream fails."""
         self.samples = [Sample(sequence, index, arrived) for index, sequence in enumerate(sequences)]
         self._events: asyncio.Queue[tuple[Sample, Commit | None] | ServiceError] = asyncio.Queue()
-        self._pace, self._stall_seconds = pace, stall_seconds
+        self._stall_seconds, self._pause, self._resume = stall_seconds, pause, resume
         self._fail: Callable[[ServiceError], None] | None = None
         """Set while the commits are streamed."""
         self._stall: asyncio.TimerHandle | None = None
@@ -122,7 +116,7 @@ class Generation:
         sequences = [sample.sequence for sample in self.samples]
         reasons = [str(sequence.finish.reason) if sequence.finish else "unfinished" for sequence in sequences]
         generated = sum(sequence.num_generated for sequence in sequences)
-        seconds = max(sample.timings.total for sample in self.samples)
+        seconds = max(sample.timings.total_s for sample in self.samples)
         return f"{', '.join(reasons)}; {sequences[0].prompt_length} + {generated} tokens in {seconds:.3f} s"
 
     @property
@@ -165,16 +159,14 @@ class Generation:
                     break
 
     def publish(self, sample: Sample, commit: Commit) -> None:
-        """Hands over a commit."""
         sample.add(commit)
         self._events.put_nowait((sample, commit))
         if self._fail is not None and sample.unread > MAX_UNREAD and not sample.paused:
             sample.paused = True
-            self._pace.pause(sample.sequence)
+            self._pause(sample.sequence)
             self._watch()
 
     def end(self, sample: Sample, error: ServiceError | None = None) -> None:
-        """Ends a sample."""
         sample.end()
         self._events.put_nowait(error or (sample, None))
         self._watch()
@@ -184,7 +176,7 @@ class Generation:
         self._last_read = time.monotonic()
         if sample.paused and sample.unread <= MAX_UNREAD // 2:
             sample.paused = False
-            self._pace.resume(sample.sequence)
+            self._resume(sample.sequence)
             self._watch()
 
     def _watch(self) -> None:

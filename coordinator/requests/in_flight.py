@@ -73,7 +73,6 @@ class RequestsInFlight:
             del self._samples[sample.sequence.sequence_id]
 
     def admitted(self, sequence: Sequence) -> None:
-        """The sequence entered the window."""
         _, sample = self._samples[sequence.sequence_id]
         sample.admit()
 
@@ -90,7 +89,6 @@ class RequestsInFlight:
             self._end(sequence, sequence.finish.reason)
 
     def failed(self, sequence: Sequence, reason: str) -> None:
-        """The sequence ended with an error."""
         self._end(sequence, "error", WorkerFailedError(reason))
 
     def aborted(self, sequence: Sequence) -> None:

@@ -34,7 +34,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -56,22 +55,20 @@ class Latencies:
         """Prompt tokens of samples that have a first token, and how many of them came from a cached prefix."""
 
     def committed(self, sample: Sample) -> None:
-        """Observes the last commit of a sample."""
         if sample.gap is not None:
             self.between_tokens.observe(sample.gap)
             return
-        self.first_token.observe(sample.timings.first_token)
+        self.first_token.observe(sample.timings.time_to_first_token_s)
         self.prefilled_tokens += sample.sequence.prompt_length
         self.cached_tokens += sample.sequence.cached_tokens
 
     def ended(self, sample: Sample) -> None:
-        """Observes a sample that finished."""
         timings, tokens = sample.timings, sample.sequence.num_generated
-        self.total.observe(timings.total)
-        self.queue.observe(timings.queue)
-        self.prefill.observe(timings.prefill)
-        self.decode.observe(timings.decode)
+        self.total.observe(timings.total_s)
+        self.queue.observe(timings.queue_s)
+        self.prefill.observe(timings.prefill_s)
+        self.decode.observe(timings.decode_s)
         self.prompt_tokens.observe(sample.sequence.prompt_length)
         self.generation_tokens.observe(tokens)
         if tokens > 1:
-            self.per_token.observe(timings.decode / (tokens - 1))
+            self.per_token.observe(timings.decode_s / (tokens - 1))

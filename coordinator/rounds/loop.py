@@ -8,7 +8,8 @@ import asyncio
 import logging
 from functools import partial
 
-from coordinator.rounds.runner import MAX_PIPELINE_DEPTH, RETRY_SECONDS, RoundEvents, RoundRunner
+from coordinator.requests.in_flight import RequestsInFlight
+from coordinator.rounds.runner import MAX_PIPELINE_DEPTH, RETRY_SECONDS, RoundRunner
 from coordinator.scheduling.grouping import Group, Policy
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import Sequence
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 class RoundLoop:
     """Keeps as many groups in flight as the runner allows. Meanwhile requests queue and leave."""
 
-    def __init__(self, pool: Pool, policy: Policy, runner: RoundRunner, events: RoundEvents) -> None:
-        self._pool, self._policy, self._runner, self._events = pool, policy, runner, events
+    def __init__(self, pool: Pool, policy: Policy, runner: RoundRunner, in_flight: RequestsInFlight) -> None:
+        self._pool, self._policy, self._runner, self._in_flight = pool, policy, runner, in_flight
         self._target = runner.target
         self._work = asyncio.Event()
         self._has_leaving = asyncio.Event()
@@ -77,7 +78,7 @@ class RoundLoop:
         if pool.queued and pool.capacity:
             limit = self._policy.admissible(pool.members, len(pool.leaving), pool.capacity)
         for sequence in pool.admit(limit):
-            self._events.admitted(sequence)
+            self._in_flight.admitted(sequence)
         if pool.leaving:  # includes preempted sequences
             self._has_leaving.set()
 
@@ -172,7 +173,7 @@ class RoundLoop:
         """Ends a sequence with an error, unless it has finished."""
         if sequence.finish is None:
             self._pool.abort(sequence)
-            self._events.failed(sequence, reason)
+            self._in_flight.failed(sequence, reason)
 
 
 def _request_ids(sequences: list[Sequence]) -> list[str]:

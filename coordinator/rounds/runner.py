@@ -8,18 +8,15 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from coordinator.config.settings import Overlap
 from coordinator.drafting.drafting import Drafting, DraftWorker, RoundOutcome
-from coordinator.scheduling.commits import Commit
+from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.scheduling.counters import Counters, Timed
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.round import Round
-from coordinator.scheduling.sequence import Sequence
 from coordinator.tracing.traces import RoundTrace, Traces
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
@@ -32,28 +29,6 @@ MAX_PIPELINE_DEPTH = 2
 RETRY_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
-class RoundSettings:
-    """How rounds run."""
-
-    prefill_tokens: int
-    """Budget of a round for prompt tokens, for each worker."""
-    overlap: Overlap
-
-
-class RoundEvents(Protocol):
-    """Receives what happens to sequences, as `coordinator.requests.in_flight.RequestsInFlight` does."""
-
-    def admitted(self, sequence: Sequence) -> None:
-        """The sequence entered the window."""
-
-    def committed(self, commit: Commit) -> None:
-        """A round gained tokens for a sequence."""
-
-    def failed(self, sequence: Sequence, reason: str) -> None:
-        """The sequence ended with an error."""
-
-
 class RoundRunner:
     """Runs rounds, two at a time where drafting for one group beside the verification of another pays."""
 
@@ -62,14 +37,17 @@ class RoundRunner:
         pool: Pool,
         workers: Workers,
         drafting: Drafting,
-        settings: RoundSettings,
-        events: RoundEvents,
-        traces: Traces | None = None,
+        in_flight: RequestsInFlight,
+        traces: Traces,
+        *,
+        prefill_tokens: int,
+        overlap: Overlap,
     ) -> None:
+        """`prefill_tokens`: budget of a round for prompt tokens, for each worker."""
         self.counters = Counters()
         self.target, self._workers = workers.target, workers
-        self._pool, self._drafting, self._settings, self._events = pool, drafting, settings, events
-        self._traces = traces or Traces()
+        self._pool, self._drafting, self._in_flight, self._traces = pool, drafting, in_flight, traces
+        self._prefill_tokens, self._overlap = prefill_tokens, overlap
         self._target_free, self._draft_free = asyncio.Lock(), asyncio.Lock()
         self._round_ids = count(1)
 
@@ -83,9 +61,9 @@ class RoundRunner:
     def _can_overlap(self) -> bool:
         """Whether both workers can run at a time without slowing each other down."""
         draft = self._workers.ready_draft
-        if draft is None or self._settings.overlap == "off":
+        if draft is None or self._overlap == "off":
             return False
-        return self._settings.overlap == "on" or draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
+        return self._overlap == "on" or draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
 
     async def run(self, group: Group) -> bool:
         """Runs one round. False if no sequence made progress.
@@ -116,7 +94,7 @@ class RoundRunner:
         self._drafting.observe_round(outcome)
         for commit in outcome.commits:
             self.counters.add_commit(commit)
-            self._events.committed(commit)
+            self._in_flight.committed(commit)
         trace.committed(round_.round_id, outcome.commits, round_.cache_misses)
         self.counters.rounds += 1
         self.counters.cache_misses += round_.cache_misses
@@ -132,7 +110,7 @@ class RoundRunner:
             self._drafting.costs.draft = draft.step_times
             worker = DraftWorker(draft.max_model_len, round_id)
         plans = self._drafting.plan_round(group.sequences, worker)
-        return Round(round_id, group.sequences, self._settings.prefill_tokens, plans, self._drafting.chance)
+        return Round(round_id, group.sequences, self._prefill_tokens, plans, self._drafting.chance)
 
     async def _propose(self, round_: Round, outcome: RoundOutcome, trace: RoundTrace) -> Timed:
         draft = self._workers.ready_draft

@@ -30,7 +30,6 @@ class KVCapacity:
     """Each sequence reserves a multiple of this many positions."""
 
     def needed_by(self, sequence: Sequence) -> int:
-        """Positions to reserve for a sequence."""
         multiple = max(1, self.multiple)
         return -(-sequence.max_length // multiple) * multiple
 

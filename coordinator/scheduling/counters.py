@@ -71,7 +71,6 @@ class Counters:
     """By draft method."""
 
     def add_commit(self, commit: Commit) -> None:
-        """Counts the tokens of one sequence."""
         self.completion_tokens += len(commit.token_ids)
         self.draft_tokens += commit.drafted
         self.accepted_draft_tokens += commit.accepted

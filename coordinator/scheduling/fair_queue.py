@@ -165,13 +165,11 @@ class FairQueue:
         self._settle(client, request)
 
     def discard(self, sequence: Sequence) -> None:
-        """Removes a waiting sequence."""
         client, request = self._remove(sequence)
         del self._places[sequence.sequence_id]
         self._settle(client, request)
 
     def leave(self, sequence_id: int) -> None:
-        """Removes a sequence from the window."""
         client, request = self._places.pop(sequence_id)
         client.running -= 1
         request.running -= 1

@@ -107,7 +107,6 @@ class Pool:
 
     @property
     def leaving(self) -> set[int]:
-        """Sequences whose slots must be released."""
         return set(self._leaving)
 
     def submit(self, samples: Iterable[Sequence]) -> None:

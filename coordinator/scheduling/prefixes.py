@@ -66,7 +66,6 @@ class PrefixIndex:
             self.discard(self._finished.popitem(last=False)[1])
 
     def discard(self, sequence: Sequence) -> None:
-        """Removes a sequence if present."""
         entry = self._entries.pop(sequence.sequence_id, None)
         if entry is None:
             return

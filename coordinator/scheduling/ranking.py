@@ -39,5 +39,4 @@ class Ranking(Generic[Item]):
             heapify(self._heap)
 
     def discard(self, item: Item) -> None:
-        """Removes an item if present."""
         self._ranks.pop(item, None)

@@ -42,7 +42,6 @@ class ReadySet:
 
     @property
     def oldest(self) -> Sequence:
-        """The sequence that has been ready longest."""
         return next(iter(self))
 
     @property

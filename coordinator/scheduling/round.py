@@ -40,7 +40,6 @@ class Round:
 
     @property
     def cache_misses(self) -> int:
-        """Caches that the workers lost."""
         return sum(turn.cache_misses for turn in self._turns.values())
 
     def propose_items(self, draft_max_len: int, draft_vocab_size: int) -> list[ProposeItem]:
@@ -73,7 +72,6 @@ class Round:
         return [item for item in candidates if item is not None]
 
     def take_ahead(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
-        """Takes tokens drafted ahead."""
         for proposal in proposals:
             if proposal.status is ItemStatus.OK:
                 token_ids = known_tokens(proposal.draft_token_ids, target_vocab_size)

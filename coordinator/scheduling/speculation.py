@@ -14,7 +14,6 @@ class SpeculationStats:
     """At index i: rounds that accepted exactly i draft tokens."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Counts one round."""
         if drafted == 0:
             return
         self.rounds += 1

@@ -31,7 +31,6 @@ class TextStream:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text can end the generation."""
         return bool(self._stop)
 
     def feed(self, token_id: int, may_stop: bool = True) -> str:

@@ -36,7 +36,6 @@ class Turn:
     """One sequence's part in a round."""
 
     def __init__(self, sequence: Sequence, plan: DraftPlan, round_id: int, chance: Callable[[float], float]) -> None:
-        """`chance`: acceptance probability by draft probability."""
         self.sequence = sequence
         self.cache_misses = 0
         self.ahead: Proposal | None = None

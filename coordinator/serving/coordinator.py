@@ -15,7 +15,7 @@ from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.latencies import Latencies
 from coordinator.rounds.loop import RoundLoop
-from coordinator.rounds.runner import RoundRunner, RoundSettings
+from coordinator.rounds.runner import RoundRunner
 from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
 from coordinator.scheduling.pool import Pool
@@ -66,9 +66,15 @@ class Coordinator:
         )
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
         self.drafting = Drafting(settings.max_num_speculative_tokens)
-        round_settings = RoundSettings(settings.prefill_tokens, "off" if is_eqspec else settings.overlap)
-        workers = Workers(self.target, self.draft)
-        runner = RoundRunner(self.pool, workers, self.drafting, round_settings, self.in_flight, self.traces)
+        runner = RoundRunner(
+            self.pool,
+            Workers(self.target, self.draft),
+            self.drafting,
+            self.in_flight,
+            self.traces,
+            prefill_tokens=settings.prefill_tokens,
+            overlap="off" if is_eqspec else settings.overlap,
+        )
         self.counters = runner.counters
         limits = GroupingLimits(
             settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group
@@ -132,7 +138,13 @@ class Coordinator:
         sequences = self._sequences(request)
         with self._refusals(request):
             self.pool.submit(sequences)
-        generation = Generation(sequences, arrived, self, self.settings.stream_stall_seconds)
+        generation = Generation(
+            sequences,
+            arrived,
+            self.settings.stream_stall_seconds,
+            pause=self.pool.pause,
+            resume=self._resume,
+        )
         self.in_flight.add(generation)
         self._loop.wake()
         try:
@@ -143,15 +155,6 @@ class Coordinator:
             self.in_flight.discard(generation)
             log.debug("request finished: %s", generation)
 
-    def pause(self, sequence: Sequence) -> None:
-        """Keeps a sequence out of rounds while its reader lags behind."""
-        self.pool.pause(sequence)
-
-    def resume(self, sequence: Sequence) -> None:
-        """Resumes a paused sequence."""
-        self.pool.resume(sequence)
-        self._loop.wake()
-
     def abort(self, client: str, request_id: str) -> None:
         """Ends a client's own request. Its caller gets the tokens so far. NotFoundError."""
         sequences = self.pool.find(client, request_id)
@@ -161,7 +164,6 @@ class Coordinator:
             self._abort(sequence)
 
     async def close(self) -> None:
-        """Closes the connections."""
         for link in self._links():
             await link.close()
 
@@ -181,6 +183,10 @@ class Coordinator:
             raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
         except PoolFullError as error:
             raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
+
+    def _resume(self, sequence: Sequence) -> None:
+        self.pool.resume(sequence)
+        self._loop.wake()
 
     def _abort(self, sequence: Sequence) -> None:
         if sequence.finish is not None:

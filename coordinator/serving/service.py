@@ -25,7 +25,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._coordinator, self._server, self._intake = coordinator, server, intake
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        """Generates, and answers once."""
         async with self._intake.generation(request, context) as (generation, _):
             first, *others = [await _response(sample) for sample in await generation.finished()]
             first.other_samples.extend(others)
@@ -49,7 +48,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        """Models and limits."""
         coordinator, settings = self._coordinator, self._coordinator.settings
         draft = coordinator.draft.info if coordinator.draft is not None else None
         return pb.GetModelInfoResponse(
@@ -64,7 +62,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        """Load, workers and counters."""
         coordinator, counters = self._coordinator, self._coordinator.counters
         target, draft = await asyncio.gather(_worker_state(coordinator.target), _worker_state(coordinator.draft))
         return pb.GetServerInfoResponse(
@@ -115,7 +112,7 @@ async def _response(sample: Sample) -> pb.GenerateResponse:
 
 
 def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
-    sequence, finish, timings = sample.sequence, sample.sequence.finish, sample.timings
+    sequence, finish = sample.sequence, sample.sequence.finish
     assert finish is not None
     speculation = sequence.speculation
     return pb.GenerateResponse(
@@ -140,13 +137,7 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
             num_draft_tokens=speculation.draft_tokens,
             num_accepted_draft_tokens=speculation.accepted_tokens,
         ),
-        timings=pb.Timings(
-            queue_s=timings.queue,
-            prefill_s=timings.prefill,
-            decode_s=timings.decode,
-            time_to_first_token_s=timings.first_token,
-            total_s=timings.total,
-        ),
+        timings=pb.Timings(**vars(sample.timings)),
     )
 
 

@@ -79,7 +79,7 @@ class RequestTrace:
 
     def _add_phases(self, span: Span, sample: Sample) -> None:
         began_ns, timings = self._began_ns, sample.timings
-        for name, seconds in (("queue", timings.queue), ("prefill", timings.prefill), ("decode", timings.decode)):
+        for name, seconds in (("queue", timings.queue_s), ("prefill", timings.prefill_s), ("decode", timings.decode_s)):
             if not seconds:  # the phase never began
                 continue
             phase = span.child(name, began_ns=began_ns)
@@ -106,7 +106,6 @@ class RoundTrace:
             yield span.traceparent
 
     def committed(self, round_id: int, commits: Sequence[Commit], cache_misses: int) -> None:
-        """Records the tokens that the round gained."""
         if self._span is None:
             return
         self._span.note(
@@ -207,7 +206,7 @@ def _results(samples: list[Sample], reasons: list[str]) -> Attributes:
         "gen_ai.usage.output_tokens": sum(sample.sequence.num_generated for sample in samples),
         "gen_ai.usage.cache_read.input_tokens": first.sequence.cached_tokens,
         "gen_ai.response.finish_reasons": reasons,
-        "gen_ai.response.time_to_first_chunk": first.timings.first_token,
+        "gen_ai.response.time_to_first_chunk": first.timings.time_to_first_token_s,
         "specpool.response.draft_tokens": sum(sample.sequence.speculation.draft_tokens for sample in samples),
         "specpool.response.accepted_draft_tokens": sum(
             sample.sequence.speculation.accepted_tokens for sample in samples
