@@ -185,17 +185,6 @@ def test_all_sequences_finish_and_none_waits_long(
     assert max(waits, default=0) <= limits.max_wait_rounds + window + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_a_thousand_sequences_finish_in_a_window_of_hundreds(name: str) -> None:
-    rng = random.Random(3)
-    arrivals = [make_sequence(i, rng.randint(1, 200), max_tokens=rng.randint(1, 60)) for i in range(1000)]
-    pool = Pool(300, QueueLimits(1000))
-    groups = serve_all(POLICIES[name](GroupingLimits(8, 4)), pool, arrivals, gain=lambda: rng.randint(1, 5))
-    assert all(sequence.finish is not None for sequence in arrivals)
-    assert max(map(len, groups)) <= 8
-
-
 def test_admission_by_length_keeps_neighbours_equally_long() -> None:
     pool = Pool(5, QueueLimits(9), by_length=True)
     for newcomer in make_sequences([50, 9, 52, 90, 49]):

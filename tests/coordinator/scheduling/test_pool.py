@@ -1,6 +1,5 @@
 """The pool against a model: arrivals, rounds, finishes and aborts in any order."""
 
-import math
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
 from coordinator.scheduling.pool import Pool
-from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Prefix, Sequence
+from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
 # Few, so that ids are reused, even while an aborted request of the same id is in its round.
 REQUEST_IDS = st.sampled_from("abcdefgh")
@@ -218,82 +217,6 @@ def release(pool: Pool) -> None:
     pool.released(pool.leaving)
 
 
-def test_admission_is_first_come_first_served() -> None:
-    pool, sequences = filled(max_num_seqs=3, number=7)
-    assert pool.admit() == sequences[:3]
-    assert pool.admit() == []
-    pool.abort(sequences[1])
-    pool.abort(sequences[4])
-    release(pool)
-    assert pool.admit() == [sequences[3]]
-    assert list(pool.ready) == [sequences[0], sequences[2], sequences[3]]
-
-
-@pytest.mark.parametrize(("window", "limit"), [(1, 1), (5, 2), (7, 3), (4, 8)])
-def test_ready_sequences_take_turns(window: int, limit: int) -> None:
-    pool, sequences = filled(window, number=window)
-    pool.admit()
-    last_turn = dict.fromkeys(sequences, 0)
-    for turn in range(1, 40):
-        group = Ragged(GroupingLimits(limit)).choose(pool.ready, pool.rounds).sequences
-        pool.begin_round(group)
-        pool.end_round(group)
-        last_turn.update(dict.fromkeys(group, turn))
-        assert turn - min(last_turn.values()) <= math.ceil(window / limit)
-
-
-def test_a_leaving_sequence_counts_until_its_slot_is_released() -> None:
-    pool, sequences = filled(max_num_seqs=1, number=2)
-    pool.admit()
-    pool.abort(sequences[0])
-    assert pool.admit() == []
-    assert (pool.running, pool.queued, pool.leaving) == (0, 1, {0})
-    release(pool)
-    assert pool.admit() == [sequences[1]]
-
-
-def test_a_request_id_can_be_reused_while_the_aborted_request_is_in_a_round() -> None:
-    pool, (old,) = filled(max_num_seqs=2, number=1)
-    pool.admit()
-    pool.begin_round([old])
-    pool.abort(old)
-    assert pool.leaving == set()
-    (new,) = submit(pool, make_sequence(1, old.request.request_id))
-    pool.end_round([old])
-    assert (pool.leaving, list(pool.ready)) == ({0}, [])
-    assert pool.find(*new.request.key) == [new]
-    assert (pool.running, pool.queued) == (0, 1)
-
-
-def test_duplicate_request_ids_are_rejected_without_effect() -> None:
-    pool, (sequence,) = filled(max_num_seqs=1, number=1)
-    with pytest.raises(DuplicateRequestError):
-        pool.submit([make_sequence(7, sequence.request.request_id)])
-    assert pool.find(*sequence.request.key) == [sequence]
-    assert pool.queued == 1
-
-
-def test_without_a_queue_the_window_still_fills() -> None:
-    pool, sequences = filled(max_num_seqs=2, number=2, queue_size=0)
-    with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(9)])
-    assert pool.admit() == sequences
-    with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(9)])
-
-
-def test_aborting_a_finished_sequence_does_nothing() -> None:
-    pool, (sequence,) = filled(max_num_seqs=1, number=1)
-    pool.admit()
-    pool.begin_round([sequence])
-    sequence.commit([0] * 1000)
-    pool.abort(sequence)
-    pool.end_round([sequence])
-    pool.abort(sequence)
-    assert sequence.finish == Finish(FinishReason.LENGTH)
-    assert pool.leaving == {0}
-
-
 # --- Prefixes
 
 
@@ -378,14 +301,6 @@ def admit_all(pool: Pool, rounds: int) -> list[int]:
     return entered
 
 
-def test_many_requests_of_one_client_delay_another_by_one_place() -> None:
-    pool = Pool(4, QueueLimits(300))
-    submit(pool, *(make_sequence(i, max_tokens=1000, client="many") for i in range(200)))
-    pool.admit()
-    submit(pool, make_sequence(999, client="one"))
-    assert admit_all(pool, 3)[:2] == [999, 4]
-
-
 def test_other_requests_of_a_client_overtake_one_with_many_samples() -> None:
     pool = Pool(8, QueueLimits(100))
     pool.submit([make_sequence(i, "many") for i in range(64)])
@@ -443,14 +358,6 @@ def test_queued_prompt_tokens_are_limited() -> None:
         pool.abort(*pool.find(client, str(i)))
     submit(pool, make_sequence(6, prompt=(1,) * 500, client="a"))  # a single request may always wait
     pool.check_integrity()
-
-
-def test_clients_own_their_request_ids() -> None:
-    pool = Pool(2, QueueLimits(9))
-    mine, theirs = submit(pool, make_sequence(1, "id", client="me"), make_sequence(2, "id", client="other"))
-    assert pool.find("me", "id") == [mine]
-    pool.abort(mine)
-    assert (pool.find("me", "id"), pool.find("other", "id")) == ([], [theirs])
 
 
 # --- Paused sequences

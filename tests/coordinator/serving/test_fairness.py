@@ -64,31 +64,6 @@ async def test_many_waiting_requests_delay_another_client_by_one_turn() -> None:
     assert order.index("bob") <= 4
 
 
-async def test_other_requests_overtake_one_with_many_samples() -> None:
-    order: list[str] = []
-    async with held(max_num_seqs=4, num_speculative_tokens=0) as served:
-        large = make_request([1], 4, request_id="many", temperature=1.0, n=64)
-        calls = await submit(served, [large], ANNE, order)
-        calls += await submit(served, [make_request([i], 4, request_id=f"one {i}") for i in range(3)], ANNE, order)
-        served.target.open.set()
-        await asyncio.gather(*calls)
-        assert order[-1] == "many"
-        assert len(served.target.requests) < 4 * 67 / 2, "the window was not full"
-
-
-async def test_a_full_queue_has_room_for_other_clients() -> None:
-    async with held(max_num_seqs=1, queue_size=3) as served:
-        order: list[str] = []
-        calls = await submit(served, [make_request([i], request_id=f"anne {i}") for i in range(4)], ANNE, order)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await served.stub.Generate(make_request([9]), metadata=ANNE)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        calls += await submit(served, [make_request([9], request_id="bob")], BOB, order)
-        served.target.open.set()
-        await asyncio.gather(*calls)
-        assert order.index("bob") <= 2
-
-
 async def test_refusals_by_client_and_token_limits_have_a_retry_delay() -> None:
     async with held(max_num_seqs=1, max_requests_per_client=3, queue_tokens=50) as served:
         calls = await submit(served, [make_request([i] * 20, request_id=f"{i}") for i in range(3)], ANNE, [])
