@@ -46,7 +46,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
         ge=1,
         le=MAX_NUM_SEQS,
         validation_alias=AliasChoices("max_num_seqs", "window_size"),
-        description="maximum sequences generated at a time; the target's slots limit them too (formerly window_size)",
+        description="maximum sequences running; the target's slots limit them too (deprecated name: window_size)",
     )
     max_batch_size: int = Field(16, ge=1, le=MAX_NUM_SEQS, description="maximum sequences in one round")
     min_group_size: int | None = Field(
@@ -65,7 +65,7 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     prefix_caching: bool = Field(
         True,
         validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),
-        description="reuse cached prefixes of earlier requests (formerly prefix_reuse)",
+        description="reuse cached prefixes of earlier requests (deprecated name: prefix_reuse)",
     )
     queue_size: int = Field(
         256, ge=0, le=UINT32_MAX, description="maximum samples that wait; further requests are refused"

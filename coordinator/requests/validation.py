@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,8 +68,12 @@ async def read_request(
 
 def check_request_id(request_id: str) -> None:
     """Raises InvalidArgumentError for an id that is too long."""
-    if len(request_id) > MAX_REQUEST_ID_LENGTH:
-        raise InvalidArgumentError("request_id", f"has more than {MAX_REQUEST_ID_LENGTH} characters")
+    _check_size("request_id", request_id, MAX_REQUEST_ID_LENGTH, "characters")
+
+
+def _check_size(field: str, values: Sized, limit: int, unit: str = "entries") -> None:
+    if len(values) > limit:
+        raise InvalidArgumentError(field, f"has more than {limit} {unit}")
 
 
 def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> GenerationRequest:
@@ -79,8 +83,7 @@ def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> Generati
     sampling = _sampling(params)
     max_tokens = _max_tokens(params, limits)
     _check_min_tokens(params, max_tokens)
-    if len(message.cache_salt) > MAX_SALT_LENGTH:
-        raise InvalidArgumentError("cache_salt", f"has more than {MAX_SALT_LENGTH} characters")
+    _check_size("cache_salt", message.cache_salt, MAX_SALT_LENGTH, "characters")
     num_speculative_tokens, adaptive = _num_speculative_tokens(message, limits)
     return GenerationRequest(
         request_id=message.request_id or uuid.uuid4().hex,
@@ -136,8 +139,7 @@ def _check_token_id(field: str, token: int, limits: Limits) -> None:
 
 def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
     field = "sampling_params.logit_bias"
-    if len(params.logit_bias) > MAX_LOGIT_BIASES:
-        raise InvalidArgumentError(field, f"has more than {MAX_LOGIT_BIASES} entries")
+    _check_size(field, params.logit_bias, MAX_LOGIT_BIASES)
     for token in params.logit_bias:
         _check_token_id(field, token, limits)
     biases = sorted(params.logit_bias.items())
@@ -146,8 +148,7 @@ def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, f
 
 def _stop(params: pb.SamplingParams) -> tuple[str, ...]:
     field = "sampling_params.stop"
-    if len(params.stop) > MAX_STOP_STRINGS:
-        raise InvalidArgumentError(field, f"has more than {MAX_STOP_STRINGS} entries")
+    _check_size(field, params.stop, MAX_STOP_STRINGS)
     for index, stop in enumerate(params.stop):
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             refusal = f"has {len(stop)} characters: it must have from 1 to {MAX_STOP_LENGTH}"
@@ -157,8 +158,7 @@ def _stop(params: pb.SamplingParams) -> tuple[str, ...]:
 
 def _stop_token_ids(params: pb.SamplingParams, limits: Limits) -> frozenset[int]:
     field = "sampling_params.stop_token_ids"
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgumentError(field, f"has more than {MAX_STOP_TOKEN_IDS} entries")
+    _check_size(field, params.stop_token_ids, MAX_STOP_TOKEN_IDS)
     if params.stop_token_ids:
         _check_token_id(field, max(params.stop_token_ids), limits)
     eos = () if params.ignore_eos else limits.prompts.tokenizer.eos_token_ids

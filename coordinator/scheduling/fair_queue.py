@@ -24,7 +24,6 @@ MAX_OVERTAKES = 16
 class _Request:
     """A request with samples waiting or in the window."""
 
-    number: int
     first_sample_id: int
     priority: int
     since: int
@@ -53,6 +52,7 @@ class _Client:
     overtakes: int = 0
     """Sequences that entered since the turn of the first one came."""
     requests: dict[int, _Request] = field(default_factory=dict)
+    """By the id of the first sample."""
     turns: Ranking[int] = field(default_factory=Ranking)
     """Requests with waiting samples."""
 
@@ -75,8 +75,6 @@ class FairQueue:
         self._places: dict[int, tuple[_Client, _Request]] = {}
         """By sequence, waiting or in the window."""
         self._clients: dict[str, _Client] = {}
-        self._requests: dict[int, _Request] = {}
-        """By the id of the first sample."""
         self._turns: Ranking[str] = Ranking()
         """Clients with waiting sequences."""
         self._clock = count(1)
@@ -142,8 +140,7 @@ class FairQueue:
         request, first_id = samples[0].request, samples[0].first_sample_id
         now, waiting = next(self._clock), {sample.sequence_id: sample for sample in samples}
         client = self._clients.setdefault(request.client, _Client(request.client))
-        queued = self._requests.setdefault(first_id, _Request(now, first_id, request.priority, since=now))
-        client.requests[queued.number] = queued
+        queued = client.requests.setdefault(first_id, _Request(first_id, request.priority, since=now))
         queued.waiting.update(waiting)
         client.since = client.since if client.waiting else now
         client.waiting += len(samples)
@@ -156,7 +153,7 @@ class FairQueue:
     def enter(self, sequence: Sequence) -> None:
         """Moves a waiting sequence into the window, which takes the turn of its client and request."""
         client, request = self._places[sequence.sequence_id]
-        client.overtakes = 0 if request.number == client.turns.first else client.overtakes + 1
+        client.overtakes = 0 if request.first_sample_id == client.turns.first else client.overtakes + 1
         self._last_length = sequence.prompt_length
         self._remove(sequence)
         client.since = request.since = next(self._clock)
@@ -186,15 +183,15 @@ class FairQueue:
     def _settle(self, client: _Client, request: _Request) -> None:
         """Updates the ranks of a client and its request, and drops those with no sequence left."""
         if request.waiting:
-            client.turns.put(request.number, request.rank)
+            client.turns.put(request.first_sample_id, request.rank)
         else:
-            client.turns.discard(request.number)
+            client.turns.discard(request.first_sample_id)
         if client.waiting:
             self._turns.put(client.name, client.rank)
         else:
             self._turns.discard(client.name)
         if not (request.waiting or request.running):
-            del client.requests[request.number], self._requests[request.first_sample_id]
+            del client.requests[request.first_sample_id]
         if not client.requests:
             del self._clients[client.name]
 
