@@ -20,7 +20,7 @@ from coordinator.scheduling.round import Round
 from coordinator.tracing.traces import RoundTrace, Traces
 from coordinator.workers.errors import WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.interface import Draft, Workers
-from specpool.protocol.rounds import ItemStatus, ProposeItem, VerifyItem
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, VerifyItem
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,9 @@ class RoundRunner:
             return Timed()
         began = time.perf_counter()
         with _draft_failures_ignored("proposal failed; decoding plainly"):
-            timed = await self._call_draft(draft, round_.round_id, items, outcome, trace)
-            round_.take_proposals(outcome.proposals[-1][1], self.target.vocab_size)
+            proposals, timed = await self._call_draft(draft, round_.round_id, items, trace)
+            round_.take_proposals(proposals, self.target.vocab_size)
+            outcome.proposals.append((items, proposals, timed))
             return timed
         return Timed(elapsed=time.perf_counter() - began)
 
@@ -152,18 +153,17 @@ class RoundRunner:
         if not items:
             return
         with _draft_failures_ignored("discarding draft-ahead tokens"):
-            timed = await self._call_draft(draft, next(self._round_ids), items, outcome, trace)
-            round_.take_ahead(outcome.proposals[-1][1], self.target.vocab_size)
+            proposals, timed = await self._call_draft(draft, next(self._round_ids), items, trace)
+            round_.take_ahead(proposals, self.target.vocab_size)
+            outcome.proposals.append((items, proposals, timed))
             self.counters.stage_seconds["draft"] += timed.forward
 
     async def _call_draft(
-        self, draft: Draft, round_id: int, items: list[ProposeItem], outcome: RoundOutcome, trace: RoundTrace
-    ) -> Timed:
+        self, draft: Draft, round_id: int, items: list[ProposeItem], trace: RoundTrace
+    ) -> tuple[list[Proposal], Timed]:
         async with self._draft_free:
             with trace.calling("propose", round_id) as parent:
-                proposals, timed = await draft.propose(round_id, items, *self._drafting.hints, parent)
-        outcome.proposals.append((items, proposals, timed))
-        return timed
+                return await draft.propose(round_id, items, *self._drafting.hints, parent)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class Span:
 
     def __init__(self, tracer: "Tracer", span: Any) -> None:
         """`span`: OpenTelemetry's own."""
-        self._tracer, self.recorded = tracer, span
+        self._tracer, self._span = tracer, span
         self.context = span.get_span_context()
 
     @property
@@ -51,22 +51,25 @@ class Span:
         self, name: str, kind: Kind = "internal", began_ns: int | None = None, links: Iterable["Span"] = ()
     ) -> "Span":
         """Begins a child span. `began_ns`: nanoseconds since the epoch; None: now. `links`: related spans."""
-        return self._tracer.child_of(self, name, kind, began_ns, links)
+        api, tracer = self._tracer.api, self._tracer.sdk_tracer
+        context, linked = api.set_span_in_context(self._span), [api.Link(span.context) for span in links]
+        child = tracer.start_span(name, context, api.SpanKind[kind.upper()], links=linked, start_time=began_ns)
+        return Span(self._tracer, child)
 
     def note(self, attributes: Attributes) -> None:
         """Adds attributes."""
-        self.recorded.set_attributes(attributes)
+        self._span.set_attributes(attributes)
 
     def failed(self, error: BaseException) -> None:
         """Records an error without its message, which may quote a client."""
         name, is_fault = error_type(error)
-        self.recorded.set_attribute("error.type", name)
+        self._span.set_attribute("error.type", name)
         if is_fault:
-            self.recorded.set_status(self._tracer.error_status)
+            self._span.set_status(self._tracer.error_status)
 
     def end(self, ended_ns: int | None = None) -> None:
         """Ends the span. `ended_ns`: nanoseconds since the epoch; None: now."""
-        self.recorded.end(ended_ns)
+        self._span.end(ended_ns)
 
     @contextmanager
     def ending(self) -> Iterator["Span"]:
@@ -104,8 +107,8 @@ class Tracer:
             sampler=ParentBased(TraceIdRatioBased(sample_rate)), resource=_resource(service), shutdown_on_exit=False
         )
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
-        self._tracer = self._provider.get_tracer("specpool", package_version())
-        self._api, self._propagator = trace, TraceContextTextMapPropagator()
+        self.sdk_tracer = self._provider.get_tracer("specpool", package_version())
+        self.api, self._propagator = trace, TraceContextTextMapPropagator()
         self.error_status = trace.Status(trace.StatusCode.ERROR)
 
     def request(self, name: str, metadata: Iterable[tuple[str, Any]], began_ns: int) -> Span | None:
@@ -121,14 +124,8 @@ class Tracer:
 
     def _begin_server_span(self, name: str, headers: dict[str, str], began_ns: int | None) -> Span | None:
         parent = self._propagator.extract(headers)
-        span = self._tracer.start_span(name, parent, self._api.SpanKind.SERVER, start_time=began_ns)
+        span = self.sdk_tracer.start_span(name, parent, self.api.SpanKind.SERVER, start_time=began_ns)
         return Span(self, span) if span.is_recording() else None
-
-    def child_of(self, parent: Span, name: str, kind: Kind, began_ns: int | None, links: Iterable[Span]) -> Span:
-        """See `Span.child`."""
-        context, kind_ = self._api.set_span_in_context(parent.recorded), self._api.SpanKind[kind.upper()]
-        linked = [self._api.Link(span.context) for span in links]
-        return Span(self, self._tracer.start_span(name, context, kind_, links=linked, start_time=began_ns))
 
     async def close(self) -> None:
         """Exports the last spans, within `FLUSH_SECONDS`."""
