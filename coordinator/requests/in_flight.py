@@ -30,7 +30,6 @@ class EndRate:
         self._times.append(now)
 
     def add(self, now: float) -> None:
-        """Adds the end of a sequence."""
         self._times.append(now)
 
     def seconds_until(self, ends: int, now: float) -> float:

@@ -45,7 +45,7 @@ class Pool:
         self._parked: dict[int, Sequence] = {}
         self._paused: dict[int, Sequence] = {}
         self._preempted: dict[int, Sequence] = {}
-        self._ready = ReadySet()
+        self.ready = ReadySet()
         self._in_round: dict[int, Sequence] = {}
         self._leaving: set[int] = set()
         self._prefixes = PrefixIndex()
@@ -64,12 +64,12 @@ class Pool:
     def running(self) -> int:
         """Sequences being generated."""
         in_round = sum(sequence.finish is None for sequence in self._in_round.values())
-        return len(self._ready) + len(self._parked) + len(self._paused) + in_round
+        return len(self.ready) + len(self._parked) + len(self._paused) + in_round
 
     @property
     def schedulable(self) -> int:
         """Sequences that are in a round or could be."""
-        return len(self._ready) + len(self._in_round)
+        return len(self.ready) + len(self._in_round)
 
     @property
     def occupied(self) -> int:
@@ -92,13 +92,9 @@ class Pool:
         return not (self._queue or self.occupied or self._preempted)
 
     @property
-    def ready(self) -> ReadySet:
-        return self._ready
-
-    @property
     def members(self) -> Iterable[Sequence]:
         """Sequences in the window and in no round."""
-        return chain(self._ready, self._parked.values(), self._paused.values())
+        return chain(self.ready, self._parked.values(), self._paused.values())
 
     @property
     def entering(self) -> list[Sequence]:
@@ -187,7 +183,7 @@ class Pool:
             self._paused[sequence.sequence_id] = sequence
             return
         sequence.ready_since = self.rounds
-        self._ready.add(sequence)
+        self.ready.add(sequence)
 
     def _make_room(self) -> None:
         """Preempts paused sequences, longest paused first; without any, one whose client or request has too many."""
@@ -195,14 +191,14 @@ class Pool:
         for sequence in list(islice(self._paused.values(), max(0, needed))):
             self._preempt(sequence)
         if self._queue and not self.capacity and not self._leaving:
-            victim = self._queue.find_victim(chain(self._parked.values(), self._ready))
+            victim = self._queue.find_victim(chain(self._parked.values(), self.ready))
             if victim is not None:
                 self._preempt(victim)
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence_id = sequence.sequence_id
-        if sequence_id in self._ready:
-            self._ready.pop(sequence_id)
+        if sequence_id in self.ready:
+            self.ready.pop(sequence_id)
         elif self._parked.pop(sequence_id, None) is None:
             del self._paused[sequence_id]
         self._preempted[sequence_id] = sequence
@@ -220,8 +216,8 @@ class Pool:
     def pause(self, sequence: Sequence) -> None:
         """Keeps a sequence out of later rounds until `resume`. It holds its slot until another sequence needs it."""
         sequence.paused = True
-        if sequence.sequence_id in self._ready:
-            self._paused[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
+        if sequence.sequence_id in self.ready:
+            self._paused[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
 
     def resume(self, sequence: Sequence) -> None:
         """Makes a paused sequence ready again, behind all others, or queues it if it was preempted."""
@@ -233,11 +229,11 @@ class Pool:
     def begin_round(self, group: Iterable[Sequence]) -> None:
         """Takes the group out of the ready set until `end_round`. ValueError if it contains another sequence."""
         group = list(group)
-        if len({sequence.sequence_id for sequence in group if sequence.sequence_id in self._ready}) < len(group):
+        if len({sequence.sequence_id for sequence in group if sequence.sequence_id in self.ready}) < len(group):
             raise ValueError("a group has a sequence that is not ready, or one twice")
         self.rounds += 1
         for sequence in group:
-            self._in_round[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
+            self._in_round[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
 
     def end_round(self, group: Iterable[Sequence]) -> None:
         """Makes the unfinished sequences of the group ready again, behind all others."""
@@ -279,8 +275,8 @@ class Pool:
             pass  # it holds no slot, or is already leaving
         elif sequence_id in self._queue:
             self._queue.discard(sequence)
-        elif sequence_id in self._ready:
-            self._ready.pop(sequence_id)
+        elif sequence_id in self.ready:
+            self.ready.pop(sequence_id)
             self._leave(sequence)
         elif (self._parked.pop(sequence_id, None) or self._paused.pop(sequence_id, None)) is not None:
             self._leave(sequence)
@@ -296,7 +292,7 @@ class Pool:
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in two states or a limit is exceeded."""
         self._queue.check_integrity()
-        queued, ready = ({sequence.sequence_id for sequence in some} for some in (self._queue, self._ready))
+        queued, ready = ({sequence.sequence_id for sequence in some} for some in (self._queue, self.ready))
         states = [queued, set(self._parked), set(self._paused), ready, set(self._in_round), self._leaving]
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
         assert sum(map(len, states[1:])) <= self.max_num_seqs, "the window is exceeded"
