@@ -34,6 +34,8 @@ class DraftWorker:
 
     max_model_len: int
     round_id: int
+    step_times: StepTimes | None = None
+    """Measured by the worker, and anew whenever it comes back; None: as learned so far."""
 
 
 @dataclass
@@ -89,12 +91,18 @@ class Drafting:
         """For the draft worker: acceptance by its probabilities, and the tokens that a draft step must gain."""
         return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
 
-    def plan_round(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftPlan]:
+    def plan_round(
+        self, group: Items[Sequence], worker: DraftWorker | None, verify_times: StepTimes | None = None
+    ) -> dict[int, DraftPlan]:
         """The draft plan of each sequence id. Without a draft worker only prompt lookup drafts.
+
+        `verify_times`: like `DraftWorker.step_times`, of the target worker.
 
         Requests can fix their number of draft tokens. Beside adaptive ones they get at most as many as the plan has
         draft steps or `MIN_FIXED_TOKENS`: the others would wait for steps that save them no time.
         """
+        self.costs.verify = verify_times or self.costs.verify
+        self.costs.draft = (worker and worker.step_times) or self.costs.draft
         options = {sequence.sequence_id: self._options(sequence, worker) for sequence in group}
         mean_length = sum(len(sequence.token_ids) for sequence in group) / len(group)
         self.costs.verify.cached = self.costs.draft.cached = mean_length

@@ -104,12 +104,8 @@ class RoundRunner:
 
     def _begin(self, group: Group) -> Round:
         round_id, draft = next(self._round_ids), self._workers.ready_draft
-        self._drafting.costs.verify = self.target.step_times  # measured anew when a worker comes back
-        worker = None
-        if draft is not None:
-            self._drafting.costs.draft = draft.step_times
-            worker = DraftWorker(draft.max_model_len, round_id)
-        plans = self._drafting.plan_round(group.sequences, worker)
+        worker = DraftWorker(draft.max_model_len, round_id, draft.step_times) if draft is not None else None
+        plans = self._drafting.plan_round(group.sequences, worker, self.target.step_times)
         return Round(round_id, group.sequences, self._prefill_tokens, plans, self._drafting.chance)
 
     async def _propose(self, round_: Round, outcome: RoundOutcome, trace: RoundTrace) -> Timed:
