@@ -410,7 +410,7 @@ async def test_many_cancelled_requests_leave_nothing_behind() -> None:
             if rng.random() < 0.5:
                 await cancelled_sometime(served, make_request([rng.randrange(256)], 300), rng)
             else:
-                await served.expect(random_request(rng, most_tokens=30))
+                await served.expect(random_request(rng, max_tokens=30))
 
         await asyncio.gather(*(one() for _ in range(150)))
         info = await served.until_idle()
