@@ -18,8 +18,9 @@ from urllib.request import urlopen
 
 from benchmarks.cost.fakes import cpu_seconds, load_options, run_once, start_coordinator, start_fakes, wait_ready
 from benchmarks.report import finish, progress, show
-from coordinator.requests.generation import Piece, Sample
+from coordinator.requests.generation import Sample
 from coordinator.requests.latencies import Latencies
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import GenerationRequest
 from coordinator.scheduling.sequence import Sequence as PoolSequence
 from specpool.client import AsyncClient
@@ -56,9 +57,9 @@ def main(arguments: Sequence[str]) -> None:
 def measure_commit() -> float:
     """Seconds that metrics add to a commit: the observation and a clock reading."""
     latencies = Latencies()
-    request = GenerationRequest("r", (1, 2, 3), 100, frozenset(), 4)
-    sample = Sample(PoolSequence(1, request), 0, time.monotonic())
-    sample.add(Piece((1, 2), str))
+    sequence = PoolSequence(1, GenerationRequest("r", (1, 2, 3), 100, frozenset(), 4))
+    sample = Sample(sequence, 0, time.monotonic())
+    sample.add(Commit(sequence, (1, 2), str))
     sample.gap = 0.02
 
     observing = timeit(partial(latencies.committed, sample), number=OBSERVATIONS)
