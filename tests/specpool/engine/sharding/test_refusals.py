@@ -22,7 +22,7 @@ from specpool.engine.sharding.shares import Share, shard
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 3}, "cannot be divided: tensor_parallel 3 is more than its 2 KV heads"),
+        ({"tensor_parallel": 3}, "cannot be sharded: tensor_parallel 3 is more than its 2 KV heads"),
         ({"tensor_parallel": 2, "device": "cpu,cpu,cpu"}, "device names 3 devices for 2 ranks: cpu,cpu,cpu"),
         ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel: 2 ranks need 2 GPUs, but this machine has 0"),
         ({"tensor_parallel": 2, "device": "cuda:0"}, "device cuda:0 is one GPU for 2 ranks: name one for each"),
@@ -37,11 +37,11 @@ def test_options_that_no_ranks_can_have(options: dict[str, Any], message: str, t
 
 
 def test_models_that_are_not_divided(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="cannot be divided: gemma2 is none of the families"):
+    with pytest.raises(UnsupportedModelError, match="cannot be sharded: gemma2 is none of the families"):
         load_engine(save_model(tmp_path / "gemma2", small_config("gemma2")), device="cpu", tensor_parallel=2)
     folder = save_model(tmp_path / "llama", small_config("llama"))
     save_output_head(folder, [3, 9])
-    with pytest.raises(UnsupportedModelError, match="cannot be divided: it has an output head for some tokens only"):
+    with pytest.raises(UnsupportedModelError, match="cannot be sharded: its output head has rows for some tokens only"):
         load_engine(folder, device="cpu", tensor_parallel=2)
 
 
