@@ -118,7 +118,7 @@ class WorkerHost:
     async def run(self, work: Callable[[Any], T], coordinator_id: str | None = None, name: str = "a call") -> T:
         """Runs `work(backend)` on the model thread. `name` describes it if it hangs.
 
-        UnavailableError while the model loads, hangs, or has too many calls waiting.
+        UnavailableError: the model is loading, hangs, or has too many calls waiting.
         """
         return await self._thread.run(name, partial(self._serve, self._ready_backend(), work, coordinator_id))
 

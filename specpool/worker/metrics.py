@@ -1,4 +1,4 @@
-"""A worker's metrics, read from its host when a scrape asks for them, even while a pass runs or hangs."""
+"""A worker's metrics, read from its host at each scrape, even while a pass runs or hangs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from specpool.worker.host import Backend, WorkerHost
 
 
 class WorkerMetrics:
-    """Collector. Metrics of the model and its cache begin when the model is loaded."""
+    """Collector. Metrics of the model and its cache appear once the model is loaded."""
 
     def __init__(self, worker: str, host: WorkerHost) -> None:
         """`worker`: "draft" or "target"."""
@@ -66,8 +66,8 @@ def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
 
 def _of_ranks(families: Families, ranks: Sequence[RankMemory]) -> Metric:
     memory: dict[tuple[str, str], float] = {}
-    for rank, its in enumerate(ranks):
-        parts = {"weights": its.weight_bytes, "kv_cache": its.kv_bytes, "activations": its.activation_bytes}
-        memory |= {(str(rank), part): value for part, value in parts.items()}
+    for number, rank in enumerate(ranks):
+        parts = {"weights": rank.weight_bytes, "kv_cache": rank.kv_bytes, "activations": rank.activation_bytes}
+        memory |= {(str(number), part): value for part, value in parts.items()}
     text = "Memory of each rank of a divided model; no samples if the model is not divided."
     return families.gauge("worker_rank_memory_bytes", text, memory, "rank", "part")

@@ -1,6 +1,5 @@
 """The RPCs shared by both worker services."""
 
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from specpool.v1 import common_pb2 as pb
 from specpool.worker.host import WorkerHost
 
 
-class WorkerServicer(ABC):
+class WorkerServicer:
     """Base class of both workers' servicers. A round goes from `round` to the host, and from there to `serve`."""
 
     method: ClassVar[str]
@@ -25,14 +24,14 @@ class WorkerServicer(ABC):
         self._host, self._tracer = host, tracer
 
     @staticmethod
-    @abstractmethod
     def serve(request: Any, backend: Any) -> list[Any]:
         """Results of a round, in item order. Runs on the model thread."""
+        raise NotImplementedError
 
     @staticmethod
-    @abstractmethod
     def respond(round_id: int, results: list[Any], nanoseconds: dict[str, int]) -> Any:
         """The response to a round."""
+        raise NotImplementedError
 
     async def round(self, request: Any) -> Any:
         """Serves one round, in a trace span if the coordinator traces it."""

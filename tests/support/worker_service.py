@@ -111,7 +111,7 @@ class Worker:
         return await self.stub.GetWorkerInfo(common_pb2.GetWorkerInfoRequest())
 
     def cached(self, sequence_id: int, coordinator_id: str = "c") -> int:
-        return self.engine.slots[coordinator_id, sequence_id].cached_length
+        return self.engine.slots[coordinator_id, sequence_id].num_cached_tokens
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
         """Tokens of plain decoding with this worker's model, one at a time and with no other sequence in the batch."""

@@ -19,7 +19,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.run.connections import end_process, hang_up, receive, send, signals_held, watch
-from specpool.engine.run.messages import Begin, Command, End, Loaded, Move, Order, Probe, Probed, Report, Run
+from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, encode, encode_run
 from specpool.engine.run.rendezvous import await_ranks
 from specpool.engine.run.runner import PassRunner
 from specpool.engine.sharding.group import Group
@@ -86,7 +86,7 @@ class Leader:
         """Lets all other ranks serve, with as many cache columns as this one."""
         for link in self._connections:
             send(link, Begin(columns=arena.columns, tiles=tiles))
-        arena.before_move = lambda *columns: self._tell(Move(*columns))
+        arena.before_move = lambda *columns: self._tell(encode(Command.MOVE, *columns))
 
     def memory(self, device: str, footprint: Footprint) -> tuple[RankMemory, ...]:
         """The memory of all ranks. `device` and `footprint` describe rank 0."""
@@ -99,7 +99,7 @@ class Leader:
 
     def run(self, runner: PassRunner, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
         """Runs `PassRunner.run` on all ranks. A failure ends the process, since the other ranks are amid the pass."""
-        self._tell(Run(spans, locations))
+        self._tell(encode_run(spans, locations))
         try:
             return runner.run(spans, locations)
         except Exception:
@@ -111,9 +111,9 @@ class Leader:
         """Lets all other ranks probe the operations of passes. At the end of the context, the dictionary names the
         operations that gave equal rows different bits."""
         unequal: dict[str, None] = {}
-        self._tell(Probe())
+        self._tell(encode(Command.PROBE))
         yield unequal
-        self._tell(Probe(ends=True))
+        self._tell(encode(Command.END_PROBE))
         for link in self._connections:
             unequal.update(dict.fromkeys(receive(link, Probed).unequal))
 
@@ -123,7 +123,7 @@ class Leader:
             return
         self._closing = True
         with contextlib.suppress(OSError):
-            self._tell(End())
+            self._tell(encode(Command.END))
             for link in self._connections:
                 link.poll(END_SECONDS)  # until it hangs up
         self.abandon()
@@ -146,8 +146,7 @@ class Leader:
             os.close(self._file)
             self._file = None
 
-    def _tell(self, command: Command) -> None:
-        message = command.encoded()
+    def _tell(self, message: bytes) -> None:
         for link in self._connections:
             link.send_bytes(message)
 

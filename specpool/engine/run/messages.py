@@ -1,7 +1,6 @@
 """Messages between rank 0 and the other ranks: JSON while they start, and 64-bit integers for each pass."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import IntEnum, auto
 from itertools import accumulate, chain, pairwise
 
@@ -65,91 +64,49 @@ class Probed(BaseModel):
     unequal: list[str]
 
 
-class Kind(IntEnum):
-    """The first integer of each command."""
+class Command(IntEnum):
+    """Commands of rank 0 while it serves. Each has integers as arguments."""
 
     RUN = auto()
+    """Run a pass: `encode_run`."""
     MOVE = auto()
-    PROBE = auto()
-    END_PROBE = auto()
-    END = auto()
-
-
-@dataclass(frozen=True)
-class Run:
-    """Run a pass."""
-
-    spans: Sequence[Span]
-    locations: Sequence[Location]
-
-    def encoded(self) -> bytes:
-        """Kind, number of spans, six integers per span, then all tokens."""
-        each = (
-            (span.slot, span.start, len(span.token_ids), span.num_logits, location.origin, location.start)
-            for span, location in zip(self.spans, self.locations, strict=True)
-        )
-        tokens = chain.from_iterable(span.token_ids for span in self.spans)
-        return _bytes(chain((Kind.RUN, len(self.spans)), *each, tokens))
-
-
-@dataclass(frozen=True)
-class Move:
     """Move columns of the cache: the arguments of `KVArena.move`."""
-
-    source: int
-    destination: int
-    count: int
-
-    def encoded(self) -> bytes:
-        """Kind and arguments."""
-        return _bytes((Kind.MOVE, self.source, self.destination, self.count))
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Begin to probe the operations of passes, or end the probe and report."""
-
-    ends: bool = False
-
-    def encoded(self) -> bytes:
-        """Kind alone."""
-        return _bytes((Kind.END_PROBE if self.ends else Kind.PROBE,))
-
-
-@dataclass(frozen=True)
-class End:
+    PROBE = auto()
+    """Begin to probe the operations of passes."""
+    END_PROBE = auto()
+    """End the probe, and report."""
+    END = auto()
     """End the process in an orderly stop."""
 
-    def encoded(self) -> bytes:
-        """Kind alone."""
-        return _bytes((Kind.END,))
+
+def encode(command: Command, *arguments: int) -> bytes:
+    """The message of a command."""
+    return np.array((command, *arguments), np.int64).tobytes()
 
 
-Command = Run | Move | Probe | End
+def decode(message: bytes) -> tuple[Command, list[int]]:
+    """The command of a message, and its arguments."""
+    command, *arguments = np.frombuffer(message, np.int64).tolist()
+    return Command(command), arguments
 
 
-def decode_command(message: bytes) -> Command:
-    """The command that `encoded` made the message of."""
-    kind, *numbers = np.frombuffer(message, np.int64).tolist()
-    if kind == Kind.RUN:
-        return _decode_run(numbers)
-    if kind == Kind.MOVE:
-        return Move(*numbers)
-    if kind == Kind.END:
-        return End()
-    return Probe(ends=kind == Kind.END_PROBE)
+def encode_run(spans: Sequence[Span], locations: Sequence[Location]) -> bytes:
+    """The command to run a pass: number of spans, six integers per span, then all tokens."""
+    headers = (
+        (span.slot, span.start, len(span.token_ids), span.num_logits, location.origin, location.start)
+        for span, location in zip(spans, locations, strict=True)
+    )
+    tokens = chain.from_iterable(span.token_ids for span in spans)
+    return encode(Command.RUN, len(spans), *chain.from_iterable(headers), *tokens)
 
 
-def _decode_run(numbers: list[int]) -> Run:
-    count, rest = numbers[0], numbers[1:]
+def decode_run(arguments: list[int]) -> tuple[list[Span], list[Location]]:
+    """The spans of a pass and where their sequences lie."""
+    count, rest = arguments[0], arguments[1:]
     headers = [rest[6 * i : 6 * i + 6] for i in range(count)]
     ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=6 * count)
     spans = [
         Span(slot, start, rest[begin:end], num_logits)
         for (slot, start, _, num_logits, _, _), (begin, end) in zip(headers, pairwise(ends), strict=True)
     ]
-    return Run(spans, [Location(origin, start) for *_, origin, start in headers])
-
-
-def _bytes(numbers: Iterator[int] | Sequence[int]) -> bytes:
-    return np.fromiter(numbers, np.int64).tobytes()
+    return spans, [Location(origin, start) for *_, origin, start in headers]

@@ -23,7 +23,7 @@ from specpool.engine.models.facts import ModelFacts
 from specpool.engine.probes.native_gemm import products_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run.connections import STOPS, end_process, ignore_stops, receive, send, signals_held, watch
-from specpool.engine.run.messages import Begin, End, Loaded, Move, Order, Probed, Report, Run, decode_command
+from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, decode, decode_run
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.rendezvous import join
 from specpool.engine.run.reservation import footprint_of, kv_limit
@@ -112,17 +112,18 @@ def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool
     with ExitStack() as context:
         probe: OperationProbe | None = None
         while True:
-            command = decode_command(connection.recv_bytes())
-            if isinstance(command, Run):
-                runner.run(command.spans, command.locations)
-            elif isinstance(command, Move):
-                runner.arena.move(command.source, command.destination, command.count)
-            elif isinstance(command, End):
-                return False
-            elif probe is not None:
-                break
-            else:
+            command, arguments = decode(connection.recv_bytes())
+            if command is Command.RUN:
+                runner.run(*decode_run(arguments))
+            elif command is Command.MOVE:
+                runner.arena.move(*arguments)
+            elif command is Command.PROBE:
                 probe = context.enter_context(probing(runner.forward_pass, runner.arena))
+            elif command is Command.END:
+                return False
+            else:
+                break
+    assert probe is not None
     unequal = list(probe.unequal)
     if not attention_suits(runner.forward_pass, runner.arena.keys[0], facts):
         unequal.append("attention")

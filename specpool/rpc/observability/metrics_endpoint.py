@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 PATH = "/metrics"
 # Time between two connections that are accepted. The system keeps a few waiting, and refuses the rest.
-ACCEPT_SECONDS, MOST_WAITING = 0.05, 16
+ACCEPT_SECONDS, MAX_WAITING = 0.05, 16
 # An answer is reused for this many times as long as it took to make, so that answers take 1% of the time at most; but
 # no longer than this many seconds, however long the process was held up while it made one.
 KEPT_FOR, MOST_KEPT_SECONDS = 100, 5.0
@@ -130,6 +130,6 @@ def _response(status: str, headers: Mapping[str, str] = MappingProxyType({}), bo
 def _listen(host: str, port: int) -> socket.socket:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    listening = socket.create_server(address, family=family, backlog=MOST_WAITING, dualstack_ipv6=both)
+    listening = socket.create_server(address, family=family, backlog=MAX_WAITING, dualstack_ipv6=both)
     listening.setblocking(False)
     return listening

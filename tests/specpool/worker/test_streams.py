@@ -14,7 +14,7 @@ import pytest
 from worker_service import NO_SLOT, OK, PATIENCE_SECONDS, SLOTS, Worker, failure, held, until, verify, violated_fields
 
 from specpool.protocol.errors import QueueFullError
-from specpool.worker.streams import MOST_STREAMS, MOST_STREAMS_OF_A_CLIENT, RoundStreams
+from specpool.worker.streams import MAX_STREAMS, MAX_STREAMS_PER_CLIENT, RoundStreams
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +122,8 @@ async def test_a_stream_serves_one_coordinator(worker: Worker) -> None:
 async def test_more_streams_than_there_may_be_are_refused_until_one_ends(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specpool.worker.streams.MOST_STREAMS_OF_A_CLIENT", MOST_STREAMS)
-    streams = [worker.open_stream() for _ in range(MOST_STREAMS)]
+    monkeypatch.setattr("specpool.worker.streams.MAX_STREAMS_PER_CLIENT", MAX_STREAMS)
+    streams = [worker.open_stream() for _ in range(MAX_STREAMS)]
     for number, stream in enumerate(streams):
         await stream.write(worker.request(coordinator_id=f"c{number}"))
         await stream.read()
@@ -131,7 +131,7 @@ async def test_more_streams_than_there_may_be_are_refused_until_one_ends(
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await worker.round() == [], "single calls go on"
     streams[0].cancel()
-    await until(lambda: worker.host.streams._open.total() < MOST_STREAMS)
+    await until(lambda: worker.host.streams._open.total() < MAX_STREAMS)
     stream = worker.open_stream()
     await stream.write(worker.request())
     assert await stream.read() is not grpc.aio.EOF
@@ -198,19 +198,19 @@ async def echo(request: Any) -> Any:
 
 async def test_a_refused_stream_counts_no_longer() -> None:
     streams = RoundStreams(lambda _: None)
-    open_ones = [asyncio.create_task(anext(streams.each(never(), echo, str(i % 8)), None)) for i in range(MOST_STREAMS)]  # type: ignore[arg-type, var-annotated]
+    open_ones = [asyncio.create_task(anext(streams.each(never(), echo, str(i % 8)), None)) for i in range(MAX_STREAMS)]  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0)
     for _ in range(3):
         with pytest.raises(QueueFullError):
             await anext(streams.each(never(), echo))
     streams.drain()
-    assert await asyncio.gather(*open_ones) == [None] * MOST_STREAMS
+    assert await asyncio.gather(*open_ones) == [None] * MAX_STREAMS
     assert streams._open.total() == 0
 
 
 async def test_one_client_leaves_streams_to_others() -> None:
     streams = RoundStreams(lambda _: None)
-    calls = [streams.each(never(), echo, "greedy") for _ in range(MOST_STREAMS_OF_A_CLIENT)]
+    calls = [streams.each(never(), echo, "greedy") for _ in range(MAX_STREAMS_PER_CLIENT)]
     open_ones = [asyncio.create_task(anext(call, None)) for call in calls]  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="of this client"):

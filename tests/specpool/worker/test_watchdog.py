@@ -35,7 +35,7 @@ from specpool.protocol.errors import UnavailableError
 from specpool.rpc.server.server import LIVE
 from specpool.v1 import target_worker_pb2
 from specpool.worker.host import WorkerHost
-from specpool.worker.model_thread import MOST_WAITING, ModelThread
+from specpool.worker.model_thread import MAX_WAITING, ModelThread
 from specpool.worker.watchdog import CHECKS, Watchdog
 from target_worker.verifier import Verifier
 
@@ -250,9 +250,9 @@ async def test_more_calls_than_may_wait_are_unavailable() -> None:
     thread, stop = ModelThread(), threading.Event()
     first = asyncio.create_task(thread.run("first", stop.wait))
     await until(lambda: thread.running is not None)
-    waiting = [asyncio.create_task(thread.run("waits", lambda: 7)) for _ in range(MOST_WAITING)]
+    waiting = [asyncio.create_task(thread.run("waits", lambda: 7)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
-    with pytest.raises(UnavailableError, match=f"{MOST_WAITING} calls wait"):
+    with pytest.raises(UnavailableError, match=f"{MAX_WAITING} calls wait"):
         await thread.run("one more", lambda: 8)
     waiting.pop().cancel()
     await asyncio.sleep(0)
@@ -260,7 +260,7 @@ async def test_more_calls_than_may_wait_are_unavailable() -> None:
     await asyncio.sleep(0)
     stop.set()
     assert await first
-    assert await asyncio.gather(*waiting) == [7] * MOST_WAITING
+    assert await asyncio.gather(*waiting) == [7] * MAX_WAITING
     assert thread.close()
 
 
@@ -268,7 +268,7 @@ async def test_a_cancelled_call_leaves_nothing_behind() -> None:
     thread, stop, ran = ModelThread(), threading.Event(), list[int]()
     first = asyncio.create_task(thread.run("first", stop.wait))
     await until(lambda: thread.running is not None)
-    for number in range(3 * MOST_WAITING):
+    for number in range(3 * MAX_WAITING):
         call = asyncio.create_task(thread.run("cancelled", lambda number=number: ran.append(number)))  # type: ignore[misc]
         await asyncio.sleep(0)
         call.cancel()
