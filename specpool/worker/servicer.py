@@ -19,19 +19,13 @@ class WorkerServicer:
 
     method: ClassVar[str]
     """The RPC that serves one round."""
+    serve: ClassVar[Any]
+    """Maps a request and the backend to results in item order. Runs on the model thread."""
+    respond: ClassVar[Any]
+    """Maps a round id, results and nanoseconds by field to a response."""
 
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
-
-    @staticmethod
-    def serve(request: Any, backend: Any) -> list[Any]:
-        """Results of a round, in item order. Runs on the model thread."""
-        raise NotImplementedError
-
-    @staticmethod
-    def respond(round_id: int, results: list[Any], nanoseconds: dict[str, int]) -> Any:
-        """The response to a round."""
-        raise NotImplementedError
 
     async def round(self, request: Any) -> Any:
         """Serves one round, in a trace span if the coordinator traces it."""

@@ -27,7 +27,7 @@ def naive_accept(draft: list[int], choices: list[int]) -> list[int]:
 
 
 @given(drafts_and_choices())
-def test_gains_what_a_target_alone_would_generate(case: tuple[list[int], list[int]]) -> None:
+def test_acceptance_equals_plain_decoding(case: tuple[list[int], list[int]]) -> None:
     draft, choices = case
     assert accept(draft, choices) == naive_accept(draft, choices)
 
@@ -59,7 +59,7 @@ def test_no_draft_gains_the_one_choice() -> None:
 
 
 @given(drafts_and_choices())
-def test_asks_for_no_choice_behind_the_first_mismatch(case: tuple[list[int], list[int]]) -> None:
+def test_no_choice_after_the_first_mismatch_is_read(case: tuple[list[int], list[int]]) -> None:
     draft, choices = case
     left = iter(choices)
     gained = accept(draft, left)

@@ -25,7 +25,7 @@ async def assert_refused(call: Any, field: str) -> None:
     assert violated_fields(error) == [field]
 
 
-async def test_a_coordinator_has_a_name_of_bounded_length(worker: Worker) -> None:
+async def test_the_length_of_a_coordinator_id_is_bounded(worker: Worker) -> None:
     most = codec.MAX_COORDINATOR_ID_LENGTH
     assert await worker.round(coordinator_id="ä" * most) == []
     for call in (worker.round(coordinator_id="ä" * (most + 1)), worker.release(1, coordinator_id="x" * 10_000)):
@@ -36,7 +36,7 @@ async def test_a_coordinator_has_a_name_of_bounded_length(worker: Worker) -> Non
     assert worker.host.streams._open.total() == len(worker.host.streams._owned) == 0
 
 
-async def test_a_round_names_no_more_sequences_than_several_for_each_slot(worker: Worker) -> None:
+async def test_the_number_of_items_is_bounded(worker: Worker) -> None:
     most = ITEMS_PER_SLOT * SLOTS
     results = await worker.round(*(worker.item(i, 0, [5]) for i in range(most)))
     assert [result.status == OK for result in results] == [True] * SLOTS + [False] * (most - SLOTS)
@@ -50,19 +50,19 @@ async def test_a_round_names_no_more_sequences_than_several_for_each_slot(worker
         ({"logit_bias": dict.fromkeys(range(codec.MAX_SAMPLING_TOKENS + 1), 1.0)}, "items[0].sampling.logit_bias"),
     ],
 )
-async def test_rules_of_sampling_are_of_bounded_length(worker: Worker, sampling: Any, field: str) -> None:
+async def test_the_number_of_sampling_tokens_is_bounded(worker: Worker, sampling: Any, field: str) -> None:
     await assert_refused(worker.round(sampled(worker, **sampling)), field)
     (result,) = await worker.round(sampled(worker, stop_token_ids=[1] * codec.MAX_SAMPLING_TOKENS))
     assert result.status == OK
 
 
-async def test_a_release_names_a_bounded_number_of_sequences(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_released_sequences_is_bounded(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_RELEASED", 3)
     assert await worker.release(1, 2, 3) == 0
     await assert_refused(worker.release(1, 2, 3, 4), "sequence_ids")
 
 
-async def test_numbers_of_a_verification_are_bounded(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_verification_is_bounded(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     item = verify(1, 0, [5])
     item.logprobs = codec.MAX_ITEM_LOGPROBS + 1
     await assert_refused(target.round(item), "items[0].logprobs")
@@ -74,7 +74,7 @@ async def test_numbers_of_a_verification_are_bounded(target: Worker, monkeypatch
     assert target.engine.slots.in_use == 0
 
 
-async def test_numbers_of_a_proposal_are_bounded(draft: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_proposal_is_bounded(draft: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     request = draft.request(propose(1, 0, [5], 2))
     request.chances[:] = [0.5] * (codec.MAX_CHANCES + 1)
     await assert_refused(draft.stub.Propose(request), "chances")
@@ -109,7 +109,7 @@ class broken:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_a_target_whose_logits_are_not_finite_answers_no_token(
+async def test_a_target_with_non_finite_logits_returns_no_token(
     target: Worker, value: float, temperature: float
 ) -> None:
     item = sampled(target, temperature=temperature)
@@ -127,7 +127,7 @@ async def test_a_target_whose_logits_are_not_finite_answers_no_token(
 
 @pytest.mark.parametrize("min_chance", [0.0, 1e-30], ids=["tokens only", "with confidences"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-async def test_a_draft_ends_before_logits_that_are_not_finite(draft: Worker, value: float, min_chance: float) -> None:
+async def test_a_draft_ends_before_non_finite_logits(draft: Worker, value: float, min_chance: float) -> None:
     items = [propose(i, 0, [i, 5], 6) for i in (1, 2)]
     for item in items:
         item.min_chance = min_chance

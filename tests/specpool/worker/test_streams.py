@@ -51,7 +51,7 @@ async def fill(worker: Worker, stream: Any, coordinator_id: str) -> None:
     assert {result.status for result in (await stream.read()).results} == {OK}
 
 
-async def test_the_slots_of_a_killed_coordinator_are_free_at_once(target: Worker) -> None:
+async def test_a_killed_coordinator_frees_its_slots_at_once(target: Worker) -> None:
     address = target.address
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", COORDINATOR, address, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -65,7 +65,7 @@ async def test_the_slots_of_a_killed_coordinator_are_free_at_once(target: Worker
     await until_served(target, *(verify(i, 0, [7, i]) for i in range(SLOTS)), coordinator_id="next")
 
 
-async def test_a_coordinator_that_comes_back_keeps_what_nobody_needed(worker: Worker) -> None:
+async def test_a_returning_coordinator_keeps_slots_nobody_took(worker: Worker) -> None:
     stream = worker.open_stream()
     await fill(worker, stream, "away")
     stream.cancel()
@@ -98,7 +98,7 @@ async def test_a_coordinator_of_single_calls_keeps_its_slots(worker: Worker) -> 
     assert result.status == NO_SLOT
 
 
-async def test_a_round_under_way_when_its_stream_ends_orphans_its_coordinator_too(target: Worker) -> None:
+async def test_a_round_in_flight_when_its_stream_ends_orphans_its_coordinator(target: Worker) -> None:
     with held(target) as hold:
         stream = target.open_stream()
         await stream.write(target.request(*(verify(i, 0, [5]) for i in range(SLOTS)), coordinator_id="killed"))
@@ -119,9 +119,7 @@ async def test_a_stream_serves_one_coordinator(worker: Worker) -> None:
     assert violated_fields(error) == ["coordinator_id"]
 
 
-async def test_more_streams_than_there_may_be_are_refused_until_one_ends(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_excess_streams_are_refused_until_one_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.worker.streams.MAX_STREAMS_PER_CLIENT", MAX_STREAMS)
     streams = [worker.open_stream() for _ in range(MAX_STREAMS)]
     for number, stream in enumerate(streams):
@@ -138,7 +136,7 @@ async def test_more_streams_than_there_may_be_are_refused_until_one_ends(
 
 
 @pytest.mark.parametrize("ends", ["the round ends", "the client goes"])
-async def test_a_client_that_sends_and_sends_is_held_back(target: Worker, ends: str) -> None:
+async def test_flow_control_holds_back_a_fast_client(target: Worker, ends: str) -> None:
     """By HTTP/2: 64 MB of requests wait at the client, not in the worker."""
     request = target.request(verify(1, 0, [2**32 - 1] * 200_000))
     with held(target) as hold:
@@ -165,7 +163,7 @@ async def test_a_client_that_sends_and_sends_is_held_back(target: Worker, ends: 
     assert result.status == OK
 
 
-async def test_a_drain_ends_waiting_streams_and_refuses_what_was_not_begun() -> None:
+async def test_a_drain_ends_waiting_streams() -> None:
     gate: asyncio.Queue[Any] = asyncio.Queue()
 
     async def requests() -> AsyncIterator[Any]:
@@ -196,7 +194,7 @@ async def echo(request: Any) -> Any:
     return request
 
 
-async def test_a_refused_stream_counts_no_longer() -> None:
+async def test_a_refused_stream_is_not_counted() -> None:
     streams = RoundStreams(lambda _: None)
     open_ones = [asyncio.create_task(anext(streams.each(never(), echo, str(i % 8)), None)) for i in range(MAX_STREAMS)]  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0)

@@ -151,7 +151,7 @@ async def test_a_hung_process_still_ends(is_told: bool) -> None:
 
 
 @pytest.mark.parametrize("method", ["GetWorkerInfo", "GetTokenizer"])
-async def test_what_needs_no_model_is_answered_during_a_long_pass(target: Worker, method: str) -> None:
+async def test_calls_without_the_model_are_answered_during_a_long_pass(target: Worker, method: str) -> None:
     with held(target) as hold:
         call = asyncio.create_task(target.round(verify(1, 0, [5])))
         assert await asyncio.to_thread(hold.began.wait, PATIENCE_SECONDS)
@@ -195,7 +195,7 @@ class Watched:
         return task
 
 
-async def test_long_work_that_gets_on_does_not_hang() -> None:
+async def test_long_work_with_progress_does_not_hang() -> None:
     watched, stop = Watched(), threading.Event()
     task = await watched.begin(stop.wait)
     for _ in range(5):
@@ -219,7 +219,7 @@ async def test_an_idle_thread_does_not_hang() -> None:
     assert watched.thread.close()
 
 
-async def test_work_after_work_does_not_hang() -> None:
+async def test_consecutive_work_items_do_not_hang() -> None:
     watched = Watched()
     for _ in range(5):
         stop = threading.Event()
@@ -231,7 +231,7 @@ async def test_work_after_work_does_not_hang() -> None:
     assert watched.thread.close()
 
 
-async def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:
+async def test_time_while_the_process_was_stopped_does_not_count() -> None:
     watched, stop = Watched(), threading.Event()
     task = await watched.begin(stop.wait)
     watched.wait(2.0)
@@ -246,7 +246,7 @@ async def test_time_in_which_the_whole_process_stood_still_does_not_count() -> N
 # --- The thread by itself
 
 
-async def test_more_calls_than_may_wait_are_unavailable() -> None:
+async def test_excess_calls_are_unavailable() -> None:
     thread, stop = ModelThread(), threading.Event()
     first = asyncio.create_task(thread.run("first", stop.wait))
     await until(lambda: thread.running is not None)
@@ -281,7 +281,7 @@ async def test_a_cancelled_call_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("v"), StopIteration("s"), SystemExit(3)])
-async def test_what_a_function_raises_reaches_its_caller(error: BaseException) -> None:
+async def test_exceptions_reach_the_caller(error: BaseException) -> None:
     thread = ModelThread()
 
     def fail() -> None:
@@ -293,7 +293,7 @@ async def test_what_a_function_raises_reaches_its_caller(error: BaseException) -
     assert thread.close()
 
 
-async def test_closing_waits_no_longer_than_it_may() -> None:
+async def test_close_honors_its_timeout() -> None:
     thread, stop = ModelThread(), threading.Event()
     call = asyncio.create_task(thread.run("hangs", stop.wait))
     await until(lambda: thread.running is not None)
@@ -303,7 +303,7 @@ async def test_closing_waits_no_longer_than_it_may() -> None:
     assert thread.close()
 
 
-async def test_a_process_ends_without_a_search_for_garbage() -> None:
+async def test_a_process_ends_without_garbage_collection() -> None:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", FAILING, stdout=pipe, stderr=pipe)
     printed, logged = await process.communicate()

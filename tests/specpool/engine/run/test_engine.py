@@ -79,7 +79,7 @@ def test_prefill_and_steps_give_the_logits_of_transformers(
     torch.testing.assert_close(torch.cat([prefill, *steps]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_fixture_is_bitwise_and_says_so(engine: Engine) -> None:
+def test_the_engine_reports_bitwise_equivalence(engine: Engine) -> None:
     assert engine.bitwise
     assert engine.info().bitwise
 
@@ -165,7 +165,7 @@ def test_prefill_in_chunks_of_any_size_leaves_the_same_logits_and_cache(
 
 
 @pytest.mark.parametrize("length", range(250, 261))
-def test_steps_across_the_edge_of_a_tile_equal_decoding_alone(engine: Engine, truth: Truth, length: int) -> None:
+def test_steps_across_a_tile_boundary_equal_decoding_alone(engine: Engine, truth: Truth, length: int) -> None:
     """One sequence at the edge between two that are far from it: their tiles differ, and the longest decides."""
     spans = [Span(2, 0, truth.token_ids[0][:length], 1), Span(3, 0, truth.token_ids[1][:3], 1)]
     spans += [Span(4, 0, truth.token_ids[2][:LONGEST], 1)]
@@ -183,7 +183,7 @@ def test_the_last_position_can_be_used(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("dirt", [0.0, 1e4, -1e30])
-def test_what_a_slot_held_before_leaves_no_trace(engine: Engine, truth: Truth, dirt: float) -> None:
+def test_previous_slot_contents_do_not_matter(engine: Engine, truth: Truth, dirt: float) -> None:
     extent = slice(engine.layout.origin(3), engine.layout.origin(4))
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
         tensor[:, extent] = dirt
@@ -193,7 +193,7 @@ def test_what_a_slot_held_before_leaves_no_trace(engine: Engine, truth: Truth, d
         tensor[:, extent] = 0.0
 
 
-def test_no_slot_but_its_own_is_written(engine: Engine, truth: Truth) -> None:
+def test_a_pass_writes_only_its_own_slots(engine: Engine, truth: Truth) -> None:
     before = [tensor.clone() for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values)]
     engine.forward([Span(1, 4, truth.token_ids[0][:13], 2), Span(6, 0, truth.token_ids[1][:3], 1)])
     for old, new in zip(before, (*engine.layout.arena.keys, *engine.layout.arena.values), strict=True):
@@ -215,7 +215,7 @@ def test_the_cache_stays_free_of_nan(engine: Engine) -> None:
     [(4, 4, 16), (4, 1, 16), (8, 2, 32), (5, 5, 24)],
     ids=["mha", "mqa", "gqa", "odd"],
 )
-def test_every_grouping_of_heads_is_right_and_bitwise(tmp_path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
+def test_every_head_grouping_is_correct_and_bitwise(tmp_path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     folder = save_model(tmp_path, tiny_config(hidden_size=heads * head_dim, num_hidden_layers=2, **shape))
     engine = load_engine(folder)
@@ -254,7 +254,7 @@ def test_other_architectures_give_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_decodes_and_keeps_its_word(tiny_pair: tuple[Path, Path], dtype: str) -> None:
+def test_half_precision_decodes_as_reported(tiny_pair: tuple[Path, Path], dtype: str) -> None:
     engine = load_engine(tiny_pair[0], dtype=dtype)
     assert engine.info().dtype == dtype
     compiled = isinstance(engine.forward_pass, NativeModel)
@@ -265,7 +265,7 @@ def test_half_precision_decodes_and_keeps_its_word(tiny_pair: tuple[Path, Path],
     assert not engine.bitwise or rows_that_differ(engine) == 0
 
 
-def test_an_overflow_does_not_outlive_its_sequence(tiny_pair: tuple[Path, Path]) -> None:
+def test_an_overflow_does_not_affect_the_next_sequence(tiny_pair: tuple[Path, Path]) -> None:
     """A float16 value that overflowed must not reach, as NaN, those who get the slot next."""
     engine = load_engine(tiny_pair[0], dtype="float16")
     tokens = random_tokens(12)
@@ -326,7 +326,7 @@ spans_of_any_kind = st.lists(
 
 
 @given(spans=spans_of_any_kind, limit=st.integers(1, 40))
-def test_chunks_hold_every_token_and_every_logit_once_and_in_order(spans: list[Span], limit: int) -> None:
+def test_chunks_hold_every_token_and_logit_once_in_order(spans: list[Span], limit: int) -> None:
     chunks = _chunks(spans, limit)
     assert all(0 < sum(len(piece.token_ids) for piece in chunk) <= limit for chunk in chunks)
     assert all(sum(len(p.token_ids) for p in chunk) == limit for chunk in chunks[:-1]), "room was left"
@@ -348,7 +348,7 @@ def test_chunks_hold_every_token_and_every_logit_once_and_in_order(spans: list[S
     tiles=st.sampled_from([Tiles(), Tiles(2, 8, 8, 64)]),
     padded=st.booleans(),
 )
-def test_a_packed_token_sees_its_own_sequence_up_to_itself(
+def test_a_packed_token_attends_to_its_own_prefix(
     engine: Engine, gather: bool, spans: list[Span], slots: list[int], tiles: Tiles, padded: bool
 ) -> None:
     spans = [Span(slots[i], s.start, s.token_ids, s.num_logits) for i, s in enumerate(spans)]
@@ -421,7 +421,7 @@ def test_sequences_of_equal_length_share_one_mask_or_need_none(engine: Engine) -
     assert (call.origins, call.kv_length) == ((135, 519, 903), 41)
 
 
-def test_sequences_at_unequal_distances_are_attended_apart_or_copied_together(engine: Engine) -> None:
+def test_unevenly_spaced_sequences_are_split_or_gathered(engine: Engine) -> None:
     arena, spans = engine.layout.arena, [Span(slot, 40, [1], 1) for slot in (2, 3, 4)]
     places = [Location(origin) for origin in (128, 512, 832)]
     apart = plan_attention(spans, places, arena, Tiles(), query_groups=3, gather=False).calls
@@ -434,7 +434,7 @@ def test_sequences_at_unequal_distances_are_attended_apart_or_copied_together(en
 
 @settings(max_examples=50, deadline=None)
 @given(spans=spans_of_any_kind, rows_per_tile=st.integers(1, 9))
-def test_tiles_of_attention_share_out_the_rows_of_each_sequence(spans: list[Span], rows_per_tile: int) -> None:
+def test_attention_tiles_cover_the_rows_of_each_sequence(spans: list[Span], rows_per_tile: int) -> None:
     arena = KVArena(1, 1, 1, 1, torch.float32, torch.device("cpu"))
     where = [Location(1000 * i) for i in range(len(spans))]
     batch = pack(spans, where, arena, lambda count: count + 3, rows_per_tile, repeats=False)

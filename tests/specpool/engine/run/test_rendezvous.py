@@ -21,7 +21,7 @@ def options(port: int, **others: object) -> EngineOptions:
 
 
 @pytest.mark.parametrize("said", [b"", b"\0", HTTP])
-def test_who_is_no_rank_or_has_ended_is_not_waited_for(said: bytes) -> None:
+def test_strangers_and_dead_ranks_are_not_awaited(said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     found: list[Connection] = []

@@ -44,13 +44,13 @@ def test_why_a_model_has_no_fused_pass(architecture: str, changes: dict[str, Any
     assert is_fusable(config) == (reason is None)
 
 
-def test_a_rotary_embedding_without_a_base_is_not_fused() -> None:
+def test_a_rotary_embedding_without_theta_is_not_fused() -> None:
     config: PreTrainedConfig = small_config("llama")
     config.rope_parameters = None  # type: ignore[attr-defined]
     assert why_not_fusable(config) == "its rotary embedding has no rope_theta"
 
 
-def test_a_model_that_runs_as_it_should_has_no_notes(
+def test_a_fast_model_has_no_notes(
     tiny_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = load_engine(tiny_pair[0], device="cpu")
@@ -66,7 +66,7 @@ def test_a_model_that_runs_as_it_should_has_no_notes(
         ("llama", {"fused": False}, "the fused pass is switched off"),
     ],
 )
-def test_a_model_that_runs_by_the_librarys_modules_says_so_and_why(
+def test_a_model_on_library_modules_has_a_note(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str, options: dict[str, Any], reason: str
 ) -> None:
     changes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128} if architecture == "gpt2" else {}
@@ -78,7 +78,7 @@ def test_a_model_that_runs_by_the_librarys_modules_says_so_and_why(
     assert list(worker_info_response(engine.info()).model.notes) == [note]
 
 
-def test_what_is_appended_later_is_told_too(tiny_pair: tuple[Path, Path]) -> None:
+def test_later_notes_are_reported(tiny_pair: tuple[Path, Path]) -> None:
     engine = load_engine(tiny_pair[0], device="cpu")
     engine.notes.append("a fan is broken")
     assert engine.info().notes == ("a fan is broken",)

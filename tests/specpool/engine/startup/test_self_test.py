@@ -115,7 +115,7 @@ UNDONE: list[Undo] = [
 @pytest.mark.thorough
 @pytest.mark.parametrize("undo", UNDONE)
 @pytest.mark.parametrize("features", [160, 192])
-def test_an_undone_protection_is_noticed_or_does_no_harm(
+def test_a_disabled_protection_fails_the_self_test_or_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: Undo, features: int, cpu_threads: int
 ) -> None:
     undo(monkeypatch)
@@ -126,14 +126,14 @@ def test_an_undone_protection_is_noticed_or_does_no_harm(
 
 @pytest.mark.cpus
 @pytest.mark.parametrize("features", [160, 192])
-def test_nothing_is_noticed_where_nothing_is_undone(tmp_path: Path, features: int, cpu_threads: int) -> None:
+def test_an_intact_pass_succeeds(tmp_path: Path, features: int, cpu_threads: int) -> None:
     folder = save_model(tmp_path, small_config("llama", intermediate_size=features))
     engine = load_engine(folder, threads=cpu_threads, native=False)
     assert engine.bitwise
     assert different_rows(engine) == 0
 
 
-def test_one_element_of_thousands_is_noticed() -> None:
+def test_one_differing_element_of_thousands_is_found() -> None:
     """Where some values round otherwise in one place of one row: passes of random tokens rarely have them there."""
 
     def scalar_rest(x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def unequal(operation: Callable[[torch.Tensor], Any], *kept: torch.Tensor, width
         lambda x: x.half().float(),
     ],
 )
-def test_operations_that_mix_rows_or_move_numbers_are_no_find(operation: Callable[[torch.Tensor], Any]) -> None:
+def test_operations_that_mix_rows_or_move_data_are_ignored(operation: Callable[[torch.Tensor], Any]) -> None:
     assert unequal(operation) == []
 
 
@@ -241,12 +241,12 @@ def operations() -> Iterator[Any]:
         ("matmul", lambda own, x, weight: own.matmul(x, weight[:, ::2])),
     ],
 )
-def test_rows_that_depend_on_others_are_found(operations: Any, name: str, call: Callable[..., Any]) -> None:
+def test_batch_dependent_operations_are_found(operations: Any, name: str, call: Callable[..., Any]) -> None:
     weight = torch.randn(96, 32)
     assert unequal(lambda x: call(operations, x, weight), weight) == [f"specpool_uneven::{name}"]
 
 
-def test_the_operation_that_failed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_failed_operation_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """GPT-2 has products that are no linear layers: no grid is looked for, and torch's kernels differ by their rows."""
     engine = load_engine(save_model(tmp_path, small_config("gpt2", n_layer=2, n_head=4)), threads=1)
     assert engine.bitwise or "equal rows do not have equal bits after aten::addmm" in caplog.text
@@ -265,12 +265,12 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     return torch.zeros(1, 1, 16)
 
 
-def test_attention_agrees_at_joins_of_splits(cache: torch.Tensor) -> None:
+def test_attention_agrees_at_split_boundaries(cache: torch.Tensor) -> None:
     assert kernels.attention_agrees(cache, query_groups=3, longest=50)
 
 
 @pytest.mark.parametrize("split", [16, 64])
-def test_splits_that_depend_on_the_batch_are_noticed(
+def test_batch_dependent_splits_are_found(
     monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int
 ) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -289,7 +289,7 @@ def products_of(folder: Path, exact: bool = True, **options: Any) -> list[Produc
 
 
 @pytest.mark.parametrize("differs", [lambda rows: rows == 320, lambda rows: rows == 8, lambda rows: rows > 8])
-def test_products_that_depend_on_the_number_of_rows_are_not_chosen(
+def test_batch_dependent_gemms_are_not_chosen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
 ) -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_products_that_depend_on_the_number_of_rows_are_not_chosen(
     assert {product.kind for product in products_of(tmp_path)} == {"triton"}
 
 
-def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_fastest_exact_gemm_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "choose_products", choose_products)
     monkeypatch.setattr(gpu_products, "linear", lambda x, weight: gpu_products.multiply(x, weight, 1)[0])
@@ -309,7 +309,7 @@ def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatc
     assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
 
 
-def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
+def test_gemms_with_different_bits_are_chosen_consistently(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     imitate_kernels(monkeypatch)
@@ -323,7 +323,7 @@ def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
     assert {product.kind for product in products_of(tmp_path, exact=False)} == {"cublas"}
 
 
-def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failing_gemms_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise RuntimeError("out of resource")
 
@@ -335,7 +335,7 @@ def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
     assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
 
 
-def test_without_an_exact_product_all_passes_have_one_shape(
+def test_without_an_exact_gemm_all_passes_have_one_shape(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     imitate_kernels(monkeypatch)
@@ -345,7 +345,7 @@ def test_without_an_exact_product_all_passes_have_one_shape(
     assert "64 rows at a time" in engine.notes[0]
 
 
-def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_probes_attention_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     imitate_kernels(monkeypatch)
     folder = save_model(tmp_path, small_config("llama"))
@@ -409,7 +409,7 @@ NATIVE_MUTANTS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NATIVE_MUTANTS)
-def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
+def test_a_mutated_compiled_pass_fails_the_self_test_or_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, cpu_threads: int
 ) -> None:
     changes, harmless = NATIVE_MUTANTS[name]
@@ -457,7 +457,7 @@ def products_with(folder: Path, kind: str) -> NativeModel:
 @pytest.mark.cpus
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", WIDENING_MUTANTS)
-def test_weights_that_are_widened_wrongly_are_noticed(
+def test_wrong_dequantization_fails_the_self_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     kind, changes = WIDENING_MUTANTS[name]
@@ -466,5 +466,5 @@ def test_weights_that_are_widened_wrongly_are_noticed(
 
 
 @pytest.mark.cpus
-def test_weights_that_are_widened_rightly_pass(tmp_path: Path) -> None:
+def test_correct_dequantization_passes_the_self_test(tmp_path: Path) -> None:
     assert products_agree(products_with(tmp_path / "model", "Q4_K"))

@@ -40,7 +40,7 @@ def played(monkeypatch: pytest.MonkeyPatch, seconds_per_row: float) -> list[Sequ
         (1, 1, [1, 2]),
     ],
 )
-def test_passes_are_measured_up_to_the_most_rows_of_a_round(
+def test_passes_are_measured_up_to_the_maximum_rows_of_a_round(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, slots: int, limit: int, rows: list[int]
 ) -> None:
     """More rows than a pass can have take several passes, and need not be measured."""
@@ -53,7 +53,7 @@ def test_passes_are_measured_up_to_the_most_rows_of_a_round(
     assert engine.info().max_rows == limit
 
 
-def test_rows_are_spread_over_all_sequences_there_can_be(
+def test_rows_are_spread_over_all_slots(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = load_engine(tiny_pair[0], max_sequences=80)
@@ -66,7 +66,7 @@ def test_rows_are_spread_over_all_sequences_there_can_be(
         assert {span.start for span in spans} == {step_times.STEP_CACHED}
 
 
-def test_long_passes_are_repeated_once_and_not_followed_by_longer_ones(
+def test_long_passes_are_repeated_once_and_end_the_measurement(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = played(monkeypatch, 0.01)
@@ -75,6 +75,6 @@ def test_long_passes_are_repeated_once_and_not_followed_by_longer_ones(
     assert [counts.count(rows) for rows in (1, 2, 4, 8, 16, 32, 64)] == [3, 3, 3, 2, 2, 2, 2]
 
 
-def test_numbers_that_are_asked_for_are_all_measured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_row_counts_are_all_measured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     played(monkeypatch, 1.0)
     assert measure_step_times(engine, [1, 80, 90]) == {1: 1, 80: 80, 90: 90}
