@@ -1,4 +1,4 @@
-"""Streams of rounds: whose slots yield when they end, and what they cannot take of a worker."""
+"""Streams of rounds: whose slots yield when they end, and how they are bounded."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.worker.streams.ORPHANED_SECONDS", 0.01)
 
 
-# What a coordinator does that takes every slot of a target worker, and then waits until it is killed.
+# A coordinator that takes every slot of a target worker, then waits until it is killed.
 COORDINATOR = f"""
 import sys, time, grpc
 from specpool.v1 import target_worker_pb2 as pb, target_worker_pb2_grpc
@@ -38,14 +38,14 @@ for response in stub.VerifyStream(requests()):
 
 
 async def until_served(worker: Worker, *items: Any, coordinator_id: str) -> None:
-    """Repeats a round until it finds slots: that connections have ended, a worker sees in its own time."""
+    """Repeats a round until it finds slots: a worker notices the end of connections with a delay."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while {result.status for result in await worker.round(*items, coordinator_id=coordinator_id)} != {OK}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def fill(worker: Worker, stream: Any, coordinator_id: str) -> None:
-    """Takes every slot, by a stream."""
+    """Takes every slot, on a stream."""
     items = [worker.item(i, 0, [5, i]) for i in range(SLOTS)]
     await stream.write(worker.request(*items, coordinator_id=coordinator_id))
     assert {result.status for result in (await stream.read()).results} == {OK}
@@ -72,7 +72,7 @@ async def test_a_returning_coordinator_keeps_slots_nobody_took(worker: Worker) -
     await until_served(worker, worker.item(1, 0, [7]), coordinator_id="next")
     results = await worker.round(*(worker.item(i, 2, [6]) for i in range(SLOTS)), coordinator_id="away")
     assert sorted(result.status == OK for result in results) == [False] + [True] * (SLOTS - 1)
-    # It has been heard of: nobody takes the others.
+    # Its lease is renewed, so nobody takes the others.
     (result,) = await worker.round(worker.item(2, 0, [7]), coordinator_id="next")
     assert result.status == NO_SLOT
 
@@ -135,9 +135,9 @@ async def test_excess_streams_are_refused_until_one_ends(worker: Worker, monkeyp
     assert await stream.read() is not grpc.aio.EOF
 
 
-@pytest.mark.parametrize("ends", ["the round ends", "the client goes"])
+@pytest.mark.parametrize("ends", [pytest.param("the round ends", marks=pytest.mark.slow), "the client leaves"])
 async def test_flow_control_holds_back_a_fast_client(target: Worker, ends: str) -> None:
-    """By HTTP/2: 64 MB of requests wait at the client, not in the worker."""
+    """HTTP/2 keeps 64 MB of requests at the client, not in the worker."""
     request = target.request(verify(1, 0, [2**32 - 1] * 200_000))
     with held(target) as hold:
         stream = target.open_stream()
@@ -151,7 +151,7 @@ async def test_flow_control_holds_back_a_fast_client(target: Worker, ends: str) 
             except TimeoutError:
                 blocked = True
         assert blocked
-        if ends == "the client goes":
+        if ends == "the client leaves":
             stream.cancel()
             await until(lambda: target.host.streams._open.total() == 0)
         hold.open.set()
@@ -185,7 +185,7 @@ async def test_a_drain_ends_waiting_streams() -> None:
 
 
 async def never() -> AsyncIterator[Any]:
-    """Requests that do not come."""
+    """Requests that never arrive."""
     await asyncio.sleep(3600)
     yield None
 

@@ -1,4 +1,4 @@
-"""What an operator is told about an engine: once in the log, and in its description."""
+"""Notes for the operator: once in the log, and in the description of the engine."""
 
 import logging
 from pathlib import Path
@@ -16,7 +16,7 @@ FAMILIES = "glm, glm4, llama, mistral, qwen2, qwen3"
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was warned of when the engine was ready; its self-test warns earlier."""
+    """Warnings of a ready engine. The self-test warns earlier."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -50,9 +50,7 @@ def test_a_rotary_embedding_without_theta_is_not_fused() -> None:
     assert why_not_fusable(config) == "its rotary embedding has no rope_theta"
 
 
-def test_a_fast_model_has_no_notes(
-    tiny_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fast_model_has_no_notes(tiny_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     engine = load_engine(tiny_pair[0], device="cpu")
     assert engine.notes == []
     assert engine.info().notes == ()
