@@ -1,4 +1,4 @@
-"""What one request may make a worker do, whoever sends it; and logits that mean nothing."""
+"""Bounds of a request, and logits that are not finite."""
 
 from typing import Any
 
@@ -26,21 +26,22 @@ async def assert_refused(call: Any, field: str) -> None:
 
 
 async def test_the_length_of_a_coordinator_id_is_bounded(worker: Worker) -> None:
-    most = codec.MAX_COORDINATOR_ID_LENGTH
-    assert await worker.round(coordinator_id="ä" * most) == []
-    for call in (worker.round(coordinator_id="ä" * (most + 1)), worker.release(1, coordinator_id="x" * 10_000)):
-        await assert_refused(call, "coordinator_id")
+    maximum = codec.MAX_COORDINATOR_ID_LENGTH
+    assert await worker.round(coordinator_id="ä" * maximum) == []
+    for invalid in ("", "ä" * (maximum + 1)):
+        for call in (worker.round(coordinator_id=invalid), worker.release(1, coordinator_id=invalid)):
+            await assert_refused(call, "coordinator_id")
     stream = worker.open_stream()
-    await stream.write(worker.request(coordinator_id="x" * (most + 1)))
+    await stream.write(worker.request(coordinator_id="x" * (maximum + 1)))
     await assert_refused(stream.read(), "coordinator_id")
     assert worker.host.streams._open.total() == len(worker.host.streams._owned) == 0
 
 
 async def test_the_number_of_items_is_bounded(worker: Worker) -> None:
-    most = ITEMS_PER_SLOT * SLOTS
-    results = await worker.round(*(worker.item(i, 0, [5]) for i in range(most)))
-    assert [result.status == OK for result in results] == [True] * SLOTS + [False] * (most - SLOTS)
-    await assert_refused(worker.round(*(worker.item(i, 0, [5]) for i in range(most + 1))), "items")
+    maximum = ITEMS_PER_SLOT * SLOTS
+    results = await worker.round(*(worker.item(i, 0, [5]) for i in range(maximum)))
+    assert [result.status == OK for result in results] == [True] * SLOTS + [False] * (maximum - SLOTS)
+    await assert_refused(worker.round(*(worker.item(i, 0, [5]) for i in range(maximum + 1))), "items")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ async def test_the_size_of_a_proposal_is_bounded(draft: Worker, monkeypatch: pyt
 
 
 class broken:
-    """A context in which the row of logits with this index, in passes after the first `sound` ones, has one number."""
+    """Sets one logit of a row to `value`, in passes after the first `sound` ones."""
 
     def __init__(self, worker: Worker, value: float, row: int = 0, sound: int = 0) -> None:
         self._engine, self._value, self._row, self._left = worker.engine, value, row, sound

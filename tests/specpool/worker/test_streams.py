@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from worker_service import NO_SLOT, OK, PATIENCE_SECONDS, SLOTS, Worker, failure, held, until, verify, violated_fields
+from worker_service import NO_SLOT, OK, PATIENCE_SECONDS, SLOTS, Worker, failure, held, until, verify
 
 from specpool.protocol.errors import QueueFullError
 from specpool.worker.streams import MAX_STREAMS, MAX_STREAMS_PER_CLIENT, RoundStreams
@@ -107,16 +107,6 @@ async def test_a_round_in_flight_when_its_stream_ends_orphans_its_coordinator(ta
         await until(lambda: target.host.streams._open.total() == 0)
         hold.open.set()
         await until_served(target, *(verify(i, 0, [7]) for i in range(SLOTS)), coordinator_id="next")
-
-
-async def test_a_stream_serves_one_coordinator(worker: Worker) -> None:
-    stream = worker.open_stream()
-    await stream.write(worker.request(worker.item(1, 0, [5])))
-    await stream.read()
-    await stream.write(worker.request(worker.item(1, 0, [5]), coordinator_id="another"))
-    error = await failure(stream.read())
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert violated_fields(error) == ["coordinator_id"]
 
 
 async def test_excess_streams_are_refused_until_one_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A model thread that hangs: health says so, new work is refused, and what needs no model is answered."""
+"""A hung model thread: health checks fail, new work is refused, and calls without the model are answered."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ from specpool.worker.model_thread import MAX_WAITING, ModelThread
 from specpool.worker.watchdog import CHECKS, Watchdog
 from target_worker.verifier import Verifier
 
-# A worker without a model, whose rounds never end.
+# A worker whose rounds never end.
 HANGING = """
 import time, specpool.worker.process
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ specpool.worker.process.run_worker(
 )
 """
 
-# A worker whose model cannot be loaded, and which says at exit how many objects the garbage collector leaves alone.
+# A worker that cannot load its model, and prints at exit how many objects are exempt from garbage collection.
 FAILING = """
 import atexit, gc, specpool.worker.process
 from specpool.worker.servicer import WorkerServicer
@@ -120,7 +120,7 @@ async def test_a_hung_pass_fails_every_health_check_until_it_ends(
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_a_hung_process_still_ends(is_told: bool) -> None:
-    """At once when it is told to, and by itself after twice the time that work may take."""
+    """On SIGTERM at once; by itself after twice the time limit."""
     command = [sys.executable, "-c", HANGING, "--port", "0", "--watchdog-seconds", "0.3", "--drain-seconds", "0.1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
     process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=subprocess.PIPE)
@@ -169,7 +169,7 @@ async def test_calls_without_the_model_are_answered_during_a_long_pass(target: W
 
 
 class Watched:
-    """A watchdog with a clock of its own, over a thread that does what it is told."""
+    """A watchdog with a fake clock over a controlled thread."""
 
     def __init__(self, seconds: float = 10.0) -> None:
         self.thread = ModelThread()
@@ -178,7 +178,7 @@ class Watched:
         self.dog = Watchdog(self.thread, lambda: self.passes, seconds, self.changes.append)
 
     def wait(self, seconds: float) -> None:
-        """Checks as often as `watch` does."""
+        """Checks at the rate of `watch`."""
         for _ in range(round(seconds / self.seconds * CHECKS)):
             self.now += self.seconds / CHECKS
             self.dog.check(self.now)

@@ -1,4 +1,4 @@
-"""A worker's metrics: what it ran, what it holds, and whether it gets on."""
+"""A worker's metrics: work done, memory held, and whether it hangs."""
 
 import asyncio
 from dataclasses import replace
@@ -14,7 +14,7 @@ from specpool.worker.metrics import WorkerMetrics
 
 
 def seen(host: WorkerHost, kind: str = "target") -> Scrape:
-    """What a scrape would read now."""
+    """The result of a scrape."""
     registry = CollectorRegistry()
     registry.register(WorkerMetrics(kind, host))
     return Scrape.of(generate_latest(registry).decode())

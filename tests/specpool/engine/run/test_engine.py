@@ -79,11 +79,6 @@ def test_prefill_and_steps_give_the_logits_of_transformers(
     torch.testing.assert_close(torch.cat([prefill, *steps]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_engine_reports_bitwise_equivalence(engine: Engine) -> None:
-    assert engine.bitwise
-    assert engine.info().bitwise
-
-
 def test_logits_are_those_of_each_spans_last_tokens(engine: Engine, truth: Truth) -> None:
     spans = [Span(0, 0, truth.token_ids[0][:20], 3), Span(1, 0, truth.token_ids[1][:9], 0)]
     spans += [Span(2, 0, truth.token_ids[2][:5], 5)]
@@ -201,11 +196,6 @@ def test_a_pass_writes_only_its_own_slots(engine: Engine, truth: Truth) -> None:
         assert set(changed) <= {*range(first + 4, first + 17), *range(second, second + 3)}
 
 
-def test_the_cache_stays_free_of_nan(engine: Engine) -> None:
-    engine.forward([Span(slot, 0, random_tokens(20 + slot, slot), 1) for slot in range(8)])
-    assert all(torch.isfinite(tensor).all() for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values))
-
-
 # --- Shapes, architectures and dtypes
 
 
@@ -304,11 +294,6 @@ def test_less_memory_holds_fewer_positions_of_as_many_sequences(tiny_pair: tuple
     assert (few.slots_total, few.kv_positions_total) == (4, full.kv_positions_total // 2)
     most = load_engine(tiny_pair[0], max_sequences=4, kv_memory=9 * full.kv_bytes_total).info()
     assert most.kv_positions_total == full.kv_positions_total
-
-
-def test_one_slot_is_enough(tiny_pair: tuple[Path, Path]) -> None:
-    engine = load_engine(tiny_pair[0], max_sequences=1, max_model_len=16)
-    assert engine.forward([Span(0, 0, random_tokens(16), 1)]).shape == (1, engine.vocab_size)
 
 
 def _parameters(folder: Path) -> list[torch.Tensor]:

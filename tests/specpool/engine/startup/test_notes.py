@@ -74,10 +74,3 @@ def test_a_model_on_library_modules_has_a_note(
     assert engine.info().notes == (note,)
     assert warnings(caplog) == [f"{folder}: {note}"]
     assert list(worker_info_response(engine.info()).model.notes) == [note]
-
-
-def test_later_notes_are_reported(tiny_pair: tuple[Path, Path]) -> None:
-    engine = load_engine(tiny_pair[0], device="cpu")
-    engine.notes.append("a fan is broken")
-    assert engine.info().notes == ("a fan is broken",)
-    assert list(worker_info_response(engine.info()).model.notes) == ["a fan is broken"]
