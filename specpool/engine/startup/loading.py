@@ -47,7 +47,7 @@ def load_engine(options: EngineOptions, exact: bool, startup_cache: bool = False
             _measure(engine)
     captured = engine.forward_pass
     if isinstance(captured, CapturedModel) and captured.capture is None:
-        engine.notes.append("runs slowly: its kernels are launched one by one, because passes cannot be recorded here")
+        engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")
     for note in engine.notes:
         log.warning("%s: %s", engine.loaded.name, note)
     log.info("ready: %s", engine.info())

@@ -624,6 +624,12 @@ async def test_a_draining_worker_finishes_its_round(
 # --- Real processes
 
 
+def test_workers_serve_before_they_import_torch() -> None:
+    program = "import draft_worker.server, target_worker.server, specpool.engine.models.embedded_pair, sys\n"
+    program += "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_SECONDS)
+
+
 @pytest.fixture(scope="module")
 def processes(
     tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
