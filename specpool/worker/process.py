@@ -59,6 +59,9 @@ def run_worker(
 @contextmanager
 def importing() -> Iterator[None]:
     """Imports without garbage collection, and exempts the imported objects from later collections."""
+    if "torch" in sys.modules:
+        yield
+        return
     log.info("importing torch and the engine")
     gc.disable()
     try:
