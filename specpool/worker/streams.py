@@ -52,7 +52,7 @@ class RoundStreams:
             with self._owned_by(owner):
                 while request is not None:
                     if request.coordinator_id != owner:
-                        raise InvalidArgumentError("coordinator_id", "is not that of the stream's first request")
+                        raise InvalidArgumentError("coordinator_id", "must be the same in all requests of a stream")
                     yield await answer(request)
                     request = await self._next(requests)
 
