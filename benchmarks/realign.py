@@ -20,8 +20,7 @@ from benchmarks.prompts import load_prompts, number_of_prompts
 from benchmarks.report import console, finish, median, output_folder, progress, show
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
-from specpool.cli.processes import Service
-from specpool.cli.up import free_port
+from specpool.cli.processes import Service, free_port
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine
 from specpool.engine.models.embedded_pair import embedded_pair

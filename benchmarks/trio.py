@@ -9,8 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from specpool.cli.processes import Service, kill
-from specpool.cli.up import free_port
+from specpool.cli.processes import Service, free_port, kill
 from specpool.testing import CuttingProxy
 
 DRAIN_SECONDS = 2

@@ -59,7 +59,7 @@ MAY_NAME_STATUS_CODES = {
     "specpool/testing/fakes.py",
     "specpool/testing/garbage.py",
     "specpool/client/retries.py",
-    "specpool/cli/health.py",
+    "specpool/cli/processes.py",
 }
 # Where protobuf messages are known: the edges.
 EDGES = (

@@ -1,4 +1,4 @@
-"""`specpool demo`: starts everything, generates with and without speculation, shows that the tokens are the same."""
+"""`specpool demo`: starts a pair, generates with and without speculation, and compares the tokens."""
 
 import asyncio
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 import grpc
 from pydantic import AliasChoices, Field
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from specpool.cli.equivalence import equivalence_name
 from specpool.cli.generate import sure_answers
 from specpool.cli.processes import ProcessFailedError, require_torch
+from specpool.cli.top_view import equivalence_name
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
@@ -26,23 +26,23 @@ from specpool.v1 import generation_pb2 as pb
 
 
 class DemoSettings(UpSettings):
-    """Runs the embedded pair, or another, on a few prompts: plainly and speculatively, in turns."""
+    """Runs a pair, by default the embedded one, on a few prompts, alternately with and without speculation."""
 
     port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
-    log_level: LogLevel = Field("error", description="least severe messages logged")
+    log_level: LogLevel = Field("error", description="minimum severity of logged messages")
     prefix_caching: bool = Field(
         False,
         validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),
-        description="copy cached prompts; then only the first run prefills them",
+        description="cache prompts; then only the first run prefills them",
     )
-    drain_seconds: Seconds = Field(5.0, ge=0, description="time that running calls get to finish at the end")
+    drain_seconds: Seconds = Field(5.0, ge=0, description="time for running calls to finish at the end")
     prompts: Path | None = Field(
-        None, description="JSONL file of prompts; - for standard input; default: a small set of our own"
+        None, description="JSONL file of prompts; - for standard input; default: a small built-in set"
     )
-    num_prompts: int = Field(16, ge=1, description="number of prompts used, from the first on")
-    max_tokens: int = Field(128, ge=1, le=UINT32_MAX, description="tokens to generate for each prompt, at most")
+    num_prompts: int = Field(16, ge=1, description="number of prompts to use, from the start of the file")
+    max_tokens: int = Field(128, ge=1, le=UINT32_MAX, description="maximum tokens to generate for each prompt")
     concurrency: int = Field(4, ge=1, description="requests in flight")
-    repeats: int = Field(2, ge=1, description="runs of each kind; their median is shown")
+    repeats: int = Field(2, ge=1, description="runs of each kind; the medians are shown")
 
 
 @dataclass(frozen=True)
@@ -54,34 +54,32 @@ class Run:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens generated in the run."""
+        """Generated tokens."""
         return sum(response.usage.completion_tokens for response in self.responses)
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput, end to end."""
+        """End-to-end throughput."""
         return self.completion_tokens / self.seconds
 
 
 def demo(settings: DemoSettings) -> int:
-    """Runs the command; returns its exit status. The last line printed is one JSON object."""
+    """Run the command; return its exit status. The last line of its output is a JSON object."""
     try:
         lines = own_prompts() if settings.prompts is None else read_prompt_file(settings.prompts)
         if not lines:
-            raise ValueError("there are no prompts in it")
+            raise ValueError("no prompts found")
     except (OSError, ValueError) as error:
         print(f"specpool demo: {settings.prompts}: {error}", file=sys.stderr)
         return 2
     try:
         require_torch()
         result, answer = asyncio.run(_demo(settings, lines[: settings.num_prompts]))
-    except ProcessFailedError as error:
-        print(f"specpool demo: {error}", file=sys.stderr)
-        return 1
     except asyncio.CancelledError:  # by a stop signal
         return 130
-    except grpc.aio.AioRpcError as error:
-        print(f"specpool demo: {status_line(error)}", file=sys.stderr)
+    except (ProcessFailedError, grpc.aio.AioRpcError) as error:
+        reason = status_line(error) if isinstance(error, grpc.aio.AioRpcError) else error
+        print(f"specpool demo: {reason}", file=sys.stderr)
         return 1
     console = Console()
     console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)
@@ -100,8 +98,9 @@ async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[s
             progress.update(starting, visible=False)
             task = progress.add_task("generating", total=2 * settings.repeats * len(lines))
             plain, speculative = [], []
-            await _run(client, lines[:2], settings, None, progress, None)  # warms up both workers
-            for _ in range(settings.repeats):  # in turns, so that a noisy machine is noisy for both
+            async for _ in sure_answers(client, lines[:2], settings.concurrency, max_tokens=settings.max_tokens):
+                pass  # warms up both workers
+            for _ in range(settings.repeats):  # interleaved, because machines are noisy
                 plain.append(await _run(client, lines, settings, 0, progress, task))
                 speculative.append(await _run(client, lines, settings, None, progress, task))
             info = await client.model_info()
@@ -114,15 +113,14 @@ async def _run(
     settings: DemoSettings,
     k: int | None,
     progress: Progress,
-    task: object,
+    task: TaskID,
 ) -> Run:
     began = time.perf_counter()
     responses = []
     options = {"max_tokens": settings.max_tokens, "num_speculative_tokens": k}
     async for response in sure_answers(client, lines, settings.concurrency, **options):
         responses.append(response)
-        if task is not None:
-            progress.advance(task)  # type: ignore[arg-type]
+        progress.advance(task)
     return Run(responses, time.perf_counter() - began)
 
 

@@ -1,4 +1,4 @@
-"""`specpool generate`: the answer to one prompt, streamed, or to a file of prompts, several at a time."""
+"""`specpool generate`: streams the answer to one prompt, or answers a file of prompts concurrently."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from coordinator.scheduling.sequence import DraftMethod
-from specpool.cli.health import PROBE_SECONDS, is_serving
+from specpool.cli.processes import PROBE_SECONDS, is_serving
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
 from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
@@ -27,62 +27,38 @@ from specpool.v1 import generation_pb2 as pb
 
 
 class GenerateSettings(Settings, ClientSecurity):
-    """Generates text: for a PROMPT, for every line of a JSONL file, or for what comes on standard input."""
+    """Generates text for a PROMPT, for every line of a JSONL file, or for standard input."""
 
     prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
     address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
     prompts: Path | None = Field(
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )
-    chat: bool = Field(
-        False, description="send PROMPT as a user's chat message; not for a file, whose lines can be chats"
-    )
-    max_tokens: int | None = Field(
-        None, ge=1, le=UINT32_MAX, description="tokens to generate, at most; default: the server's"
-    )
+    chat: bool = Field(False, description="send PROMPT as a user's chat message; not for files, which can have chats")
+    max_tokens: int | None = Field(None, ge=1, le=UINT32_MAX, description="maximum tokens; default: the server's")
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
     )
-    draft_method: DraftMethod | None = Field(
-        None, description="draft method: model, ngram or the better of both; default: the server's"
-    )
+    draft_method: DraftMethod | None = Field(None, description="model, ngram, or best of both; default: the server's")
     temperature: float | None = Field(None, description="0: greedy, the default; above 0: sample")
-    top_p: float | None = Field(
-        None, description="sample among the most probable tokens whose probabilities reach this sum"
-    )
-    top_k: int | None = Field(
-        None, ge=INT32_MIN, le=INT32_MAX, description="sample among this many of the most probable tokens"
-    )
-    min_p: float | None = Field(
-        None, description="sample among tokens at least this probable, relative to the most probable one"
-    )
-    repetition_penalty: float | None = Field(
-        None, description="above 1: tokens that occurred before become less likely"
-    )
-    frequency_penalty: float | None = Field(
-        None, description="above 0: tokens become less likely each time they are generated"
-    )
+    top_p: float | None = Field(None, description="sample from the top tokens with this cumulative probability")
+    top_k: int | None = Field(None, ge=INT32_MIN, le=INT32_MAX, description="sample from this many of the top tokens")
+    min_p: float | None = Field(None, description="minimum probability to sample, relative to the top token's")
+    repetition_penalty: float | None = Field(None, description="above 1: earlier tokens become less likely")
+    frequency_penalty: float | None = Field(None, description="above 0: each occurrence makes a token less likely")
     presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
-    seed: int | None = Field(
-        None, ge=0, le=UINT64_MAX, description="seed of the samples; default: a random one, shown by --json"
-    )
+    seed: int | None = Field(None, ge=0, le=UINT64_MAX, description="default: a random seed, shown by --json")
     stop: str | None = Field(None, description="end the answer before this text")
-    min_tokens: int | None = Field(
-        None, ge=0, le=UINT32_MAX, description="tokens to generate before anything may end the answer"
-    )
-    ignore_eos: bool | None = Field(None, description="go on after the end-of-sequence token")
+    min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="minimum tokens to generate")
+    ignore_eos: bool | None = Field(None, description="continue after the end-of-sequence token")
     concurrency: int = Field(8, ge=1, description="requests in flight")
     timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
-    wait_seconds: Seconds = Field(
-        60.0, ge=0, description="how long to wait for a server that does not serve yet; 0: not at all"
-    )
-    retry_seconds: Seconds = Field(0.0, ge=0, description="how long to retry a request while the server is unavailable")
-    json_lines: bool = Field(
-        False, alias="json", description="print one JSON object per prompt, in the order of the prompts"
-    )
+    wait_seconds: Seconds = Field(60.0, ge=0, description="how long to wait for a server to start; 0: not at all")
+    retry_seconds: Seconds = Field(0.0, ge=0, description="how long to retry requests while the server is unavailable")
+    json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in input order")
 
     @model_validator(mode="after")
-    def _one_source(self) -> "GenerateSettings":
+    def _check_source(self) -> "GenerateSettings":
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("give a prompt or a file of prompts, not both")
         if self.chat and self.prompts is not None:
@@ -91,7 +67,7 @@ class GenerateSettings(Settings, ClientSecurity):
 
 
 def generate(settings: GenerateSettings) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     try:
         lines = _lines(settings)
     except (OSError, ValueError) as error:
@@ -103,11 +79,11 @@ def generate(settings: GenerateSettings) -> int:
 async def answers(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
 ) -> AsyncIterator[pb.GenerateResponse | grpc.aio.AioRpcError]:
-    """Yields the response to each line, or the error it met, in order, with up to `concurrency` requests in flight."""
-    free = asyncio.Semaphore(concurrency)
+    """Yield the response or error of each line, in order, with up to `concurrency` requests in flight."""
+    slots = asyncio.Semaphore(concurrency)
 
     async def answer(line: PromptLine) -> pb.GenerateResponse | grpc.aio.AioRpcError:
-        async with free:
+        async with slots:
             try:
                 return await client.generate(line.prompt, **options)
             except grpc.aio.AioRpcError as error:
@@ -125,7 +101,7 @@ async def answers(
 async def sure_answers(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
 ) -> AsyncIterator[pb.GenerateResponse]:
-    """Yields the response to each line, in order; raises the first error."""
+    """Yield the response of each line, in order; raise the first error."""
     async for response in answers(client, lines, concurrency, **options):
         if isinstance(response, grpc.aio.AioRpcError):
             raise response
@@ -134,16 +110,15 @@ async def sure_answers(
 
 def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, object]:
     """The object that `--json` prints for a prompt."""
-    statistics = MessageToDict(
-        response.speculative_decoding, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
     return {
         "id": line.id,
         "token_ids": list(response.token_ids),
         "text": response.text,
         "finish_reason": response.finish_reason,
         "seed": response.seed,
-        "speculative_decoding": statistics,
+        "speculative_decoding": MessageToDict(
+            response.speculative_decoding, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        ),
     }
 
 
@@ -163,55 +138,49 @@ def _options(settings: GenerateSettings) -> dict[str, Any]:
 async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
     if settings.wait_seconds:
         await _wait_serving(Connector(settings.address, **settings.security), settings.wait_seconds)
-    if settings.prompts is None and not settings.json_lines:
-        return await _stream_one(settings, lines[0])
-    return await _print_all(settings, lines)
+    async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
+        if settings.prompts is None and not settings.json_lines:
+            return await _stream_one(client, settings, lines[0])
+        return await _print_all(client, settings, lines)
 
 
 async def _wait_serving(connector: Connector, seconds: float) -> None:
-    """Returns when the server serves or the time is up: then the request itself finds out what is wrong."""
-    # Likewise if the server answers, but no health checks: AioRpcError.
+    """Wait until the server is serving. After a timeout or any other error, the request itself reports the problem."""
     with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
         async with asyncio.timeout(seconds), connector.open() as channel:
             if await is_serving(channel):
                 return
             print(f"specpool generate: waiting for {connector.address}", file=sys.stderr)
-            while not await is_serving(channel):  # noqa: ASYNC110 - the state is beyond a connection
+            while not await is_serving(channel):  # noqa: ASYNC110 - the state of another process
                 await asyncio.sleep(PROBE_SECONDS)
 
 
-async def _stream_one(settings: GenerateSettings, line: PromptLine) -> int:
-    async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
-        try:
-            async for message in client.stream(line.prompt, **_options(settings)):
-                print(message.chunk.text, end="", flush=True)
-        except (grpc.aio.AioRpcError, DivergedError) as error:
-            print(f"specpool generate: {_explain(error)}", file=sys.stderr)
-            return 1
+async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: PromptLine) -> int:
+    try:
+        async for message in client.stream(line.prompt, **_options(settings)):
+            print(message.chunk.text, end="", flush=True)
+    except (grpc.aio.AioRpcError, DivergedError) as error:
+        reason = str(error) if isinstance(error, DivergedError) else status_line(error)
+        print(f"specpool generate: {reason}", file=sys.stderr)
+        return 1
     print()
     return 0
 
 
-async def _print_all(settings: GenerateSettings, lines: list[PromptLine], out: TextIO = sys.stdout) -> int:
-    failed = 0
-    # A progress bar only for several prompts on a terminal, and never among the results.
+async def _print_all(client: AsyncClient, settings: GenerateSettings, lines: list[PromptLine]) -> int:
+    failed = False
     console = Console(stderr=True)
     bar = track(lines, "generating", console=console, disable=len(lines) < 2 or not console.is_terminal, transient=True)
-    async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
-        responses = answers(client, lines, settings.concurrency, **_options(settings))
-        for line in bar:
-            response = await anext(responses)
-            if isinstance(response, grpc.aio.AioRpcError):
-                failed += 1
-                print(f"specpool generate: {json.dumps(line.id)}: {_explain(response)}", file=sys.stderr)
-                if settings.json_lines:
-                    print(json.dumps({"id": line.id, "error": _explain(response)}), file=out, flush=True)
-            elif settings.json_lines:
-                print(json.dumps(as_record(line, response), ensure_ascii=False), file=out, flush=True)
-            else:
-                print(f"{json.dumps(line.id)}: {response.text}", file=out, flush=True)
-    return 1 if failed else 0
-
-
-def _explain(error: grpc.aio.AioRpcError | DivergedError) -> str:
-    return str(error) if isinstance(error, DivergedError) else status_line(error)
+    responses = answers(client, lines, settings.concurrency, **_options(settings))
+    for line in bar:
+        response = await anext(responses)
+        if isinstance(response, grpc.aio.AioRpcError):
+            failed = True
+            print(f"specpool generate: {json.dumps(line.id)}: {status_line(response)}", file=sys.stderr)
+            if settings.json_lines:
+                print(json.dumps({"id": line.id, "error": status_line(response)}), flush=True)
+        elif settings.json_lines:
+            print(json.dumps(as_record(line, response), ensure_ascii=False), flush=True)
+        else:
+            print(f"{json.dumps(line.id)}: {response.text}", flush=True)
+    return int(failed)

@@ -1,4 +1,4 @@
-"""`specpool`: one command, a few subcommands, each with settings of its own."""
+"""`specpool`: the command and its subcommands, each with its own settings."""
 
 import os
 import sys
@@ -22,9 +22,9 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "demo": (DemoSettings, demo),
 }
 
-# Commands whose code needs torch: the module that replaces this process, and what it does.
-ELSEWHERE = {
-    "distill": ("specpool.distill.main", "Trains a small draft on what its target writes."),
+# Commands that import torch: the module that replaces this process, and a summary.
+TORCH_COMMANDS = {
+    "distill": ("specpool.distill.main", "Trains a small draft on dialogues that its target generates."),
     "plan": ("specpool.planning.main", "Measures a pair, and predicts its speed by batch and draft length."),
 }
 
@@ -35,9 +35,9 @@ def main() -> None:
     if sys.stdout is None:
         sys.exit(f"specpool {name}: standard output is closed")
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - errors must not come out among the results
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - errors must not appear among the results
     for stream in filter(None, (sys.stdin, sys.stdout)):
-        stream.reconfigure(encoding="utf-8")  # whatever the locale, as our files are
+        stream.reconfigure(encoding="utf-8")  # in any locale, like our files
     try:
         try:
             status = run(name, arguments)
@@ -45,26 +45,26 @@ def main() -> None:
             sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
-    except OSError as error:  # the reader of our output is gone, or the disk is full
+    except OSError as error:  # a broken pipe, or a full disk
         print(f"specpool {name}: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards buffered output
         status = 1
     sys.exit(status)
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Runs a command; returns its exit status."""
-    if name in ELSEWHERE:
+    """Run a subcommand; return its exit status."""
+    if name in TORCH_COMMANDS:
         try:
             require_torch()
         except ProcessFailedError as error:
             print(f"specpool {name}: {error}", file=sys.stderr)
             return 1
-        os.execv(sys.executable, [*run_module(ELSEWHERE[name][0]), *arguments])
+        os.execv(sys.executable, [*run_module(TORCH_COMMANDS[name][0]), *arguments])
     if name not in COMMANDS:
-        asked = name in ("-h", "--help")
-        print(usage(), file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
+        is_help = name in ("-h", "--help")
+        print(usage(), file=sys.stdout if is_help else sys.stderr)
+        return 0 if is_help else 2
     settings, command = COMMANDS[name]
     return command(settings.load(f"specpool {name}", arguments, neighbours=known_keys()))
 
@@ -77,16 +77,13 @@ def known_keys() -> set[str]:
 
 
 def usage() -> str:
-    """The text that `specpool --help` prints."""
-    lines = [f"  {name:10}{_summary(settings)}" for name, (settings, _) in COMMANDS.items()]
-    lines += [f"  {name:10}{summary}" for name, (_, summary) in ELSEWHERE.items()]
+    """The text of `specpool --help`."""
+    summaries = {name: (settings.__doc__ or "").splitlines()[0] for name, (settings, _) in COMMANDS.items()}
+    summaries |= {name: summary for name, (_, summary) in TORCH_COMMANDS.items()}
+    lines = [f"  {name:10}{summary}" for name, summary in summaries.items()]
     return "\n".join(
         ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]
     )
-
-
-def _summary(settings: type[Settings]) -> str:
-    return (settings.__doc__ or "").splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -1,107 +1,128 @@
-"""Processes that a command starts, and that never outlive it."""
+"""Processes that a command starts and that never outlive it."""
 
 import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specpool.cli.health import PROBE_SECONDS, is_serving
 from specpool.rpc.config.settings import ENV_PREFIX
 from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.rpc.server.server import process_name
 
-# The time that a process gets, after the drain that it was promised, before it is killed.
+# Time between the end of the drain period and SIGKILL.
 KILL_AFTER_SECONDS = 5.0
 RESTART_SECONDS = 1.0
-# Turns of the loop in which a waiting thread spins: well below a millisecond.
+PROBE_SECONDS = 0.2
+"""Pause between two health checks."""
+# A process may answer slowly while it starts.
+PROBE_TIMEOUT_SECONDS = 1.0
+_UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+# Iterations for which a waiting OpenMP thread spins: well below a millisecond.
 SPIN_COUNT = "30000"
 
 
 class ProcessFailedError(Exception):
-    """A process cannot be started, or ended before it served, having printed its own message."""
+    """A process cannot start, or ended before it served, after printing its own message."""
+
+
+async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
+    """Whether the server is reachable and reports SERVING for a health check name; "" stands for all services.
+
+    Raises the AioRpcError of a server without this name, or without health checks.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    try:
+        response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_TIMEOUT_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in _UNREACHABLE:
+            return False
+        raise
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 @dataclass
 class Service:
-    """One of the three processes, started again if it ends after it once served."""
+    """One of the three processes. It restarts whenever it ends after having served."""
 
     name: str
     module: str
     arguments: list[str]
     address: str
     security: SecurityOptions = field(default_factory=SecurityOptions)
-    """Options for connections to the process."""
+    """Options of connections to the process."""
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Starts the process; its log goes to our stderr. It ends by itself if we are killed."""
+        """Start the process. It logs to our stderr, and ends by itself if we are killed."""
         self.process = await start_module(self.module, *self.arguments, "--parent-pid", str(os.getpid()))
 
     async def wait_serving(self) -> None:
-        """Returns when health says SERVING. ProcessFailedError if the process ends before."""
+        """Wait until the health check reports SERVING. ProcessFailedError if the process ends before."""
         async with Connector(self.address, **self.security).open() as channel:
             while True:
                 assert self.process is not None
                 if self.process.returncode is not None:
                     raise ProcessFailedError(f"the {self.name} ended with status {self.process.returncode}")
-                # Another server on the port must not be mistaken for ours, which is about to say that it is taken.
+                # Another server on the port does not know this name. Ours will soon report that the port is in use.
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     if await is_serving(channel, process_name(self.process.pid)):
                         return
                 await asyncio.sleep(PROBE_SECONDS)
 
     async def keep_running(self) -> None:
-        """Restarts the process whenever it ends; never returns."""
+        """Restart the process whenever it ends; never return."""
         while True:
             assert self.process is not None
             status = await self.process.wait()
-            print(f"specpool up: the {self.name} ended with status {status}; starting it again", file=sys.stderr)
+            print(f"specpool up: the {self.name} ended with status {status}; restarting it", file=sys.stderr)
             await asyncio.sleep(RESTART_SECONDS)
             await self.start()
 
     async def stop(self, drain_seconds: float) -> None:
-        """Lets the process drain, and kills it if that takes too long."""
+        """Let the process drain, and kill it if that takes too long."""
         if self.process is not None:
             await end(self.process, drain_seconds + KILL_AFTER_SECONDS)
 
 
 def require_torch() -> None:
-    """ProcessFailedError if torch, which clients need not have, is not installed."""
+    """ProcessFailedError if torch is not installed."""
     if find_spec("torch") is None:
         raise ProcessFailedError("needs torch: pip install 'specpool[worker]'")
 
 
 def run_module(module: str) -> list[str]:
-    """The command that runs an installed module, whatever modules of its name the current directory has."""
+    """Command line of an installed module. It imports nothing from the current directory."""
     return [sys.executable, "-P", "-m", module]
 
 
 async def start_module(module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
-    """Starts a module in a session of its own: a terminal's signals reach only us, and we end it in order."""
+    """Start a module in its own session: signals of the terminal reach only us, and we end it in order."""
     command = [*run_module(module), *arguments]
     return await asyncio.create_subprocess_exec(*command, env=worker_environment(), start_new_session=True, **options)
 
 
-async def end(process: asyncio.subprocess.Process, patience_seconds: float) -> None:
-    """Asks the process to end, and kills it if that takes too long or if we are cancelled meanwhile."""
+async def end(process: asyncio.subprocess.Process, timeout_seconds: float) -> None:
+    """Terminate the process; kill it after the timeout, or if we are cancelled."""
     if process.returncode is not None:
         return
     process.terminate()
     try:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), patience_seconds)
+            await asyncio.wait_for(process.wait(), timeout_seconds)
     finally:
         await kill([process])
 
 
 async def kill(processes: list[asyncio.subprocess.Process]) -> None:
-    """Kills the processes that still run, and their children."""
+    """Kill the processes that are still running, and their children."""
     running = [process for process in processes if process.returncode is None]
     for process in running:
         with contextlib.suppress(ProcessLookupError):
@@ -110,10 +131,18 @@ async def kill(processes: list[asyncio.subprocess.Process]) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of the processes: none of our settings, and threads that spin only briefly between operations.
+    """Environment of the processes: without our settings, and with threads that spin only briefly.
 
-    Target and draft take turns. Threads that spin while the other model runs take cores from it, and waking a thread
-    that sleeps takes longer than many operations do (README, "Decisions").
+    Threads of one worker that spin while the other computes would take its cores. But waking a sleeping thread takes
+    longer than many operations (docs/decisions.md).
     """
     inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     return {"GOMP_SPINCOUNT": SPIN_COUNT, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **inherited}
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,47 +1,55 @@
-"""`specpool top`: a live view of what a server does, from its public API alone."""
+"""`specpool top`: a live view of a server, using only its public API."""
 
 import asyncio
 import contextlib
 import json
 import signal
 import sys
-from collections.abc import AsyncGenerator
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import asdict, dataclass
 
 import grpc
 from pydantic import Field
-from rich.console import Console
+from rich import box
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.panel import Panel
+from rich.table import Column, Table
 from rich.text import Text
 
-from specpool.cli.top_panels import FailurePanel, Panels, clean
-from specpool.cli.top_view import View, view_of
+from specpool.cli.top_view import Activity, Plan, Pool, View, Worker, view_of
 from specpool.client import AsyncClient
 from specpool.rpc.config.settings import Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
-# A server asks its workers before it answers, and these may be busy.
-ANSWER_SECONDS = 10.0
+# A server asks its workers before it answers, and they may be busy.
+TIMEOUT_SECONDS = 10.0
+WIDE_COLUMNS = 100
+"""Minimum terminal width for two columns of panels."""
+MAX_SHARES = 8
+BAR_COLUMNS = 20
+UNDEFINED = "-"
+STATE_STYLES = {"ready": "green", "refused": "red"}
 
 
 class TopSettings(Settings, ClientSecurity):
-    """Shows what a server does: pool, acceptance, groups, workers and rates. Ctrl-C ends it."""
+    """Shows what a server is doing: pool, acceptance, groups, workers and rates. Ctrl-C ends it."""
 
     address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
-    interval: Seconds = Field(2.0, ge=0.1, description="seconds between two looks at the server")
+    interval: Seconds = Field(2.0, ge=0.1, description="seconds between updates")
     once: bool = Field(
-        False,
-        description="print one view, of one interval, and end, as also happens where the output is not a terminal",
+        False, description="print one view over one interval and exit; the default if the output is not a terminal"
     )
-    json_object: bool = Field(False, alias="json", description="print that one view as a JSON object")
+    json_object: bool = Field(False, alias="json", description="print one view as a JSON object")
 
 
 def top(settings: TopSettings) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return its exit status."""
     console = Console()
-    # FORCE_COLOR and its like make rich call a pipe a terminal.
+    # With FORCE_COLOR and similar, rich takes a pipe for a terminal.
     is_terminal = sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal
     live = is_terminal and not settings.once and not settings.json_object
     return asyncio.run(_show(settings, console) if live else _print_once(settings, console))
@@ -50,51 +58,190 @@ def top(settings: TopSettings) -> int:
 async def _show(settings: TopSettings, console: Console) -> int:
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, so that the terminal is left as it was
+    for number in (signal.SIGTERM, signal.SIGHUP):  # restore the terminal, as after Ctrl-C
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    begin = Text(f"connecting to {settings.address}")
-    with contextlib.suppress(asyncio.CancelledError), Live(begin, console=console, screen=True) as screen:
-        async for seen in _looks(settings):
-            screen.update(Panels(seen) if isinstance(seen, View) else FailurePanel(settings.address, seen))
+    connecting = Text(f"connecting to {settings.address}")
+    with contextlib.suppress(asyncio.CancelledError), Live(connecting, console=console, screen=True) as screen:
+        async for view in _views(settings):
+            screen.update(Panels(view) if isinstance(view, View) else failure_panel(settings.address, view))
     return 0
 
 
 async def _print_once(settings: TopSettings, console: Console) -> int:
-    async with contextlib.aclosing(_looks(settings)) as looks:
-        seen = await anext(looks)
-        if isinstance(seen, View):  # the first view has no earlier one to count from
-            seen = await anext(looks)
-    if isinstance(seen, str):
-        print(f"specpool top: {settings.address}: {clean(seen)}", file=sys.stderr)
+    async with contextlib.aclosing(_views(settings)) as views:
+        view = await anext(views)
+        if isinstance(view, View):  # rates need an earlier state
+            view = await anext(views)
+    if isinstance(view, str):
+        print(f"specpool top: {settings.address}: {clean(view)}", file=sys.stderr)
         return 1
     if settings.json_object:
-        print(json.dumps(asdict(seen)))
+        print(json.dumps(asdict(view)))
     else:
-        console.print(Panels(seen))
+        console.print(Panels(view))
     return 0
 
 
-async def _looks(settings: TopSettings) -> AsyncGenerator[View | str, None]:
-    """The view of the server, every interval; the reason instead of a view if the call fails."""
+async def _views(settings: TopSettings) -> AsyncGenerator[View | str, None]:
+    """A view of the server at every interval, or the reason why a call failed."""
     earlier: pb.GetServerInfoResponse | None = None
     async with AsyncClient(settings.address, **settings.security) as client:
         while True:
             try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    info, models = await _look(client)
-            except grpc.aio.AioRpcError as error:
-                earlier = None  # rates across an outage would mean little
-                yield status_line(error)
-            except TimeoutError:
-                earlier = None
-                yield f"no answer within {ANSWER_SECONDS:g} seconds"
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    info = await client.server_info()
+                    # The call would fail before the target is connected.
+                    models = await client.model_info() if info.target.HasField("model") else None
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                earlier = None  # rates across an outage would be misleading
+                timeout = f"no answer within {TIMEOUT_SECONDS:g} seconds"
+                yield status_line(error) if isinstance(error, grpc.aio.AioRpcError) else timeout
             else:
                 yield view_of(settings.address, info, models, earlier)
                 earlier = info
             await asyncio.sleep(settings.interval)
 
 
-async def _look(client: AsyncClient) -> tuple[pb.GetServerInfoResponse, pb.GetModelInfoResponse | None]:
-    """State and limits of the server; no limits while the target has not been reached, since the call would fail."""
-    info = await client.server_info()
-    return info, await client.model_info() if info.target.HasField("model") else None
+@dataclass(frozen=True)
+class Panels:
+    """Renders a view, in two columns on a wide terminal."""
+
+    view: View
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        view = self.view
+        now = view.now or view.since_start
+        period = "since its start" if view.now is None else f"of the last {now.seconds:.1f} s"
+        yield Text.assemble(
+            ("specpool ", "bold"),
+            f"{clean(view.version)} at {view.address}, up {_duration(view.uptime_s)}. Shares {period}.",
+        )
+        left = Group(_panel("Pool", _pool(view.pool)), _panel("Rates", _rates(view)))
+        right = Group(_panel("Speculation", _speculation(now, view.plan)), _panel("Rounds", _rounds(now)))
+        if options.max_width >= WIDE_COLUMNS:
+            columns = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
+            columns.add_row(left, right)
+            yield columns
+        else:
+            yield from (left, right)
+        yield _panel("Workers", Group(*map(_worker, view.workers)))
+
+
+def failure_panel(address: str, reason: str) -> Panel:
+    """Shown instead of a view if a call fails."""
+    text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C ends.")
+    return Panel(text, title=Text(f"No answer from {address}"), border_style="red")
+
+
+def clean(text: str) -> str:
+    """The text without control characters, which could manipulate the terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _panel(title: str, content: RenderableType) -> Panel:
+    return Panel(content, title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
+
+
+def _pool(pool: Pool) -> RenderableType:
+    loads = _grid()
+    loads.add_row("running", f"{pool.running} of {pool.max_num_seqs}", _bar(pool.running, pool.max_num_seqs))
+    loads.add_row("queued", f"{pool.queued} of {pool.queue_size}", _bar(pool.queued, pool.queue_size))
+    tokens = "adaptive" if pool.draft_length is None else str(pool.draft_length)
+    limit = "" if pool.max_model_len is None else f", maximum {pool.max_model_len} positions"
+    return Group(loads, Text(f"policy {clean(pool.policy)}, draft tokens: {tokens}{limit}", style="dim"))
+
+
+def _rates(view: View) -> Table:
+    rates = Table("", Column("now", justify="right"), Column("since start", justify="right"), box=None, expand=True)
+
+    def add(name: str, number: Callable[[Activity], str]) -> None:
+        rates.add_row(name, UNDEFINED if view.now is None else number(view.now), number(view.since_start))
+
+    add("tokens/s", lambda done: _number(done.tokens_per_s))
+    add("prompt tokens/s", lambda done: _number(done.prompt_tokens_per_s))
+    add("  cached", lambda done: _percent(done.cached_share))
+    add("requests/s", lambda done: _number(done.requests_per_s))
+    add("finished/s", lambda done: _number(sum(done.finished_per_s.values())))
+    add("refused/s", lambda done: _number(sum(done.refused_per_s.values())))
+    for code in view.since_start.refused_per_s:
+        add(f"  {clean(code)}/s", lambda done, code=code: _number(done.refused_per_s.get(code, 0.0)))  # type: ignore[misc]
+    add("rounds/s", lambda done: _number(done.rounds_per_s))
+    add("cache misses/s", lambda done: _number(done.cache_misses_per_s))
+    return rates
+
+
+def _speculation(done: Activity, plan: Plan) -> Table:
+    table = _grid()
+    rate, length = done.drafts.acceptance_rate, done.mean_acceptance_length
+    table.add_row("accepted", _percent(rate), _bar(rate or 0.0))
+    for method, drafts in done.methods.items():
+        speed = f"of {_number(drafts.tokens_per_s)} draft tokens/s"
+        table.add_row(f"  {clean(method)}", _percent(drafts.acceptance_rate), speed)
+    table.add_row("mean acceptance length", UNDEFINED if length is None else f"{length:.2f}")
+    table.add_row("draft tokens", "", _share_list(done.draft_lengths))
+    expected = f"{_number(plan.expected_tokens_per_s)} tokens/s, plain {_number(plan.plain_tokens_per_s)}"
+    table.add_row("plan: draft steps", str(plan.draft_steps), expected if plan.plain_tokens_per_s else "")
+    return table
+
+
+def _rounds(done: Activity) -> Table:
+    table = _grid()
+    size = done.mean_group_size
+    table.add_row("mean group size", UNDEFINED if size is None else f"{size:.1f}", _share_list(done.group_sizes))
+    table.add_row("same length", _percent(done.same_length_share), _bar(done.same_length_share or 0.0))
+    for stage, share in sorted(done.stage_shares.items(), key=lambda item: -item[1]):
+        table.add_row(f"time: {clean(stage)}", _percent(share), _bar(share))
+    return table
+
+
+def _worker(worker: Worker) -> RenderableType:
+    ranks = f"{worker.ranks} ranks" if (worker.ranks or 1) > 1 else ""
+    details = [worker.model, worker.device, ranks, worker.dtype, worker.equivalence]
+    lines: list[RenderableType] = [
+        Text.assemble(
+            (worker.role, "bold"),
+            f" at {clean(worker.address)}: ",
+            (clean(worker.state), STATE_STYLES.get(worker.state, "yellow")),
+            clean("".join(f", {part}" for part in details if part)),
+        )
+    ]
+    if worker.slots_in_use is not None and worker.slots_total is not None:
+        loads, used, total = _grid(), worker.slots_in_use, worker.slots_total
+        loads.add_row("  slots", f"{used} of {total}", _bar(used, total))
+        if worker.kv_usage is not None:
+            size = f" of {worker.kv_bytes / 2**20:,.0f} MiB" if worker.kv_bytes is not None else ""
+            loads.add_row("  KV cache", _percent(worker.kv_usage) + size, _bar(worker.kv_usage))
+        lines.append(loads)
+    lines += [Text(f"  {clean(line)}", style="yellow") for line in (worker.reason, *worker.notes) if line]
+    return Group(*lines)
+
+
+def _grid() -> Table:
+    """Rows of a name, a number, and a bar or text."""
+    columns = Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(ratio=1)
+    return Table.grid(*columns, padding=(0, 1, 0, 0), expand=True)
+
+
+def _bar(part: float, total: float = 1.0) -> Bar:
+    return Bar(size=total or 1.0, begin=0, end=part, width=BAR_COLUMNS, color="cyan", bgcolor="bright_black")
+
+
+def _share_list(shares: Mapping[int, float]) -> str:
+    """The largest shares, in the order of their keys."""
+    largest = sorted(sorted(shares, key=lambda key: -shares[key])[:MAX_SHARES])
+    return "  ".join(f"{key}: {_percent(shares[key])}" for key in largest) or UNDEFINED
+
+
+def _percent(share: float | None) -> str:
+    return UNDEFINED if share is None else f"{share:.0%}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if days:
+        return f"{days} d {hours % 24} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {int(seconds % 60)} s"

@@ -1,16 +1,62 @@
-"""The numbers that `specpool top` shows, from one look at a server and the one before. Pure."""
+"""The numbers that `specpool top` shows, computed from a server's state and the previous one. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from specpool.cli.activity import Activity, activity
-from specpool.cli.equivalence import equivalence_name
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
+
+Totals: TypeAlias = dict[str, dict[str, float]]
+"""Counters by group and key, including the uptime. They only grow while a server runs."""
+
+COUNTS = ("requests", "rounds", "completion_tokens", "prompt_tokens", "cached_tokens", "cache_misses")
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Draft tokens of one draft method, or of all."""
+
+    tokens_per_s: float
+    acceptance_rate: float | None
+    """Accepted / drafted; None if nothing was drafted."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Rates and shares over a period. Undefined ratios are None, or missing from their mapping."""
+
+    seconds: float
+    tokens_per_s: float
+    prompt_tokens_per_s: float
+    cached_share: float | None
+    """Share of prompt tokens found in the prefix cache."""
+    requests_per_s: float
+    rounds_per_s: float
+    cache_misses_per_s: float
+    finished_per_s: Mapping[str, float]
+    """Finished samples by finish reason."""
+    refused_per_s: Mapping[str, float]
+    """Failed calls by status code."""
+    drafts: Drafts
+    methods: Mapping[str, Drafts]
+    """By draft method."""
+    mean_acceptance_length: float | None
+    """Tokens gained per verified proposal, including the bonus token."""
+    draft_lengths: Mapping[int, float]
+    """Share of verified sequences by number of draft tokens."""
+    group_sizes: Mapping[int, float]
+    """Share of rounds by group size."""
+    mean_group_size: float | None
+    same_length_share: float | None
+    """Share of the rounds of several sequences in which all had the same length."""
+    stage_shares: Mapping[str, float]
+    """Share of each stage in the duration of rounds."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Load of the pool and its queue; `draft_length` and `max_model_len` bound its requests."""
+    """Load of the pool and its queue, and limits of requests."""
 
     running: int
     max_num_seqs: int
@@ -18,14 +64,14 @@ class Pool:
     queue_size: int
     policy: str
     draft_length: int | None
-    """Draft tokens per round of a request that sets no number; None: as many as save time."""
+    """Default number of draft tokens; None: adaptive."""
     max_model_len: int | None
-    """None while the target is not known."""
+    """None before the target is connected."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the server expects of the draft lengths that it chooses."""
+    """Expected speed with and without drafts, where their number is adaptive."""
 
     draft_steps: int
     expected_tokens_per_s: float
@@ -34,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker. What is not known is None, or ""."""
+    """One worker. Unknown values are None or ""."""
 
     role: str
     address: str
@@ -43,22 +89,22 @@ class Worker:
     model: str
     device: str
     ranks: int | None
-    """Processes among which the model is divided; 1 if it is not."""
+    """Number of processes that share the model."""
     dtype: str
-    """Of the weights, and the kinds in which they are kept if these are others."""
+    """Of the weights; quantized kinds are listed after it."""
     equivalence: str
     notes: tuple[str, ...]
     slots_in_use: int | None
     slots_total: int | None
     kv_usage: float | None
-    """Share of the KV cache's positions that are reserved for sequences."""
+    """Reserved share of the KV cache's positions."""
     kv_bytes: int | None
     """Size of the KV cache."""
 
 
 @dataclass(frozen=True)
 class View:
-    """Everything that is shown of a server."""
+    """Everything shown of a server."""
 
     address: str
     version: str
@@ -67,7 +113,7 @@ class View:
     plan: Plan
     workers: tuple[Worker, ...]
     now: Activity | None
-    """Activity since the look before; None if there was none."""
+    """Activity since the previous state; None without one."""
     since_start: Activity
 
 
@@ -77,7 +123,7 @@ def view_of(
     models: pb.GetModelInfoResponse | None,
     earlier: pb.GetServerInfoResponse | None,
 ) -> View:
-    """The view of a server at `address`. `models`: None while the target is not known."""
+    """The view of a server. `models`: None before the target is connected."""
     plan = info.speculation
     fixed = models is not None and models.HasField("num_speculative_tokens")
     workers = [("target", info.target), *([("draft", info.draft)] if info.HasField("draft") else [])]
@@ -101,14 +147,15 @@ def view_of(
     )
 
 
-def _dtype(model: common_pb2.ModelInfo) -> str:
-    others = sorted(kind for kind in model.weight_kinds if kind != model.dtype)
-    return f"{model.dtype}, kept as {', '.join(others)}" if others else model.dtype
+def equivalence_name(model: common_pb2.ModelInfo) -> str:
+    """How closely logits agree across batches: "bitwise", "numeric", or "unspecified"."""
+    return common_pb2.Equivalence.Name(model.equivalence).removeprefix("EQUIVALENCE_").lower()
 
 
 def _worker(role: str, state: pb.WorkerState) -> Worker:
     model, load = state.model, state.load if state.HasField("load") else None
     positions = load.kv_positions_total if load is not None else 0
+    others = sorted(kind for kind in model.weight_kinds if kind != model.dtype)
     return Worker(
         role=role,
         address=state.address,
@@ -117,7 +164,7 @@ def _worker(role: str, state: pb.WorkerState) -> Worker:
         model=model.model,
         device=model.device,
         ranks=max(1, model.tensor_parallel) if state.HasField("model") else None,
-        dtype=_dtype(model),
+        dtype=f"{model.dtype}, weights in {', '.join(others)}" if others else model.dtype,
         equivalence=equivalence_name(model) if state.HasField("model") else "",
         notes=tuple(model.notes),
         slots_in_use=load.slots_in_use if load is not None else None,
@@ -125,3 +172,78 @@ def _worker(role: str, state: pb.WorkerState) -> Worker:
         kv_usage=1 - load.kv_positions_free / positions if load is not None and positions else None,
         kv_bytes=load.kv_bytes_total or None if load is not None else None,
     )
+
+
+def activity(later: pb.GetServerInfoResponse, earlier: pb.GetServerInfoResponse | None = None) -> Activity:
+    """Activity between two states; since the server's start without an earlier one, or after a restart."""
+    totals = _totals(later)
+    if earlier is None:
+        return _activity(totals)
+    before = _totals(earlier)
+    difference = {
+        group: {key: value - before[group].get(key, 0.0) for key, value in values.items()}
+        for group, values in totals.items()
+    }
+    restarted = any(value < 0 for values in difference.values() for value in values.values())
+    return _activity(totals if restarted else difference)
+
+
+def _totals(info: pb.GetServerInfoResponse) -> Totals:
+    counters = info.counters
+    grouping = counters.grouping
+    return {
+        "counts": {"seconds": info.uptime_s, **{name: getattr(counters, name) for name in COUNTS}},
+        "finished": dict(counters.finished),
+        "refused": dict(counters.refused),
+        "stages": dict(counters.stage_seconds),
+        "drafted": {method: drafts.draft_tokens for method, drafts in counters.drafts.items()},
+        "accepted": {method: drafts.accepted_draft_tokens for method, drafts in counters.drafts.items()},
+        "draft_lengths": {str(length): count for length, count in enumerate(counters.draft_lengths)},
+        "group_sizes": {str(index + 1): rounds for index, rounds in enumerate(grouping.group_sizes)},
+        "lengths": {"same": grouping.same_length_rounds, "mixed": grouping.mixed_rounds},
+    }
+
+
+def _activity(totals: Totals) -> Activity:
+    counts = totals["counts"]
+    seconds = counts["seconds"]
+
+    def rate(count: float) -> float:
+        return count / seconds if seconds else 0.0
+
+    def drafts(drafted: float, accepted: float) -> Drafts:
+        return Drafts(rate(drafted), _ratio(accepted, drafted))
+
+    drafted, accepted = totals["drafted"], totals["accepted"]
+    proposals = sum(count for length, count in totals["draft_lengths"].items() if length != "0")
+    sizes = totals["group_sizes"]
+    sequences = sum(int(size) * rounds for size, rounds in sizes.items())
+    return Activity(
+        seconds=seconds,
+        tokens_per_s=rate(counts["completion_tokens"]),
+        prompt_tokens_per_s=rate(counts["prompt_tokens"]),
+        cached_share=_ratio(counts["cached_tokens"], counts["prompt_tokens"]),
+        requests_per_s=rate(counts["requests"]),
+        rounds_per_s=rate(counts["rounds"]),
+        cache_misses_per_s=rate(counts["cache_misses"]),
+        finished_per_s={reason: rate(count) for reason, count in totals["finished"].items() if count},
+        refused_per_s={code: rate(count) for code, count in totals["refused"].items() if count},
+        drafts=drafts(sum(drafted.values()), sum(accepted.values())),
+        methods={method: drafts(count, accepted[method]) for method, count in sorted(drafted.items()) if count},
+        mean_acceptance_length=1 + sum(accepted.values()) / proposals if proposals else None,
+        draft_lengths={int(length): share for length, share in _shares(totals["draft_lengths"]).items()},
+        group_sizes={int(size): share for size, share in _shares(sizes).items()},
+        mean_group_size=_ratio(sequences, sum(sizes.values())),
+        same_length_share=_ratio(totals["lengths"]["same"], sum(totals["lengths"].values())),
+        stage_shares=_shares(totals["stages"]),
+    )
+
+
+def _ratio(part: float, total: float) -> float | None:
+    return part / total if total else None
+
+
+def _shares(counts: Mapping[str, float]) -> dict[str, float]:
+    """Share of each count in the total, without zeros."""
+    total = sum(counts.values())
+    return {key: count / total for key, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""Typed Python clients of a coordinator: `Client`, and `AsyncClient` for asyncio."""
+"""Typed Python clients of a coordinator: `Client` and, for asyncio, `AsyncClient`."""
 
 from specpool.client.aio import AsyncClient
 from specpool.client.requests import Chat, GenerateOptions, Prompt, make_request

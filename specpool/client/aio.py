@@ -9,43 +9,37 @@ from typing import Self, Unpack
 
 import grpc
 
-from specpool.client.connections import Connections
+from specpool.client.connections import Connected
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
-from specpool.rpc.security.channel import Connector, SecurityOptions
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
 
-class AsyncClient:
-    """A client of a coordinator, and an async context manager.
+class AsyncClient(Connected[grpc.aio.Channel]):
+    """Client of a coordinator, and an async context manager.
 
-    Calls raise `grpc.RpcError` if the server refuses them or stays unavailable.
+    Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
     """
 
-    def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while the server is unavailable,
-        or has too much to do; 0: never. `security`: TLS and token; ValueError, which names the option, for a file that
-        cannot be used."""
-        connector = Connector(address, **security)
-        self._connections: Connections[grpc.aio.Channel] = Connections(connector, connector.open)
-        self._retry_seconds = retry_seconds
+    _open_channel = Connector.open
 
     @property
     def stub(self) -> "generation_pb2_grpc.GenerationServiceAsyncStub":
-        """The stub, for calls of your own. Get it anew for each call: TLS files may have changed."""
-        # Never ended, so that the channel stays open for the calls of others until the client is closed.
-        stub: generation_pb2_grpc.GenerationServiceAsyncStub = self._connections.begin().stub
+        """The stub, for custom calls. Get it for each call, because TLS files may change."""
+        # Never ended: the channel must stay open until the client is closed.
+        stub: generation_pb2_grpc.GenerationServiceAsyncStub = self._begin_call().stub
         return stub
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator["generation_pb2_grpc.GenerationServiceAsyncStub"]:
-        """The stub for one call, which ends in the context."""
-        connection = self._connections.begin()
+        """The stub for one call within the context."""
+        connection = self._begin_call()
         try:
             yield connection.stub
         finally:
-            for channel in self._connections.end(connection):
+            for channel in self._end_call(connection):
                 await channel.close(None)
 
     async def __aenter__(self) -> Self:
@@ -54,13 +48,13 @@ class AsyncClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for channel in self._connections.channels():
-            await channel.close(None)
+        for connection in self._connections:
+            await connection.channel.close(None)
 
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> pb.GenerateResponse:
-        """Returns the whole answer. Cancelling the task, or the timeout, frees the request on the server."""
+        """Return the whole answer. Cancelling the task or a timeout aborts the request."""
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
         while True:
             try:
@@ -73,13 +67,13 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Streams the answer in pieces; the last message is `complete`.
+        """Stream the answer in chunks; the last message is `complete`.
 
-        Closing the iterator frees the request on the server. A stream that breaks off is requested again and goes on
-        where it broke off; DivergedError if it cannot.
+        Closing the iterator aborts the request. A broken stream is requested again and continues where it broke;
+        DivergedError if it cannot.
         """
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
-        # The same in all attempts, so that `abort` finds it.
+        # The same for all attempts, so that `abort` finds it.
         request.request_id = request.request_id or uuid.uuid4().hex
         replay = Replay()
         while True:
@@ -99,16 +93,16 @@ class AsyncClient:
             await asyncio.sleep(pause)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request in flight; its caller gets what was generated so far."""
+        """End a request in flight; its caller gets the tokens generated so far."""
         async with self._stub() as stub:
             await stub.Abort(pb.AbortRequest(request_id=request_id))
 
     async def model_info(self) -> pb.GetModelInfoResponse:
-        """Returns the models and limits of the server."""
+        """Models and limits of the server."""
         async with self._stub() as stub:
             return await stub.GetModelInfo(pb.GetModelInfoRequest())
 
     async def server_info(self) -> pb.GetServerInfoResponse:
-        """Returns the load, workers and counters of the server."""
+        """Load, workers and counters of the server."""
         async with self._stub() as stub:
             return await stub.GetServerInfo(pb.GetServerInfoRequest())

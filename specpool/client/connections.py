@@ -1,57 +1,58 @@
-"""The connections of a client over time: a new one when its TLS files have changed, while calls end on the old one."""
+"""Connections of a client: it opens a new one when TLS files change, while earlier calls end on the old one."""
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
-from specpool.rpc.security.channel import Connector
+from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.v1 import generation_pb2_grpc
 
 C = TypeVar("C")
+"""A blocking or an asyncio channel."""
 
 
 @dataclass(eq=False)
 class Connection(Generic[C]):
-    """A channel with its stub, and the number of calls that use it."""
+    """A channel with its stub and number of calls."""
 
     channel: C
     stub: Any
     calls: int = 0
 
 
-class Connections(Generic[C]):
-    """The connection for the next call, and those on which earlier calls have not ended. Threads may share it."""
+class Connected(Generic[C]):
+    """Base class of both clients: a connection for new calls, and earlier ones with unfinished calls. Thread-safe."""
 
-    def __init__(self, connector: Connector, open_channel: Callable[[], C]) -> None:
-        """`open_channel`: the method of the connector that opens channels of the wanted kind."""
-        self._connector, self._open_channel = connector, open_channel
+    _open_channel: ClassVar[Callable[[Connector], Any]]
+
+    def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
+        """`address`: "host:port". `retry_seconds`: how long to retry while the server is unavailable or overloaded; 0:
+        never. `security`: TLS and token. ValueError names an option with an unusable file.
+        """
+        self._connector, self._retry_seconds = Connector(address, **security), retry_seconds
         self._lock = threading.Lock()
-        self._open = [self._connect()]
-        """The last one is for the next call."""
+        self._connections = [self._connect()]
+        """The last one is for new calls."""
 
-    def begin(self) -> Connection[C]:
-        """The connection for a call; `end` must be called when the call has ended."""
+    def _connect(self) -> Connection[C]:
+        channel = type(self)._open_channel(self._connector)
+        make_stub: Any = generation_pb2_grpc.GenerationServiceStub
+        return Connection(channel, make_stub(channel))
+
+    def _begin_call(self) -> Connection[C]:
+        """The connection for a call. `_end_call` must follow."""
         with self._lock:
             if self._connector.is_outdated:
-                self._open.append(self._connect())
-            connection = self._open[-1]
+                self._connections.append(self._connect())
+            connection = self._connections[-1]
             connection.calls += 1
             return connection
 
-    def end(self, connection: Connection[C]) -> list[C]:
-        """Notes that a call has ended; returns the channels to close, which no call uses any more."""
+    def _end_call(self, connection: Connection[C]) -> list[C]:
+        """End a call; return the unused channels to close."""
         with self._lock:
             connection.calls -= 1
-            ended = [other for other in self._open[:-1] if not other.calls]
-            self._open = [other for other in self._open if other not in ended]
-            return [other.channel for other in ended]
-
-    def channels(self) -> list[C]:
-        """All channels that are open."""
-        return [connection.channel for connection in self._open]
-
-    def _connect(self) -> Connection[C]:
-        channel = self._open_channel()
-        make_stub: Any = generation_pb2_grpc.GenerationServiceStub
-        return Connection(channel, make_stub(channel))
+            unused = [other for other in self._connections[:-1] if not other.calls]
+            self._connections = [other for other in self._connections if other not in unused]
+            return [other.channel for other in unused]

@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: a line is {"id", "prompt"} or {"id", "messages": [{"role", "content"}, ...]}."""
+"""Prompt files: JSON lines of {"id", "prompt"} or {"id", "messages": [{"role", "content"}, ...]}."""
 
 import json
 import sys
@@ -11,19 +11,19 @@ from specpool.client import Chat
 
 
 class PromptFileError(ValueError):
-    """A line of a prompt file is malformed; the message names it."""
+    """A line of a prompt file is invalid; the message names it."""
 
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a prompt file. `id` is any JSON value, and is returned as it came."""
+    """One line of a prompt file. `id` is any JSON value."""
 
     id: object
     prompt: str | Chat
 
 
 def read_prompt_file(path: Path) -> list[PromptLine]:
-    """The prompts of a file, or of standard input for `-`. OSError, ValueError."""
+    """Prompts of a file, or of standard input for `-`. OSError, ValueError."""
     if str(path) == "-":
         return read_prompts(read_standard_input().split("\n"))
     with path.open(encoding="utf-8") as file:
@@ -31,33 +31,33 @@ def read_prompt_file(path: Path) -> list[PromptLine]:
 
 
 def read_standard_input() -> str:
-    """All text of standard input. OSError, UnicodeDecodeError."""
+    """Text of standard input. OSError, UnicodeDecodeError."""
     if sys.stdin is None:
         raise OSError("it is closed")
     return sys.stdin.read()
 
 
 def read_prompts(lines: Iterable[str]) -> list[PromptLine]:
-    """The prompts of all lines that are not blank. PromptFileError."""
+    """Prompts of all non-blank lines. PromptFileError."""
     return [_parse(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def own_prompts() -> list[PromptLine]:
-    """A small set of chat prompts that comes with Specpool."""
+    """A small built-in set of chat prompts."""
     return read_prompts((files(__package__) / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
 
 
 def _parse(number: int, line: str) -> PromptLine:
     try:
         record = json.loads(line)
-        # Python accepts what other readers refuse: half a surrogate pair, and NaN.
+        # Python accepts lone surrogates and NaN, which are invalid JSON.
         json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        raise PromptFileError(f"line {number}: has half of a surrogate pair, which is no text") from None
+        raise PromptFileError(f"line {number}: has a lone surrogate") from None
     except ValueError as error:
         raise PromptFileError(f"line {number}: not JSON ({error})") from None
     except RecursionError:
-        raise PromptFileError(f"line {number}: is nested too deeply") from None
+        raise PromptFileError(f"line {number}: nested too deeply") from None
     if not isinstance(record, dict) or "id" not in record or ("prompt" in record) == ("messages" in record):
         raise PromptFileError(f'line {number}: must be an object with "id" and either "prompt" or "messages"')
     if unknown := record.keys() - {"id", "prompt", "messages"}:

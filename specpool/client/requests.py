@@ -15,11 +15,11 @@ Prompt = str | Chat | Sequence[int]
 
 
 DraftMethodName = Literal["model", "ngram", "best"]
-"""A draft method, as `DraftMethod` documents it."""
+"""See `DraftMethod` of the protocol."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Fields of `GenerateRequest` and `SamplingParams` by name, as documented there; None is left to the server."""
+    """Fields of `GenerateRequest` and `SamplingParams`, documented there. None selects the server's default."""
 
     max_tokens: int | None
     min_tokens: int | None
@@ -45,10 +45,9 @@ class GenerateOptions(TypedDict, total=False):
 
 
 def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
-    """Makes a request message. Draws a seed if the tokens depend on one: a repeated request gives the same tokens.
+    """Build a request message. Sampling requests without a seed get one, so that retries give the same tokens.
 
-    TypeError for an unknown option or a value of the wrong type, ValueError for one that no field can hold; both name
-    the option.
+    TypeError for an unknown option or a wrong type, ValueError for a value out of range; both name the option.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if unknown := given.keys() - GenerateOptions.__annotations__.keys():
@@ -66,7 +65,7 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
     if isinstance(prompt, str):
         request.text = prompt
     elif isinstance(prompt, bytes):
-        raise TypeError("a prompt is text, a conversation or token ids, not bytes")
+        raise TypeError("a prompt must be text, a conversation or token ids, not bytes")
     elif prompt and isinstance(prompt[0], int):
         request.tokenized.input_ids.extend(cast(Sequence[int], prompt))
     else:
@@ -75,7 +74,7 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
 
 
 def _set(message: Message, name: str, value: object) -> None:
-    """Sets a field. TypeError and ValueError say which."""
+    """Set a field. TypeError and ValueError name it."""
     try:
         message.MergeFrom(type(message)(**{name: value}))
     except TypeError as error:
@@ -86,12 +85,12 @@ def _set(message: Message, name: str, value: object) -> None:
 
 def _draft_method(name: object) -> str:
     if name not in get_args(DraftMethodName):
-        raise ValueError(f"draft_method is {name!r}, none of {', '.join(get_args(DraftMethodName))}")
+        raise ValueError(f"draft_method: {name!r} is not one of {', '.join(get_args(DraftMethodName))}")
     return f"DRAFT_METHOD_{str(name).upper()}"
 
 
 def _message(index: int, message: Mapping[str, str]) -> pb.ChatMessage:
     for key in ("role", "content"):
         if not isinstance(message.get(key), str):
-            raise TypeError(f"message {index} has no {key} that is a string")
+            raise TypeError(f"message {index}: {key} must be a string")
     return pb.ChatMessage(role=message["role"], content=message["content"])

@@ -1,4 +1,4 @@
-"""The client for programs without asyncio; it may be used from several threads."""
+"""The blocking client. It is thread-safe."""
 
 import time
 import uuid
@@ -9,44 +9,38 @@ from typing import Self, Unpack
 
 import grpc
 
-from specpool.client.connections import Connections
+from specpool.client.connections import Connected
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
-from specpool.rpc.security.channel import Connector, SecurityOptions
+from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
 
-class Client:
-    """A client of a coordinator, and a context manager.
+class Client(Connected[grpc.Channel]):
+    """Client of a coordinator, and a context manager.
 
-    Calls raise `grpc.RpcError` if the server refuses them or stays unavailable.
+    Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
     """
 
-    def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
-        """`address`: "host:port" of a coordinator. `retry_seconds`: how long to retry while the server is unavailable,
-        or has too much to do; 0: never. `security`: TLS and token; ValueError, which names the option, for a file that
-        cannot be used."""
-        connector = Connector(address, **security)
-        self._connections: Connections[grpc.Channel] = Connections(connector, connector.open_blocking)
-        self._closed = False
-        self._retry_seconds = retry_seconds
+    _open_channel = Connector.open_blocking
+    _closed = False
 
     @property
     def stub(self) -> generation_pb2_grpc.GenerationServiceStub:
-        """The stub, for calls of your own. Get it anew for each call: TLS files may have changed."""
-        # Never ended, so that the channel stays open for the calls of others until the client is closed.
-        stub: generation_pb2_grpc.GenerationServiceStub = self._connections.begin().stub
+        """The stub, for custom calls. Get it for each call, because TLS files may change."""
+        # Never ended: the channel must stay open until the client is closed.
+        stub: generation_pb2_grpc.GenerationServiceStub = self._begin_call().stub
         return stub
 
     @contextmanager
     def _stub(self) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
-        """The stub for one call, which ends in the context."""
-        connection = self._connections.begin()
+        """The stub for one call within the context."""
+        connection = self._begin_call()
         try:
             yield connection.stub
         finally:
-            for channel in self._connections.end(connection):
+            for channel in self._end_call(connection):
                 channel.close()
 
     def __enter__(self) -> Self:
@@ -56,13 +50,13 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
-        for channel in self._connections.channels():
-            channel.close()
+        for connection in self._connections:
+            connection.channel.close()
 
     def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> pb.GenerateResponse:
-        """Returns the whole answer. The timeout frees the request on the server."""
+        """Return the whole answer. A timeout aborts the request."""
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
         while True:
             try:
@@ -75,13 +69,13 @@ class Client:
     def stream(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Iterator[pb.GenerateStreamResponse]:
-        """Streams the answer in pieces; the last message is `complete`.
+        """Stream the answer in chunks; the last message is `complete`.
 
-        Closing the iterator frees the request on the server. A stream that breaks off is requested again and goes on
-        where it broke off; DivergedError if it cannot.
+        Closing the iterator aborts the request. A broken stream is requested again and continues where it broke;
+        DivergedError if it cannot.
         """
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
-        # The same in all attempts, so that `abort` finds it.
+        # The same for all attempts, so that `abort` finds it.
         request.request_id = request.request_id or uuid.uuid4().hex
         replay = Replay()
         while True:
@@ -101,21 +95,21 @@ class Client:
             time.sleep(pause)
 
     def _pause(self, retries: Retries, error: grpc.RpcError) -> float:
-        if self._closed:  # by another thread, which cancels the call
+        if self._closed:  # closed by another thread, which cancels the call
             raise error
         return retries.pause(error)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in flight; its caller gets what was generated so far."""
+        """End a request in flight; its caller gets the tokens generated so far."""
         with self._stub() as stub:
             stub.Abort(pb.AbortRequest(request_id=request_id))
 
     def model_info(self) -> pb.GetModelInfoResponse:
-        """Returns the models and limits of the server."""
+        """Models and limits of the server."""
         with self._stub() as stub:
             return stub.GetModelInfo(pb.GetModelInfoRequest())
 
     def server_info(self) -> pb.GetServerInfoResponse:
-        """Returns the load, workers and counters of the server."""
+        """Load, workers and counters of the server."""
         with self._stub() as stub:
             return stub.GetServerInfo(pb.GetServerInfoRequest())

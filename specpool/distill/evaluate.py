@@ -1,8 +1,8 @@
 """Agreement of a draft with its target, by kind of prompt: `python -m specpool.distill.evaluate --prompts FILE`.
 
-The target answers greedily; then the draft reads each answer in one pass and says at every position what comes next.
-A line of the file is a chat, {"messages"}, or a question of Spec-Bench, {"turns"}, of which the first turn is asked; it
-may have a "category". The last line printed is JSON.
+The target answers greedily. Then the draft reads each answer in one pass and predicts every token. A line of the file
+is a chat, {"messages"}, or a Spec-Bench question, {"turns"}, whose first turn is used; it may have a "category". The
+last line of the output is JSON.
 """
 
 import json
@@ -18,9 +18,8 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from specpool.distill.corpus import LONGEST_ANSWER, Writer, gathered
-from specpool.distill.replay import ACCEPTANCE_AT, agreement_rate, mean_acceptance_length
-from specpool.distill.template import ChatTemplate
+from specpool.distill.corpus import MAX_ANSWER, ChatTemplate, Writer, packed
+from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.training import Example, examples_of
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
@@ -38,15 +37,15 @@ Chat = list[dict[str, str]]
 
 
 class EvaluateSettings(Settings):
-    """Measures how often a draft makes its target's choice, and what a round gains by it."""
+    """Measures how often a draft predicts its target's tokens, and the resulting acceptance lengths."""
 
-    prompts: Path = Field(description="JSON lines: chats or questions of Spec-Bench")
+    prompts: Path = Field(description="JSONL file of chats or Spec-Bench questions")
     model: str | None = Field(None, description="folder of the draft; default: the embedded one")
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
-    max_sequences: int = Field(16, ge=1, description="answers written at a time")
-    max_model_len: int = Field(2048, ge=512, description="positions of a dialogue; longer prompts are left out")
+    max_sequences: int = Field(16, ge=1, description="answers generated at a time")
+    max_model_len: int = Field(2048, ge=512, description="positions of a dialogue; longer prompts are skipped")
     device: str = Field("cpu", description="device of target and draft")
-    log_level: LogLevel = Field("warning", description="least severe messages logged")
+    log_level: LogLevel = Field("warning", description="minimum severity of logged messages")
 
 
 def main() -> None:
@@ -67,79 +66,77 @@ def main() -> None:
 
 
 def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: str, model: str) -> dict[str, Any]:
-    """Figures of every category, and last of all together. `chats`: by category."""
+    """Results for the chats of each category, and last for all together."""
     with naming(PROGRAM, "target", OSError, ValueError, UnsupportedModelError):
-        writing = engine_of(settings, target)
+        engine = _load(settings, target)
         tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
-        template = ChatTemplate.of(tokenizer, frozenset(writing.loaded.tokenizer.eos_token_ids))
+        template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
     with naming(PROGRAM, "model", OSError, ValueError, UnsupportedModelError):
-        draft = engine_of(settings, model)
-        if draft.loaded.tokenizer.fingerprint != writing.loaded.tokenizer.fingerprint:
+        draft = _load(settings, model)
+        if draft.loaded.tokenizer.fingerprint != engine.loaded.tokenizer.fingerprint:
             raise ValueError(f"{model} has another tokenizer than the target {target}")
     with naming(PROGRAM, "prompts", TemplateError):
-        prompts = {category: [tokens_of(chat, template) for chat in its] for category, its in chats.items()}
-    writer = Writer(writing, template, seed=0)
-    room, agreed, left_out = settings.max_model_len - LONGEST_ANSWER, dict[str, list[list[bool]]](), 0
+        prompts = {category: [_tokens(chat, template) for chat in group] for category, group in chats.items()}
+    writer = Writer(engine, template, seed=0)
+    limit, agreed, skipped = settings.max_model_len - MAX_ANSWER, dict[str, list[list[bool]]](), 0
     for category, questions in prompts.items():
-        short = [tokens for tokens in questions if len(tokens) <= room]
-        left_out += len(questions) - len(short)
-        if short:
-            answers = track(writer.answer(short), category, total=len(short), console=console, transient=True)
-            agreed[category] = [agreement(draft, example) for example in examples_of(gathered(list(answers)))]
+        fitting = [tokens for tokens in questions if len(tokens) <= limit]
+        skipped += len(questions) - len(fitting)
+        if fitting:
+            answers = track(writer.answer(fitting), category, total=len(fitting), console=console, transient=True)
+            agreed[category] = [_agreement(draft, example) for example in examples_of(packed(list(answers)))]
     agreed["all"] = [answer for answers in agreed.values() for answer in answers]
-    rows = [{"category": category, **figures(answers)} for category, answers in agreed.items()]
-    return {"model": model, "target": target, "left_out": left_out, "categories": rows}
+    rows = [{"category": category, **_summary(answers)} for category, answers in agreed.items()]
+    return {"model": model, "target": target, "left_out": skipped, "categories": rows}
 
 
-def engine_of(settings: EvaluateSettings, model: str) -> Engine:
-    """Loads a model as a worker does."""
+def _load(settings: EvaluateSettings, model: str) -> Engine:
     sizes = {"max_sequences": settings.max_sequences, "max_model_len": settings.max_model_len}
     return load_engine(EngineOptions(model=model, device=settings.device, **sizes), exact=False)
 
 
 def read_chats(path: Path) -> dict[str, list[Chat]]:
-    """All chats of a file by category. OSError; ValueError names a line that is no chat."""
-    found = defaultdict(list)
+    """Chats of a file by category. OSError; ValueError names an invalid line."""
+    chats = defaultdict(list)
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
                 category, chat = _chat(json.loads(line))
             except (ValueError, TypeError, LookupError) as error:
-                raise ValueError(f"line {number} is neither a chat nor a question of Spec-Bench: {error}") from None
-            found[category].append(chat)
-    if not found:
-        raise ValueError(f"{path} holds none")
-    return found
+                raise ValueError(f"line {number} is neither a chat nor a Spec-Bench question: {error}") from None
+            chats[category].append(chat)
+    if not chats:
+        raise ValueError(f"{path} has no prompts")
+    return chats
 
 
 def _chat(record: Any) -> tuple[str, Chat]:
     chat = record["messages"] if "messages" in record else [{"role": "user", "content": record["turns"][0]}]
     category = record.get("category", "none")
-    words = [category, *(message[name] for message in chat for name in ("role", "content"))]
-    if not chat or not all(isinstance(word, str) for word in words):
-        raise TypeError("a category, a role or a content is no text")
+    texts = [category, *(message[name] for message in chat for name in ("role", "content"))]
+    if not chat or not all(isinstance(text, str) for text in texts):
+        raise TypeError("category, role and content must be strings")
     return category, chat
 
 
-def tokens_of(chat: Chat, template: ChatTemplate) -> list[int]:
-    """The tokens that the target reads before it answers."""
-    text = template.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    return template.encode(text)
+def _tokens(chat: Chat, template: ChatTemplate) -> list[int]:
+    """All tokens before the answer."""
+    return template.encode(template.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
-def agreement(draft: Engine, example: Example) -> list[bool]:
-    """Whether the draft's choice at each position of an answer is the target's."""
+def _agreement(draft: Engine, example: Example) -> list[bool]:
+    """Whether the draft predicts the target's token, at each position of an answer."""
     choices = example.top_ids[:, 0]
     logits = draft.forward([Span(0, 0, example.token_ids[:-1].tolist(), len(choices))])
     agreed: list[bool] = (draft.token_ids(logits.argmax(-1)).cpu() == choices).tolist()
     return agreed
 
 
-def figures(agreed: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Numbers of answers and tokens, the share of tokens agreed upon, and mean acceptance lengths by draft length."""
-    tokens, share = sum(map(len, agreed)), agreement_rate(agreed)
-    lengths = {f"k={k}": round(mean_acceptance_length(agreed, k), 2) for k in ACCEPTANCE_AT}
-    return {"answers": len(agreed), "tokens": tokens, "agreement": round(share, 3), **lengths}
+def _summary(agreed: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """Numbers of answers and tokens, agreement, and mean acceptance lengths by k."""
+    lengths = {f"k={k}": round(mean_acceptance_length(agreed, k), 2) for k in REPORTED_K}
+    tokens, rate = sum(map(len, agreed)), round(agreement_rate(agreed), 3)
+    return {"answers": len(agreed), "tokens": tokens, "agreement": rate, **lengths}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`specpool distill`: a target writes dialogues, a small draft is trained on them. Every step can be resumed."""
+"""`specpool distill`: a target generates dialogues, and a small draft learns from them. Every step can be resumed."""
 
 import random
 import time
@@ -12,11 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from specpool.distill.corpus import Dialogues, Writer, gathered
-from specpool.distill.files import in_one_step
-from specpool.distill.replay import ACCEPTANCE_AT, agreement_rate, mean_acceptance_length
-from specpool.distill.student import Student, most_frequent, refuse_misfit, refuse_target
-from specpool.distill.template import ChatTemplate
+from specpool.distill.corpus import ChatTemplate, Dialogues, Writer, atomic_write, packed
+from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
+from specpool.distill.student import Student, check_target, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, Example, agreement, batches, examples_of, learning_rate, loss_of
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.options import EngineOptions
@@ -36,40 +34,41 @@ DIALOGUES_PER_SHARD = 256
 
 
 class DistillSettings(Settings):
-    """Trains a small draft for a target on dialogues that the target writes itself."""
+    """Trains a small draft on dialogues that its target generates."""
 
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
-    dialogues: int = Field(20_000, ge=64, description="dialogues that the target writes, in files of 256")
-    held_out: int = Field(200, ge=8, description="dialogues left out of training, on which the draft is evaluated")
-    max_sequences: int = Field(48, ge=1, description="dialogues written at a time")
+    dialogues: int = Field(20_000, ge=64, description="number of dialogues to generate, in files of 256")
+    held_out: int = Field(200, ge=8, description="dialogues for evaluation, excluded from training")
+    max_sequences: int = Field(48, ge=1, description="dialogues generated at a time")
     initial: Path | None = Field(
-        None,
-        description="a draft.safetensors to begin with; its layers and tokens replace --layers and --output-tokens",
+        None, description="draft.safetensors to start from; its layers and tokens replace --layers and --output-tokens"
     )
     layers: str | None = Field(
         None,
         pattern=r"^\d{1,4}(,\d{1,4})*$",
-        description="numbers of the target's layers that the draft begins with; default: 0, 1 and the last",
+        description="indexes of the target's layers to start from; default: 0, 1 and the last",
     )
-    output_tokens: int = Field(16_384, ge=256, description="tokens that the draft can propose: the most frequent ones")
+    output_tokens: int = Field(
+        16_384, ge=256, description="number of tokens that the draft can propose: the most frequent ones"
+    )
     epochs: float = Field(4.0, gt=0, le=10_000, description="passes over the dialogues")
     batch_tokens: int = Field(4096, ge=64, description="tokens of a training step")
-    peak_rate: float = Field(5e-4, gt=0, le=1, description="the highest learning rate")
+    peak_rate: float = Field(5e-4, gt=0, le=1, description="maximum learning rate")
     evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
-    seed: int = Field(0, ge=0, le=UINT32_MAX, description="seed of what is written and of the order of training")
+    seed: int = Field(0, ge=0, le=UINT32_MAX, description="seed of the dialogues and of the training order")
     device: str = Field("cpu", description="device of target and draft")
-    log_level: LogLevel = Field("warning", description="least severe messages logged")
+    log_level: LogLevel = Field("warning", description="minimum severity of logged messages")
 
     @model_validator(mode="after")
-    def _leaves_something_to_learn_from(self) -> Self:
+    def _check_held_out(self) -> Self:
         if self.held_out >= self.dialogues:
             raise ValueError(f"held_out: {self.held_out} is not below the number of dialogues, {self.dialogues}")
         return self
 
 
 def main() -> None:
-    """Entry point. Refuses unusable settings before hours of writing."""
+    """Entry point. Invalid settings fail before hours of generation."""
     settings = DistillSettings.load(PROGRAM)
     configure_logging(settings.log_level)
     with naming(PROGRAM, "output", OSError):
@@ -81,41 +80,43 @@ def main() -> None:
         config = load_config(EngineOptions(model=target, device=settings.device))
     layers = layers_for(settings, config)
     with naming(PROGRAM, "layers", ValueError):
-        refuse_target(config, layers)
+        check_target(config, layers)
     with naming(PROGRAM, "initial", ValueError, OSError, SafetensorError):
         if settings.initial is not None:
-            refuse_misfit(load_trained(settings.initial), config)
+            check_weights(load_trained(settings.initial), config)
     with naming(PROGRAM, "output", ValueError):
         checkpoint_of(settings, layers).check()
-    write(settings, target)
+    generate_dialogues(settings, target)
     train(settings, target, layers)
 
 
 def layers_for(settings: DistillSettings, config: PreTrainedConfig) -> list[int]:
-    """The target's layers that the draft begins with."""
+    """Indexes of the target's layers to start from."""
     if settings.layers is not None:
         return [int(layer) for layer in settings.layers.split(",")]
     return sorted({0, min(1, config.num_hidden_layers - 1), config.num_hidden_layers - 1})
 
 
 def checkpoint_of(settings: DistillSettings, layers: list[int]) -> Checkpoint:
-    """The checkpoint of a draft that begins with these settings and layers."""
-    own = {"layers": layers, "output_tokens": settings.output_tokens}
-    began: dict[str, Any] = own if settings.initial is None else {"initial": str(settings.initial.resolve())}
+    """The checkpoint of a draft with these settings and layers."""
+    began: dict[str, Any] = {"layers": layers, "output_tokens": settings.output_tokens}
+    if settings.initial is not None:
+        began = {"initial": str(settings.initial.resolve())}
     return Checkpoint(settings.output / "checkpoint.pt", began)
 
 
-def bar() -> Progress:
-    """A progress bar with a count and the time that remains."""
+def progress_bar() -> Progress:
+    """A progress bar with a count and the remaining time."""
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
     )
 
 
-def write(settings: DistillSettings, target: str) -> None:
-    """Writes the files of dialogues that are missing."""
-    shards = -(-settings.dialogues // DIALOGUES_PER_SHARD)
-    missing = [number for number in range(shards) if not shard(settings, number).is_file()]
+def generate_dialogues(settings: DistillSettings, target: str) -> None:
+    """Write the missing files of dialogues."""
+    count = -(-settings.dialogues // DIALOGUES_PER_SHARD)
+    files = [settings.output / f"dialogues-{number:04}.safetensors" for number in range(count)]
+    missing = [number for number, file in enumerate(files) if not file.is_file()]
     if not missing:
         return
     options = EngineOptions(
@@ -125,26 +126,21 @@ def write(settings: DistillSettings, target: str) -> None:
         engine = load_engine(options, exact=False)
         tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
         template = ChatTemplate.of(tokenizer, frozenset(engine.loaded.tokenizer.eos_token_ids))
-    with bar() as progress:
-        task = progress.add_task("writing", total=shards * DIALOGUES_PER_SHARD)
-        progress.advance(task, (shards - len(missing)) * DIALOGUES_PER_SHARD)
-        # Dialogues in progress span two files, so a resumed run writes others than an uninterrupted one.
+    with progress_bar() as progress:
+        task = progress.add_task("generating", total=count * DIALOGUES_PER_SHARD)
+        progress.advance(task, (count - len(missing)) * DIALOGUES_PER_SHARD)
+        # Dialogues in progress span files, so a resumed run continues with other dialogues.
         writer = Writer(engine, template, settings.seed + 1_000_003 * missing[0])
         for number in missing:
             finished = []
             for dialogue in writer.write(DIALOGUES_PER_SHARD):
                 finished.append(dialogue)
                 progress.advance(task)
-            gathered(finished).save(shard(settings, number))
-
-
-def shard(settings: DistillSettings, number: int) -> Path:
-    """The file of this number, with a part of the dialogues."""
-    return settings.output / f"dialogues-{number:04}.safetensors"
+            packed(finished).save(files[number])
 
 
 def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
-    """Trains the draft, evaluates and saves it now and then, and makes a model of it at the end."""
+    """Train the draft, evaluate and save it periodically, and export it as a model."""
     torch.manual_seed(settings.seed)
     files = sorted(settings.output.glob("dialogues-*.safetensors"))
     everything = [example for file in files for example in examples_of(Dialogues.load(file))]
@@ -158,8 +154,8 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
     steps = max(1, int(settings.epochs * tokens / settings.batch_tokens))
     step, began = checkpoint.load(student, optimizer), time.monotonic()
     rng = random.Random(settings.seed + step)
-    console.print(f"{len(examples):,} dialogues, {tokens:,} tokens, {steps:,} steps from {step:,}")
-    with bar() as progress:
+    console.print(f"{len(examples):,} dialogues, {tokens:,} tokens, {steps:,} steps, starting at {step:,}")
+    with progress_bar() as progress:
         task = progress.add_task("training", total=steps, completed=step)
         while step < steps:
             for batch in batches(examples, settings.batch_tokens, rng):
@@ -173,12 +169,11 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
                 step += 1
                 progress.update(task, completed=step, description=f"training, loss {loss.item():.3f}")
                 if step % settings.evaluate_every == 0 or step == steps:
-                    progress.console.print(
-                        f"step {step:,}, {time.monotonic() - began:,.0f} s: {report(student, held_out)}"
-                    )
+                    seconds = time.monotonic() - began
+                    progress.console.print(f"step {step:,}, {seconds:,.0f} s: {evaluation(student, held_out)}")
                     checkpoint.save(student, optimizer, step)
-                    with in_one_step(compact) as scratch:
-                        save_compact(scratch, student.trained())
+                    with atomic_write(compact) as partial:
+                        save_compact(partial, student.trained())
                 if step == steps:
                     break
     folder = settings.output / "model"
@@ -189,7 +184,7 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
 def student_of(
     settings: DistillSettings, model: PreTrainedModel, layers: list[int], examples: list[Example]
 ) -> Student:
-    """An untrained student, whose head has the tokens that the target chose most often; or one trained before."""
+    """An untrained student with the target's most frequent tokens in its output head, or the initial student."""
     if settings.initial is not None:
         trained = load_trained(settings.initial)
         student = Student(model, list(range(layers_of(trained))), trained["output_ids"].long())
@@ -198,19 +193,16 @@ def student_of(
     vocabulary = int(model.config.vocab_size)
     counts = torch.zeros(vocabulary)
     for example in examples:
-        counts += torch.bincount(example.top_ids[:, 0], minlength=vocabulary) + 0.01 * torch.bincount(
-            example.top_ids[:, 1:4].flatten(), minlength=vocabulary
-        )
-    rows = min(settings.output_tokens, vocabulary)
-    return Student(model, layers, most_frequent(counts, rows, always=[]))
+        counts += torch.bincount(example.top_ids[:, 0], minlength=vocabulary)
+        counts += 0.01 * torch.bincount(example.top_ids[:, 1:4].flatten(), minlength=vocabulary)
+    return Student(model, layers, most_frequent(counts, min(settings.output_tokens, vocabulary)))
 
 
-def report(student: Student, held_out: list[Example]) -> str:
-    """How often the student agrees with its target on dialogues that it never saw."""
+def evaluation(student: Student, held_out: list[Example]) -> str:
+    """Agreement of the student with its target on held-out dialogues, as text."""
     agreed = agreement(student, held_out)
-    share = agreement_rate(agreed)
-    lengths = ", ".join(f"{mean_acceptance_length(agreed, k):.2f}" for k in ACCEPTANCE_AT)
-    return f"agreement {share:.3f}, mean acceptance length at k = 1 to 5: {lengths}"
+    lengths = ", ".join(f"{mean_acceptance_length(agreed, k):.2f}" for k in REPORTED_K)
+    return f"agreement {agreement_rate(agreed):.3f}, mean acceptance length at k = 1 to 5: {lengths}"
 
 
 if __name__ == "__main__":

@@ -1,20 +1,30 @@
-"""`specpool plan`: measures a pair for a minute, and predicts what it gains in any batch with any draft length."""
+"""`specpool plan`: measures a pair for a minute, and predicts its speed in any batch with any draft length."""
 
 import json
 import sys
-from pathlib import Path
+from typing import Any
 
+import grpc
 from rich.console import Console
 
 from specpool.planning.plan import Plan, Terms, make_plan
-from specpool.planning.report import as_json, show
-from specpool.planning.running import described
+from specpool.planning.prediction import Acceptance, Memory, Model, constant
+from specpool.planning.report import as_json, helm_values, plan_figure, show
 from specpool.planning.settings import PROGRAM, PlanSettings
-from specpool.planning.values import helm_values
+from specpool.protocol.answers import MisfitError, check_worker_info, read_step_costs
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
+from specpool.rpc.security.channel import Connector
+from specpool.rpc.status import status_line
+from specpool.v1 import common_pb2, draft_worker_pb2_grpc, target_worker_pb2_grpc
 
 WIDTH = 120
+"""Columns of the tables where stderr is not a terminal."""
+WORKER_TIMEOUT_SECONDS = 5.0
+
+
+class UnusableWorkerError(Exception):
+    """A running worker is unreachable or unsuitable for a plan; the message says why in one line."""
 
 
 def main() -> None:
@@ -25,28 +35,29 @@ def main() -> None:
     if settings.output is not None and settings.values_file is None:
         with naming(PROGRAM, "output", OSError):
             settings.output.mkdir(parents=True, exist_ok=True)
-    plan = planned(settings, console)
+    plan = plan_of(settings, console)
     show(plan, console)
     result = json.dumps(as_json(plan))
     with naming(PROGRAM, "output", OSError):
         if settings.values_file is not None:
             settings.values_file.write_text(helm_values(plan))
         elif settings.output is not None:
-            keep(plan, result, settings.output)
+            (settings.output / "plan.json").write_text(result + "\n")
+            plan_figure(plan).savefig(settings.output / "plan.png", dpi=110)
     print(result)
 
 
-def planned(settings: PlanSettings, console: Console) -> Plan:
-    """A plan from running workers, or from models that are measured here."""
+def plan_of(settings: PlanSettings, console: Console) -> Plan:
+    """A plan for running workers, or for models that are measured here."""
     if settings.target_address is not None:
-        target, drafts = described(settings)
+        target, drafts = running_models(settings)
     else:
-        from specpool.planning.models import measured  # loads torch, which running workers do without
+        from specpool.planning.measuring import measured  # imports torch, which running workers do not need
 
         target, drafts = measured(settings, console)
     terms = Terms(
         batches=settings.batches,
-        longest=settings.longest,
+        max_k=settings.max_num_speculative_tokens,
         exchange_seconds=settings.exchange_seconds,
         shared=settings.one_device,
         positions=settings.sequence_positions,
@@ -55,12 +66,65 @@ def planned(settings: PlanSettings, console: Console) -> Plan:
     return make_plan(target, drafts, terms)
 
 
-def keep(plan: Plan, result: str, folder: Path) -> None:
-    """Writes the result and a plot."""
-    from specpool.planning.figure import plan_figure  # matplotlib comes with an extra of its own
+def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acceptance]]]:
+    """Models of running workers, with the acceptance rate from the settings."""
+    assert settings.target_address is not None
+    assert settings.draft_address is not None
+    assert settings.acceptance is not None
+    with naming(PROGRAM, "target-address", UnusableWorkerError):
+        connector = Connector(settings.target_address, **settings.security)
+        target = _model_of(connector, target_worker_pb2_grpc.TargetWorkerServiceStub)
+    with naming(PROGRAM, "draft-address", UnusableWorkerError):
+        connector = Connector(settings.draft_address, **settings.security)
+        draft = _model_of(connector, draft_worker_pb2_grpc.DraftWorkerServiceStub)
+        if target.tokenizer_fingerprint != draft.tokenizer_fingerprint:
+            raise UnusableWorkerError(f"{draft.name} has another tokenizer than {target.name}")
+    return target, [(draft, constant(settings.acceptance, settings.max_num_speculative_tokens))]
 
-    (folder / "plan.json").write_text(result + "\n")
-    plan_figure(plan).savefig(folder / "plan.png", dpi=110)
+
+def _model_of(connector: Connector, make_stub: Any) -> Model:
+    """The model of a worker, with the costs that it measured when it started."""
+    response = _worker_info(connector, make_stub)
+    costs, model, load = read_step_costs(response), response.model, response.load
+    if len(costs.step_seconds) < 2:
+        raise UnusableWorkerError(f"{connector.address}: the worker has not measured its passes")
+    if load.ranks:
+        reason = f"its model is sharded over {len(load.ranks)} ranks; plans support workers with one device"
+        raise UnusableWorkerError(f"{connector.address}: {reason}")
+    return Model(
+        name=model.model,
+        device=model.device,
+        dtype=model.dtype,
+        parameters=model.parameters,
+        memory=Memory(
+            weights=load.weight_bytes,
+            activations=load.activation_bytes,
+            kv_per_position=load.kv_bytes_per_token,
+            positions=load.kv_positions_total or load.slots_total * model.max_model_len,
+            multiple=max(1, load.kv_positions_multiple),
+            max_model_len=model.max_model_len,
+        ),
+        tokenizer_fingerprint=model.tokenizer_fingerprint,
+        step_seconds=costs.step_seconds,
+        step_cached=costs.step_cached,
+        seconds_per_cached=costs.seconds_per_cached,
+        max_rows=costs.max_rows,
+    )
+
+
+def _worker_info(connector: Connector, make_stub: Any) -> common_pb2.GetWorkerInfoResponse:
+    with connector.open_blocking() as channel:
+        stub: Any = make_stub(channel)
+        try:
+            response: common_pb2.GetWorkerInfoResponse = stub.GetWorkerInfo(
+                common_pb2.GetWorkerInfoRequest(), timeout=WORKER_TIMEOUT_SECONDS
+            )
+            check_worker_info(response)
+        except grpc.RpcError as error:
+            raise UnusableWorkerError(f"{connector.address}: {' '.join(status_line(error).split())}") from None
+        except MisfitError as error:
+            raise UnusableWorkerError(f"{connector.address}: {error}") from None
+    return response
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Measurements for a plan: costs of passes, answers of the target, and where a draft agrees with them.
+"""Measurements for a plan: costs of passes, the target's answers, and where each draft agrees with them.
 
-One model is loaded at a time, so that no model takes another's memory or time.
+One model is loaded at a time, so that models do not compete for memory or time.
 """
 
 import gc
@@ -10,55 +10,113 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 from rich.progress import track
+from transformers.utils.logging import disable_progress_bar
 
-from coordinator.prompts.tokenizer import TargetTokenizer
-from specpool.client.prompts import PromptLine
+from coordinator.prompts.templates import ChatTemplateError
+from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, TokenizerError
+from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.embedded_pair import embedded_pair
+from specpool.engine.models.loading import load_config
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine
 from specpool.engine.startup.step_times import measure_step_times
-from specpool.planning.capacity import Memory
-from specpool.planning.plan import Model
+from specpool.planning.prediction import Acceptance, Memory, Model, replayed
+from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.rpc.config.settings import naming
+
+# Passes with more rows are extrapolated instead of measured.
+MAX_ROWS = 512
 
 
 class PromptError(ValueError):
-    """The target cannot answer these prompts; the message says why."""
+    """The target cannot answer a prompt; the message says why."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens that the target writes greedily after a prompt, its end-of-sequence token included."""
+    """A prompt and the target's greedy answer, including the end-of-sequence token."""
 
     prompt: list[int]
     token_ids: list[int]
 
 
-def measure_target(
+def measured(settings: PlanSettings, console: Console) -> tuple[Model, list[tuple[Model, Acceptance]]]:
+    """Measure the target, then each draft with its acceptance. Exits with one line that names an invalid setting."""
+    disable_progress_bar()
+    target, drafts = options_of(settings)
+    with naming(PROGRAM, "prompts", OSError, ValueError):
+        lines = own_prompts() if settings.prompts is None else read_prompt_file(settings.prompts)
+        if not lines:
+            raise ValueError(f"{settings.prompts} has no prompts")
+    with naming(PROGRAM, "target", UnsupportedModelError):
+        load_config(target)
+    for draft in drafts:  # before measuring the target for minutes
+        with naming(PROGRAM, "draft", UnsupportedModelError):
+            load_config(draft)
+    max_batch, max_k = max(settings.batches), settings.max_num_speculative_tokens
+    with (
+        naming(PROGRAM, "target", UnsupportedModelError, TokenizerError, OSError),
+        naming(PROGRAM, "prompts", PromptError, ChatTemplateError, EncodingError),
+    ):
+        rows = powers_of_two(max_batch * (max_k + 1))
+        model, answers = _measure_target(target, lines[: settings.num_prompts], settings.max_tokens, rows, console)
+    results = []
+    for draft in drafts:
+        with naming(PROGRAM, "draft", UnsupportedModelError, OSError):
+            draft_model, agreed = _measure_draft(draft, model, answers, powers_of_two(max_batch), console)
+        results.append((draft_model, replayed(agreed, max_k)))
+    return model, results
+
+
+def options_of(settings: PlanSettings) -> tuple[EngineOptions, list[EngineOptions]]:
+    """Engine options of the target, and of each draft."""
+    target, drafts = settings.target, settings.draft or []
+    if target is None:
+        with naming(PROGRAM, "target", OSError):
+            pair = embedded_pair()
+        target, drafts = str(pair.target), drafts or [str(pair.draft)]
+    options = EngineOptions(
+        model=target,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        max_model_len=settings.max_model_len,
+        max_sequences=max(*settings.batches, settings.num_prompts),
+    )
+    changes = {"device": settings.draft_device, "dtype": settings.draft_dtype}
+    return options, [options.model_copy(update={**changes, "model": draft}) for draft in drafts]
+
+
+def powers_of_two(maximum: int) -> list[int]:
+    """Row counts to measure: at least two, and the last at least `maximum` or MAX_ROWS."""
+    return [2**power for power in range(max(1, (min(maximum, MAX_ROWS) - 1).bit_length()) + 1)]
+
+
+def _measure_target(
     options: EngineOptions, lines: Sequence[PromptLine], max_tokens: int, rows: Sequence[int], console: Console
 ) -> tuple[Model, list[Answer]]:
-    """Measures passes of the target with these numbers of rows, and its answers. UnsupportedModelError, PromptError."""
     engine = _load(options, exact=True, console=console)  # as it is served
     model = _model(engine, rows)
-    prompts = _encoded(engine, lines, max_tokens)
-    return model, _written(engine, prompts, max_tokens, console)
+    prompts = _encode(engine, lines, max_tokens)
+    return model, _write_answers(engine, prompts, max_tokens, console)
 
 
-def measure_draft(
+def _measure_draft(
     options: EngineOptions, target: Model, answers: Sequence[Answer], rows: Sequence[int], console: Console
 ) -> tuple[Model, list[list[bool]]]:
-    """Measures the steps of a draft, and at which tokens of each answer it agrees. UnsupportedModelError."""
     engine = _load(options, exact=False, console=console)
     model = _model(engine, rows)
     if model.tokenizer_fingerprint != target.tokenizer_fingerprint:
         raise UnsupportedModelError(f"{model.name} has another tokenizer than {target.name}")
-    return model, _agreed(engine, answers, console)
+    return model, _agreement(engine, answers, console)
 
 
 def _load(options: EngineOptions, exact: bool, console: Console) -> Engine:
-    gc.collect()  # the model before this one: modules are cycles
+    gc.collect()  # modules of the previous model are in reference cycles
     torch.cuda.empty_cache()
     with console.status(f"loading {options.model}"):
         return load_engine(options, exact)
@@ -88,60 +146,63 @@ def _model(engine: Engine, rows: Sequence[int]) -> Model:
     )
 
 
-def _encoded(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> list[list[int]]:
-    """Token ids of the prompts, as the coordinator encodes them."""
+def _encode(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> list[list[int]]:
+    """Token ids of the prompts, encoded as the coordinator does."""
     tokenizer = TargetTokenizer(TokenizerFiles(**asdict(engine.loaded.tokenizer)))
+    limit = engine.max_model_len - max_tokens
     prompts = []
     for line in lines:
         if isinstance(line.prompt, str):
-            prompts.append(tokenizer.encode_text(line.prompt))
+            tokens = tokenizer.encode_text(line.prompt)
         else:
-            prompts.append(tokenizer.encode_chat([(each["role"], each["content"]) for each in line.prompt]))
-        if not 0 < len(prompts[-1]) <= engine.max_model_len - max_tokens:
+            tokens = tokenizer.encode_chat([(message["role"], message["content"]) for message in line.prompt])
+        if not 0 < len(tokens) <= limit:
             raise PromptError(
-                f"prompt {line.id!r} has {len(prompts[-1])} tokens; with {max_tokens} more, "
-                f"from 1 to {engine.max_model_len - max_tokens} are possible"
+                f"prompt {line.id!r} has {len(tokens)} tokens; the limit is {limit}, with {max_tokens} more to generate"
             )
+        prompts.append(tokens)
     return prompts
 
 
 @torch.inference_mode()
-def _written(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, console: Console) -> list[Answer]:
+def _write_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, console: Console) -> list[Answer]:
     """Greedy answers to all prompts, in one batch."""
     slots = [engine.slots.take(("plan", i), len(prompt) + max_tokens) for i, prompt in enumerate(prompts)]
     answers = [Answer(prompt, []) for prompt in prompts]
     spans = [Span(slot.index, 0, prompt, 1) for slot, prompt in zip(slots, prompts, strict=True) if slot is not None]
     if len(spans) < len(prompts):
-        raise PromptError(f"the KV cache has room for {len(spans)} of {len(prompts)} prompts at a time")
-    writing = list(zip(answers, spans, strict=True))
-    for _ in track(range(max_tokens), "target writes", console=console, transient=True):
-        chosen = _choices(engine, [span for _, span in writing]) if writing else []
-        for (answer, _), token in zip(writing, chosen, strict=True):
+        raise PromptError(f"the KV cache can hold {len(spans)} of {len(prompts)} prompts at a time")
+    unfinished = list(zip(answers, spans, strict=True))
+    for _ in track(range(max_tokens), "generating answers", console=console, transient=True):
+        chosen = _choices(engine, [span for _, span in unfinished]) if unfinished else []
+        for (answer, _), token in zip(unfinished, chosen, strict=True):
             answer.token_ids.append(token)
-        writing = [
+        unfinished = [
             (answer, Span(span.slot, span.end, answer.token_ids[-1:], 1))
-            for answer, span in writing
+            for answer, span in unfinished
             if answer.token_ids[-1] not in engine.loaded.tokenizer.eos_token_ids
         ]
     return answers
 
 
 @torch.inference_mode()
-def _agreed(engine: Engine, answers: Sequence[Answer], console: Console) -> list[list[bool]]:
-    """Whether the draft chooses each token of each answer too, given all tokens before: one pass per answer."""
+def _agreement(engine: Engine, answers: Sequence[Answer], console: Console) -> list[list[bool]]:
+    """Whether the draft predicts each token of each answer from all tokens before it. One pass per answer."""
     slot = engine.slots.take(("plan", 0))
-    assert slot is not None  # there is always room for one
+    assert slot is not None  # there is always space for one
     agreed = []
-    for answer in track(answers, f"{engine.loaded.name} reads", console=console, transient=True):
-        fed = (answer.prompt + answer.token_ids)[:-1]
-        if len(fed) > engine.max_model_len:
-            raise UnsupportedModelError(f"an answer ends at {len(fed)} of its {engine.max_model_len} positions")
-        chosen = _choices(engine, [Span(slot.index, 0, fed, len(answer.token_ids))])
-        agreed.append([ours == theirs for ours, theirs in zip(chosen, answer.token_ids, strict=True)])
+    for answer in track(answers, f"checking {engine.loaded.name}", console=console, transient=True):
+        context = (answer.prompt + answer.token_ids)[:-1]
+        if len(context) > engine.max_model_len:
+            raise UnsupportedModelError(
+                f"an answer has {len(context)} tokens, more than the draft's {engine.max_model_len} positions"
+            )
+        chosen = _choices(engine, [Span(slot.index, 0, context, len(answer.token_ids))])
+        agreed.append([draft == target for draft, target in zip(chosen, answer.token_ids, strict=True)])
     return agreed
 
 
 def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:
-    """The most probable token at each position that the spans ask for."""
+    """The most probable token at each requested position."""
     chosen: list[int] = engine.token_ids(engine.forward(spans).argmax(-1)).tolist()
     return chosen

@@ -1,87 +1,45 @@
-"""A plan: predictions and a recommendation from what was measured. Pure."""
+"""A plan: predictions and a recommendation from measurements. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import linear_regression
 
-from coordinator.drafting.costs import RoundCosts, StepTimes
-from specpool.distill.replay import acceptance_by_position, agreement_rate, mean_acceptance_length
-from specpool.planning.capacity import Memory, WorkerNeeds, worker_needs
-from specpool.planning.prediction import MeasuredPair, Speed, Workers, best_by_batch, enough, predict, workers
-from specpool.planning.scaling import LogLinear, fit
+from coordinator.drafting.costs import RoundCosts
+from specpool.planning.prediction import (
+    Acceptance,
+    MeasuredPair,
+    Memory,
+    Model,
+    Speed,
+    Workers,
+    balanced_workers,
+    best_by_batch,
+    predict,
+    smallest_sufficient,
+)
 
-
-@dataclass(frozen=True)
-class Model:
-    """A model and what its passes cost."""
-
-    name: str
-    device: str
-    dtype: str
-    parameters: int
-    """Without embeddings and output head, which say little of what a model can do."""
-    memory: Memory
-    tokenizer_fingerprint: str
-    step_seconds: Mapping[int, float]
-    step_cached: int = 0
-    """Positions that each sequence had cached in the measured passes."""
-    seconds_per_cached: float = 0.0
-    """Extra seconds per new token and additional cached position."""
-    max_rows: int = 0
-    """Most rows of one pass; 0: unlimited."""
-    revision: str | None = None
-    """Commit of a model from the hub, if it is known."""
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the model ran on a GPU."""
-        return not self.device.startswith("cpu")
-
-    def step_times(self, positions: int | None) -> StepTimes:
-        """Seconds of passes with sequences of this length; None: as they were measured."""
-        times = StepTimes(self.step_seconds, self.step_cached, self.seconds_per_cached, self.max_rows)
-        times.cached = self.step_cached if positions is None else positions
-        return times
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """How often draft tokens are accepted."""
-
-    agreement: float
-    """The share of the target's tokens that the draft would have chosen too, given all tokens before."""
-    by_position: list[float]
-    """The share of rounds in which the first draft token was accepted, the first two, and so on."""
-    lengths: list[float]
-    """The mean acceptance length by draft length; 1 without draft tokens."""
-
-
-def replayed(agreed: Sequence[Sequence[bool]], longest: int) -> Acceptance:
-    """Acceptance up to this draft length, from where a draft agrees with the target's answers."""
-    lengths = [mean_acceptance_length(agreed, k) for k in range(longest + 1)]
-    return Acceptance(agreement_rate(agreed), acceptance_by_position(agreed, longest), lengths)
-
-
-def constant(rate: float, longest: int) -> Acceptance:
-    """Acceptance up to this draft length, if every draft token after accepted ones is accepted at this rate."""
-    by_position = [rate**k for k in range(1, longest + 1)]
-    return Acceptance(rate, by_position, [1 + sum(by_position[:k]) for k in range(longest + 1)])
+GIB = 2**30
+HOST_BYTES, GPU_HOST_BYTES = 2 * GIB, 4 * GIB
+"""Host memory of a worker beyond weights, activations and cache, from experience: Python, torch, compiled kernels in
+/tmp, and with a GPU the CUDA libraries."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The conditions that a plan is made for."""
+    """Conditions of a plan."""
 
     batches: Sequence[int]
-    longest: int
-    """The largest draft length."""
+    max_k: int
+    """Maximum draft tokens of a sequence in a round."""
     exchange_seconds: float
+    """Seconds of a message to a worker and its answer."""
     shared: bool | None
-    """Whether target and draft take turns on one device; None: if their devices are the same."""
+    """Whether target and draft share a device; None: if the names of their devices are equal."""
     positions: int | None = None
-    """Positions of a sequence; None: a cache for full length, and speed as measured."""
+    """Positions of a sequence; None: cache for full-length sequences, and speed as measured."""
     throughput: float | None = None
-    """Tokens per second wanted of all cells together; None: those of one."""
+    """Required tokens per second of all cells together; None: one cell."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +53,78 @@ class DraftPlan:
 
     @property
     def best(self) -> dict[int, Speed]:
-        """The fastest draft length of each batch."""
+        """The fastest k of each batch."""
         return best_by_batch(self.speeds)
 
 
 @dataclass(frozen=True)
+class WorkerNeeds:
+    """Memory of one deployed worker, in bytes."""
+
+    slot_bytes: int
+    kv_bytes: int
+    device_bytes: int
+    """Weights, activations and KV cache."""
+    request_bytes: int
+    """The pod's memory request."""
+    limit_bytes: int
+    """The pod's memory limit: weights can be in memory twice while a model loads."""
+
+
+def worker_needs(memory: Memory, on_gpu: bool, slots: int, positions: int | None) -> WorkerNeeds:
+    """Memory of a worker with `slots` sequences of this length; None: full length."""
+    kv = memory.kv_bytes(slots, positions)
+    device = memory.weights + memory.activations + kv
+    # Weights pass through host memory on their way to a GPU.
+    request = memory.weights + GPU_HOST_BYTES if on_gpu else device + HOST_BYTES
+    return WorkerNeeds(
+        slot_bytes=memory.slot_positions(positions) * memory.kv_per_position,
+        kv_bytes=kv,
+        device_bytes=device,
+        request_bytes=request,
+        limit_bytes=request + memory.weights,
+    )
+
+
+@dataclass(frozen=True)
 class Capacity:
-    """A cell (a coordinator with one target and one draft worker), and how many of them there should be."""
+    """A cell (a coordinator with one target and one draft worker), and the number of cells."""
 
     slots: int
     target: WorkerNeeds
     draft: WorkerNeeds
     drafts: bool
-    """Whether drafting pays in any batch that the window holds."""
+    """Whether drafting pays in any batch up to `slots`."""
     cells: int
+
+
+@dataclass(frozen=True)
+class LogLinear:
+    """Agreement of a draft with its target by size: intercept + per_decade * log10(parameters), clamped to [0, 1].
+
+    Source: Yan et al. 2025, Scaling Laws for Speculative Decoding, arXiv 2505.07858.
+    """
+
+    intercept: float
+    per_decade: float
+
+    def __call__(self, parameters: float) -> float:
+        """Expected agreement of a draft of this size."""
+        return min(1.0, max(0.0, self.intercept + self.per_decade * math.log10(parameters)))
+
+
+def fit(sizes: Sequence[int], agreement: Sequence[float]) -> LogLinear | None:
+    """Least-squares fit; None with fewer than two sizes."""
+    if len(set(sizes)) < 2:
+        return None
+    slope, intercept = linear_regression([math.log10(size) for size in sizes], agreement)
+    return LogLinear(intercept, slope)
+
+
+def other_sizes(sizes: Sequence[int], target: int) -> list[int]:
+    """Round sizes from a tenth of the smallest draft up to the target."""
+    rounded = (first * 10**decade for decade in range(len(str(target))) for first in (1, 3))
+    return [size for size in rounded if min(sizes) / 10 <= size < target]
 
 
 @dataclass(frozen=True)
@@ -120,29 +136,30 @@ class Plan:
     scaling: LogLinear | None
     chosen: DraftPlan
     window: Speed
+    """The recommended batch."""
     workers: Workers
     capacity: Capacity
     terms: Terms
 
+    def agreement_of_other_sizes(self) -> dict[int, float]:
+        """Expected agreement of drafts of other sizes; empty without a fit."""
+        sizes = other_sizes([draft.model.parameters for draft in self.drafts], self.target.parameters)
+        return {} if self.scaling is None else {size: self.scaling(size) for size in sizes}
+
 
 def make_plan(target: Model, drafts: Sequence[tuple[Model, Acceptance]], terms: Terms) -> Plan:
-    """Plans from measurements. `drafts`: each with its acceptance.
+    """Choose the draft with the highest throughput, and the smallest batch that reaches 95% of it.
 
-    The chosen draft is the one that is fastest in any batch that fits in the target's KV cache, or in the smallest
-    batch if none fits; the window is the smallest of these batches that reaches 95% of that speed.
+    Only batches that fit in the target's KV cache count; if none fits, the smallest one does.
     """
     plans = [_draft_plan(target, model, acceptance, terms) for model, acceptance in drafts]
-    room = target.memory.room(terms.positions)
-    fitting = {batch for batch in terms.batches if batch <= room} or {min(terms.batches)}
-
-    def fastest(plan: DraftPlan) -> float:
-        return max(plan.best[batch].tokens_per_second for batch in fitting)
-
-    chosen = max(plans, key=fastest)
-    window = enough(chosen.best[batch] for batch in fitting)
+    fits = target.memory.capacity(terms.positions)
+    batches = {batch for batch in terms.batches if batch <= fits} or {min(terms.batches)}
+    chosen = max(plans, key=lambda plan: max(plan.best[batch].tokens_per_second for batch in batches))
+    window = smallest_sufficient(chosen.best[batch] for batch in batches)
     scaling = fit([plan.model.parameters for plan in plans], [plan.acceptance.agreement for plan in plans])
-    needed = workers(chosen.pair, window.batch, window.k)
-    return Plan(target, plans, scaling, chosen, window, needed, _capacity(target, chosen, window, terms), terms)
+    workers = balanced_workers(chosen.pair, window.batch, window.k)
+    return Plan(target, plans, scaling, chosen, window, workers, _capacity(target, chosen, window, terms), terms)
 
 
 def _draft_plan(target: Model, draft: Model, acceptance: Acceptance, terms: Terms) -> DraftPlan:
@@ -153,13 +170,13 @@ def _draft_plan(target: Model, draft: Model, acceptance: Acceptance, terms: Term
 
 
 def _capacity(target: Model, chosen: DraftPlan, window: Speed, terms: Terms) -> Capacity:
-    needs = [
+    target_needs, draft_needs = (
         worker_needs(model.memory, model.on_gpu, window.batch, terms.positions) for model in (target, chosen.model)
-    ]
+    )
     return Capacity(
         slots=window.batch,
-        target=needs[0],
-        draft=needs[1],
+        target=target_needs,
+        draft=draft_needs,
         drafts=any(speed.k > 0 for batch, speed in chosen.best.items() if batch <= window.batch),
         cells=math.ceil((terms.throughput or 0) / window.tokens_per_second) or 1,
     )

@@ -1,81 +1,175 @@
-"""Predicted speed of a pair by batch and draft length, and what to run it with. Pure."""
+"""Predicted speed of a pair by batch size and draft length, and the best configuration. Pure."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.drafting.costs import RoundCosts
+from coordinator.drafting.costs import RoundCosts, StepTimes
+from specpool.distill.replay import acceptance_by_position, agreement_rate, mean_acceptance_length
 
-# A batch is large enough when it reaches this share of the highest tokens per second of any batch.
-ENOUGH = 0.95
+# A batch is large enough once it reaches this share of the highest throughput of any batch.
+SUFFICIENT = 0.95
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Measured memory of a worker; sizes in bytes."""
+
+    weights: int
+    activations: int
+    kv_per_position: int
+    positions: int
+    """Positions of the whole KV cache."""
+    multiple: int
+    """The worker rounds a sequence's positions up to a multiple of this."""
+    max_model_len: int
+    """Maximum positions of a sequence."""
+
+    @property
+    def full_slot(self) -> int:
+        """KV positions of a sequence of `max_model_len`."""
+        return -(-self.max_model_len // self.multiple) * self.multiple
+
+    def slot_positions(self, positions: int | None) -> int:
+        """KV positions of a sequence of this length; None: of `max_model_len`."""
+        if positions is None or positions >= self.full_slot:
+            return self.full_slot
+        return min(self.full_slot, -(-positions // self.multiple) * self.multiple)
+
+    def capacity(self, positions: int | None) -> int:
+        """Number of sequences of this length that fit in the measured KV cache."""
+        return self.positions // self.slot_positions(positions)
+
+    def kv_bytes(self, slots: int, positions: int | None) -> int:
+        """Size of a KV cache for `slots` sequences. A worker requires space for at least one full-length sequence."""
+        return max(self.full_slot, slots * self.slot_positions(positions)) * self.kv_per_position
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and the cost of its passes."""
+
+    name: str
+    device: str
+    dtype: str
+    parameters: int
+    """Excludes embeddings and output head, which say little about a model's quality."""
+    memory: Memory
+    tokenizer_fingerprint: str
+    step_seconds: Mapping[int, float]
+    """Seconds of a pass by its rows."""
+    step_cached: int = 0
+    """Cached positions of each sequence in the measured passes."""
+    seconds_per_cached: float = 0.0
+    """Extra seconds per new token and additional cached position."""
+    max_rows: int = 0
+    """Maximum rows of one pass; 0: unlimited."""
+    revision: str | None = None
+    """Commit of a model from the hub, if known."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model ran on a GPU."""
+        return not self.device.startswith("cpu")
+
+    def step_times(self, positions: int | None) -> StepTimes:
+        """Seconds of passes over sequences of this length; None: as measured."""
+        times = StepTimes(self.step_seconds, self.step_cached, self.seconds_per_cached, self.max_rows)
+        times.cached = self.step_cached if positions is None else positions
+        return times
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance of a draft's tokens by the target."""
+
+    agreement: float
+    """Share of the target's tokens that the draft predicts from the tokens before them."""
+    by_position: list[float]
+    """Share of rounds that accept at least 1, 2, ... draft tokens."""
+    lengths: list[float]
+    """Mean acceptance length by number of draft tokens; 1 without any."""
+
+
+def replayed(agreed: Sequence[Sequence[bool]], max_k: int) -> Acceptance:
+    """Acceptance for 0 to `max_k` draft tokens, given where a draft agrees with the target's answers."""
+    lengths = [mean_acceptance_length(agreed, k) for k in range(max_k + 1)]
+    return Acceptance(agreement_rate(agreed), acceptance_by_position(agreed, max_k), lengths)
+
+
+def constant(rate: float, max_k: int) -> Acceptance:
+    """Acceptance for 0 to `max_k` draft tokens, each accepted at this rate if all before it were."""
+    by_position = [rate**k for k in range(1, max_k + 1)]
+    return Acceptance(rate, by_position, [1 + sum(by_position[:k]) for k in range(max_k + 1)])
 
 
 @dataclass(frozen=True)
 class MeasuredPair:
-    """The costs and the acceptance of a target and a draft."""
+    """Costs and acceptance of a target and a draft."""
 
     costs: RoundCosts
     lengths: Sequence[float]
-    """The mean acceptance length by draft length; 1 without draft tokens."""
+    """Mean acceptance length by number of draft tokens; 1 without any."""
     shared: bool
-    """Whether both run on one device, so that only one of them works at a time."""
+    """Whether both run on one device, where only one of them can work at a time."""
 
-    def in_turn(self, batch: int, k: int) -> float:
-        """Tokens per second of a batch that is drafted and verified in turn."""
+    def sequential_speed(self, batch: int, k: int) -> float:
+        """Tokens per second if the whole batch is drafted, then verified."""
         return batch * self.lengths[k] / self.costs.seconds(batch, [batch] * k)
 
-    def in_halves(self, batch: int, k: int) -> float:
-        """Tokens per second if one half of the batch is drafted while the other is verified; 0 if it cannot be."""
+    def overlapped_speed(self, batch: int, k: int) -> float:
+        """Tokens per second if half of the batch is drafted while the other half is verified; 0 if impossible."""
         if self.shared or k == 0 or batch == 1:
             return 0.0
         draft, verify = self.draft_seconds(batch / 2, k), self.verify_seconds(batch / 2, k)
-        # In a period each worker serves both halves, and each half goes through both workers.
+        # In one period, each worker serves both halves, and each half visits both workers.
         period = max(2 * draft, 2 * verify, draft + verify + 2 * self.costs.exchange)
         return batch * self.lengths[k] / period
 
     def draft_seconds(self, batch: float, k: int) -> float:
-        """Seconds that the draft worker spends on a round."""
+        """Seconds of a round in the draft worker."""
         return k * self.costs.draft(batch)
 
     def verify_seconds(self, batch: float, k: int) -> float:
-        """Seconds that the target worker spends on a round."""
+        """Seconds of a round in the target worker."""
         return self.costs.verify(batch * (k + 1))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The predicted speed of a batch with a draft length."""
+    """Predicted speed of a batch with k draft tokens."""
 
     batch: int
     k: int
     tokens_per_second: float
     of_plain: float
+    """Relative to plain decoding."""
     groups: int
-    """Groups in flight, whichever is faster: 1, drafted and verified in turn, or 2 halves that overlap."""
+    """Groups in flight: 1, drafted then verified, or 2 halves that overlap; whichever is faster."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Numbers of draft and target workers with which every target worker verifies all the time."""
+    """Numbers of draft and target workers that keep every target worker busy."""
 
     draft: int
     target: int
 
 
 def predict(pair: MeasuredPair, batches: Iterable[int]) -> list[Speed]:
-    """Predicts the speed of every batch, with plain decoding and with each draft length."""
+    """Speed of every batch with every number of draft tokens, starting at 0 (plain decoding)."""
     speeds = []
     for batch in batches:
-        plain = pair.in_turn(batch, 0)
+        plain = pair.sequential_speed(batch, 0)
         for k in range(len(pair.lengths)):
-            whole, halves = pair.in_turn(batch, k), pair.in_halves(batch, k)
-            speed = max(whole, halves)
-            speeds.append(Speed(batch, k, speed, speed / plain, 2 if halves > whole else 1))
+            sequential, overlapped = pair.sequential_speed(batch, k), pair.overlapped_speed(batch, k)
+            speed = max(sequential, overlapped)
+            speeds.append(Speed(batch, k, speed, speed / plain, 2 if overlapped > sequential else 1))
     return speeds
 
 
 def best_by_batch(speeds: Iterable[Speed]) -> dict[int, Speed]:
-    """The fastest draft length of each batch; the shortest of equally fast ones."""
+    """The fastest k of each batch; the smallest k among equals."""
     best: dict[int, Speed] = {}
     for speed in speeds:
         if speed.batch not in best or speed.tokens_per_second > best[speed.batch].tokens_per_second:
@@ -83,19 +177,18 @@ def best_by_batch(speeds: Iterable[Speed]) -> dict[int, Speed]:
     return best
 
 
-def enough(best: Iterable[Speed]) -> Speed:
-    """The smallest batch that reaches 95% of the most tokens per second of any."""
+def smallest_sufficient(best: Iterable[Speed]) -> Speed:
+    """The smallest batch that reaches 95% of the highest throughput of any."""
     by_batch = sorted(best, key=lambda speed: speed.batch)
-    most = max(speed.tokens_per_second for speed in by_batch)
-    return next(speed for speed in by_batch if speed.tokens_per_second >= ENOUGH * most)
+    maximum = max(speed.tokens_per_second for speed in by_batch)
+    return next(speed for speed in by_batch if speed.tokens_per_second >= SUFFICIENT * maximum)
 
 
-def workers(pair: MeasuredPair, batch: int, k: int) -> Workers:
-    """One draft worker for as many target workers as it can draft for while they verify; if it is slower than one of
-    them, as many draft workers as one target worker needs."""
+def balanced_workers(pair: MeasuredPair, batch: int, k: int) -> Workers:
+    """How many target workers one draft worker can feed, or how many draft workers one target worker needs."""
     if k == 0:
         return Workers(0, 1)
-    share = pair.draft_seconds(batch, k) / pair.verify_seconds(batch, k)
+    ratio = pair.draft_seconds(batch, k) / pair.verify_seconds(batch, k)
     if pair.shared:
         return Workers(1, 1)
-    return Workers(1, math.floor(1 / share)) if share <= 1 else Workers(math.ceil(share), 1)
+    return Workers(1, math.floor(1 / ratio)) if ratio <= 1 else Workers(math.ceil(ratio), 1)

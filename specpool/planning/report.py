@@ -1,24 +1,36 @@
-"""A plan as tables, as a sentence, and as JSON."""
+"""Output formats of a plan: tables, JSON, a plot, and values of the Helm chart in deploy/helm/specpool."""
 
+import json
+import math
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from specpool.planning.capacity import WorkerNeeds
-from specpool.planning.plan import DraftPlan, Model, Plan
-from specpool.planning.scaling import other_sizes
+from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
+from specpool.planning.prediction import Model
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SIGNIFICANT_DIGITS = 4
+MIB, GIB = 2**20, 2**30
+BUSY = 0.75
+"""Share of a cell's window in use at which an autoscaler adds a cell."""
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Prints the tables, and what is recommended."""
+    """Print tables and the recommendation."""
     for draft in plan.drafts:
-        console.print(_table(draft))
+        console.print(_speed_table(draft))
     if plan.scaling is not None:
-        console.print(_scaling_table(plan))
+        table = Table("parameters without embeddings", "agreement", title="drafts of other sizes, by log-linear fit")
+        for size, agreement in plan.agreement_of_other_sizes().items():
+            table.add_row(f"{size:,}", f"{agreement:.1%}")
+        console.print(table)
     console.print(_capacity_table(plan))
     console.print(_recommendation(plan))
 
@@ -26,6 +38,7 @@ def show(plan: Plan, console: Console) -> None:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain data."""
     chosen, window = plan.chosen, plan.window
+    scaling = plan.scaling and {**asdict(plan.scaling), "agreement": plan.agreement_of_other_sizes()}
     result: dict[str, Any] = _rounded(
         {
             "target": _model(plan.target),
@@ -39,7 +52,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 }
                 for draft in plan.drafts
             ],
-            "scaling": None if plan.scaling is None else {**asdict(plan.scaling), "agreement": _predicted(plan)},
+            "scaling": scaling,
             "recommended": {
                 "draft": chosen.model.name,
                 "k": {batch: speed.k for batch, speed in chosen.best.items()},
@@ -55,77 +68,54 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return result
 
 
-def _table(draft: DraftPlan) -> Table:
-    """Acceptance by draft length, and below it the predicted speed by batch."""
+def _speed_table(draft: DraftPlan) -> Table:
     lengths = draft.acceptance.lengths[1:]
-    drafted = [f"k = {k}" for k in range(1, len(lengths) + 1)]
-    table = Table("batch", "plain tokens/s", *drafted, "best k", "groups", "tokens/s")
+    columns = [f"k = {k}" for k in range(1, len(lengths) + 1)]
+    table = Table("batch", "plain tokens/s", *columns, "best k", "groups", "tokens/s")
     table.title = f"{draft.model.name}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
-    table.caption = "for each batch: predicted tokens/s, of plain decoding"
+    table.caption = "for each batch: predicted tokens/s, relative to plain decoding"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
     table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
     for batch, best in draft.best.items():
         plain, *others = [speed for speed in draft.speeds if speed.batch == batch]
-        table.add_row(
-            str(batch),
-            f"{plain.tokens_per_second:.1f}",
-            *(f"{speed.of_plain:.2f}" for speed in others),
-            str(best.k),
-            str(best.groups),
-            f"{best.tokens_per_second:.1f}",
-        )
-    return table
-
-
-def _scaling_table(plan: Plan) -> Table:
-    table = Table("parameters without embeddings", "agreement", title="drafts of other sizes, by log-linear fit")
-    for size, agreement in _predicted(plan).items():
-        table.add_row(f"{size:,}", f"{agreement:.1%}")
+        ratios = [f"{speed.of_plain:.2f}" for speed in others]
+        first, last = f"{plain.tokens_per_second:.1f}", f"{best.tokens_per_second:.1f}"
+        table.add_row(str(batch), first, *ratios, str(best.k), str(best.groups), last)
     return table
 
 
 def _capacity_table(plan: Plan) -> Table:
-    """Memory of a cell's workers."""
-    capacity, positions = plan.capacity, plan.terms.positions
+    capacity, positions = plan.capacity, plan.terms.positions or plan.target.memory.full_slot
     table = Table("worker", "weights", "activations", "slots", "a slot", "KV cache", "on the device", "pod's memory")
-    length = f"{positions or plan.target.memory.longest} positions"
-    table.title = f"a cell: one target and one draft worker, {capacity.slots} sequences of {length} at a time"
+    table.title = (
+        f"a cell: one target and one draft worker, {capacity.slots} sequences of {positions} positions at a time"
+    )
     for model, needs in ((plan.target, capacity.target), (plan.chosen.model, capacity.draft)):
-        table.add_row(model.name, *_needs_row(model, needs, capacity.slots))
-    wanted = plan.terms.throughput
-    total = capacity.cells * plan.window.tokens_per_second
-    if wanted is not None:
-        table.caption = f"{_count(capacity.cells, 'cell')} for {wanted:g} tokens/s: {total:.1f} tokens/s predicted"
+        memory = model.memory
+        sizes = (memory.weights, memory.activations, needs.slot_bytes, needs.kv_bytes, needs.device_bytes)
+        weights, activations, slot, kv, device = (f"{size / MIB:,.1f} MiB" for size in sizes)
+        pod = f"{needs.request_bytes / GIB:.1f} to {needs.limit_bytes / GIB:.1f} GiB"
+        table.add_row(model.name, weights, activations, str(capacity.slots), slot, kv, device, pod)
+    if (required := plan.terms.throughput) is not None:
+        total = capacity.cells * plan.window.tokens_per_second
+        table.caption = f"{_count(capacity.cells, 'cell')} for {required:g} tokens/s: {total:.1f} tokens/s predicted"
     return table
-
-
-def _needs_row(model: Model, needs: WorkerNeeds, slots: int) -> list[str]:
-    memory = model.memory
-    figures = (memory.weights, memory.activations, needs.slot_bytes, needs.kv_bytes, needs.device_bytes)
-    weights, activations, slot, kv, device = (f"{count / 2**20:,.1f} MiB" for count in figures)
-    pod = f"{needs.request_bytes / 2**30:.1f} to {needs.limit_bytes / 2**30:.1f} GiB"
-    return [weights, activations, str(slots), slot, kv, device, pod]
 
 
 def _recommendation(plan: Plan) -> str:
     window, workers = plan.window, plan.workers
     speed = f"window {window.batch}: {window.tokens_per_second:.1f} tokens/s"
     if window.k == 0:
-        return f"{speed}, by plain decoding: no draft length is faster there"
+        return f"{speed}, plain decoding: no number of draft tokens is faster"
     counts = f"{_count(workers.draft, 'draft worker')} per {_count(workers.target, 'target worker')}"
-    parts = ", each with a part of the sequences" if workers.draft > 1 else ""
-    drafting = f"{window.of_plain:.2f} of plain decoding, with k = {window.k} of {plan.chosen.model.name}"
-    return f"{speed}, {drafting}; {counts}{parts}"
+    each = ", each with a part of the sequences" if workers.draft > 1 else ""
+    return (
+        f"{speed}, {window.of_plain:.2f}x plain decoding, k = {window.k} with {plan.chosen.model.name}; {counts}{each}"
+    )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + "s" * (number > 1)
-
-
-def _predicted(plan: Plan) -> dict[int, float]:
-    assert plan.scaling is not None
-    sizes = other_sizes([draft.model.parameters for draft in plan.drafts], plan.target.parameters)
-    return {size: plan.scaling(size) for size in sizes}
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number > 1)
 
 
 def _model(model: Model) -> dict[str, Any]:
@@ -138,3 +128,86 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(each) for each in value]
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
+
+
+def plan_figure(plan: Plan) -> "Figure":
+    """Plot speed-up over batch for every k, one plot per draft, and the fit of agreement over size if there is one."""
+    from matplotlib.figure import Figure  # an optional dependency
+
+    plots = len(plan.drafts) + (plan.scaling is not None)
+    figure = Figure(figsize=(4.8 * plots, 3.8), layout="constrained")
+    all_axes = figure.subplots(1, plots, squeeze=False)[0]
+    for axes, draft in zip(all_axes, plan.drafts, strict=False):
+        _plot_speed_up(axes, draft)
+    if plan.scaling is not None:
+        sizes = [draft.model.parameters for draft in plan.drafts]
+        axes, spread = all_axes[-1], max(sizes) / min(sizes)
+        line = [min(sizes) * spread ** (i / 50) for i in range(-10, 61)]
+        axes.plot(sizes, [draft.acceptance.agreement for draft in plan.drafts], "o")
+        axes.plot(line, [plan.scaling(size) for size in line], "--", color="gray")
+        axes.set(xscale="log", xlabel="draft parameters without embeddings", ylabel="agreement", ylim=(0, 1))
+    return figure
+
+
+def _plot_speed_up(axes: "Axes", draft: DraftPlan) -> None:
+    for k in range(1, len(draft.pair.lengths)):
+        speeds = [speed for speed in draft.speeds if speed.k == k]
+        axes.plot([speed.batch for speed in speeds], [speed.of_plain for speed in speeds], marker="o", label=f"k = {k}")
+    axes.axhline(1, color="gray", linewidth=1)
+    axes.set(title=Path(draft.model.name).name, xscale="log", xlabel="batch", ylim=(0, None))
+    axes.set_ylabel("predicted tokens/s relative to plain decoding")
+    axes.set_xticks(list(draft.best), labels=map(str, draft.best))
+    axes.minorticks_off()
+    axes.legend(fontsize="x-small")
+
+
+def helm_values(plan: Plan) -> str:
+    """YAML values, with comments that explain the numbers."""
+    capacity, window = plan.capacity, plan.window
+    target, draft = (" ".join(model.device.split()) for model in (plan.target, plan.chosen.model))
+    return f"""\
+# Written by `specpool plan`. Predicted for each cell: {window.tokens_per_second:.1f} tokens/s with {window.batch} \
+sequences at a time,
+# {window.of_plain:.2f}x plain decoding, with k = {window.k}. Measured on: {target} and {draft}.
+cells: {capacity.cells}
+
+coordinator:
+  settings:
+    max_num_seqs: {capacity.slots}
+    max_batch_size: {capacity.slots}
+
+{_worker_values("target", plan, plan.target, capacity.target)}
+{_worker_values("draft", plan, plan.chosen.model, capacity.draft)}
+autoscaling:
+  runningPerCell: {max(1, math.floor(BUSY * capacity.slots))}
+"""
+
+
+def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> str:
+    memory, slots = model.memory, plan.capacity.slots
+    positions = plan.terms.positions or plan.target.memory.full_slot
+    enabled = f"\n  enabled: {json.dumps(plan.capacity.drafts)}" if role == "draft" else ""
+    return f"""\
+# {_mi(needs.device_bytes)}B on the device: weights {_mi(memory.weights)}B, activations \
+{_mi(memory.activations)}B, KV cache {_mi(needs.kv_bytes)}B
+# ({slots} sequences of {positions} positions, {memory.kv_per_position} bytes each, or one full-length sequence).
+{role}:{enabled}
+  model: {json.dumps(model.name)}
+  revision: {json.dumps(model.revision or "")}
+  gpus: {int(model.on_gpu)}
+  settings:
+    dtype: {model.dtype}
+    max_model_len: {memory.max_model_len}
+    max_sequences: {slots}
+    kv_memory: {_mi(needs.kv_bytes)}B
+  resources:
+    requests:
+      memory: {_mi(needs.request_bytes)}
+    limits:
+      memory: {_mi(needs.limit_bytes)}
+"""
+
+
+def _mi(size: int) -> str:
+    """Size as a Kubernetes quantity, rounded up; with a "B" behind it, as a setting of a worker."""
+    return f"{math.ceil(size / MIB)}Mi"

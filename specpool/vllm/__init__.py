@@ -1,4 +1,4 @@
-"""`specpool.vllm.RemoteDraft`: a draft worker drafts for a vLLM server. Neither vLLM nor torch is imported for it."""
+"""`specpool.vllm.RemoteDraft`: a draft worker for a vLLM server. The import loads neither vLLM nor torch."""
 
 from specpool.vllm.remote_draft import RemoteDraft
 

@@ -1,4 +1,4 @@
-"""The coordinator's link to a draft worker, for a caller that waits: it lives on a thread of its own."""
+"""The coordinator's link to a draft worker for a blocking caller. It runs on its own thread."""
 
 import asyncio
 import threading
@@ -16,11 +16,11 @@ from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2
 from specpool.vllm.drafter import DraftModel
 
-# A step's drafts may take as long as the step itself, this many times as long as expected, and this number of seconds.
-PATIENCE, LEAST_TIMEOUT_SECONDS = 4, 0.05
-# Time that the thread gets to answer beyond the deadline of a call, and to close.
+# A step's drafts may take the longest of: vLLM's step, this factor of the expected time, and this number of seconds.
+TIMEOUT_FACTOR, MIN_TIMEOUT_SECONDS = 4, 0.05
+# Extra time for the thread to answer after the deadline of a call, and to close.
 GRACE_SECONDS = 1.0
-# Without a step for this long, vLLM has no rows: the draft worker may use their slots for others.
+# Without a step for this long, vLLM has no rows: release their slots for other clients.
 IDLE_SECONDS = 2.0
 
 T = TypeVar("T")
@@ -28,36 +28,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """vLLM's model, as a `DraftLink` compares it with the draft."""
+    """vLLM's model, in the form in which a `DraftLink` compares it with the draft."""
 
     info: common_pb2.ModelInfo
 
     async def wait_ready(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class RemoteDraftLink(DraftLink):
-    """A link that never takes much longer than vLLM's own step."""
+    """A link whose timeouts follow the duration of vLLM's steps."""
 
     step_seconds = 0.0
-    """Time of vLLM's last step."""
-    _ever_served = 0
+    """Duration of vLLM's last step."""
+    _num_served = 0
 
     async def propose(self, *arguments: Any, **more: Any) -> tuple[list[Proposal], Timed]:
         answer = await super().propose(*arguments, **more)
-        self._ever_served += 1
+        self._num_served += 1
         return answer
 
     def _timeout_of(self, items: list[ProposeItem]) -> float:
-        # A worker that hangs again and again would otherwise get the longest time after each rest.
-        if self._ever_served < FIRST_ROUNDS:
+        # Counted over all connections: a worker that hangs repeatedly must not get the full timeout after each backoff.
+        if self._num_served < FIRST_ROUNDS:
             return self._timeout
-        least = max(LEAST_TIMEOUT_SECONDS, self.step_seconds)
-        return min(self._timeout, max(least, PATIENCE * self._expected(items)))
+        minimum = max(MIN_TIMEOUT_SECONDS, self.step_seconds)
+        return min(self._timeout, max(minimum, TIMEOUT_FACTOR * self._expected(items)))
 
 
 class BlockingDraftLink:
-    """The link to the draft worker, for one thread. Nothing but `start` raises, or waits longer than for a round."""
+    """The link to the draft worker, for one thread. Only `start` and `propose` raise or wait."""
 
     def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: ServedModel) -> None:
         self._loop = asyncio.new_event_loop()
@@ -74,20 +74,19 @@ class BlockingDraftLink:
         return RemoteDraftLink(*arguments)
 
     def start(self, seconds: float) -> None:
-        """Waits until the draft worker is ready. MismatchError: it must not be used. TimeoutError: it does not answer;
-        the text says why."""
+        """Wait until the draft worker is ready. MismatchError if it must not be used; TimeoutError with the reason."""
         self._wait(self._start(seconds), None)
 
     async def _start(self, seconds: float) -> None:
         link = self._link
-        decided = asyncio.Event()
-        link.on_change = decided.set
+        changed = asyncio.Event()
+        link.on_change = changed.set
         self._connecting = asyncio.ensure_future(link.keep_connected())
         try:
             async with asyncio.timeout(seconds):
                 while not link.is_ready and link.state is not LinkState.REFUSED:
-                    await decided.wait()
-                    decided.clear()
+                    await changed.wait()
+                    changed.clear()
         except TimeoutError:
             raise TimeoutError(f"no answer in {seconds:g} s: {link.reason}") from None
         finally:
@@ -97,7 +96,7 @@ class BlockingDraftLink:
 
     @property
     def model(self) -> DraftModel | None:
-        """The draft worker's model if it can be asked now."""
+        """The draft worker's model; None while it is unavailable."""
         link = self._link
         if not link.is_ready:
             return None
@@ -106,7 +105,7 @@ class BlockingDraftLink:
     def propose(
         self, round_id: int, items: list[ProposeItem], hints: tuple[list[float], float], step_seconds: float
     ) -> tuple[list[Proposal], Timed]:
-        """A round's proposals, as `DraftLink.propose`, and its errors. `step_seconds`: the time of vLLM's last step."""
+        """A round's proposals, with the errors of `DraftLink.propose`. `step_seconds`: duration of vLLM's last step."""
         began = time.perf_counter()
         self._link.step_seconds = step_seconds
         proposals, timed = self._wait(self._propose(round_id, items, hints), self._timeout + GRACE_SECONDS)
@@ -118,11 +117,11 @@ class BlockingDraftLink:
         self._held.update(item.sequence_id for item in items)
         if self._idle is not None:
             self._idle.cancel()
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._release_all)
+        self._idle = self._loop.call_later(IDLE_SECONDS, lambda: self._release([*self._held]))
         return await self._link.propose(round_id, items, *hints)
 
     def release(self, sequence_ids: list[int]) -> None:
-        """Has sequences freed, soon."""
+        """Release sequences soon."""
         if sequence_ids:
             self._loop.call_soon_threadsafe(self._release, sequence_ids)
 
@@ -131,16 +130,15 @@ class BlockingDraftLink:
             self._held -= released
             self._link.release_soon(released)
 
-    def _release_all(self) -> None:
-        self._release([*self._held])
-
     def close(self) -> None:
-        """Frees all sequences if the draft worker can be reached, and ends the thread."""
+        """Release all sequences if the draft worker is reachable, and end the thread."""
         try:
             self._wait(self._close(), GRACE_SECONDS)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(GRACE_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     async def _close(self) -> None:
         if self._connecting is not None:
@@ -149,7 +147,7 @@ class BlockingDraftLink:
         await self._link.close()
 
     def _wait(self, work: Coroutine[Any, Any, T], seconds: float | None) -> T:
-        """The result of what runs on the thread. TimeoutError after `seconds`."""
+        """Run a coroutine on the thread and return its result. TimeoutError after `seconds`."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(seconds)

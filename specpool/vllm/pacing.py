@@ -1,7 +1,7 @@
-"""When vLLM's rows may have drafts, so that drafts never cost more than they gain: by what steps did take. Pure.
+"""When vLLM's rows get drafts, so that drafts never cost more than they gain, judging by measured steps. Pure.
 
-Plans of drafts are made of estimates. They are followed once plain steps of as many rows, and steps with one more token
-for each row, have been measured, and as long as drafts have saved time so far.
+Draft plans rely on estimates. They are followed only after plain steps with as many rows, and steps with one more token
+per row, have been measured; and only while drafts have saved time so far.
 """
 
 import enum
@@ -9,65 +9,65 @@ from dataclasses import dataclass
 
 from specpool.vllm.costs import StepCosts
 
-# Plain steps of a number of rows before its first drafts; probes then, and plain steps after which there is one more.
+# Plain steps before the first drafts for a number of rows; then probes, and plain steps between later probes.
 PLAIN_STEPS, PROBES, STEPS_PER_PROBE = 6, 2, 256
-# The share of time that plain steps may cost where drafts pay.
-SHARE_OF_PLAIN = 0.005
-# Plain steps that drafts may cost: in each step, and at first. The balance stays within so many of zero: gains of long
-# ago do not pay for losses, nor does one long stop rule drafts out for long.
-ALLOWANCE, FIRST_BALANCE, MOST_BALANCE = 0.01, 4.0, 16.0
+# Maximum share of time for plain steps where drafts pay.
+PLAIN_SHARE = 0.005
+# Allowed cost of drafts, in plain steps: per step, and initially. The balance is clamped, so that old gains do not pay
+# for new losses, and one long stall does not rule out drafts for long.
+ALLOWANCE, FIRST_BALANCE, MAX_BALANCE = 0.01, 4.0, 16.0
 
 
 class Mode(enum.Enum):
-    """What the next step is for."""
+    """Purpose of the next step."""
 
     PLAIN = "plain"
-    """No drafts: the time of plain steps has to be known, or drafts have cost more than they gained."""
+    """No drafts: measure a plain step, or make up for a loss."""
     PROBE = "probe"
-    """One draft token for each row, whatever it is: the time of its verification has to be known."""
+    """One arbitrary draft token per row, to measure verification."""
     PLANNED = "planned"
-    """The drafts that promise to save time, possibly none."""
+    """The drafts that promise to save time, if any."""
 
 
 @dataclass
 class Pacing:
-    """Chooses the mode of each step, and takes in what became of it."""
+    """Chooses the mode of each step, and keeps account of the results."""
 
     costs: StepCosts
     balance: float = FIRST_BALANCE
-    """What drafts have saved, in plain steps."""
+    """Time saved by drafts, in plain steps."""
     _since_plain: int = 0
     _since_probe: int = 0
 
-    def mode(self, rows: int, promised: float) -> Mode:
-        """The mode of a step in which this number of rows decodes.
+    def mode(self, rows: int, expected_speed: float) -> Mode:
+        """Mode of a step in which this number of rows decodes.
 
-        `promised`: tokens per second by the plan of drafts; 0 if it has none.
+        `expected_speed`: tokens per second by the draft plan; 0 without drafts.
         """
         self._since_plain += 1
         self._since_probe += 1
         times = self.costs.verify
-        gain = promised * times(rows) / rows - 1
-        is_due = SHARE_OF_PLAIN < gain < self._since_plain * SHARE_OF_PLAIN
-        if times.seen(rows) < PLAIN_STEPS or self.balance <= 0 or is_due:
+        gain = expected_speed * times(rows) / rows - 1
+        is_plain_due = PLAIN_SHARE < gain < self._since_plain * PLAIN_SHARE
+        if times.seen(rows) < PLAIN_STEPS or self.balance <= 0 or is_plain_due:
             return Mode.PLAIN
-        if times.seen(2 * rows) < PROBES or (not promised and self._since_probe > STEPS_PER_PROBE):
+        if times.seen(2 * rows) < PROBES or (not expected_speed and self._since_probe > STEPS_PER_PROBE):
             self._since_probe = 0
             return Mode.PROBE
         return Mode.PLANNED
 
-    def knows(self, rows: int) -> bool:
-        """Whether it is known what plain steps of this number of rows take, and what drafts would cost them."""
+    def is_measured(self, rows: int) -> bool:
+        """Whether plain steps and verification are measured for this number of rows."""
         times = self.costs.verify
         return times.seen(rows) >= PLAIN_STEPS and times.seen(2 * rows) >= PROBES
 
     def observe(
         self, rows: int, tokens: int, gained: int, step_seconds: float, draft_seconds: float, skipped: int = 0
     ) -> None:
-        """Takes in a step of rows that all decoded: the tokens that it ran and gained, and its time.
+        """Record a step in which all rows decoded: its tokens, the tokens gained, and its duration.
 
-        `draft_seconds`: the time that drafting took before it; 0 if nothing was asked of the draft worker. `skipped`:
-        steps before it that were not looked at.
+        `draft_seconds`: duration of drafting before it; 0 if the draft worker was not asked. `skipped`: number of
+        unobserved steps before it.
         """
         times = self.costs.verify
         times.observe(tokens, step_seconds)
@@ -76,4 +76,4 @@ class Pacing:
             saved = gained / rows - (step_seconds + draft_seconds) / times(rows)
         else:
             self._since_plain = 0
-        self.balance = min(MOST_BALANCE, max(-MOST_BALANCE, self.balance + (1 + skipped) * ALLOWANCE + saved))
+        self.balance = min(MAX_BALANCE, max(-MAX_BALANCE, self.balance + (1 + skipped) * ALLOWANCE + saved))

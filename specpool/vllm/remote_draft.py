@@ -2,7 +2,7 @@
 
     vLLM's step -> propose: rows -> sequences -> round of the draft worker -> drafts -> vLLM's next step verifies them
 
-Whatever becomes of the draft worker after the start costs drafts only.
+After the start, failures of the draft worker only cost drafts.
 """
 
 import atexit
@@ -18,71 +18,68 @@ from specpool.rpc.security.channel import Connector
 from specpool.vllm.drafter import Drafter
 from specpool.vllm.link import BlockingDraftLink, ServedModel
 from specpool.vllm.rows import Batch
-from specpool.vllm.served import TRIED, Served, vllm_version
-from specpool.vllm.settings import RemoteDraftSettings
+from specpool.vllm.settings import TESTED_VERSION, RemoteDraftSettings, VllmModel, vllm_version
 
-# Below vLLM's own logger, whose handlers and level serve here too.
+# A child of vLLM's logger, to use its handlers and level.
 log = logging.getLogger("vllm.specpool")
 
-LOST_TEMPERATURES = (
-    "vLLM for CPU loses temperature, top_p and top_k where it verifies drafts, whoever made them: ask it for greedy "
-    "answers only (https://github.com/vllm-project/vllm/issues/55005)"
+CPU_SAMPLING_WARNING = (
+    "vLLM for CPU ignores temperature, top_p and top_k when it verifies drafts of any kind: use greedy requests only "
+    "(https://github.com/vllm-project/vllm/issues/55005)"
 )
-# Seconds between lines about errors that every step may have.
+# Minimum seconds between log lines about errors that every step may have.
 SECONDS_BETWEEN_ERRORS = 60.0
-# Where drafts do not pay, looking at the rows may take this share of vLLM's time. The steps between are not looked at,
-# at most so many.
-SHARE_OF_LOOKING, MOST_SKIPPED = 0.005, 16
+# Where drafts do not pay, inspecting rows may take this share of vLLM's time. Steps in between are skipped, up to a
+# maximum number in a row.
+INSPECTION_SHARE, MAX_SKIPPED = 0.005, 16
 
 
 class RemoteDraft:
-    """Drafts of a Specpool draft worker for vLLM's batch."""
+    """Draft tokens from a Specpool draft worker for vLLM's batch."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Waits for the draft worker. ValueError, in one line: settings are wrong, the draft worker does not answer, or
-        its tokenizer is another one."""
+        """Wait for the draft worker. ValueError, in one line, for invalid settings, a worker that does not answer, or
+        a worker with another tokenizer."""
         self._link: BlockingDraftLink | None = None
-        self._ended = time.perf_counter()
-        self._complained = -SECONDS_BETWEEN_ERRORS
-        self._took = 0.0
-        """Seconds that the last drafts took."""
+        self._step_began = time.perf_counter()
+        self._error_logged = -SECONDS_BETWEEN_ERRORS
+        self._draft_seconds = 0.0
+        """Duration of the last `propose`."""
         self._to_skip = self._skipped = 0
-        """Steps that are not looked at before the next one, and since the last one, that is."""
+        """Steps to skip before the next inspection, and steps skipped since the last one."""
         try:
             self._start(vllm_config)
         except ValueError as error:
-            # vLLM ends with the tracebacks of three processes, in which the reason is hard to find.
+            # vLLM ends with the tracebacks of three processes, which would hide the reason.
             log.error("RemoteDraft cannot start: %s", error)
             raise
 
     def _start(self, vllm_config: Any) -> None:
-        self._settings = RemoteDraftSettings.of_environment()
-        served = Served(vllm_config)
-        self._drafter = Drafter(served.limits(self._settings.draft_max_length, self._settings.prefill_tokens))
-        if served.drafts:
-            _log_as_vllm()
-            _warn_of_other_versions()
-            if served.on_cpu:
-                log.warning(LOST_TEMPERATURES)
-            self._link = self._connected(served)
+        settings = RemoteDraftSettings.from_environment()
+        model = VllmModel(vllm_config)
+        self._drafter = Drafter(model.limits(settings))
+        if model.drafts:
+            _log_links_to_vllm()
+            if not (vllm_version() or "").startswith(TESTED_VERSION):
+                log.warning("vLLM %s is untested with Specpool (tested: %s)", vllm_version(), TESTED_VERSION)
+            if model.on_cpu:
+                log.warning(CPU_SAMPLING_WARNING)
+            self._link = self._connect(settings, model)
 
-    def _connected(self, served: Served) -> BlockingDraftLink:
-        settings = self._settings
-        connector = Connector(settings.draft_address, **settings.security)
-        link = BlockingDraftLink(
-            connector, f"vllm-{uuid.uuid4().hex}", settings.draft_timeout_seconds, ServedModel(served.info())
-        )
+    def _connect(self, settings: RemoteDraftSettings, model: VllmModel) -> BlockingDraftLink:
+        connector, target = Connector(settings.draft_address, **settings.security), ServedModel(model.info())
+        link = BlockingDraftLink(connector, f"vllm-{uuid.uuid4().hex}", settings.draft_timeout_seconds, target)
         try:
             link.start(settings.draft_start_seconds)
         except (MismatchError, TimeoutError) as error:
             link.close()
-            raise ValueError(f"the draft worker at {settings.draft_address} cannot be used: {error}") from None
+            raise ValueError(f"cannot use the draft worker at {settings.draft_address}: {error}") from None
         log.info("The draft worker at %s drafts for vLLM", settings.draft_address)
         atexit.register(self.close)
         return link
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Loads nothing: the draft's weights are in the draft worker. vLLM calls it when its own are loaded."""
+        """Do nothing: the draft worker has the weights. vLLM calls this after loading its own."""
 
     def propose(
         self,
@@ -92,53 +89,49 @@ class RemoteDraft:
         *_: Any,
         **__: Any,
     ) -> list[list[int]]:
-        """The draft tokens of each row of vLLM's batch, at most `num_speculative_tokens`; never raises.
+        """Up to `num_speculative_tokens` draft tokens for each row of vLLM's batch. Never raises.
 
-        `sampled_token_ids`: the tokens that each row gained in this step, none while its prompt is being prefilled.
-        `num_tokens_no_spec`: [rows], tokens of each row with those. `token_ids_cpu`: [rows, max_model_len].
+        `sampled_token_ids`: tokens gained by each row in this step, none during prefill. `num_tokens_no_spec`: [rows],
+        tokens of each row, including those. `token_ids_cpu`: [rows, max_model_len].
         """
         if self._link is None:
-            return _none(sampled_token_ids)
+            return _no_drafts(sampled_token_ids)
         if self._to_skip:
-            self._to_skip, self._skipped, self._ended = self._to_skip - 1, self._skipped + 1, time.perf_counter()
-            return _none(sampled_token_ids)
+            self._to_skip, self._skipped, self._step_began = self._to_skip - 1, self._skipped + 1, time.perf_counter()
+            return _no_drafts(sampled_token_ids)
         began = time.perf_counter()
         try:
             batch = Batch(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-            step_seconds = began - self._ended
+            step_seconds = began - self._step_began
             drafts = self._propose(self._link, batch, step_seconds)
-            self._to_skip = self._steps_to_skip(step_seconds, time.perf_counter() - began)
+            if self._drafter.may_skip:
+                seconds = time.perf_counter() - began
+                self._to_skip = min(MAX_SKIPPED, int(seconds / (INSPECTION_SHARE * step_seconds)))
             return drafts
-        except Exception:  # drafts are never worth a request
-            if began - self._complained >= SECONDS_BETWEEN_ERRORS:
-                self._complained = began
-                log.exception("No drafts in this step (vLLM %s; tried: %s)", vllm_version(), ", ".join(TRIED))
+        except Exception:  # an error here must not fail vLLM's requests
+            if began - self._error_logged >= SECONDS_BETWEEN_ERRORS:
+                self._error_logged = began
+                log.exception("No drafts in this step (vLLM %s; tested: %s)", vllm_version(), TESTED_VERSION)
             self._link.release(self._drafter.forget_rows())
-            return _none(sampled_token_ids)
+            return _no_drafts(sampled_token_ids)
         finally:
-            self._ended = time.perf_counter()
-            self._took = self._ended - began
+            self._step_began = time.perf_counter()
+            self._draft_seconds = self._step_began - began
 
     def _propose(self, link: BlockingDraftLink, batch: Batch, step_seconds: float) -> list[list[int]]:
         drafter = self._drafter
-        items, gone = drafter.begin(batch, link.model, step_seconds, self._took, self._skipped)
+        items, gone = drafter.begin(batch, link.model, step_seconds, self._draft_seconds, self._skipped)
         self._skipped = 0
         link.release(gone)
         if items:
-            # The link has logged what failed, and rests for a while.
+            # The link logs failures, and backs off.
             with suppress(WorkerUnreachableError, WorkerRefusedError, TimeoutError):
                 proposals, timed = link.propose(drafter.round_id, items, drafter.drafting.hints, step_seconds)
                 drafter.take(items, proposals, timed)
         return drafter.drafts()
 
-    def _steps_to_skip(self, step_seconds: float, seconds: float) -> int:
-        """Steps that need no look at the rows, which took so many seconds."""
-        if not self._drafter.may_rest:
-            return 0
-        return min(MOST_SKIPPED, int(seconds / (SHARE_OF_LOOKING * step_seconds)))
-
     def close(self) -> None:
-        """Frees what the draft worker holds for this process."""
+        """Release this process's sequences in the draft worker."""
         link, self._link = self._link, None
         if link is not None:
             atexit.unregister(self.close)
@@ -146,20 +139,13 @@ class RemoteDraft:
                 link.close()
 
 
-def _none(sampled_token_ids: Any) -> list[list[int]]:
-    """No drafts for any row."""
+def _no_drafts(sampled_token_ids: Any) -> list[list[int]]:
     return [[] for _ in sampled_token_ids or ()]
 
 
-def _log_as_vllm() -> None:
-    """Has vLLM's handlers write what becomes of the draft worker, too."""
-    theirs, links = logging.getLogger("vllm"), logging.getLogger("coordinator.workers")
-    for handler in theirs.handlers:
+def _log_links_to_vllm() -> None:
+    """Write log lines about the draft worker with vLLM's handlers."""
+    vllm, links = logging.getLogger("vllm"), logging.getLogger("coordinator.workers")
+    for handler in vllm.handlers:
         links.addHandler(handler)
-    links.setLevel(theirs.level)
-
-
-def _warn_of_other_versions() -> None:
-    installed = vllm_version()
-    if installed is None or not installed.startswith(TRIED):
-        log.warning("vLLM %s has not been tried with Specpool, only %s", installed, ", ".join(TRIED))
+    links.setLevel(vllm.level)

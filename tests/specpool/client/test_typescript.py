@@ -1,4 +1,4 @@
-"""The example in TypeScript, built from our protos and run against a server, as the README says."""
+"""The TypeScript example, built and run against a server as the README documents."""
 
 import asyncio
 import os
@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from serving import free_address, serving
 
+pytestmark = pytest.mark.slow  # installs npm packages
+
 EXAMPLE = Path(__file__).parents[3] / "examples/typescript"
 
 
 async def run(*command: str) -> tuple[int, str, str]:
-    """Status, output and errors of a command in the example's folder, with the Node.js beside this Python first."""
+    """Status, stdout and stderr of a command in the example's folder. Prefers the Node.js installed beside Python."""
     program = shutil.which(command[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert program is not None, f"{command[0]} is not installed"
     path = f"{Path(program).parent}{os.pathsep}{os.environ['PATH']}"
@@ -45,7 +47,7 @@ async def test_streams_from_a_real_server() -> None:
 
 
 @pytest.mark.usefixtures("built")
-async def test_says_why_it_could_not() -> None:
+async def test_reports_an_unreachable_server() -> None:
     status, output, errors = await run("node", "dist/generate.js", free_address())
     assert (status, output) == (1, "")
     assert errors.startswith("UNAVAILABLE: ")

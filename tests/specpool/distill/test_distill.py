@@ -1,4 +1,4 @@
-"""A target writes dialogues, and a student learns from them: on tiny random models."""
+"""Dialogues of a target, and a student that learns from them, with tiny random models."""
 
 import json
 import random
@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import load_engine, save_model, save_output_head
 from tiny_pair import tiny_config
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specpool.distill import corpus, training
-from specpool.distill.corpus import TASKS, TOP, Dialogues, Writer, gathered
+from specpool.distill.corpus import TASKS, TOP, ChatTemplate, Dialogues, Writer, packed
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
 from specpool.distill.main import DistillSettings, train
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
-from specpool.distill.student import Student, most_frequent
-from specpool.distill.template import ChatTemplate
+from specpool.distill.student import Student, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.compact import load_compact, load_trained, save_compact
@@ -41,29 +40,27 @@ def template(tiny_pair: tuple[Path, Path], engine: Engine) -> ChatTemplate:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random models hardly ever end a turn: a question may be long, an answer is cut."""
-    monkeypatch.setattr(corpus, "LONGEST_ANSWER", 20)
-    monkeypatch.setattr(corpus, "LONGEST_QUESTION", 400)
+    """Allow long questions and truncate answers, because random models rarely end a turn."""
+    monkeypatch.setattr(corpus, "MAX_ANSWER", 20)
+    monkeypatch.setattr(corpus, "MAX_QUESTION", 400)
 
 
 @pytest.fixture(scope="module")
 def dialogues(engine: Engine, template: ChatTemplate) -> Dialogues:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(corpus, "LONGEST_ANSWER", 20)
-        patched.setattr(corpus, "LONGEST_QUESTION", 400)
-        return gathered(list(Writer(engine, template, seed=1).write(12)))
+        patched.setattr(corpus, "MAX_ANSWER", 20)
+        patched.setattr(corpus, "MAX_QUESTION", 400)
+        return packed(list(Writer(engine, template, seed=1).write(12)))
 
 
 def target_of(tiny_pair: tuple[Path, Path]) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_pair[0], dtype=torch.float32)
 
 
-# --- What the target writes
+# --- Dialogues
 
 
-def test_answers_are_the_targets_own_greedy_ones(
-    tiny_pair: tuple[Path, Path], dialogues: Dialogues, template: ChatTemplate
-) -> None:
+def test_answers_are_greedy(tiny_pair: tuple[Path, Path], dialogues: Dialogues, template: ChatTemplate) -> None:
     target = target_of(tiny_pair)
     examples = examples_of(dialogues)
     assert len(examples) == 12
@@ -77,11 +74,11 @@ def test_answers_are_the_targets_own_greedy_ones(
         assert torch.equal(logits.argmax(-1), tokens[start:])
         expected, ids = logits.log_softmax(-1).topk(TOP)
         assert torch.equal(example.top_ids[:, 0], tokens[start:])
-        assert (example.top_ids == ids).float().mean() > 0.95  # near-ties may be in another order
+        assert (example.top_ids == ids).float().mean() > 0.95  # near-ties may swap
         torch.testing.assert_close(example.top_logprobs, expected, atol=5e-3, rtol=5e-3)
 
 
-def test_a_target_with_rows_for_some_tokens_writes_these(tmp_path: Path) -> None:
+def test_a_target_with_a_partial_output_head(tmp_path: Path) -> None:
     folder, kept = save_model(tmp_path, tiny_config()), [3, 200, 7, 255, 90, *range(100, 190)]
     save_output_head(folder, kept)
     engine = load_engine(folder, exact=False, max_sequences=2)
@@ -92,7 +89,7 @@ def test_a_target_with_rows_for_some_tokens_writes_these(tmp_path: Path) -> None
     assert set(written.token_ids[5:]) <= set(kept)
 
 
-def test_files_hold_what_was_written(tmp_path: Path, dialogues: Dialogues) -> None:
+def test_dialogues_survive_a_file(tmp_path: Path, dialogues: Dialogues) -> None:
     dialogues.save(tmp_path / "some.safetensors")
     again = Dialogues.load(tmp_path / "some.safetensors")
     assert all(torch.equal(value, getattr(again, name)) for name, value in vars(dialogues).items())
@@ -100,16 +97,16 @@ def test_files_hold_what_was_written(tmp_path: Path, dialogues: Dialogues) -> No
 
 
 @pytest.mark.usefixtures("short")
-def test_a_seed_writes_the_same_again_and_another_one_something_else(engine: Engine, template: ChatTemplate) -> None:
+def test_dialogues_depend_on_the_seed_only(engine: Engine, template: ChatTemplate) -> None:
     def written(seed: int) -> list[int]:
-        return gathered(list(Writer(engine, template, seed).write(4))).token_ids.tolist()
+        return packed(list(Writer(engine, template, seed).write(4))).token_ids.tolist()
 
     assert written(5) == written(5) != written(6)
 
 
 @pytest.mark.usefixtures("short")
-def test_some_questions_are_about_earlier_answers(engine: Engine, template: ChatTemplate) -> None:
-    examples = examples_of(gathered(list(Writer(engine, template, seed=3).write(60))))
+def test_some_questions_are_tasks_on_earlier_answers(engine: Engine, template: ChatTemplate) -> None:
+    examples = examples_of(packed(list(Writer(engine, template, seed=3).write(60))))
     tasks = [template.encode(f"{task}\n\n") for task in TASKS]
     answers: list[list[int]] = []
     about = 0
@@ -121,7 +118,7 @@ def test_some_questions_are_about_earlier_answers(engine: Engine, template: Chat
     assert 5 <= about <= 30
 
 
-# --- What the student learns
+# --- Training
 
 
 def student_of(tiny_pair: tuple[Path, Path], kept: torch.Tensor | None = None) -> Student:
@@ -129,33 +126,31 @@ def student_of(tiny_pair: tuple[Path, Path], kept: torch.Tensor | None = None) -
     return Student(target_of(tiny_pair), [0, 2], torch.arange(257) if kept is None else kept)
 
 
-def test_a_student_of_all_layers_and_tokens_is_its_target(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
+def test_a_complete_student_equals_its_target(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     student = Student(target_of(tiny_pair), [0, 1, 2], torch.arange(257))
     examples = examples_of(dialogues)
     assert all(all(answer) for answer in agreement(student, examples))
     assert mean_acceptance_length(agreement(student, examples), 3) > 3
 
 
-def test_training_lowers_the_loss_and_leaves_the_embeddings(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
+def test_training_lowers_the_loss_and_freezes_embeddings(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     student, examples = student_of(tiny_pair), examples_of(dialogues)
     embeddings = student.body.embed_tokens.weight.clone()
     weights = [weight for weight in student.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=2e-3)
+    optimizer = torch.optim.AdamW(weights, lr=1e-2)
     losses = []
-    for epoch in range(45):
-        for batch in batches(examples, 400, random.Random(epoch)):
+    for epoch in range(20):
+        for batch in batches(examples, 1000, random.Random(epoch)):
             loss = loss_of(student, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
     assert torch.equal(student.body.embed_tokens.weight, embeddings)
 
 
-def test_tokens_that_the_head_lacks_are_not_learned_and_never_agree(
-    tiny_pair: tuple[Path, Path], dialogues: Dialogues
-) -> None:
+def test_tokens_outside_the_output_head_never_agree(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     examples = examples_of(dialogues)
     chosen = torch.cat([example.top_ids[:, 0] for example in examples])
     kept = torch.tensor([token for token in range(257) if token != int(chosen[0])])
@@ -166,23 +161,19 @@ def test_tokens_that_the_head_lacks_are_not_learned_and_never_agree(
     assert not agreed[chosen == chosen[0]].any()
 
 
-def test_what_was_trained_is_saved_without_the_embeddings(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
-    student = student_of(tiny_pair, torch.arange(100))
-    save_compact(tmp_path / "draft.safetensors", student.trained())
-    again = load_trained(tmp_path / "draft.safetensors")
-    assert not any("embed" in name for name in again)
-    assert again["output_ids"].tolist() == list(range(100))
-    torch.testing.assert_close(again["head"], student.head.detach(), atol=1e-2, rtol=1e-2)
-
-
-def test_a_draft_worker_can_load_what_was_trained(
+@pytest.mark.slow
+def test_a_draft_worker_can_load_a_trained_draft(
     tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues
 ) -> None:
     kept = torch.arange(0, 257, 2)
     student = student_of(tiny_pair, kept)
     save_compact(tmp_path / "draft.safetensors", student.trained())
     save_draft(tmp_path / "model", str(tiny_pair[0]), load_compact(tmp_path / "draft.safetensors"))
-    student.learn(load_trained(tmp_path / "draft.safetensors"))
+    trained = load_trained(tmp_path / "draft.safetensors")
+    assert not any("embed" in name for name in trained)
+    assert torch.equal(trained["output_ids"], kept)
+    check_weights(trained, AutoConfig.from_pretrained(tiny_pair[0]))
+    student.learn(trained)
     draft = load_engine(tmp_path / "model", exact=False)
     target = load_engine(tiny_pair[0], exact=False)
     assert draft.loaded.tokenizer.fingerprint == target.loaded.tokenizer.fingerprint
@@ -193,7 +184,7 @@ def test_a_draft_worker_can_load_what_was_trained(
     torch.testing.assert_close(logits, expected, atol=0.02, rtol=0.02)  # embeddings in bfloat16
 
 
-def test_dialogues_become_a_draft_and_the_draft_is_evaluated_on_prompts_of_several_kinds(
+def test_a_draft_is_trained_and_evaluated_by_category(
     tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, output = str(tiny_pair[0]), tmp_path / "output"
@@ -222,7 +213,7 @@ def test_dialogues_become_a_draft_and_the_draft_is_evaluated_on_prompts_of_sever
     assert (itself["agreement"], itself["k=1"]) == (1, pytest.approx(2, abs=0.01))
 
 
-def test_training_goes_on_where_it_stopped(tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
+def test_training_resumes_from_a_checkpoint(tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     def steps(student: Student, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
         for number in range(first, first + count):
             (batch,) = batches(examples_of(dialogues), 10**6, random.Random(number))
@@ -248,8 +239,8 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, tiny_pair: tuple[Path
         torch.testing.assert_close(one, other)
 
 
-def test_a_checkpoint_brings_the_tokens_of_its_head(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
-    """More dialogues would have chosen others."""
+def test_a_checkpoint_restores_the_output_tokens(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    """Other dialogues would select other tokens."""
     checkpoint = Checkpoint(tmp_path / "checkpoint.pt", {"layers": [0, 2]})
     before, after = student_of(tiny_pair, torch.arange(100)), student_of(tiny_pair, torch.arange(50, 150))
     checkpoint.save(before, torch.optim.AdamW([before.head]), 7)
@@ -273,9 +264,7 @@ lengths = st.lists(st.tuples(st.integers(2, 40), st.integers(1, 20)), min_size=1
 
 
 @given(lengths=lengths, tokens=st.integers(1, 200), seed=st.integers(0, 5))
-def test_batches_hold_every_example_once_and_choose_what_answers_follow(
-    lengths: list[tuple[int, int]], tokens: int, seed: int
-) -> None:
+def test_batches_hold_every_example_once(lengths: list[tuple[int, int]], tokens: int, seed: int) -> None:
     examples = []
     for number, (before, answer) in enumerate(lengths):
         top = torch.full((answer, TOP), number)
@@ -284,7 +273,7 @@ def test_batches_hold_every_example_once_and_choose_what_answers_follow(
     for batch in batches(examples, tokens, random.Random(seed)):
         assert batch.token_ids.numel() <= tokens or len(batch.token_ids) == 1
         rows = batch.token_ids[batch.chosen]
-        assert torch.equal(rows, batch.top_ids[:, 0])  # all of a row's candidates are its own
+        assert torch.equal(rows, batch.top_ids[:, 0])  # candidates stay with their row
         for row, mask, chosen in zip(batch.token_ids, batch.attention_mask, batch.chosen, strict=True):
             before, answer = lengths[int(row[0])]
             assert mask.sum() == before + answer
@@ -304,10 +293,8 @@ def test_the_mean_acceptance_length_is_between_one_and_k_plus_one(answers: list[
     assert all(0 <= share <= 1 for share in by_position)
 
 
-def test_the_most_frequent_tokens_and_those_always_wanted_are_kept() -> None:
-    counts = torch.tensor([5.0, 0.0, 9.0, 1.0, 7.0])
-    assert most_frequent(counts, 2, always=[]).tolist() == [2, 4]
-    assert most_frequent(counts, 3, always=[1]).tolist() == [1, 2, 4]
+def test_most_frequent_tokens() -> None:
+    assert most_frequent(torch.tensor([5.0, 0.0, 9.0, 1.0, 7.0]), 2).tolist() == [2, 4]
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

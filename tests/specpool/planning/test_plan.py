@@ -1,33 +1,61 @@
-"""What a plan predicts and recommends, by its properties; and one of a tiny pair, measured as a user would."""
+"""Predictions and recommendations of a plan, by their properties; and values for the Helm chart."""
 
-import json
-import os
-import subprocess
-import sys
 from math import log10
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from deployment import COMPONENTS
+from helm_chart import of_kind, template
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from pod_settings import pod_settings
+from pydantic import ByteSize, TypeAdapter
 
+from coordinator.config.settings import CoordinatorSettings
 from coordinator.drafting.costs import RoundCosts, StepTimes
+from draft_worker.server import DraftWorkerSettings
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
-from specpool.planning import main as command
-from specpool.planning import settings as plan_settings
-from specpool.planning.capacity import Memory
-from specpool.planning.models import MOST_ROWS, powers_of_two
-from specpool.planning.plan import Model, Plan, Terms, make_plan, replayed
-from specpool.planning.prediction import ENOUGH, MeasuredPair, Speed, enough, predict, workers
-from specpool.planning.scaling import fit, other_sizes
+from specpool.planning.plan import HOST_BYTES, Plan, Terms, fit, make_plan, other_sizes, worker_needs
+from specpool.planning.prediction import (
+    SUFFICIENT,
+    Acceptance,
+    MeasuredPair,
+    Memory,
+    Model,
+    Speed,
+    balanced_workers,
+    constant,
+    predict,
+    replayed,
+    smallest_sufficient,
+)
+from specpool.planning.report import helm_values
+from target_worker.server import TargetWorkerSettings
 
+GIB = 2**30
+H200 = "cuda:0 (NVIDIA H200)"
+counts = st.integers(1, 2**40)
 seconds = st.floats(0.0001, 0.1)
 batches = st.integers(1, 64)
 
 
 @st.composite
+def memories(draw: st.DrawFn) -> Memory:
+    return Memory(
+        draw(counts),
+        draw(counts),
+        kv_per_position=draw(st.integers(1, 2**20)),
+        positions=draw(st.integers(0, 10**7)),
+        multiple=draw(st.sampled_from([1, 64])),
+        max_model_len=draw(st.integers(1, 32_000)),
+    )
+
+
+@st.composite
 def pairs(draw: st.DrawFn, shared: bool | None = None) -> MeasuredPair:
-    """Of any costs, and an acceptance that never grows with the position."""
+    """A pair with arbitrary costs and an acceptance that never grows with the position."""
     draft, verify = (
         StepTimes({1: first, 64: first + 63 * more})
         for first, more in (draw(st.tuples(seconds, st.floats(0, 0.001))) for _ in range(2))
@@ -38,95 +66,52 @@ def pairs(draw: st.DrawFn, shared: bool | None = None) -> MeasuredPair:
     return MeasuredPair(costs, lengths, draw(st.booleans()) if shared is None else shared)
 
 
-# --- What is predicted
+# --- Prediction
 
 
 @given(pair=pairs(), batch=batches)
-def test_no_speed_up_exceeds_the_mean_acceptance_length(pair: MeasuredPair, batch: int) -> None:
+def test_speedup_never_exceeds_the_mean_acceptance_length(pair: MeasuredPair, batch: int) -> None:
     plain, *drafted = predict(pair, [batch])
     assert (plain.k, plain.of_plain, plain.groups) == (0, 1, 1)
     assert all(speed.of_plain <= pair.lengths[speed.k] for speed in drafted)
 
 
 @given(length=st.floats(1, 9), batch=batches, k=st.integers(1, 8))
-def test_a_draft_that_costs_nothing_gains_what_it_gets_accepted(length: float, batch: int, k: int) -> None:
+def test_a_free_draft_gains_its_acceptance_length(length: float, batch: int, k: int) -> None:
     flat, free = StepTimes({1: 0.02, 64: 0.02}), StepTimes({1: 0, 64: 0})
     pair = MeasuredPair(RoundCosts(free, flat, exchange=0), [1.0] * k + [length], shared=False)
     assert predict(pair, [batch])[k].of_plain == pytest.approx(length, rel=0.001)
 
 
 @given(pair=pairs(shared=False), half=st.integers(1, 32), k=st.integers(1, 8))
-def test_two_groups_gain_at_most_what_two_pairs_of_workers_would(pair: MeasuredPair, half: int, k: int) -> None:
-    alone, both = pair.in_turn(half, k), pair.in_halves(2 * half, k)
+def test_overlap_gains_at_most_what_a_second_pair_would(pair: MeasuredPair, half: int, k: int) -> None:
+    alone, both = pair.sequential_speed(half, k), pair.overlapped_speed(2 * half, k)
     assert alone * 0.999 <= both <= 2 * alone * 1.001
 
 
 @given(pair=pairs(shared=True), batch=batches, k=st.integers(0, 8))
-def test_on_one_device_nothing_overlaps(pair: MeasuredPair, batch: int, k: int) -> None:
-    assert pair.in_halves(batch, k) == 0
+def test_nothing_overlaps_on_one_device(pair: MeasuredPair, batch: int, k: int) -> None:
+    assert pair.overlapped_speed(batch, k) == 0
 
 
-# --- What is recommended
+def test_step_times_grow_with_sequence_length() -> None:
+    target = model("t", 0.01, step_cached=128, seconds_per_cached=1e-6)
+    assert target.step_times(4096)(8) > target.step_times(1000)(8) > target.step_times(None)(8)
 
 
-@given(rates=st.dictionaries(batches, st.floats(0.1, 1000), min_size=1))
-def test_the_window_is_the_smallest_batch_that_is_nearly_as_fast_as_any(rates: dict[int, float]) -> None:
-    found = enough(Speed(batch, 0, rate, 1, None) for batch, rate in rates.items())
-    assert found.tokens_per_second >= ENOUGH * max(rates.values())
-    assert all(rate < ENOUGH * max(rates.values()) for batch, rate in rates.items() if batch < found.batch)
+# --- Acceptance
 
 
-@given(pair=pairs(shared=False), batch=batches, k=st.integers(1, 8))
-def test_draft_workers_can_feed_their_target_workers(pair: MeasuredPair, batch: int, k: int) -> None:
-    found = workers(pair, batch, k)
-    draft, verify = pair.draft_seconds(batch, k), pair.verify_seconds(batch, k)
-    assert draft * found.target <= verify * found.draft * 1.001
-    assert min(found.draft, found.target) == 1
-    assert found.target > 1 or verify < 2 * draft * 1.001
-    assert found.draft == 1 or verify * (found.draft - 1) < draft * 1.001
-
-
-def model(name: str, step: float, parameters: int = 10**6, room: int = 32) -> Model:
-    memory = Memory(10**6, 10**5, 64, positions=room * 512, multiple=64, max_model_len=512)
-    return Model(name, "cpu", "float32", parameters, memory, "same", {1: step, 64: 2 * step})
-
-
-def plan_of(*agreed: bool, room: int = 32, longest: int = 4) -> Plan:
-    """Of two drafts of which the second never agrees."""
-    target, first, second = model("target", 0.02, room=room), model("first", 0.001), model("second", 0.001, 10**7)
-    drafts = [(first, replayed([list(agreed)], longest)), (second, replayed([[False] * len(agreed)], longest))]
-    return make_plan(target, drafts, Terms([1, 8, 32], longest, exchange_seconds=0.001, shared=False))
-
-
-def test_a_perfect_draft_drafts_as_much_as_it_may_and_a_useless_one_nothing() -> None:
-    plan = plan_of(*[True] * 40)
-    first, second = plan.drafts
-    assert plan.chosen is first
-    assert {batch: speed.k for batch, speed in first.best.items()} == {1: 4, 8: 4, 32: 4}
-    assert {speed.k for speed in second.best.values()} == {0}
-    assert (plan.window.k, plan.workers.draft) == (4, 1)
-    assert plan.scaling is not None
-    assert plan.scaling.per_decade == pytest.approx(-1)
-
-
-def test_where_nothing_pays_plain_decoding_is_recommended() -> None:
-    plan = plan_of(*[False] * 40)
-    assert (plan.window.k, plan.window.of_plain, plan.workers.draft, plan.workers.target) == (0, 1, 0, 1)
-
-
-@pytest.mark.parametrize(("room", "window"), [(32, 32), (31, 8), (3, 1), (0, 1)])
-def test_the_window_fits_in_the_targets_cache(room: int, window: int) -> None:
-    assert plan_of(*[True] * 40, room=room).window.batch == window
-
-
-# --- What is known of acceptance
-
-
-def test_rounds_are_replayed_on_the_targets_text() -> None:
+def test_rounds_are_replayed_on_the_target_text() -> None:
     answer = [True, True, False, True, False, False, True, True]  # with k = 2: 2, 1, 0, 2 accepted
     assert acceptance_by_position([answer], 2) == [3 / 4, 2 / 4]
     assert mean_acceptance_length([answer], 2) == 1 + 5 / 4
     assert mean_acceptance_length([answer[:-1]], 2) == 1 + 3 / 3  # the last round is cut short
+
+
+def test_acceptance_at_a_constant_rate_is_a_geometric_series() -> None:
+    assert constant(0.5, 3).lengths == [1, 1.5, 1.75, 1.875]
+    assert constant(1, 2).by_position == [1, 1]
 
 
 @given(
@@ -134,7 +119,7 @@ def test_rounds_are_replayed_on_the_targets_text() -> None:
     per_decade=st.floats(-0.2, 0.2),
     sizes=st.lists(st.integers(10**5, 10**11), min_size=2, max_size=6, unique=True),
 )
-def test_the_fit_finds_the_line_on_which_all_drafts_lie(intercept: float, per_decade: float, sizes: list[int]) -> None:
+def test_the_fit_finds_a_common_line(intercept: float, per_decade: float, sizes: list[int]) -> None:
     assume(log10(max(sizes) / min(sizes)) > 0.1)
     line = fit(sizes, [intercept + per_decade * log10(size) for size in sizes])
     assert line is not None
@@ -142,7 +127,7 @@ def test_the_fit_finds_the_line_on_which_all_drafts_lie(intercept: float, per_de
     assert all(0 <= line(size) <= 1 for size in (1, 10**6, 10**15))
 
 
-def test_one_size_gives_no_line() -> None:
+def test_one_size_gives_no_fit() -> None:
     assert fit([5], [0.5]) is fit([5, 5], [0.5, 0.6]) is None
 
 
@@ -151,91 +136,136 @@ def test_other_sizes_lie_between_a_small_draft_and_the_target(sizes: list[int], 
     assert all(min(sizes) / 10 <= size < target for size in other_sizes(sizes, target))
 
 
-@given(most=st.integers(1, 10_000))
-def test_measured_rows_reach_as_far_as_is_predicted_or_as_is_measured_at_all(most: int) -> None:
-    rows = powers_of_two(most)
-    assert len(rows) > 1
-    assert min(most, MOST_ROWS) <= rows[-1] < max(3, 2 * most)
+# --- Recommendation
 
 
-# --- The command
+@given(rates=st.dictionaries(batches, st.floats(0.1, 1000), min_size=1))
+def test_the_window_is_the_smallest_sufficient_batch(rates: dict[int, float]) -> None:
+    window = smallest_sufficient(Speed(batch, 0, rate, 1, 1) for batch, rate in rates.items())
+    enough = SUFFICIENT * max(rates.values())
+    assert window.tokens_per_second >= enough
+    assert all(rate < enough for batch, rate in rates.items() if batch < window.batch)
 
 
-SMALL = ["--num-prompts", "4", "--max-tokens", "24", "--longest", "3", "--threads", "1"]
+@given(pair=pairs(shared=False), batch=batches, k=st.integers(1, 8))
+def test_draft_workers_keep_up_with_target_workers(pair: MeasuredPair, batch: int, k: int) -> None:
+    numbers = balanced_workers(pair, batch, k)
+    draft, verify = pair.draft_seconds(batch, k), pair.verify_seconds(batch, k)
+    assert draft * numbers.target <= verify * numbers.draft * 1.001
+    assert min(numbers.draft, numbers.target) == 1
+    assert numbers.target > 1 or verify < 2 * draft * 1.001
+    assert numbers.draft == 1 or verify * (numbers.draft - 1) < draft * 1.001
 
 
-def test_a_tiny_pair_is_measured_and_planned(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    target, draft = map(str, tiny_pair)
-    # The target as its own draft agrees with itself.
-    models = ["--target", target, "--draft", f"{draft},{target}"]
-    arguments = ["plan", *SMALL, "--batches", "1,2,4", *models, "--output", str(tmp_path / "plan")]
-    done = subprocess.run(
-        [sys.executable, "-m", "specpool.cli.main", *arguments],
-        capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    first, second = result["drafts"]
-    assert (result["target"]["name"], first["name"], second["name"]) == (target, draft, target)
-    assert 0.3 < first["agreement"] < 1
-    assert second["agreement"] == 1
-    assert second["mean_acceptance_length"] == [2, 3, 4]
-    assert first["acceptance_by_position"] == sorted(first["acceptance_by_position"], reverse=True)
-    assert {int(rows) for rows in result["target"]["step_seconds"]} == {1, 2, 4, 8, 16}
-    assert [(speed["batch"], speed["k"]) for speed in first["speeds"]] == [(b, k) for b in (1, 2, 4) for k in range(4)]
-    assert all(speed["groups"] == 1 for speed in first["speeds"])  # both are on the CPU
-    recommended = result["recommended"]
-    assert recommended["k"].keys() == {"1", "2", "4"}
-    assert recommended["window"] in (1, 2, 4)
-    assert result["scaling"] is None  # both are of one size
-    assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == result
-    assert (tmp_path / "plan" / "plan.png").stat().st_size > 1000
-    assert "mean acceptance length" in done.stderr
-    assert f"window {recommended['window']}" in done.stderr
+def model(name: str, step: float, device: str = H200, parameters: int = 10**9, fits: int = 64, **more: Any) -> Model:
+    memory = Memory(8 * GIB, GIB, 100_000, positions=fits * 4096, multiple=64, max_model_len=4096)
+    return Model(name, device, "bfloat16", parameters, memory, "same", {1: step, 64: 1.5 * step}, **more)
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What is said on stderr when the command ends with status 2."""
-    monkeypatch.setattr(sys, "argv", ["plan", *SMALL, *arguments])
-    with pytest.raises(SystemExit) as caught:
-        command.main()
-    assert caught.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "Traceback" not in captured.err
-    return captured.err
+def plan_of(*acceptances: Acceptance, device: str = H200, fits: int = 64, **terms: Any) -> Plan:
+    target = model("org/target", 0.02, device, fits=fits, revision="f" * 40)
+    drafts = [
+        (model("org/draft", 0.001, device, parameters=10 ** (8 + at)), acceptance)
+        for at, acceptance in enumerate(acceptances or [constant(0.8, 4)])
+    ]
+    return make_plan(target, drafts, Terms([1, 8, 64], 4, 0.001, shared=False, **terms))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--batches", "0,x"], "batches.0: Input should be greater than or equal to 1"),
-        (["--batches", "0,x"], "batches.1: Input should be a valid integer"),
-        (["--draft", "/nowhere"], "draft: /nowhere: no such file or folder"),
-        (["--prompts", "/nowhere"], "prompts: [Errno 2]"),
-        (["--max-tokens", "511"], "prompts: prompt "),
-        (["--max-model-len", "9999"], "target: max_model_len 9999 is beyond the model's 512 positions"),
-    ],
-)
-def test_what_cannot_be_planned_is_said_by_setting(
-    tiny_pair: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    says: str,
+PERFECT, USELESS = replayed([[True] * 40], 4), replayed([[False] * 40], 4)
+
+
+def test_a_perfect_draft_proposes_the_maximum_and_a_useless_one_nothing() -> None:
+    plan = plan_of(PERFECT, USELESS)
+    first, second = plan.drafts
+    assert plan.chosen is first
+    assert {batch: speed.k for batch, speed in first.best.items()} == {1: 4, 8: 4, 64: 4}
+    assert {speed.k for speed in second.best.values()} == {0}
+    assert (plan.window.k, plan.workers.draft) == (4, 1)
+    assert plan.scaling is not None
+    assert plan.scaling.per_decade == pytest.approx(-1)
+
+
+def test_plain_decoding_is_recommended_where_drafting_never_pays() -> None:
+    plan = plan_of(USELESS)
+    assert (plan.window.k, plan.window.of_plain, plan.workers.draft, plan.workers.target) == (0, 1, 0, 1)
+    assert yaml.safe_load(helm_values(plan))["draft"]["enabled"] is False
+
+
+@pytest.mark.parametrize(("fits", "window"), [(64, 64), (63, 8), (3, 1), (0, 1)])
+def test_the_window_fits_in_the_target_cache(fits: int, window: int) -> None:
+    assert plan_of(PERFECT, fits=fits).window.batch == window
+
+
+@pytest.mark.parametrize(("throughput", "cells"), [(None, 1), (0.99, 1), (1.01, 2), (2.5, 3)])
+def test_cells_reach_the_required_throughput(throughput: float | None, cells: int) -> None:
+    one = plan_of().window.tokens_per_second
+    assert plan_of(throughput=throughput and throughput * one).capacity.cells == cells
+
+
+# --- Memory
+
+
+@given(memory=memories(), slots=st.integers(1, 4096), positions=st.integers(1, 40_000) | st.none())
+def test_the_cache_holds_all_slots_and_one_full_length_sequence(
+    memory: Memory, slots: int, positions: int | None
 ) -> None:
-    pair = ["--target", str(tiny_pair[0]), *([] if "--draft" in arguments else ["--draft", str(tiny_pair[1])])]
-    assert f"specpool plan: {says}" in refusal(monkeypatch, capsys, *pair, *arguments)
+    slot = memory.slot_positions(positions)
+    assert slot % memory.multiple == 0
+    assert min(positions or memory.full_slot, memory.full_slot) <= slot <= memory.full_slot
+    held = memory.kv_bytes(slots, positions) // memory.kv_per_position
+    assert held >= max(slots * slot, memory.full_slot)
+    assert Memory(0, 0, 1, held, memory.multiple, memory.full_slot).capacity(positions) >= slots
 
 
-def test_a_target_of_ones_own_needs_a_draft(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "draft: name one" in refusal(monkeypatch, capsys, "--target", str(tiny_pair[0]))
+@given(memory=memories(), slots=st.integers(1, 64), on_gpu=st.booleans())
+def test_a_pod_has_memory_for_its_contents(memory: Memory, slots: int, on_gpu: bool) -> None:
+    needs = worker_needs(memory, on_gpu, slots, None)
+    assert needs.device_bytes == memory.weights + memory.activations + needs.kv_bytes
+    assert needs.request_bytes >= memory.weights + HOST_BYTES
+    assert on_gpu or needs.request_bytes >= needs.device_bytes + HOST_BYTES
+    assert needs.limit_bytes == needs.request_bytes + memory.weights
 
 
-def test_a_plot_needs_matplotlib(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(plan_settings, "find_spec", lambda name: None)
-    assert "specpool[bench]" in refusal(monkeypatch, capsys, "--output", str(tmp_path))
+def test_shorter_sequences_take_less_memory() -> None:
+    short, full = plan_of(positions=1000).capacity, plan_of().capacity
+    assert short.target.slot_bytes == 1024 * 100_000
+    assert short.target.kv_bytes < full.target.kv_bytes
+
+
+# --- Values of the Helm chart
+
+
+@pytest.mark.parametrize("device", ["cpu", H200])
+def test_processes_accept_the_values(device: str) -> None:
+    plan = plan_of(device=device, positions=2000, throughput=10_000)
+    values = yaml.safe_load(helm_values(plan))
+    assert values["cells"] == plan.capacity.cells > 1
+    coordinator = CoordinatorSettings(**values["coordinator"]["settings"])
+    assert coordinator.max_num_seqs == coordinator.max_batch_size == plan.window.batch
+    for role, kind in (("target", TargetWorkerSettings), ("draft", DraftWorkerSettings)):
+        settings = kind(**values[role]["settings"], model=values[role]["model"])
+        needs, resources = getattr(plan.capacity, role), values[role]["resources"]
+        assert (settings.max_sequences, settings.max_model_len) == (plan.window.batch, 4096)
+        assert settings.dtype == "bfloat16"
+        assert 0 <= settings.kv_memory - needs.kv_bytes < 2**20
+        assert values[role]["gpus"] == (device != "cpu")
+        assert int(resources["requests"]["memory"].removesuffix("Mi")) * 2**20 >= needs.request_bytes
+        assert TypeAdapter(ByteSize).validate_python(resources["limits"]["memory"] + "B") >= needs.limit_bytes
+    assert (values["target"]["revision"], values["draft"]["revision"]) == ("f" * 40, "")
+    assert values["draft"]["enabled"] is True
+
+
+@pytest.mark.parametrize("device", ["cpu", H200])
+def test_the_chart_passes_the_values_to_each_process(device: str, tmp_path: Path) -> None:
+    plan = plan_of(device=device, positions=2000, throughput=10_000)
+    file = tmp_path / "values.yaml"
+    file.write_text(helm_values(plan))
+    manifests = template("--values", str(file))
+    cells = {item["spec"]["replicas"] for item in of_kind(manifests, "StatefulSet").values()}
+    assert cells == {plan.capacity.cells}
+    coordinator, *workers = (pod_settings(manifests, component) for component in COMPONENTS)
+    assert coordinator.max_num_seqs == plan.window.batch
+    for worker in workers:
+        assert (worker.max_sequences, worker.device) == (plan.window.batch, device[:4].rstrip(":"))
+        assert 0 <= worker.kv_memory - plan.capacity.target.kv_bytes < 2**20
+    assert [worker.revision for worker in workers] == [None, "f" * 40]

@@ -1,4 +1,4 @@
-"""`RemoteDraft` in a real vLLM on the CPU: its answers are plain vLLM's. Only `make test-vllm` runs these tests."""
+"""`RemoteDraft` in vLLM on the CPU gives the answers of plain vLLM. Only `make test-vllm` runs these tests."""
 
 from collections.abc import Iterator
 from threading import Thread
@@ -13,9 +13,9 @@ from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
 pytestmark = pytest.mark.vllm
 
 PROMPTS, TOKENS = 16, 48
-# With as many tokens, rows need a second block of vLLM's KV cache.
+# So many tokens need a second block of vLLM's KV cache.
 MANY_TOKENS, LONG_ROWS = 112, 8
-# Compiling the model takes minutes, and changes nothing that is tested here.
+# Compiling the model takes minutes, and is irrelevant here.
 EAGER = {"enforce_eager": True}
 
 
@@ -25,15 +25,15 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain_to_the_end(prompts: list[list[int]]) -> list[list[int]]:
+def plain_long(prompts: list[list[int]]) -> list[list[int]]:
     with VllmEngine(float32_copy(), "plain", **EAGER) as engine:
         answers: list[list[int]] = engine.wait_ready().run(prompts, MANY_TOKENS)["outputs"]
     return answers
 
 
 @pytest.fixture(scope="module")
-def plain(plain_to_the_end: list[list[int]]) -> list[list[int]]:
-    return [answer[:TOKENS] for answer in plain_to_the_end]
+def plain(plain_long: list[list[int]]) -> list[list[int]]:
+    return [answer[:TOKENS] for answer in plain_long]
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +52,22 @@ def equal(answers: list[list[int]], truth: list[list[int]]) -> list[bool]:
     return [one == other for one, other in zip(answers, truth, strict=True)]
 
 
-def test_answers_are_plain_vllms(engine: VllmEngine, prompts: list[list[int]], plain: list[list[int]]) -> None:
+def test_answers_equal_plain_vllm(engine: VllmEngine, prompts: list[list[int]], plain: list[list[int]]) -> None:
     done = engine.run(prompts, TOKENS)
     assert all(equal(done["outputs"], plain))
     assert done["accepted"] > 0
 
 
-def test_rows_that_are_preempted(
-    draft: DraftProcess, prompts: list[list[int]], plain_to_the_end: list[list[int]]
-) -> None:
-    """A KV cache with room for a few long rows only: vLLM preempts the others and resumes them."""
-    little = {"max_model_len": 512, "num_gpu_blocks_override": 6}
-    with VllmEngine(float32_copy(), "remote", draft.address, **little, **EAGER) as few:
+def test_preempted_rows(draft: DraftProcess, prompts: list[list[int]], plain_long: list[list[int]]) -> None:
+    """The KV cache holds few long rows, so that vLLM preempts and resumes the others."""
+    small = {"max_model_len": 512, "num_gpu_blocks_override": 6}
+    with VllmEngine(float32_copy(), "remote", draft.address, **small, **EAGER) as few:
         done = few.wait_ready().run(prompts[:LONG_ROWS], MANY_TOKENS)
     assert done["preemptions"] > 0
-    assert all(equal(done["outputs"], plain_to_the_end[:LONG_ROWS]))
+    assert all(equal(done["outputs"], plain_long[:LONG_ROWS]))
 
 
-def test_kills_of_the_draft_worker_cost_drafts_only(
+def test_a_killed_draft_worker_only_costs_drafts(
     draft: DraftProcess, engine: VllmEngine, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
     done: list[dict[str, Any]] = []
@@ -90,7 +88,7 @@ def test_two_servers_share_a_draft_worker(
     done: list[dict[str, Any]] = []
     with VllmEngine(float32_copy(), "remote", draft.address, **EAGER) as other:
         other.wait_ready()
-        both = [Thread(target=lambda its=its: done.append(its.run(prompts, TOKENS))) for its in (engine, other)]
+        both = [Thread(target=lambda used=used: done.append(used.run(prompts, TOKENS))) for used in (engine, other)]
         for thread in both:
             thread.start()
         for thread in both:

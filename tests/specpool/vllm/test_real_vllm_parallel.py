@@ -1,4 +1,4 @@
-"""With two tensor-parallel ranks, and LoRA requests beside others in a batch, vLLM with drafts answers as without.
+"""vLLM with drafts gives the same answers with two tensor-parallel ranks, and with LoRA requests in a batch.
 
 Only `make test-vllm` runs this test.
 """
@@ -25,7 +25,7 @@ ADAPTER = "odd"
 
 
 def save_adapter(folder: Path, config: PreTrainedConfig) -> Path:
-    """Saves a random LoRA adapter of all query and value projections."""
+    """Save a random LoRA adapter for all query and value projections."""
     torch.manual_seed(1)
     outputs = {"q_proj": config.num_attention_heads, "v_proj": config.num_key_value_heads}
     weights = {}
@@ -42,7 +42,7 @@ def save_adapter(folder: Path, config: PreTrainedConfig) -> Path:
 
 
 async def answers(server: VllmServer) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the answers to all prompts, without the adapter and with it, asked at the same time."""
+    """Token ids of concurrent answers to all prompts, without and with the adapter."""
     options = {"max_tokens": TOKENS, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
     async with server.client() as client:
         asked = [ask(client, model, prompt, **options) for model in (server.model, ADAPTER) for prompt in PROMPTS]
@@ -51,12 +51,12 @@ async def answers(server: VllmServer) -> tuple[list[list[int]], list[list[int]]]
 
 
 async def test_ranks_and_adapters(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The draft is the target itself, so that its drafts are accepted where there is no adapter."""
+    """The draft is the target itself, so its tokens are accepted without the adapter."""
     folder = tmp_path_factory.mktemp("models")
     config = small_config("llama", hidden_size=128, head_dim=32, max_position_embeddings=MAX_MODEL_LEN)
     model, adapter = save_model(folder / "model", config), save_adapter(folder / "adapter", config)
     flags = ["--tensor-parallel-size", "2", "--enable-lora", "--lora-modules", f"{ADAPTER}={adapter}"]
-    # On the CPU, vLLM 0.32 gives requests without an adapter that of the last slot (its pull request 48421): here none.
+    # On the CPU, vLLM 0.32 applies the last slot's adapter to requests without one (vLLM pull request 48421).
     flags += ["--max-loras", "2"]
     with ExitStack() as stack:
         draft = stack.enter_context(draft_process(model, 1))

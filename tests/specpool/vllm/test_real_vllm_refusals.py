@@ -1,4 +1,4 @@
-"""What a user of `vllm serve` sees when its drafts cannot be made. Only `make test-vllm` runs this test."""
+"""Errors of `vllm serve` without usable drafts. Only `make test-vllm` runs this test."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 NOWHERE = "127.0.0.1:1"
 
 
-def test_a_server_that_cannot_have_drafts_says_why_in_a_line_and_ends(
+def test_vllm_exits_with_the_reason_in_one_line(
     tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, other_draft = float32_copy(), tiny_pair[1]
@@ -25,12 +25,12 @@ def test_a_server_that_cannot_have_drafts_says_why_in_a_line_and_ends(
             (
                 NOWHERE,
                 {"SPECPOOL_DRAFT_START_SECONDS": "2"},
-                f"the draft worker at {NOWHERE} cannot be used: no answer in 2 s: UNAVAILABLE: ",
+                f"cannot use the draft worker at {NOWHERE}: no answer in 2 s: UNAVAILABLE: ",
             ),
             (
                 other,
                 {},
-                f"the draft worker at {other} cannot be used: the draft {other_draft} has another tokenizer than the "
+                f"cannot use the draft worker at {other}: the draft {other_draft} has another tokenizer than the "
                 f"target {target}",
             ),
         ]

@@ -1,4 +1,4 @@
-"""`vllm serve` with drafts of a draft worker, as docs/vllm.md says it, answers as plain `vllm serve` does.
+"""`vllm serve` with drafts, as documented in docs/vllm.md, gives the answers of plain `vllm serve`.
 
 Only `make test-vllm` runs these tests.
 """
@@ -29,7 +29,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-# Else a small model may go on with line breaks for ever.
+# Otherwise a small model may generate line breaks forever.
 FLAGS = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
 
 
@@ -58,7 +58,7 @@ def remote(servers: tuple[VllmServer, VllmServer]) -> VllmServer:
 
 @pytest.fixture(scope="module")
 def plain(servers: tuple[VllmServer, VllmServer]) -> list[str]:
-    """Plain vLLM's answers."""
+    """Answers of plain vLLM."""
 
     async def answers() -> list[str]:
         async with servers[0].client() as client:
@@ -67,8 +67,8 @@ def plain(servers: tuple[VllmServer, VllmServer]) -> list[str]:
     return asyncio.run(answers())
 
 
-async def stream(client: Any, server: VllmServer, prompt: Any, most_chunks: int | None = None) -> str:
-    """The streamed answer to a chat. The client goes away after `most_chunks` if they are given."""
+async def stream(client: Any, server: VllmServer, prompt: Any, max_chunks: int | None = None) -> str:
+    """The streamed answer to a chat. The client disconnects after `max_chunks`."""
     options = {"temperature": 0, "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
     text = ""
     async with await client.chat.completions.create(
@@ -78,19 +78,19 @@ async def stream(client: Any, server: VllmServer, prompt: Any, most_chunks: int 
         async for chunk in chunks:
             text += chunk.choices[0].delta.content or ""
             count += 1
-            if count == most_chunks:
+            if count == max_chunks:
                 break
     return text
 
 
-async def test_streams_that_come_and_go(remote: VllmServer, plain: list[str]) -> None:
-    """Clients come one after the other, and every third one goes away in the middle of its answer."""
+async def test_streams_with_disconnecting_clients(remote: VllmServer, plain: list[str]) -> None:
+    """Every third client disconnects in the middle of its answer."""
     async with remote.client() as client:
         before = remote.counter("accepted")
         running = []
         for i, prompt in enumerate([*PROMPTS, *PROMPTS]):
-            most_chunks = 3 if i % 3 == 2 else None
-            running.append(asyncio.create_task(stream(client, remote, prompt, most_chunks)))
+            max_chunks = 3 if i % 3 == 2 else None
+            running.append(asyncio.create_task(stream(client, remote, prompt, max_chunks)))
             await asyncio.sleep(0.1)
         answers = await asyncio.gather(*running)
         whole = [*plain, *plain]
@@ -98,7 +98,7 @@ async def test_streams_that_come_and_go(remote: VllmServer, plain: list[str]) ->
         assert remote.counter("accepted") > before
 
 
-async def test_kills_of_the_draft_worker_cost_drafts_only(
+async def test_a_killed_draft_worker_only_costs_drafts(
     draft: DraftProcess, remote: VllmServer, plain: list[str]
 ) -> None:
     async with remote.client() as client:
@@ -129,16 +129,16 @@ async def test_kills_of_the_draft_worker_cost_drafts_only(
 async def test_structured_output(
     options: dict[str, Any], is_valid: Any, servers: tuple[VllmServer, VllmServer]
 ) -> None:
-    """Beside requests of another kind in the same batch."""
+    """In one batch with free-form requests."""
 
     async def answers(server: VllmServer) -> list[str]:
         async with server.client() as client:
             free = [ask(client, server.model, text, max_tokens=FEW_TOKENS) for text in TEXTS]
-            bound = [
+            constrained = [
                 ask(client, server.model, text, max_tokens=2 * TOKENS, extra_body={"structured_outputs": options})
                 for text in TEXTS
             ]
-            return [choices[0].text for choices in await asyncio.gather(*bound, *free)]
+            return [choices[0].text for choices in await asyncio.gather(*constrained, *free)]
 
     plain, remote = [await answers(server) for server in servers]
     assert remote == plain
@@ -168,7 +168,7 @@ async def test_penalties(servers: tuple[VllmServer, VllmServer]) -> None:
 
 
 async def test_several_answers_and_sampling(servers: tuple[VllmServer, VllmServer]) -> None:
-    """With `top_k` 1, sampled answers are greedy ones; so they are the same, beside others that are not."""
+    """Sampling with `top_k` 1 is greedy, also in a batch with real sampling."""
     plain, remote = servers
     async with plain.client() as client:
         truth = [(await ask(client, plain.model, text, max_tokens=TOKENS))[0].text for text in TEXTS]
@@ -184,7 +184,7 @@ async def test_several_answers_and_sampling(servers: tuple[VllmServer, VllmServe
 
 
 async def test_the_log_has_no_errors(remote: VllmServer) -> None:
-    """Of ours, or of vLLM's steps: in what was asked before."""
+    """Neither of Specpool nor of vLLM, after all tests above."""
     written = remote.log.read_text()
     assert " ERROR " not in written, written[-3000:]
     assert "drafts for vLLM" in written

@@ -1,9 +1,9 @@
-"""`RemoteDraft` against a fake draft worker over a real socket, called as vLLM calls it."""
+"""`RemoteDraft` with a fake draft worker over a real socket, called as vLLM calls it."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _soon_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "PROBE_SECONDS", 0.05)
 
 
 @pytest.fixture(autouse=True)
 def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether drafts pay is tested in virtual time, not by the times of a busy machine."""
+    """Always draft. test_vllm_pacing.py tests when drafts pay, in virtual time."""
     monkeypatch.setattr(LearnedTimes, "__init__", lambda times: StepTimes.__init__(times, UNKNOWN_VERIFY))
     monkeypatch.setattr(Pacing, "mode", lambda *_: Mode.PLANNED)
     monkeypatch.setattr(Pacing, "observe", lambda *_: None)
@@ -43,7 +43,7 @@ def _drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Served:
-    """vLLM with our class, and the draft worker."""
+    """vLLM with `RemoteDraft`, and the draft worker."""
 
     vllm: StandIn
     draft: RecordingDraft
@@ -60,38 +60,43 @@ class Served:
 
     @property
     def first_contacts(self) -> list[Any]:
-        """Items that began a sequence in the draft worker, or began it anew."""
+        """Items that begin or rebuild a sequence in the draft worker."""
         return [item for request in self.draft.requests for item in request.items if item.HasField("sampling")]
 
     def check(self, *rows: Row) -> None:
-        """Every row has the tokens of plain decoding."""
+        """Assert that every row has the tokens of plain decoding."""
         for row in rows:
             prompt = row.tokens[: row.prompt_length]
             assert row.output == self.vllm.target.continuation(prompt, len(row.output))
 
 
-@asynccontextmanager
-async def serving(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch, acceptance: float = 1.0, most_seconds: str = "5", **knobs: Any
-) -> AsyncIterator[Served]:
-    target = FakeTarget()
-    draft = RecordingDraft(target, acceptance=acceptance, fingerprint=FINGERPRINT, **knobs)
-    address = await draft.start()
-    monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", address)
-    monkeypatch.setenv("SPECPOOL_DRAFT_TIMEOUT_SECONDS", most_seconds)
-    remote = await asyncio.to_thread(RemoteDraft, vllm_config(tokenizer))
-    remote.load_model(object())
-    try:
-        yield Served(StandIn(remote, target), draft, address)
-    finally:
-        await asyncio.to_thread(remote.close)
-        await draft.stop()
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 
-async def test_drafts_are_accepted_and_caches_are_never_rebuilt(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tokenizer, monkeypatch, acceptance=0.8) as served:
+@pytest.fixture
+def serve(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Start vLLM's stand-in with `RemoteDraft` and a fake draft worker."""
+
+    @asynccontextmanager
+    async def serving(acceptance: float = 1.0, draft_timeout: str = "5", **knobs: Any) -> AsyncIterator[Served]:
+        target = FakeTarget()
+        draft = RecordingDraft(target, acceptance=acceptance, fingerprint=FINGERPRINT, **knobs)
+        address = await draft.start()
+        monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", address)
+        monkeypatch.setenv("SPECPOOL_DRAFT_TIMEOUT_SECONDS", draft_timeout)
+        remote = await asyncio.to_thread(RemoteDraft, vllm_config(tokenizer))
+        remote.load_model(object())
+        try:
+            yield Served(StandIn(remote, target), draft, address)
+        finally:
+            await asyncio.to_thread(remote.close)
+            await draft.stop()
+
+    return serving
+
+
+async def test_drafts_are_accepted_and_caches_are_never_rebuilt(serve: Serve) -> None:
+    async with serve(acceptance=0.8) as served:
         rows = [served.vllm.add([9, 8, 7 + i]) for i in range(3)]
         await served.until(lambda: sum(row.accepted for row in rows) > 40)
         served.check(*rows)
@@ -100,8 +105,8 @@ async def test_drafts_are_accepted_and_caches_are_never_rebuilt(
         assert all(item.base_length > 0 for item in items if not item.HasField("sampling"))
 
 
-async def test_rows_come_go_move_and_swap(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_rows_come_go_move_and_swap(serve: Serve) -> None:
+    async with serve() as served:
         vllm = served.vllm
         rows = [vllm.add([1, 2, 3, i]) for i in range(4)]
         await served.steps(10)
@@ -118,8 +123,8 @@ async def test_rows_come_go_move_and_swap(tokenizer: str, monkeypatch: pytest.Mo
         await served.until(lambda: len(served.draft.caches) <= 1)
 
 
-async def test_equal_rows_are_drafted_for_both(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_equal_rows_both_get_drafts(serve: Serve) -> None:
+    async with serve() as served:
         twins = [served.vllm.add([5, 5, 5]), served.vllm.add([5, 5, 5])]
         await served.steps(6)
         served.vllm.swap(0, 1)
@@ -129,8 +134,8 @@ async def test_equal_rows_are_drafted_for_both(tokenizer: str, monkeypatch: pyte
         assert len(served.first_contacts) == 2
 
 
-async def test_a_resumed_row_copies_what_the_draft_still_has(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_a_resumed_row_uses_the_prefix_cache(serve: Serve) -> None:
+    async with serve() as served:
         other, row = served.vllm.add([1]), served.vllm.add([*range(100, 164)])
         await served.until(lambda: row.accepted > 20)
         served.vllm.preempt(row)
@@ -144,9 +149,9 @@ async def test_a_resumed_row_copies_what_the_draft_still_has(tokenizer: str, mon
         assert served.first_contacts[-1].base_length >= 64
 
 
-async def test_a_prompt_that_is_prefilled_in_chunks(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunked_prefill(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_PREFILL_TOKENS", "32")
-    async with serving(tokenizer, monkeypatch) as served:
+    async with serve() as served:
         first, late = served.vllm.add([1, 2]), served.vllm.add([i % 250 for i in range(200)], chunks=4)
         await served.until(lambda: late.accepted > 3)
         served.check(first, late)
@@ -154,12 +159,10 @@ async def test_a_prompt_that_is_prefilled_in_chunks(tokenizer: str, monkeypatch:
 
 
 @pytest.mark.parametrize("by_setting", [True, False])
-async def test_drafts_end_where_the_draft_does(
-    by_setting: bool, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_drafts_end_at_the_limit(by_setting: bool, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_setting:
         monkeypatch.setenv("SPECPOOL_DRAFT_MAX_LENGTH", "48")
-    async with serving(tokenizer, monkeypatch, max_model_len=4096 if by_setting else 48) as served:
+    async with serve(max_model_len=4096 if by_setting else 48) as served:
         row = served.vllm.add([4, 5, 6])
         await served.until(lambda: len(row.tokens) > 80)
         served.check(row)
@@ -169,25 +172,23 @@ async def test_drafts_end_where_the_draft_does(
         assert served.first_contacts[0].max_length == 48
 
 
-async def test_a_row_reaches_vllms_own_end(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_a_row_reaches_max_model_len(serve: Serve) -> None:
+    async with serve() as served:
         row = served.vllm.add([i % 250 for i in range(MAX_MODEL_LEN - 12)])
         await served.until(lambda: len(row.tokens) == MAX_MODEL_LEN)
         served.check(row)
 
 
-async def test_more_rows_than_the_draft_has_slots(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch, slots=2) as served:
+async def test_more_rows_than_draft_slots(serve: Serve) -> None:
+    async with serve(slots=2) as served:
         rows = [served.vllm.add([i, i + 1]) for i in range(5)]
         await served.steps(30)
         served.check(*rows)
         assert sum(row.accepted > 0 for row in rows) >= 2
 
 
-async def test_a_killed_draft_worker_costs_drafts_until_it_is_back(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_drafts_resume_after_a_draft_worker_restart(serve: Serve) -> None:
+    async with serve() as served:
         row = served.vllm.add([7, 7, 8])
         await served.until(lambda: row.accepted > 3)
         await served.draft.stop()
@@ -198,10 +199,8 @@ async def test_a_killed_draft_worker_costs_drafts_until_it_is_back(
         served.check(row)
 
 
-async def test_a_draft_worker_that_lost_its_caches_gets_them_again(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_lost_draft_caches_are_rebuilt(serve: Serve) -> None:
+    async with serve() as served:
         row = served.vllm.add([7, 7, 9])
         await served.until(lambda: row.accepted > 3)
         served.draft.forget()
@@ -210,8 +209,8 @@ async def test_a_draft_worker_that_lost_its_caches_gets_them_again(
         served.check(row)
 
 
-async def test_a_slow_draft_worker_is_left_out_for_a_while(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch, most_seconds="0.2") as served:
+async def test_a_slow_draft_worker_causes_backoff(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(draft_timeout="0.2") as served:
         monkeypatch.setattr(link, "PROBE_SECONDS", 30)
         row = served.vllm.add([7, 1])
         await served.until(lambda: row.accepted > 3)
@@ -226,10 +225,10 @@ async def test_a_slow_draft_worker_is_left_out_for_a_while(tokenizer: str, monke
 @pytest.mark.parametrize(
     "arguments", [(), (None, None, None), ([[1]], None, None), ([[1], [2]], [3, 4], [[1], [2]]), ([[1]], {}, {})]
 )
-async def test_wrong_arguments_cost_drafts_only(
-    arguments: tuple[Any, ...], tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_invalid_arguments_only_cost_drafts(
+    arguments: Any, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+    async with serve() as served:
         row = served.vllm.add([7, 1, 4])
         await served.steps(2)
         with caplog.at_level(logging.ERROR, "vllm.specpool"):
@@ -243,8 +242,8 @@ async def test_wrong_arguments_cost_drafts_only(
         served.check(row)
 
 
-async def test_two_servers_share_a_draft_worker(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tokenizer, monkeypatch) as served:
+async def test_two_servers_share_a_draft_worker(serve: Serve, tokenizer: str) -> None:
+    async with serve() as served:
         remote = await asyncio.to_thread(RemoteDraft, vllm_config(tokenizer))
         other = StandIn(remote, served.vllm.target)
         rows = [served.vllm.add([1, 2]), other.add([3, 4])]
@@ -256,11 +255,9 @@ async def test_two_servers_share_a_draft_worker(tokenizer: str, monkeypatch: pyt
         assert len({request.coordinator_id for request in served.draft.requests}) == 2
 
 
-async def test_sequences_are_freed_when_vllm_stands_still_and_when_it_ends(
-    tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sequences_are_released_when_vllm_idles_or_exits(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.vllm.link.IDLE_SECONDS", 20 * STEP_SECONDS)
-    async with serving(tokenizer, monkeypatch) as served:
+    async with serve() as served:
         row = served.vllm.add([7, 1, 4])
         await served.until(lambda: row.accepted > 3)
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -273,11 +270,11 @@ async def test_sequences_are_freed_when_vllm_stands_still_and_when_it_ends(
         assert served.draft.caches == {}
 
 
-async def test_only_the_rank_whose_drafts_vllm_reads_asks(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_one_rank_asks_for_drafts(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", "127.0.0.1:1")
     ranks = {"world_size": 4, "tensor_parallel_size": 2}
-    other = RemoteDraft(vllm_config(tokenizer, rank=3, **ranks))  # connects to nothing, or this would fail
+    other = RemoteDraft(vllm_config(tokenizer, rank=3, **ranks))  # does not connect
     assert other.propose([[1], []], None, None) == [[], []]
     monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0")
-    with pytest.raises(ValueError, match="cannot be used"):
+    with pytest.raises(ValueError, match="cannot use the draft worker"):
         RemoteDraft(vllm_config(tokenizer, rank=2, **ranks))

@@ -1,4 +1,4 @@
-"""Rows of vLLM's batch become sequences by their tokens, in a time that does not grow with their length."""
+"""Matching of rows to sequences by their tokens, in time independent of their length."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
-from specpool.vllm.rows import MARKS, Batch, Rows
+from specpool.vllm.rows import NUM_MARKS, Batch, Rows
 
 LONG = 4000
 
 
 class Counted:
-    """An array that counts the numbers that are read of it."""
+    """An array that counts reads."""
 
     def __init__(self, rows: list[list[int]]) -> None:
         self._array = np.zeros((len(rows), LONG + 100), dtype=np.int32)
@@ -41,15 +41,15 @@ def rows_of(*contexts: list[int]) -> tuple[Rows, list[Sequence]]:
     return rows, sequences
 
 
-def test_a_row_that_stays_is_told_by_few_tokens() -> None:
+def test_a_row_in_place_needs_few_reads() -> None:
     contexts = [[at, *range(LONG)] for at in range(3)]
     rows, sequences = rows_of(*contexts)
     batch, tokens = batch_of([[*context, 7, 8] for context in contexts], gained=2)
     assert rows.match(batch) == (sequences, [])
-    assert tokens.read <= 3 * (3 * MARKS)
+    assert tokens.read <= 3 * (3 * NUM_MARKS)
 
 
-def test_rows_that_move_leave_and_come() -> None:
+def test_rows_move_leave_and_arrive() -> None:
     contexts = [[at, 5, 6, at] for at in range(4)]
     rows, sequences = rows_of(*contexts)
     batch, _ = batch_of([[*contexts[3], 9], [77, 78], [*contexts[0], 9]])
@@ -57,15 +57,14 @@ def test_rows_that_move_leave_and_come() -> None:
 
 
 @pytest.mark.parametrize("changed", [0, LONG // 2, LONG - 1])
-def test_a_row_with_another_beginning_middle_or_end_is_new(changed: int) -> None:
-    """In another place; in its own place, tokens between the marks are not looked at."""
+def test_a_moved_row_with_any_changed_token_is_new(changed: int) -> None:
     context = [*range(LONG)]
     rows, sequences = rows_of([1], context)
     context[changed] += 1
     assert rows.match(batch_of([[*context, 5]])[0]) == ([None], sequences)
 
 
-def test_a_row_that_became_shorter_or_skipped_a_step_is_new() -> None:
+def test_a_row_of_unexpected_length_is_new() -> None:
     rows, sequences = rows_of([1, 2, 3])
     assert rows.match(batch_of([[1, 2, 3]])[0]) == ([None], sequences)
     assert rows.match(batch_of([[1, 2, 3, 4, 5]])[0]) == ([None], sequences)
@@ -74,16 +73,16 @@ def test_a_row_that_became_shorter_or_skipped_a_step_is_new() -> None:
 def test_equal_rows_are_each_matched_once() -> None:
     rows, sequences = rows_of([9], [1, 2], [1, 2])
     found, gone = rows.match(batch_of([[1, 2, 3], [1, 2, 3]])[0])
-    assert sorted(its.sequence_id for its in found if its is not None) == [1, 2]
+    assert sorted(sequence.sequence_id for sequence in found if sequence is not None) == [1, 2]
     assert gone == [sequences[0]]
 
 
-def test_an_empty_batch_frees_all() -> None:
+def test_an_empty_batch_releases_all() -> None:
     rows, sequences = rows_of([1], [2])
     assert rows.match(batch_of([])[0]) == ([], sequences)
 
 
-def test_rows_are_told_after_steps_that_were_not_looked_at() -> None:
+def test_rows_match_after_skipped_steps() -> None:
     contexts = [[at, 5, 6, at] for at in range(3)]
     rows, sequences = rows_of(*contexts)
     batch, _ = batch_of([[*contexts[0], 9, 8, 7], [*contexts[2], 4, 3], [1, 2, 3, 4, 5, 6]])

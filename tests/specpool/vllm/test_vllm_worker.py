@@ -1,4 +1,4 @@
-"""`RemoteDraft` with a real draft worker behind TLS and a token; a stand-in calls it as vLLM does."""
+"""`RemoteDraft` with a real draft worker, TLS and a token. A stand-in plays vLLM."""
 
 import asyncio
 import math
@@ -18,13 +18,14 @@ from coordinator.workers import link
 from specpool.engine.cache.spans import Span
 from specpool.testing import FakeTarget
 from specpool.vllm import RemoteDraft
+from specpool.vllm.pacing import Mode, Pacing
 from specpool.worker.host import WorkerHost
 
 PATIENCE_SECONDS = 60
 
 
 class ModelTarget(FakeTarget):
-    """A target whose tokens a model chooses."""
+    """A target that decodes greedily with a model."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -35,14 +36,14 @@ class ModelTarget(FakeTarget):
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
         tokens = list(prompt)
-        for _ in range(count):  # as the stand-in, beyond the end of a sequence
+        for _ in range(count):  # like the stand-in, ignore the end of sequence
             tokens.append(self.choose(tokens))
         return tokens[len(prompt) :]
 
 
 @dataclass
 class Secured:
-    """A draft worker, and the variables with which a client may use it."""
+    """A draft worker, and the environment variables of an authorized client."""
 
     address: str
     host: WorkerHost
@@ -51,7 +52,7 @@ class Secured:
 
 @asynccontextmanager
 async def secured_draft(draft: Path, folder: Path) -> AsyncIterator[Secured]:
-    """A draft worker that wants certificates of clients, and a token."""
+    """A draft worker that requires client certificates and a token."""
     ca = Authority(folder)
     server, client = ca.issue("server"), ca.issue("client")
     tokens, token = folder / "tokens", folder / "token"
@@ -67,6 +68,8 @@ async def test_drafts_of_a_real_draft_worker_over_tls(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("vllm_stand_in.STEP_SECONDS", 0.05)  # drafts must pay on a busy machine
+    monkeypatch.setattr(Pacing, "mode", lambda *_: Mode.PLANNED)
     target, draft = tiny_pair
     async with secured_draft(draft, tmp_path) as worker:
         monkeypatch.setenv("SPECPOOL_DRAFT_ADDRESS", worker.address)
@@ -78,7 +81,7 @@ async def test_drafts_of_a_real_draft_worker_over_tls(
 
 
 async def _check_drafts(vllm: StandIn, worker: Secured) -> None:
-    """Drafts are accepted, also after the draft worker has lost its caches, and change no token."""
+    """Assert that drafts are accepted, also after the worker loses its caches, and that tokens are exact."""
     rows = [vllm.add([i, 30, 40 + i, 7]) for i in range(3)]
     await _until(vllm, lambda: all(row.accepted > 3 for row in rows))
     await worker.host.run(lambda backend: backend.expire(math.inf, 0.0))  # as a restart would
@@ -89,11 +92,11 @@ async def _check_drafts(vllm: StandIn, worker: Secured) -> None:
 
 
 async def _check_refusals(target: Path, worker: Secured, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tries it without TLS, and with another token. Leaves the variables as they must be."""
+    """Assert failures without TLS and with a wrong token. Leave valid variables."""
     monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0.3")
 
     async def refused() -> str:
-        with pytest.raises(ValueError, match=f"the draft worker at {worker.address} cannot be used: ") as caught:
+        with pytest.raises(ValueError, match=f"cannot use the draft worker at {worker.address}: ") as caught:
             await asyncio.to_thread(RemoteDraft, vllm_config(str(target)))
         assert "\n" not in str(caught.value)
         return str(caught.value)

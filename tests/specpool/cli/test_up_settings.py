@@ -1,0 +1,79 @@
+"""Settings of `specpool up`, and the flags that they become."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from pydantic import ValidationError
+
+from specpool.cli.up import UpSettings, services_of
+
+
+def worker_flags(**settings: Any) -> list[dict[str, str]]:
+    """Flags of both workers by name."""
+    workers = [service.arguments for service in services_of(UpSettings(**settings), "a", "b")[:2]]
+    return [dict(zip(flags[::2], flags[1::2], strict=True)) for flags in workers]
+
+
+def test_revisions_reach_the_workers() -> None:
+    target, draft = worker_flags(target="a/b", target_revision="0123abc", draft="c/d", draft_revision="main")
+    assert (target["--revision"], draft["--revision"]) == ("0123abc", "main")
+    for missing in ({"target_revision": "x"}, {"target": "a/b", "draft": "none", "draft_revision": "x"}):
+        with pytest.raises(ValidationError, match=r"_revision needs a (target|draft) from the hub"):
+            UpSettings(**missing)
+
+
+@pytest.mark.parametrize(
+    ("devices", "threads", "threads_per_rank"),
+    [("cuda:0,cuda:1", 8, 8), ("cpu,cpu", 8, 4), ("cpu, cpu ,cpu", 8, 2), ("cpu,cpu,cpu", 2, 1)],
+)
+def test_a_target_can_be_sharded(devices: str, threads: int, threads_per_rank: int) -> None:
+    target, draft = worker_flags(target_devices=devices, draft_device="cuda:2", threads=threads)
+    assert target["--device"] == devices.replace(" ", "")
+    assert target["--tensor-parallel"] == str(len(devices.split(",")))
+    assert (target["--threads"], draft["--threads"]) == (str(threads_per_rank), str(threads))
+    assert draft["--device"] == "cuda:2"
+    assert "--tensor-parallel" not in draft
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_both_flags_accept_a_single_device(device: str) -> None:
+    assert worker_flags(target_devices=device, threads=3) == [
+        {**flags, "--port": mock.ANY} for flags in worker_flags(target_device=device, threads=3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target-devices", "cuda:0,cuda:1", "--target-device", "auto"], "give target_device or target_devices, not"),
+        (["--target-devices", ""], "target-devices.0: String should have at least 1 character"),
+        (["--target-devices", "cuda:0,,cuda:1"], "target-devices.1: String should have at least 1 character"),
+        (["--target-devices", "cuda:0,cuda:1,cuda:0"], "target-devices: duplicate device cuda:0"),
+        (["--target-devices", "cuda:0,cuda"], 'target-devices: "cuda" cannot be one of several devices: '),
+        (["--target-devices", "cpu,cuda:1"], 'target-devices: "cpu" cannot be one of several devices: '),
+        (["--num-speculative-tokens", "17"], "num-speculative-tokens: Input should be less than or equal to 16"),
+        (["--window-size", "4097"], "max-num-seqs: Input should be less than or equal to 4096"),
+        (["--threads", "1025"], "threads: Input should be less than or equal to 1024"),
+        (["--drain-seconds", "86401"], "drain-seconds: Input should be less than or equal to 86400"),
+        (["--max-model-len", "15"], "max-model-len: Input should be greater than or equal to 16"),
+    ],
+)
+def test_invalid_settings_are_refused_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        UpSettings.load("specpool up", arguments)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"specpool up: {message}")
+    assert printed.count("\n") == 1
+
+
+def test_devices_come_from_a_flag_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "up.toml"
+    file.write_text('target_devices = ["cpu", "cpu"]')
+    assert UpSettings.load("specpool up", ["--config", str(file)]).target_devices == ("cpu", "cpu")
+    assert UpSettings.load("specpool up", ["--target-devices", "cpu,cpu,cpu"]).target_devices == ("cpu",) * 3
+    monkeypatch.setenv("SPECPOOL_TARGET_DEVICES", "cuda:0,cuda:1")
+    assert UpSettings.load("specpool up", []).target_devices == ("cuda:0", "cuda:1")

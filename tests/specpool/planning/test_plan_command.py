@@ -1,0 +1,193 @@
+"""`specpool plan`: measuring a pair, planning for running workers, and invalid arguments."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import load_engine
+from worker_service import DRAFT, TARGET, serving
+
+from specpool.planning import main as command
+from specpool.planning import settings as plan_settings
+from specpool.planning.measuring import MAX_ROWS, powers_of_two
+from specpool.testing import FakeDraft, FakeTarget
+
+Refusal = Callable[..., str]
+SMALL = ["--num-prompts", "4", "--max-tokens", "24", "--longest", "3", "--threads", "1"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`specpool plan` with arguments, in this process."""
+
+    def run_command(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["plan", *arguments])
+        command.main()
+
+    return run_command
+
+
+@pytest.fixture
+def refusal(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """The text on stderr of a command that fails with status 2."""
+
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            run(*arguments)
+        assert caught.value.code == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("specpool plan: ")
+        assert "Traceback" not in captured.err
+        return captured.err
+
+    return refused
+
+
+@given(maximum=st.integers(1, 10_000))
+def test_measured_rows_cover_all_predicted_batches(maximum: int) -> None:
+    rows = powers_of_two(maximum)
+    assert len(rows) > 1
+    assert min(maximum, MAX_ROWS) <= rows[-1] < max(3, 2 * maximum)
+
+
+def test_measures_and_plans_a_tiny_pair(
+    run: Any, tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = map(str, tiny_pair)
+    models = ["--target", target, "--draft", f"{draft},{target}"]  # the target agrees with itself
+    run(*SMALL, "--batches", "1,2,4", *models, "--output", str(tmp_path / "plan"))
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    first, second = result["drafts"]
+    assert (result["target"]["name"], first["name"], second["name"]) == (target, draft, target)
+    assert 0.3 < first["agreement"] < 1 == second["agreement"]
+    assert second["mean_acceptance_length"] == [2, 3, 4]
+    assert first["acceptance_by_position"] == sorted(first["acceptance_by_position"], reverse=True)
+    assert {int(rows) for rows in result["target"]["step_seconds"]} == {1, 2, 4, 8, 16}
+    assert [(speed["batch"], speed["k"]) for speed in first["speeds"]] == [(b, k) for b in (1, 2, 4) for k in range(4)]
+    assert all(speed["groups"] == 1 for speed in first["speeds"])  # both are on the CPU
+    recommended = result["recommended"]
+    assert recommended["k"].keys() == {"1", "2", "4"}
+    assert result["scaling"] is None  # both are of one size
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == result
+    assert (tmp_path / "plan" / "plan.png").stat().st_size > 1000
+    assert "mean acceptance length" in captured.err
+    assert f"window {recommended['window']}" in captured.err
+
+
+def test_the_command_starts() -> None:
+    command_line = [sys.executable, "-m", "specpool.cli.main", "plan", "--help"]
+    assert "--throughput" in subprocess.run(command_line, capture_output=True, text=True, check=True).stdout
+
+
+PAIR = ["--target", "TARGET", "--draft", "DRAFT"]
+ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1", "--acceptance", "0.7"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*PAIR, "--batches", "0,x"], "batches.0: Input should be greater than or equal to 1"),
+        ([*PAIR, "--batches", "0,x"], "batches.1: Input should be a valid integer"),
+        ([*PAIR[:2], "--draft", "/nowhere"], "draft: /nowhere: no such file or folder"),
+        (PAIR[:2], "draft: required with a target"),
+        ([*PAIR, "--prompts", "/nowhere"], "prompts: [Errno 2]"),
+        ([*PAIR, "--max-tokens", "511"], "prompts: prompt "),
+        ([*PAIR, "--max-model-len", "9999"], "target: max_model_len 9999 is beyond the model's 512 positions"),
+        (ADDRESSES, "target-address: 127.0.0.1:1: UNAVAILABLE: "),
+        (ADDRESSES[:4], "acceptance: must be given with target-address"),
+        (ADDRESSES[4:], "target-address: must be given with acceptance"),
+        ([*ADDRESSES, *PAIR], "give models or the addresses of running workers, not both"),
+        ([*ADDRESSES[:5], "-0.1"], "acceptance: Input should be greater than or equal to 0"),
+        ([*ADDRESSES, "--throughput", "-5"], "throughput: Input should be greater than 0"),
+        ([*ADDRESSES, "--throughput", "inf"], "throughput: Input should be a finite number"),
+        ([*ADDRESSES, "--sequence-positions", "0"], "sequence-positions: Input should be greater than or equal to 1"),
+        ([*ADDRESSES, "--tls-ca", "/nowhere"], "tls_ca: "),
+        (["--output", "FOLDER/there.yaml"], "there.yaml exists; --force replaces it"),
+        (["--output", "FOLDER/folder.yaml"], "folder.yaml is a folder"),
+        (["--output", "FOLDER/nowhere/values.yaml"], "nowhere is not a folder"),
+        (["--output", "FOLDER/there.yaml/values.yml", "--force"], "there.yaml is not a folder"),
+    ],
+)
+def test_invalid_arguments_are_refused_by_name(
+    refusal: Refusal, tiny_pair: tuple[Path, Path], tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "there.yaml").write_text("mine")
+    (tmp_path / "folder.yaml").mkdir()
+    words = {"TARGET": tiny_pair[0], "DRAFT": tiny_pair[1], "FOLDER": tmp_path}
+    for word, path in words.items():
+        arguments = [argument.replace(word, str(path)) for argument in arguments]
+    assert message in refusal("--threads", "1", *arguments)
+    assert (tmp_path / "there.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["values.yaml", ""])
+def test_unwritable_output_is_refused_before_measuring(
+    name: str, monkeypatch: pytest.MonkeyPatch, refusal: Refusal, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    assert f"{tmp_path / name} is not writable" in refusal("--output", str(tmp_path / name))
+
+
+def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, refusal: Refusal, tmp_path: Path) -> None:
+    monkeypatch.setattr(plan_settings, "find_spec", lambda name: None)
+    assert "specpool[bench]" in refusal("--output", str(tmp_path))
+
+
+# --- Running workers
+
+
+async def test_plans_for_running_workers(
+    tiny_pair: tuple[Path, Path], run: Any, refusal: Refusal, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target, draft = map(load_engine, tiny_pair)
+    file = tmp_path / "values.yaml"
+    options = ["--batches", "1,2", "--sequence-positions", "100", "--output", str(file), "--acceptance", "0.7"]
+    async with serving(TARGET, target) as first, serving(DRAFT, draft) as second:
+        addresses = ["--target-address", first.address, "--draft-address", second.address]
+        await asyncio.to_thread(run, *options, *addresses)
+        captured = capsys.readouterr()
+        result = json.loads(captured.out)
+        assert result["target"]["step_seconds"].keys() == {str(rows) for rows in target.step_seconds}
+        assert result["target"]["memory"]["kv_per_position"] == target.info().kv_bytes_per_token
+        settings = yaml.safe_load(file.read_text())["target"]["settings"]
+        assert settings["max_sequences"] == result["recommended"]["window"]
+        assert "a cell: one target and one draft worker" in captured.err
+        swapped = ["--target-address", second.address, "--draft-address", first.address, "--acceptance", "0.7"]
+        assert "target-address: 127.0.0.1:" in await asyncio.to_thread(refusal, *swapped)
+        before = file.read_text()
+        assert "exists" in await asyncio.to_thread(refusal, *options, *addresses)
+        await asyncio.to_thread(run, *options, *addresses, "--force", "--throughput", "1e6")
+        assert yaml.safe_load(file.read_text())["cells"] > yaml.safe_load(before)["cells"] == 1
+    assert load_engine(tiny_pair[0], **settings).slots.extents.columns >= 100 * settings["max_sequences"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "has another tokenizer than fake"),
+        ({}, "the worker has not measured its passes"),
+        ({"max_model_len": 0}, "its sequences have 0 positions"),
+        ({"pass_seconds": lambda rows: 0.01, "rank_devices": ["cuda:0", "cuda:1"]}, "sharded over 2 ranks"),
+    ],
+)
+async def test_unsuitable_workers_are_refused_by_name(refusal: Refusal, knobs: dict[str, Any], message: str) -> None:
+    target = FakeTarget(pass_seconds=lambda rows: 0.01)
+    draft = FakeDraft(target, **knobs)
+    addresses = ["--target-address", await target.start(), "--draft-address", await draft.start()]
+    try:
+        text = await asyncio.to_thread(refusal, *addresses, "--acceptance", "0.7")
+    finally:
+        await asyncio.gather(target.stop(), draft.stop())
+    assert "draft-address: " in text
+    assert message in text
+    assert text.count("\n") == 1
