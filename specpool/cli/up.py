@@ -226,7 +226,7 @@ def _worker(role: str, model: str, settings: UpSettings) -> Service:
     server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
     flags = _common(settings, ENGINE | server) | own
     flags |= {"model": model, "port": port, "max_sequences": settings.max_num_seqs}
-    flags["startup_cache"] = settings.startup_cache
+    flags["startup_cache"] = None if settings.startup_cache else False
     if settings.metrics_port is not None:
         flags["metrics_port"] = settings.metrics_port + (1 if role == "target" else 2)
     if devices:
