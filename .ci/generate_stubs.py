@@ -1,4 +1,4 @@
-"""Regenerates the Python stubs of the .proto files in `specpool/v1`: `python .ci/generate_stubs.py [OUTPUT_FOLDER]`."""
+"""Regenerate the Python stubs in `specpool/v1`: `python .ci/generate_stubs.py [OUTPUT_FOLDER]`."""
 
 import sys
 from importlib.resources import files
@@ -11,7 +11,7 @@ PROTOS = ROOT / "protos"
 
 
 def generate(output: Path) -> None:
-    """Writes `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` below `output`."""
+    """Write `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` under `output`."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     arguments = [
         "protoc",

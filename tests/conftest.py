@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"  # read once, when kernels are imported: they run on the CPU
-# Threads that wait by spinning would take the cores from tests that run in parallel.
+os.environ["TRITON_INTERPRET"] = "1"  # run kernels on the CPU; Triton reads this when it imports them
+# Spinning threads would steal cores from tests that run in parallel.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["GOMP_SPINCOUNT"] = "0"
-# A shell that starts the tests in the background lets them, and the processes that they start, ignore Ctrl-C.
+# A shell's background job ignores Ctrl-C, and so would the processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -21,18 +21,18 @@ from tiny_pair import make_tiny_pair
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of a tiny random target model and its draft model."""
+    """Folders of a tiny random target model and its draft."""
     return make_tiny_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
 def cpu_threads() -> int:
-    """Number of threads of an engine whose exactness is tested."""
+    """Number of threads for exactness tests."""
     return int(os.environ.get("SPECPOOL_TEST_THREADS", "2"))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_last_resort() -> Iterator[None]:
-    """A server that was stopped by a signal in this process must not end it."""
+    """Stopping a server in this process must not end the process."""
     with mock.patch("specpool.rpc.server.signals._end"):
         yield

@@ -1,9 +1,11 @@
-"""Rules for imports between folders, checked in the sources and, for torch, by the modules that really get loaded."""
+"""Import rules between folders, checked in the sources; for torch and grpc also in the loaded modules."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -14,33 +16,23 @@ PACKAGES = ("specpool", "coordinator", "draft_worker", "target_worker")
 GENERATED = "specpool/v1/"
 ENGINE = "specpool/engine"
 
-# What the files of a folder must not import directly, by prefix; indirect imports are not checked.
+# Packages on lower floors, and of others, that the files of a folder must not import directly.
 WORKERS = {"draft_worker", "target_worker"}
-SERVICES = {"coordinator", *WORKERS}
 FORBIDDEN = {
-    "specpool/protocol": {"torch", "grpc", "specpool.engine", "specpool.worker", "specpool.rpc", *SERVICES},
-    "specpool/rpc": {
-        "torch", "specpool.engine", "specpool.protocol.rounds", "specpool.protocol.codec", "specpool.worker", *SERVICES,
-    },
-    "specpool/client": {"torch", "specpool.engine", "specpool.worker", "specpool.protocol", *SERVICES},
-    "specpool/cli": {"torch", "specpool.worker", *WORKERS},
-    # vLLM takes the coordinator's place: the coordinator's own parts draft for it, and vLLM loads our class itself.
-    "specpool/vllm": {
-        "torch", "vllm", "numpy", "specpool.engine", "specpool.worker", "specpool.client", "specpool.cli", *WORKERS,
-    },
-    "specpool/worker": {"torch", "specpool.engine", *SERVICES},
-    "specpool/engine": {
-        "grpc", "google", "specpool.v1", "specpool.rpc", "specpool.worker", "specpool.client", "specpool.distill",
-        *SERVICES,
-    },
-    "specpool/distill": {"specpool.client", "specpool.cli", "specpool.v1", "specpool.worker", *SERVICES},
+    "specpool/protocol": {"torch", "grpc"},
+    "specpool/rpc": {"torch", "specpool.protocol.rounds", "specpool.protocol.codec"},
+    "specpool/engine": {"grpc", "google", "specpool.v1"},
+    "specpool/worker": {"torch", "specpool.engine"},
+    "specpool/client": {"torch", "specpool.engine", "specpool.protocol"},
+    "specpool/distill": {"specpool.v1"},
+    "coordinator": {"torch", "specpool.engine", "specpool.worker", "specpool.client"},
     "specpool/planning": {"specpool.worker", *WORKERS},
-    "coordinator": {"torch", "specpool.engine", "specpool.worker", "specpool.client", "specpool.cli", *WORKERS},
-    "draft_worker": {"coordinator", "target_worker"},
-    "target_worker": {"coordinator", "draft_worker"},
-}  # fmt: skip
+    "specpool/cli": {"torch", "specpool.worker", *WORKERS},
+    # vLLM stands in for the coordinator and loads our class itself.
+    "specpool/vllm": {"torch", "vllm", "numpy", "specpool.engine", "specpool.worker", "specpool.client", *WORKERS},
+}
 ALLOWED = {"specpool/cli": {"specpool.worker.settings"}}
-# Folders without torch, protobuf, a clock or a random generator of their own, and project packages they may import.
+# Pure folders, without torch, protobuf, clock or random generator, and the project packages that they may import.
 PURE = {
     "coordinator/scheduling": {"coordinator.scheduling", "specpool.protocol"},
     "coordinator/drafting": {"coordinator.drafting", "coordinator.scheduling", "specpool.protocol"},
@@ -51,7 +43,7 @@ IMPURE = {"grpc", "google", "torch", "time", "asyncio", "threading", "datetime",
 MAY_NAME_STATUS_CODES = {
     "specpool/rpc/errors.py",
     "specpool/rpc/server/interceptor.py",
-    "specpool/rpc/observability/tracing.py",  # those of OpenTelemetry
+    "specpool/rpc/observability/tracing.py",  # OpenTelemetry's codes
     "coordinator/workers/streams.py",
     "coordinator/workers/draft_link.py",
     "coordinator/workers/link.py",
@@ -61,7 +53,7 @@ MAY_NAME_STATUS_CODES = {
     "specpool/client/retries.py",
     "specpool/cli/processes.py",
 }
-# Where protobuf messages are known: the edges.
+# The edges, where protobuf messages are allowed.
 EDGES = (
     "coordinator/prompts/reading.py",
     "coordinator/requests/validation.py",
@@ -91,21 +83,19 @@ def sources(folder: str) -> list[Path]:
     return [path for path in files if not name_of(path).startswith(GENERATED)]
 
 
-ALL = [path for package in PACKAGES for path in sources(package)]
-
-
 def module_of(path: Path) -> str:
     return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+@cache
 def imported(path: Path) -> set[str]:
-    """Full names of everything that a file imports, including imports inside functions and for type checkers only."""
+    """Return full names of a file's imports, including those in functions and under TYPE_CHECKING."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)} imports relatively"
+            assert node.level == 0, f"relative import in {name_of(path)}"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
@@ -118,19 +108,18 @@ def top_levels(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imported(path)}
 
 
+ALL = [path for package in PACKAGES for path in sources(package)]
+
+
 def edges() -> set[tuple[Path, Path]]:
-    """Pairs of a file and a file of the project that it imports."""
+    """Return pairs of an importing and an imported file of the project."""
     paths = {module_of(path): path for path in ALL}
-
-    def owner(name: str) -> Path | None:
-        return paths.get(name) or paths.get(name.rpartition(".")[0])
-
-    found = {(path, owner(name)) for path in ALL for name in imported(path)}
-    return {(path, other) for path, other in found if other is not None and other != path}
+    pairs = {(path, paths.get(name) or paths.get(name.rpartition(".")[0])) for path in ALL for name in imported(path)}
+    return {(path, other) for path, other in pairs if other is not None and other != path}
 
 
-def refuse_cycles(pairs: set[tuple[str, str]]) -> None:
-    """CycleError names the folders of a cycle."""
+def reject_cycles(pairs: set[tuple[str, str]]) -> None:
+    """Raise CycleError, which names the members of a cycle."""
     graph = defaultdict(set)
     for importer, other in pairs:
         if importer != other:
@@ -138,26 +127,44 @@ def refuse_cycles(pairs: set[tuple[str, str]]) -> None:
     TopologicalSorter(graph).prepare()
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    refuse_cycles({(name_of(path), name_of(other)) for path, other in edges()})
+# --- Cycles
+
+
+def test_modules_have_no_import_cycles() -> None:
+    reject_cycles({(name_of(path), name_of(other)) for path, other in edges()})
 
 
 @pytest.mark.parametrize("depth", range(1, 6))
-def test_no_folder_imports_itself_by_way_of_others(depth: int) -> None:
-    """A folder counts with everything below it: first `specpool/engine`, then `specpool/engine/passes`, and so on.
+def test_folders_have_no_import_cycles(depth: int) -> None:
+    """Count a folder with everything below it: first `specpool/engine`, then `specpool/engine/passes`, and so on.
 
-    `specpool` alone is no floor: its library is below the services, and its commands are above them.
+    `specpool` itself is no floor: its library is below the services, its commands above them.
     """
 
     def floor(path: Path) -> str:
         folders = path.relative_to(ROOT).parent.parts
         return "/".join(folders[: depth + (folders[0] == "specpool")])
 
-    refuse_cycles({(floor(path), floor(other)) for path, other in edges()})
+    reject_cycles({(floor(path), floor(other)) for path, other in edges()})
+
+
+# --- Floors
+
+
+def test_imports_go_down_the_floors_of_the_development_page() -> None:
+    rows = re.findall(r"^\| (\d) \| (.+?) \|", (ROOT / "docs/development.md").read_text(), re.MULTILINE)
+    floors = {folder: int(floor) for floor, folders in rows for folder in re.findall(r"`([\w/]+)/`", folders)}
+
+    def folder_of(path: Path) -> str:
+        parts = path.relative_to(ROOT).parent.parts
+        return "/".join(parts[: 1 + (parts[0] == "specpool")])
+
+    pairs = {(folder_of(path), folder_of(other)) for path, other in edges() if path.parent != ROOT / "specpool"}
+    assert {pair for pair in pairs if len(set(pair)) > 1 and floors[pair[0]] <= floors[pair[1]]} == set()
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
-def test_a_folder_imports_nothing_it_must_not(folder: str) -> None:
+def test_folders_respect_their_floor(folder: str) -> None:
     broken = {
         (name_of(path), name)
         for path in sources(folder)
@@ -167,27 +174,29 @@ def test_a_folder_imports_nothing_it_must_not(folder: str) -> None:
     assert broken == set()
 
 
-def test_the_check_sees_imports() -> None:
+def test_imports_are_detected() -> None:
     assert "torch" in set().union(*map(top_levels, sources(ENGINE)))
     assert "grpc" in top_levels(ROOT / "coordinator/workers/link.py")
     assert all(sources(folder) for folder in (*FORBIDDEN, *PURE))
 
 
+def impure_imports(path: Path, allowed: set[str]) -> set[str]:
+    own = {name for name in imported(path) if name.startswith(PACKAGES)}
+    return (top_levels(path) & IMPURE) | {name for name in own if not is_within(name, allowed)}
+
+
 @pytest.mark.parametrize("folder", PURE)
-def test_scheduling_and_drafting_import_neither_transport_nor_model_nor_clock(folder: str) -> None:
-    for path in sources(folder):
-        assert top_levels(path) & IMPURE == set(), name_of(path)
-        own = {name for name in imported(path) if name.startswith(PACKAGES)}
-        assert {name for name in own if not is_within(name, PURE[folder])} == set()
+def test_scheduling_and_drafting_are_pure(folder: str) -> None:
+    assert {name_of(path): imports for path in sources(folder) if (imports := impure_imports(path, PURE[folder]))} == {}
 
 
 @pytest.mark.parametrize("module", PURE_BESIDE_VLLM)
-def test_what_drafts_for_vllm_is_as_pure_as_drafting(module: str) -> None:
-    path = ROOT / "specpool/vllm" / f"{module}.py"
-    assert top_levels(path) & IMPURE == set()
-    pure = {*PURE["coordinator/drafting"], *(f"specpool.vllm.{name}" for name in PURE_BESIDE_VLLM)}
-    own = {name for name in imported(path) if name.startswith(PACKAGES)}
-    assert {name for name in own if not is_within(name, pure)} == set()
+def test_drafting_for_vllm_is_pure(module: str) -> None:
+    allowed = {*PURE["coordinator/drafting"], *(f"specpool.vllm.{name}" for name in PURE_BESIDE_VLLM)}
+    assert impure_imports(ROOT / f"specpool/vllm/{module}.py", allowed) == set()
+
+
+# --- Names that belong to one place
 
 
 def test_only_the_error_table_and_clients_name_status_codes() -> None:
@@ -204,33 +213,32 @@ def test_protobuf_stays_at_the_edges() -> None:
     assert "coordinator/serving/service.py" in users
 
 
-def test_only_one_module_knows_opentelemetry() -> None:
+def test_only_one_module_imports_opentelemetry() -> None:
     users = [name_of(path) for path in ALL if "opentelemetry" in top_levels(path)]
     assert users == ["specpool/rpc/observability/tracing.py"]
 
 
-def test_only_one_folder_knows_the_gateway_and_it_is_loaded_when_asked_for() -> None:
-    users = {name_of(path.parent) for path in ALL if "smg_grpc_proto" in top_levels(path)}
-    assert users == {"coordinator/smg"}
-    program = "import coordinator.server, specpool, sys; sys.exit('smg_grpc_proto' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+def test_only_one_folder_imports_the_gateway() -> None:
+    assert {name_of(path.parent) for path in ALL if "smg_grpc_proto" in top_levels(path)} == {"coordinator/smg"}
 
 
-def test_what_a_user_imports_and_the_coordinator_load_neither_torch_nor_opentelemetry() -> None:
-    folders = {
-        "specpool/client",
-        "specpool/cli",
-        "specpool/protocol",
-        "specpool/rpc",
-        "specpool/testing",
-        "coordinator",
-    }
-    modules = [module_of(path) for path in ALL if name_of(path).startswith((*folders, "specpool/worker"))]
-    program = f"import specpool, {', '.join(modules)}, sys; "
-    program += "assert specpool.Client; sys.exit(bool({'torch', 'opentelemetry'} & sys.modules.keys()))"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+# --- Loaded modules
 
 
-def test_the_engine_loads_no_grpc() -> None:
-    program = "import specpool.engine.startup.loading, sys; sys.exit('grpc' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+def loaded_by(*modules: str) -> set[str]:
+    """Return the top-level modules that a new process has loaded after importing these."""
+    program = f"import {', '.join(modules)}, sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    return set(done.stdout.decode().split())
+
+
+def test_clients_and_coordinator_load_no_torch_opentelemetry_or_gateway() -> None:
+    folders = ("specpool/client", "specpool/cli", "specpool/protocol", "specpool/rpc", "specpool/testing",
+               "specpool/worker", "coordinator")  # fmt: skip
+    modules = [module_of(path) for path in ALL if name_of(path).startswith(folders)]
+    assert loaded_by("specpool", *modules) & {"torch", "opentelemetry"} == set()
+    assert "smg_grpc_proto" not in loaded_by("specpool", "coordinator.server")
+
+
+def test_engine_loads_no_grpc() -> None:
+    assert "grpc" not in loaded_by("specpool.engine.startup.loading")

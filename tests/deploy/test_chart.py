@@ -1,24 +1,31 @@
-"""What Kubernetes is sent by the Helm chart, with the defaults and with every example: is it valid, and harmless."""
+"""The manifests that the Helm chart renders: snapshots, schemas and policies for the defaults, examples and test cases.
+
+`make snapshots` rewrites `snapshots/`; review the difference before committing it.
+"""
 
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from chart_kinds import CUSTOM
-from deployment import arguments_of, project
+from deployment import COMPONENTS, WORKERS, arguments_of, project
 from helm_chart import (
+    ALL_VALUES,
     CHART,
+    COMPONENT,
     DEFAULTS,
-    EXAMPLES,
-    WORKER_INDEX,
+    LOADER,
     Manifest,
     of_kind,
+    pod_template,
     pod_templates,
     render,
     run_helm,
@@ -26,25 +33,96 @@ from helm_chart import (
     values_of,
 )
 
+FOLDER = Path(__file__).parent
+EVERY_CASE = pytest.mark.parametrize("name", ALL_VALUES)
+UPDATES_SNAPSHOTS = "UPDATE_SNAPSHOTS" in os.environ
 SUPPORTED = [version for version in kubernetes_validate.utils.all_versions() if int(version.split(".")[1]) >= 30]
-SCHEMA_CONTENTS = kubernetes_validate.utils.schema_contents
-EVERY_EXAMPLE = pytest.mark.parametrize("example", [DEFAULTS, *EXAMPLES])
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+ALERTS, DASHBOARD = CHART / "monitoring/alerts.yaml", CHART / "monitoring/dashboard.json"
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Writes text of several lines as a block."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else "")
+)
+
+
+# --- Snapshots
+
+
+@EVERY_CASE
+def test_manifests_match_the_snapshot(name: str) -> None:
+    manifests = [_without_monitoring_files(item) for item in render(name)]
+    rendered = yaml.dump_all(manifests, Dumper=_Dumper, default_flow_style=None, sort_keys=False, width=120)
+    path = FOLDER / f"snapshots/{name}.yaml"
+    if UPDATES_SNAPSHOTS:
+        path.write_text(rendered)
+    assert rendered == path.read_text(), "review the change, then run `make snapshots`"
+
+
+def _without_monitoring_files(manifest: Manifest) -> Manifest:
+    """Replace the alerts and the dashboard, which are files of the chart, by their paths."""
+    if manifest["kind"] == "PrometheusRule":
+        assert manifest["spec"] == yaml.load(ALERTS.read_text(), LOADER)
+        return manifest | {"spec": "monitoring/alerts.yaml"}
+    if manifest["kind"] == "ConfigMap":
+        assert json.loads(manifest["data"]["specpool.json"]) == json.loads(DASHBOARD.read_text())
+        return manifest | {"data": {"specpool.json": "monitoring/dashboard.json"}}
+    return manifest
+
+
+def test_every_snapshot_belongs_to_a_case() -> None:
+    assert sorted(path.stem for path in (FOLDER / "snapshots").iterdir()) == sorted(ALL_VALUES)
+
+
+# --- Schemas
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _schemas_are_read_once() -> Iterator[None]:
-    """Definitions of a version of Kubernetes are megabytes, and read anew for every manifest."""
-    with mock.patch.object(kubernetes_validate.utils, "schema_contents", functools.cache(SCHEMA_CONTENTS)):
+def _cached_schemas() -> Iterator[None]:
+    """Read each version's megabytes of definitions once instead of for every manifest."""
+    cached = functools.cache(kubernetes_validate.utils.schema_contents)
+    with mock.patch.object(kubernetes_validate.utils, "schema_contents", cached):
         yield
 
 
 @functools.cache
+def custom_resources() -> dict[str, Any]:
+    """Return a JSON Schema of every custom resource, by kind."""
+
+    def closed(schema: Any) -> Any:
+        """Reject properties that a schema does not list."""
+        if isinstance(schema, list):
+            return [closed(item) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        inner = {key: closed(value) for key, value in schema.items()}
+        is_object = isinstance(schema.get("properties"), dict) and "type" not in schema
+        return inner | ({"type": "object", "additionalProperties": False} if is_object else {})
+
+    kinds = yaml.safe_load((FOLDER / "custom_resources.yaml").read_text())
+    labels = kinds.pop("definitions")["labels"]
+    metadata = {"properties": {"name": {"type": "string"}, "labels": labels}, "required": ["name", "labels"]}
+    return {
+        kind: closed({"properties": {"apiVersion": {"const": resource["apiVersion"]}, "kind": {"const": kind},
+                                     "metadata": metadata, "spec": resource["spec"]}})
+        for kind, resource in kinds.items()
+    }  # fmt: skip
+
+
+@functools.cache
 def problem(manifest: str, version: str) -> str | None:
-    """What is wrong with a manifest, as JSON, for a version of Kubernetes."""
+    """Return why Kubernetes of this version would reject a manifest, given as JSON."""
     loaded = json.loads(manifest)
     try:
-        if loaded["kind"] in CUSTOM:
-            jsonschema.validate(loaded, CUSTOM[loaded["kind"]])
+        if (schema := custom_resources().get(loaded["kind"])) is not None:
+            jsonschema.validate(loaded, schema)
         else:
             kubernetes_validate.validate(loaded, version, strict=True)
     except jsonschema.ValidationError as error:
@@ -53,105 +131,133 @@ def problem(manifest: str, version: str) -> str | None:
 
 
 def problems(manifests: list[Manifest], version: str) -> list[str]:
-    """What is wrong with the manifests, and with the pods in manifests of other APIs."""
+    """Return what Kubernetes of this version would reject, including pods inside custom resources."""
     pods = [
-        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": made}
-        for name, made in pod_templates([item for item in manifests if item["kind"] in CUSTOM])
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": pod}
+        for name, pod in pod_templates([item for item in manifests if item["kind"] in custom_resources()])
     ]
-    found = (problem(json.dumps(item, sort_keys=True), version) for item in (*manifests, *pods))
-    return [what for what in found if what is not None]
+    messages = (problem(json.dumps(item, sort_keys=True), version) for item in (*manifests, *pods))
+    return [message for message in messages if message is not None]
 
 
-# --- What Kubernetes is sent
+@EVERY_CASE
+def test_manifests_are_valid_in_the_oldest_and_newest_kubernetes(name: str) -> None:
+    oldest = "1.33.0" if name == "mixed-gpus" else SUPPORTED[0]  # a model from an OCI image needs 1.33
+    assert problems(render(name), SUPPORTED[-1]) == problems(render(name), oldest) == []
 
 
-@EVERY_EXAMPLE
-def test_helm_finds_no_fault(example: str) -> None:
-    done = run_helm("lint", str(CHART), "--strict", "--quiet", *values_of(example))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@EVERY_EXAMPLE
-def test_manifests_are_valid_in_the_newest_version(example: str) -> None:
-    assert problems(render(example), SUPPORTED[-1]) == []
-
-
-@EVERY_EXAMPLE
-def test_manifests_are_valid_in_the_oldest_version(example: str) -> None:
-    oldest = "1.33.0" if example == "mixed-gpus" else SUPPORTED[0]  # a model from an OCI image
-    assert problems(render(example), oldest) == []
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("version", SUPPORTED[1:-1])
-def test_defaults_are_valid_in_every_version_between(version: str) -> None:
+def test_defaults_are_valid_in_every_kubernetes_between(version: str) -> None:
     assert problems(render(DEFAULTS), version) == []
 
 
-def test_supported_versions_are_those_that_the_chart_names() -> None:
+def test_chart_names_the_supported_versions() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["kubeVersion"] == f">={SUPPORTED[0]}-0"
     assert chart["version"] == chart["appVersion"] == project()["project"]["version"]
 
 
-@EVERY_EXAMPLE
-def test_names_are_unique_and_the_namespace_is_left_open(example: str) -> None:
-    names = [(item["kind"], item["metadata"]["name"]) for item in render(example)]
+@EVERY_CASE
+def test_helm_lint_passes(name: str) -> None:
+    done = run_helm("lint", str(CHART), "--strict", "--quiet", *values_of(name))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "warnings"),
+    [(DEFAULTS, {"no TLS", "Everyone who reaches the service", "Metrics are off"}), ("production", set()),
+     ("openai", {"no TLS", "Everyone who reaches the service", "Metrics are off"})],
+)  # fmt: skip
+def test_notes_warn_about_open_services(name: str, warnings: set[str]) -> None:
+    done = run_helm("install", "specpool", str(CHART), "--dry-run=client", *values_of(name))
+    notes = done.stdout.partition("\nNOTES:\n")[2]
+    assert "rollout status statefulset/specpool-coordinator" in notes, done.stderr
+    shown = {text for text in ("no TLS", "Everyone who reaches the service", "Metrics are off") if text in notes}
+    assert shown == warnings
+
+
+# --- Names
+
+
+@EVERY_CASE
+def test_names_are_unique_per_release_and_have_no_namespace(name: str) -> None:
+    names = [(item["kind"], item["metadata"]["name"]) for item in render(name)]
     assert len(names) == len(set(names))
-    assert [item for item in render(example) if "namespace" in item["metadata"]] == []
-
-
-def test_releases_share_nothing() -> None:
-    names = [{(item["kind"], item["metadata"]["name"]) for item in render(DEFAULTS)}]
-    names += [{(item["kind"], item["metadata"]["name"]) for item in template(release="other")}]
-    assert names[0].isdisjoint(names[1])
+    assert not [item for item in render(name) if "namespace" in item["metadata"]]
+    assert all("specpool" in full_name for _, full_name in names)
 
 
 @pytest.mark.parametrize("release", ["x" * 53, f"{'x' * 36}.{'y' * 16}", "llm"])
-def test_any_release_has_names_that_kubernetes_accepts(release: str) -> None:
-    gateway = "cells=2,smg.enabled=true,smg.image.repository=smg"
-    nodes = "target.nodes=2,target.tensorParallel=2"
-    tls = "tls.enabled=true,tls.clients=none,tls.certManager.enabled=true,tls.certManager.issuerRef.name=ca"
-    metrics = "metrics.enabled=true,metrics.serviceMonitor.enabled=true,metrics.dashboard.enabled=true"
-    grouped = template("--set", gateway, "--set", nodes, release=release)
-    for item in template("--set", gateway, "--set", tls, "--set", metrics, release=release) + grouped:
-        name = item["metadata"]["name"]
-        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name), name
-        if item["kind"] == "StatefulSet":  # the label controller-revision-hash of its pods, and their own names
-            assert len(f"{name}-0123456789") <= 63
-        if item["kind"] == "LeaderWorkerSet":  # it has a StatefulSet for the other nodes of each group
-            assert len(f"{name}-99-0123456789") <= 63
+@pytest.mark.parametrize("name", ["two-nodes", "openai", "production"])
+def test_long_release_names_are_shortened(name: str, release: str) -> None:
+    for item in template(*values_of(name), release=release):
+        full_name = item["metadata"]["name"]
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", full_name), full_name
+        # Controllers append a pod index and a revision hash to these names.
+        suffix = {"StatefulSet": "-0123456789", "LeaderWorkerSet": "-99-0123456789"}.get(item["kind"], "")
+        assert len(full_name + suffix) <= 63
         assert max(map(len, item["metadata"]["labels"].values())) <= 63
 
 
-# --- Policies that every container keeps
+# --- Security policies
 
 
-@EVERY_EXAMPLE
-def test_pods_may_do_little(example: str) -> None:
+@EVERY_CASE
+def test_pods_and_containers_are_restricted(name: str) -> None:
     user = int(arguments_of("worker", "USER")[-1].split(":")[0])
-    for component, made in pod_templates(render(example)):
-        spec = made["spec"]
-        assert spec["securityContext"]["runAsNonRoot"], component
-        assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == user, component
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, component
+    for component, pod in pod_templates(render(name)):
+        spec, security = pod["spec"], pod["spec"]["securityContext"]
+        assert security["runAsNonRoot"], component
+        assert security["runAsUser"] == security["fsGroup"] == user, component
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, component
         assert spec["automountServiceAccountToken"] is False, component
-        assert spec["enableServiceLinks"] is False, component  # processes refuse unknown SPECPOOL_* variables
-        assert spec["serviceAccountName"] in of_kind(render(example), "ServiceAccount"), component
-        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), component
+        assert spec["enableServiceLinks"] is False, component  # processes reject unknown SPECPOOL_* variables
+        assert spec["serviceAccountName"] in of_kind(render(name), "ServiceAccount"), component
+        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys(), component
         assert not any("hostPath" in volume for volume in spec["volumes"]), component
-
-
-@EVERY_EXAMPLE
-def test_containers_may_do_little(example: str) -> None:
-    for component, made in pod_templates(render(example)):
-        for server in [*made["spec"]["containers"], *made["spec"].get("initContainers", [])]:
-            security = server["securityContext"]
-            assert security["readOnlyRootFilesystem"], component
-            assert security["capabilities"] == {"drop": ["ALL"]}, component
-            assert security["allowPrivilegeEscalation"] is False, component
+        for server in spec["containers"]:
+            container = server["securityContext"]
+            assert container["readOnlyRootFilesystem"], component
+            assert container["capabilities"] == {"drop": ["ALL"]}, component
+            assert container["allowPrivilegeEscalation"] is False, component
             assert {"cpu", "memory"} <= server["resources"]["requests"].keys(), component
             assert "memory" in server["resources"]["limits"], component
             assert re.fullmatch(r".+:(?!latest$)[\w.-]+|.+@sha256:[0-9a-f]{64}", server["image"]), component
-            once = made["spec"].get("restartPolicy") == "Never"
-            if not once and made["metadata"]["labels"].get(WORKER_INDEX, "0") == "0":  # others of a group serve nothing
+            if "ports" in server:  # neither the test pod nor followers of a group serve anything
                 assert {"startupProbe", "readinessProbe", "livenessProbe"} <= server.keys(), component
+
+
+@EVERY_CASE
+def test_only_coordinators_reach_the_workers(name: str) -> None:
+    if name == "target-only":  # networkPolicy.enabled: false
+        assert not of_kind(render(name), "NetworkPolicy")
+        return
+    policy = of_kind(render(name), "NetworkPolicy")["specpool-workers"]["spec"]
+    [guarded] = policy["podSelector"]["matchExpressions"]
+    assert (guarded["key"], guarded["operator"], sorted(guarded["values"])) == (COMPONENT, "In", sorted(WORKERS))
+    calls, *metrics = policy["ingress"]
+    assert [source["podSelector"]["matchLabels"][COMPONENT] for source in calls["from"]] == ["coordinator"]
+    assert calls["ports"] == [{"port": "grpc"}]
+    assert all(rule["ports"] == [{"port": "metrics"}] for rule in metrics)
+
+
+# --- Several renders
+
+
+def test_changed_settings_restart_only_the_pods_that_they_concern() -> None:
+    changed = template("--set", "target.settings.max_sequences=8")
+    before = {name: pod_template(render(DEFAULTS), name) for name in COMPONENTS}
+    assert {name for name in COMPONENTS if pod_template(changed, name) != before[name]} == {"target-worker"}
+    # Pods of an earlier revision would read a changed ConfigMap when they restart.
+    assert not of_kind(changed, "ConfigMap")
+
+
+def test_alerts_match_the_monitored_job_of_any_release() -> None:
+    values = ["--set", "fullnameOverride=llm", "--namespace", "ai"]
+    [monitor] = of_kind(template(*values_of("production"), *values, release="llm"), "PodMonitor").values()
+    [relabeling] = monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    assert relabeling == {"targetLabel": "job", "replacement": "specpool/ai/llm"}
+    jobs = re.findall(r'job=~"(.*?)"', ALERTS.read_text())
+    assert jobs
+    assert all(re.fullmatch(job, relabeling["replacement"]) for job in jobs)

@@ -1,7 +1,4 @@
-"""Dashboard and alert rules in a real Prometheus, which reads three real processes.
-
-Only `make test-monitoring` runs this: it needs `prometheus` and `promtool` (Debian: `apt-get install prometheus`).
-"""
+"""Dashboard and alert rules in a real Prometheus that scrapes three real processes: `make test-monitoring`."""
 
 import asyncio
 import contextlib
@@ -18,19 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import promql_parser
 import pytest
 import yaml
+from deployment import ROOT
 from scraping import free_port
-from test_monitoring import ALERTS, PANELS, PROMETHEUS, ROOT, RULES
+from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, Question
 
 from benchmarks.dashboard import Query, ask
-from specpool.cli.processes import Service, end
+from specpool.cli.processes import end
 from specpool.cli.up import UpSettings, services_of
 from specpool.client import AsyncClient
 
 pytestmark = pytest.mark.prometheus
-
 PATIENCE_SECONDS = 120
 
 
@@ -41,42 +37,39 @@ def _installed() -> None:
             pytest.fail(f"{program} is missing; on Debian: apt-get install prometheus", pytrace=False)
 
 
-def promtool(*arguments: object) -> None:
-    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "command",
+    [("check", "rules", ALERTS), ("check", "config", PROMETHEUS),
+     ("test", "rules", ROOT / "tests/deploy/alerts_test.yaml")],
+)  # fmt: skip
+def test_promtool_accepts(command: tuple[object, ...]) -> None:
+    done = subprocess.run(["promtool", *map(str, command)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_promtool_accepts_rules_and_configuration() -> None:
-    promtool("check", "rules", ALERTS)
-    promtool("check", "config", PROMETHEUS)
-
-
-def test_alerts_fire_when_they_should_and_not_before() -> None:
-    promtool("test", "rules", ROOT / "tests/deploy/alerts_test.yaml")
 
 
 @asynccontextmanager
 async def specpool(pair: tuple[Path, Path], metrics_port: int) -> AsyncIterator[AsyncClient]:
-    """The processes of `specpool up`, with a short queue, after a request that came too early."""
+    """Run the processes of `specpool up` with a short queue; one request is refused before the workers start."""
     settings = UpSettings(
         metrics_port=metrics_port, port=free_port(), max_num_seqs=4, threads=1, max_model_len=512, log_level="error"
     )
     *workers, coordinator = services_of(settings, *map(str, pair))
     coordinator.arguments += ["--queue-size", "2"]
     async with AsyncExitStack() as stack, AsyncClient(coordinator.address, retry_seconds=0) as client:
-        await start(coordinator, stack)
-        await reached(client)
-        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-            await client.generate("too early")
-        for worker in workers:
-            await start(worker, stack)
+        for service in (coordinator, *workers):
+            await service.start()
+            assert service.process is not None
+            stack.push_async_callback(end, service.process, 10.0)
+            if service is coordinator:
+                await until_answering(client)
+                with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                    await client.generate("too early")
         async with asyncio.timeout(PATIENCE_SECONDS):
             await asyncio.gather(*(service.wait_serving() for service in (*workers, coordinator)))
         yield client
 
 
-async def reached(client: AsyncClient) -> None:
-    """Returns as soon as the coordinator answers."""
+async def until_answering(client: AsyncClient) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -85,28 +78,22 @@ async def reached(client: AsyncClient) -> None:
             await asyncio.sleep(0.1)
 
 
-async def start(service: Service, stack: AsyncExitStack) -> None:
-    await service.start()
-    assert service.process is not None
-    stack.push_async_callback(end, service.process, 10.0)
-
-
 @asynccontextmanager
 async def load(client: AsyncClient) -> AsyncIterator[None]:
-    """More clients than the pool and its queue have places for, with every way to draft."""
-    ways: list[dict[str, Any]] = [
+    """Overfill the pool and its queue, with every draft method."""
+    methods: list[dict[str, Any]] = [
         {},
         {"num_speculative_tokens": 3, "draft_method": "model"},
         {"num_speculative_tokens": 3, "draft_method": "ngram"},
     ]
 
-    async def work(index: int) -> None:
+    async def send(index: int) -> None:
         for number in itertools.count(index):
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await client.generate("abc" * (1 + number % 4), max_tokens=40, ignore_eos=True, **ways[number % 3])
+                await client.generate("abc" * (1 + number % 4), max_tokens=40, ignore_eos=True, **methods[number % 3])
             await asyncio.sleep(0.02)
 
-    tasks = [asyncio.create_task(work(index)) for index in range(8)]
+    tasks = [asyncio.create_task(send(index)) for index in range(8)]
     try:
         yield
     finally:
@@ -117,17 +104,16 @@ async def load(client: AsyncClient) -> AsyncIterator[None]:
 
 @contextmanager
 def prometheus(folder: Path, metrics_port: int) -> Iterator[str]:
-    """The address of a Prometheus with our configuration, but with these ports and an interval of a second."""
+    """Run a Prometheus with our configuration but these ports and an interval of a second; yield its URL."""
     config = yaml.safe_load(PROMETHEUS.read_text())
     config["global"] = dict.fromkeys(config["global"], "1s")
     config["rule_files"] = [str(ALERTS)]
-    text = re.sub(r"127\.0\.0\.1:910(\d)", lambda found: f"127.0.0.1:{metrics_port + int(found[1])}", yaml.dump(config))
+    text = re.sub(r"127\.0\.0\.1:910(\d)", lambda match: f"127.0.0.1:{metrics_port + int(match[1])}", yaml.dump(config))
     (folder / "prometheus.yml").write_text(text)
     address = f"127.0.0.1:{free_port()}"
-    process = subprocess.Popen(
-        ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
-         f"--web.listen-address={address}", "--log.level=warn"],
-    )  # fmt: skip
+    flags = {"config.file": folder / "prometheus.yml", "storage.tsdb.path": folder / "data",
+             "web.listen-address": address, "log.level": "warn"}  # fmt: skip
+    process = subprocess.Popen(["prometheus", *(f"--{name}={value}" for name, value in flags.items())])
     try:
         yield f"http://{address}"
     finally:
@@ -135,8 +121,8 @@ def prometheus(folder: Path, metrics_port: int) -> Iterator[str]:
         process.wait(30)
 
 
-def free_ports(count: int) -> int:
-    """The first of some ports in a row that are free now."""
+def consecutive_free_ports(count: int) -> int:
+    """Return the first of `count` consecutive free ports."""
     while True:
         first = free_port()
         with contextlib.suppress(OSError), ExitStack() as stack:
@@ -145,36 +131,28 @@ def free_ports(count: int) -> int:
             return first
 
 
-def selectors() -> set[Query]:
-    """What the alert rules look at, whether or not they fire."""
-    found: list[Any] = []
-    for rule in RULES:
-        promql_parser.walk(promql_parser.parse(rule["expr"]), found.append)
-    return {Query(node.prettify(), "") for node in found if isinstance(node, promql_parser.VectorSelector)}
-
-
-def answered(url: str, query: Query, began: float) -> bool:
-    """Whether there is a number, in series that have all labels of the legend."""
+def is_answered(url: str, query: Query, began: float) -> bool:
+    """Return whether a query has a finite value, in series with every label of the legend."""
     span = {"start": str(began), "end": str(time.time()), "step": "1"}
     try:
-        found = ask(url, "query_range", query=query.with_values("10s"), **span)["result"]
-    except OSError:  # it is starting
+        result = ask(url, "query_range", query=query.with_values("10s"), **span)["result"]
+    except OSError:  # still starting
         return False
-    for series in found:
+    for series in result:
         assert set(re.findall(r"{{(\w+)}}", query.legend)) <= series["metric"].keys(), query
-    return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
+    return any(math.isfinite(float(value)) for series in result for _, value in series["values"])
 
 
-async def test_prometheus_answers_every_query_of_dashboard_and_rules(
-    tiny_pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    began, port = time.time(), free_ports(3)
-    missing = {query for panel in PANELS for query in panel.queries} | selectors()
+async def test_prometheus_answers_every_query(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    began, port = time.time(), consecutive_free_ports(3)
+    selectors = [selector for rule in RULES for selector in Question(rule["expr"]).selectors()]
+    missing = {query for panel in PANELS for query in panel.queries}
+    missing |= {Query(selector.prettify(), "") for selector in selectors}
     async with specpool(tiny_pair, port) as client, load(client):
         with prometheus(tmp_path, port) as url:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while missing and time.monotonic() < deadline:
-                missing = {query for query in missing if not await asyncio.to_thread(answered, url, query, began)}
+                missing = {query for query in missing if not await asyncio.to_thread(is_answered, url, query, began)}
                 await asyncio.sleep(0.5)
             rules = [rule for group in ask(url, "rules")["groups"] for rule in group["rules"]]
             targets = ask(url, "targets")["activeTargets"]

@@ -1,4 +1,4 @@
-"""Certificates for tests, made by `openssl`."""
+"""Certificates for tests, created with `openssl`."""
 
 import subprocess
 from collections.abc import Iterable
@@ -17,17 +17,17 @@ class Certificate:
 
     @property
     def options(self) -> dict[str, Path]:
-        """As servers and clients take them."""
+        """Return both files as options of servers and clients."""
         return {"tls_cert": self.cert, "tls_key": self.key}
 
     def copy_from(self, other: "Certificate") -> None:
-        """Replaces both files, one after the other, as a rotation does."""
+        """Replace both files one after the other, like a rotation."""
         replace(self.cert, other.cert.read_bytes())
         replace(self.key, other.key.read_bytes())
 
 
 class Authority:
-    """A CA, whose certificate is `path`."""
+    """A CA; `path` is its certificate."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._folder, self._name = folder, name
@@ -42,35 +42,34 @@ class Authority:
         common_name: str | None = None,
         days: int = 1,
     ) -> Certificate:
-        """A certificate in files named after `name`. `days`: how long it is valid; -1: expired since yesterday.
+        """Issue a certificate with these subject alternative names.
 
-        `alternative`: its alternative names; `common_name`: by default `name`.
+        `common_name` defaults to `name`, which also names the files. A certificate of -1 `days` expired yesterday.
         """
-        made = Certificate(self._folder / f"{self._name}-{name}.pem", self._folder / f"{self._name}-{name}.key")
-        request, extensions = made.cert.with_suffix(".csr"), made.cert.with_suffix(".ext")
-        openssl("req", *NEW_KEY, "-subj", f"/CN={common_name or name}", "-keyout", made.key, "-out", request)
+        certificate = Certificate(self._folder / f"{self._name}-{name}.pem", self._folder / f"{self._name}-{name}.key")
+        request, extensions = certificate.cert.with_suffix(".csr"), certificate.cert.with_suffix(".ext")
+        openssl("req", *NEW_KEY, "-subj", f"/CN={common_name or name}", "-keyout", certificate.key, "-out", request)
         names = ",".join(alternative)
         extensions.write_text(f"subjectAltName={names}\n" if names else "basicConstraints=CA:FALSE\n")
         signed_by = ["-CA", self.path, "-CAkey", self._key, "-CAcreateserial", "-days", days, "-extfile", extensions]
-        openssl("x509", "-req", "-in", request, *signed_by, "-out", made.cert)
-        return made
+        openssl("x509", "-req", "-in", request, *signed_by, "-out", certificate.cert)
+        return certificate
 
 
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
 def openssl(*arguments: object) -> None:
-    """Runs `openssl`, which must be installed."""
+    """Run `openssl`, which must be installed."""
     subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
 
 
 def replace(path: Path, content: bytes | str) -> None:
-    """Replaces a file at once, so that nobody reads a part of it."""
+    """Replace a file atomically."""
     new = path.with_suffix(".new")
     new.write_bytes(content.encode() if isinstance(content, str) else content)
     new.replace(path)
 
 
 def remove(path: Path) -> None:
-    """Removes a file."""
     path.unlink()

@@ -1,4 +1,4 @@
-"""A collector of traces, in this process and over a real socket, and the spans that it was sent."""
+"""An OTLP trace collector in this process, behind a real socket."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 @dataclass(frozen=True)
 class Received:
-    """A span, with the service that sent it."""
+    """A span and the service that sent it."""
 
     service: str
     name: str
@@ -26,12 +26,12 @@ class Received:
     ended_ns: int
     attributes: dict[str, Any]
     links: list[str]
-    """The ids of the spans that it is linked to."""
+    """Ids of linked spans."""
     is_fault: bool
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """Keeps what it receives; waits before it answers while `open` is clear."""
+    """Records requests; while `open` is clear, it delays its answers."""
 
     def __init__(self) -> None:
         self.requests: list[pb.ExportTraceServiceRequest] = []
@@ -47,7 +47,7 @@ class Collector(pb_grpc.TraceServiceServicer):
 
     @property
     def spans(self) -> list[Received]:
-        """All spans so far, in the order of their beginning."""
+        """Return all spans so far, ordered by start time."""
         return sorted((span for request in self.requests for span in _received(request)), key=lambda s: s.began_ns)
 
     def named(self, name: str, service: str = "") -> list[Received]:
@@ -57,13 +57,13 @@ class Collector(pb_grpc.TraceServiceServicer):
         return [span for span in self.spans if span.parent_id == parent.span_id]
 
     def everything(self) -> str:
-        """All that was sent, as text in which a word can be looked for."""
+        """Return all requests as text to search."""
         return "".join(map(str, self.requests))
 
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    """A collector and its URL."""
+    """Run a collector; yield it and its URL."""
     collector, server = Collector(), grpc.aio.server()
     pb_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,21 +1,20 @@
-"""What the files of deploy/ start: images, and processes with the environment that their containers would have."""
+"""Parses the Dockerfile and loads settings with the environment of a container."""
 
 import os
 import shlex
 import tomllib
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-COMPONENTS = ("coordinator", "draft-worker", "target-worker")
-WORKERS = COMPONENTS[1:]
-# Imported only when needed: the workers' settings bring torch along.
+WORKERS = ("draft-worker", "target-worker")
+COMPONENTS = ("coordinator", *WORKERS)
+# Imported on demand: the settings of the workers import torch.
 SETTINGS = {
     "specpool-coordinator": ("coordinator.config.settings", "CoordinatorSettings"),
     "specpool-draft-worker": ("draft_worker.server", "DraftWorkerSettings"),
@@ -24,27 +23,30 @@ SETTINGS = {
 }
 
 
-def settings_of(command: str, arguments: list[str], environment: dict[str, str]) -> Any:
-    """The settings that a command has in this environment; SystemExit if it would refuse to start."""
+def settings_class(command: str) -> Any:
     module, name = SETTINGS[command]
-    settings = getattr(import_module(module), name)
+    return getattr(import_module(module), name)
+
+
+def settings_of(command: str, arguments: list[str], environment: dict[str, str]) -> Any:
+    """Return a command's settings in this environment. SystemExit if the command would refuse to start."""
     neighbours = import_module("specpool.cli.main").known_keys() if command == "specpool generate" else ()
     with pytest.MonkeyPatch.context() as patch:
         for variable in [name for name in os.environ if name.upper().startswith("SPECPOOL_")]:
             patch.delenv(variable)
         for variable, value in environment.items():
             patch.setenv(variable, value)
-        return settings.load(command, arguments, neighbours)
+        return settings_class(command).load(command, arguments, neighbours)
 
 
+@cache
 def project() -> dict[str, Any]:
-    """The project's own metadata."""
+    """Return the contents of pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """One line of a Dockerfile, continuations joined."""
+class Instruction(NamedTuple):
+    """One instruction of a Dockerfile with continuation lines joined."""
 
     keyword: str
     arguments: str
@@ -52,29 +54,25 @@ class Instruction:
 
 @cache
 def stages() -> dict[str, list[Instruction]]:
-    """The Dockerfile's stages; each begins with its FROM."""
+    """Return the Dockerfile's stages; each starts with its FROM."""
     lines = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
-    found: dict[str, list[Instruction]] = {}
+    parsed: dict[str, list[Instruction]] = {}
     for line in filter(None, "\n".join(lines).replace("\\\n", "").splitlines()):
         instruction = Instruction(*line.split(maxsplit=1))
         if instruction.keyword == "FROM":
-            current = found[instruction.arguments.split()[-1]] = []
+            current = parsed[instruction.arguments.split()[-1]] = []
         current.append(instruction)
-    return found
-
-
-def image(target: str) -> list[Instruction]:
-    """All that makes the image of `target`, from its first base on."""
-    base = stages()[target][0].arguments.split()[0]
-    return [*(image(base) if base in stages() else []), *stages()[target]]
+    return parsed
 
 
 def arguments_of(target: str, keyword: str) -> list[str]:
-    """The arguments of all `keyword` instructions of an image."""
-    return [instruction.arguments for instruction in image(target) if instruction.keyword == keyword]
+    """Return the arguments of all `keyword` instructions of an image, base stages first."""
+    base = stages()[target][0].arguments.split()[0]
+    inherited = arguments_of(base, keyword) if base in stages() else []
+    return inherited + [arguments for name, arguments in stages()[target] if name == keyword]
 
 
 def image_environment(target: str) -> dict[str, str]:
-    """The variables that an image sets."""
+    """Return the variables that an image sets."""
     words = [word for line in arguments_of(target, "ENV") for word in shlex.split(line)]
     return dict(word.split("=", 1) for word in words)

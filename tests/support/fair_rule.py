@@ -1,10 +1,10 @@
-"""The rule by which waiting sequences enter the window, by looking at everything: the model of the fair queue."""
+"""Naive model of the fair queue: computes every rank from scratch."""
 
 from coordinator.scheduling.sequence import Sequence
 
 
 class FairRule:
-    """All sequences that wait, in the order of their arrival, and all that hold a place in the window."""
+    """Waiting sequences in order of arrival, and sequences in the window."""
 
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
@@ -35,7 +35,6 @@ class FairRule:
         self._request_since[self._request_of[sequence.sequence_id]] = self._now
 
     def number_of(self, client: str) -> int:
-        """Its sequences in the window."""
         return sum(sequence.request.client == client for sequence in self.running)
 
     def _rank(self, sequence: Sequence) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The gateway smg in front of a coordinator, in a process of its own."""
+"""The gateway smg in a separate process, in front of a coordinator."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ SMG = Path(sys.executable).parent / "smg"
 
 @asynccontextmanager
 async def gateway(coordinator: str, *flags: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Starts smg for the coordinator at this address, which must be up; yields a client of it once it answers."""
+    """Start smg for a running coordinator; yield an OpenAI client once smg answers."""
     port, metrics_port = (free_address().rpartition(":")[2] for _ in range(2))
     command = [SMG, "launch", "--host", "127.0.0.1", "--port", port, "--worker-urls", f"grpc://{coordinator}"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port, "--log-level", "error", *flags]
@@ -33,7 +33,7 @@ async def gateway(coordinator: str, *flags: str) -> AsyncIterator[openai.AsyncOp
 
 
 async def _until_answering(client: openai.AsyncOpenAI) -> None:
-    """Waits until the gateway knows the model and its tokenizer."""
+    """Wait until smg knows the model and its tokenizer."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):

@@ -1,4 +1,4 @@
-"""GGUF files of tiny random models, as the converter of llama.cpp writes them, with tensors of any type."""
+"""GGUF files of tiny random models in llama.cpp's format, with tensors of any type."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from tiny_models import save_model, small_config
 
 from specpool.testing import byte_tokenizer
 
-# Of each type: where a block has its scale and its offset, in bytes, and what these are in weights of about 0.1.
+# Byte offsets of a block's scale and offset per type, and their values for weights of about 0.1.
 HALVES: Mapping[str, Mapping[int, float]] = {
     "Q4_0": {0: 2e-2},
     "Q4_1": {0: 2e-2, 2: -0.15},
@@ -41,13 +41,13 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-"""Names of transformers and of llama.cpp."""
+"""Tensor names in transformers and in llama.cpp."""
 
 Choice = Callable[[str], str | None]
 
 
 def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Random bytes [rows, bytes of a row] of a type, with scales of which weights have a usual size."""
+    """Return random blocks [rows, bytes per row] of a type, with realistic scales."""
     chance = np.random.default_rng(seed)
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = chance.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
@@ -58,21 +58,21 @@ def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray
 
 
 def gguf_config(architecture: str = "llama", **changes: Any) -> Any:
-    """A configuration of which GGUF files can be made here."""
+    """Return a configuration that `save_gguf` supports."""
     return small_config(architecture, **{"vocab_size": 258, "hidden_size": 64, **changes})
 
 
 def save_random_gguf(folder: Path, kind_of: Choice, architecture: str = "llama", **changes: Any) -> Path:
-    """A file of a random model. `kind_of`: the type of the tensor of a name; None: float32."""
+    """Save a random model. `kind_of` maps a tensor name to a type; None: float32."""
     saved = save_model(folder / "saved", gguf_config(architecture, **changes))
     return save_gguf(saved, folder / "model.gguf", kind_of)
 
 
 def save_gguf(folder: Path, path: Path, kind_of: Choice = lambda name: None) -> Path:
-    """A saved model of 258 tokens in the format of llama.cpp, as its own converter writes it.
+    """Convert a saved model of 258 tokens like llama.cpp's converter.
 
-    `kind_of`: the type of a matrix, by its name in transformers, which is quantized, or random in a type that can only
-    be read here; None: float32.
+    `kind_of` maps a matrix's name in transformers to its type; None: float32. Types that `gguf` cannot write get random
+    blocks.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), config["model_type"])
@@ -109,7 +109,7 @@ def _name(key: str) -> str:
 
 
 def _rotated(key: str, weight: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-    """llama.cpp rotates neighbouring features of a Llama's heads, and transformers the two halves of a head."""
+    """Reorder the features of a Llama's heads: llama.cpp rotates neighbours, transformers the halves of a head."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(key.split(".")[-2])
     if heads is None or config["model_type"] != "llama":
         return weight
@@ -137,6 +137,6 @@ def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*sorted(ids, key=ids.__getitem__)[:256], "Ġt", "<eos>"])
     writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
-    writer.add_token_merges(["Ġ t", "Ġ t"])  # twice: transformers 5.17 reads a list of one as no list
+    writer.add_token_merges(["Ġ t", "Ġ t"])  # twice: transformers 5.17 drops a list of one
     writer.add_bos_token_id(257)  # transformers 5.17 needs one
     writer.add_eos_token_id(257)

@@ -1,4 +1,4 @@
-"""Scrapes of a metrics port, as Prometheus and routers make them."""
+"""Scrapes a metrics port, like Prometheus or a router."""
 
 import asyncio
 from contextlib import closing
@@ -12,18 +12,18 @@ from serving import PATIENCE_SECONDS, free_address
 
 @dataclass(frozen=True)
 class Scrape:
-    """The metric families that were served, by name."""
+    """Served metric families by name."""
 
     families: dict[str, Metric]
 
     @classmethod
     def of(cls, text: str) -> "Scrape":
-        found = list(text_string_to_metric_families(text))
-        assert len({family.name for family in found}) == len(found), "a family is served in two parts"
-        return cls({family.name: family for family in found})
+        families = list(text_string_to_metric_families(text))
+        assert len({family.name for family in families}) == len(families), "a family is served twice"
+        return cls({family.name: family for family in families})
 
     def values(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
-        """Values of the samples of a name, by the labels that tell them apart."""
+        """Return the values of a metric's samples by their distinguishing labels."""
         samples = [sample for family in self.families.values() for sample in family.samples if sample.name == name]
         shared = {"model_name", "engine"}
         return {
@@ -32,7 +32,7 @@ class Scrape:
         }
 
     def value(self, name: str, **labels: str) -> float:
-        """The value of one sample. KeyError if there is none."""
+        """Return the value of one sample. KeyError if there is none."""
         return self.values(name)[tuple(sorted(labels.items()))]
 
 
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 async def http(port: int, request: str | bytes) -> tuple[str, dict[str, str], str]:
-    """Status, headers and body of the answer to what is sent."""
+    """Send a request; return status, headers and body of the answer."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with closing(writer):
@@ -53,7 +53,7 @@ async def http(port: int, request: str | bytes) -> tuple[str, dict[str, str], st
 
 
 async def scrape(port: int) -> Scrape:
-    """The metrics of a server in this process, as of now."""
+    """Return the current metrics of a server in this process."""
     with mock.patch("specpool.rpc.observability.metrics_endpoint.KEPT_FOR", 0):
         status, fields, body = await http(port, "GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
     assert status == "200 OK"

@@ -1,4 +1,4 @@
-"""A coordinator and fake workers behind the servers that real ones have, with the security that a test wants."""
+"""A coordinator and fake workers behind real servers, with security settings."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +20,7 @@ from specpool.v1 import draft_worker_pb2_grpc, target_worker_pb2_grpc
 
 @dataclass
 class SecureService:
-    """A running coordinator with its address."""
+    """A running coordinator and its address."""
 
     process: CoordinatorServer
     address: str
@@ -28,7 +28,7 @@ class SecureService:
 
     @property
     def links(self) -> list[WorkerLink]:
-        """The links to both workers."""
+        """Return the links to both workers."""
         assert self.process.coordinator.draft is not None
         return [self.process.coordinator.target, self.process.coordinator.draft]
 
@@ -37,15 +37,15 @@ class SecureService:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Returns as soon as it holds."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not holds():  # noqa: ASYNC110 - of a link, which tells nobody
+        while not holds():  # noqa: ASYNC110 - links notify nobody
             await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
 async def listening(server: Server) -> AsyncIterator[str]:
-    """Starts a server, which serves until the end; yields its address."""
+    """Run a server; yield its address."""
     address = f"127.0.0.1:{await server.start()}"
     server.set_serving(True)
     try:
@@ -57,7 +57,7 @@ async def listening(server: Server) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def worker(fake: FakeTarget | FakeDraft, port: int = 0, **security: Any) -> AsyncIterator[str]:
-    """A fake worker behind a server with these settings; yields its address."""
+    """Run a fake worker behind a server with these settings; yield its address."""
     server = Server(ServerSettings(port=port, **security), MAX_ROUND_BYTES)
     if isinstance(fake, FakeTarget):
         register: Any = target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server
@@ -73,7 +73,7 @@ async def worker(fake: FakeTarget | FakeDraft, port: int = 0, **security: Any) -
 async def coordinator(
     target: FakeTarget, target_address: str, draft_address: str, **settings: Any
 ) -> AsyncIterator[SecureService]:
-    """A coordinator with these settings, which may not have reached its workers yet."""
+    """Run a coordinator; it may not have reached its workers yet."""
     addresses = {"target_address": target_address, "draft_address": draft_address}
     process = CoordinatorServer(CoordinatorSettings(**{**DEFAULTS, **addresses, **settings}))
     address = f"127.0.0.1:{await process.start()}"
@@ -86,7 +86,7 @@ async def coordinator(
 
 @asynccontextmanager
 async def secure_service(worker_settings: dict[str, Any], **settings: Any) -> AsyncIterator[SecureService]:
-    """Both workers with the same settings, and a coordinator with others. The target's tokens are those of a fake."""
+    """Run both fake workers with the same settings, and a coordinator with others."""
     target = FakeTarget()
     async with AsyncExitStack() as stack:
         addresses = [

@@ -1,4 +1,4 @@
-"""Fakes of both workers and a coordinator that uses them, in this process and over real sockets."""
+"""A coordinator with fakes of both workers, in this process and over real sockets."""
 
 import asyncio
 import json
@@ -21,16 +21,14 @@ from specpool.v1 import draft_worker_pb2, generation_pb2_grpc, target_worker_pb2
 from specpool.v1 import generation_pb2 as pb
 
 PATIENCE_SECONDS = 20
-# Default deadline of every call, so that a test fails rather than hangs.
+# Default deadline of every call: a test fails rather than hangs.
 DEADLINES = json.dumps({"methodConfig": [{"name": [{}], "timeout": f"{PATIENCE_SECONDS}s"}]})
-
-
-# Settings with which drafts do not depend on a clock.
+# Settings for drafts that do not depend on a clock.
 DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model"}
 
 
 async def info_with_loads(ask: Callable[[], Awaitable[pb.GetServerInfoResponse]]) -> pb.GetServerInfoResponse:
-    """The state of a server with both workers' loads: a worker that is late on a busy machine has none for a moment."""
+    """Return the state of a server once both workers report a load."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             info = await ask()
@@ -40,13 +38,13 @@ async def info_with_loads(ask: Callable[[], Awaitable[pb.GetServerInfoResponse]]
 
 
 class RecordingTarget(FakeTarget):
-    """Target that records every request, and holds requests back while `open` is clear."""
+    """Target that records requests and holds them back while `open` is clear."""
 
     def __init__(self, **knobs: Any) -> None:
         super().__init__(**knobs)
         self.requests: list[target_worker_pb2.VerifyRequest] = []
         self.held: list[int] = []
-        """Number of cached sequences after each round."""
+        """Cached sequences after each round."""
         self.open = asyncio.Event()
         self.open.set()
 
@@ -59,7 +57,7 @@ class RecordingTarget(FakeTarget):
 
 
 class RecordingDraft(FakeDraft):
-    """Draft that records every request, sleeps before it answers, and fails the first `failing_releases` releases."""
+    """Draft that records requests, sleeps before it answers and fails the first `failing_releases` releases."""
 
     def __init__(self, target: FakeTarget, delay: float = 0.0, **knobs: Any) -> None:
         super().__init__(target, **knobs)
@@ -104,7 +102,7 @@ class Serving:
         return (await self.health.Check(health_pb2.HealthCheckRequest(service=service))).status
 
     async def until(self, condition: Callable[[pb.GetServerInfoResponse], Any]) -> pb.GetServerInfoResponse:
-        """Waits for a state of the server that meets the condition, and returns it."""
+        """Wait until the server's state meets a condition; return the state."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not condition(info := await self.info()):  # noqa: ASYNC110 - the state is read over a connection
                 await asyncio.sleep(0.01)
@@ -115,7 +113,7 @@ class Serving:
         await self.until(lambda info: all(getattr(info, worker).state == "ready" for worker in workers))
 
     async def until_idle(self) -> pb.GetServerInfoResponse:
-        """Waits until nothing is running or queued and no worker holds a slot."""
+        """Wait until nothing is running or queued and no worker holds a slot."""
 
         def is_idle(info: pb.GetServerInfoResponse) -> bool:
             taken = info.target.load.slots_in_use + info.draft.load.slots_in_use
@@ -125,7 +123,7 @@ class Serving:
         return await self.until(is_idle)
 
     async def expect(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
-        """Generates, and checks the tokens against plain decoding."""
+        """Generate and compare the tokens with plain decoding."""
         response = await self.stub.Generate(request)
         check_tokens(self.target, request, response)
         return response
@@ -141,7 +139,7 @@ async def serving(
     probe_seconds: float = 0.05,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Starts everything and waits until it serves. Without `with_target`, the target's address does not answer yet."""
+    """Run everything and wait until it serves. Without `with_target`, the target does not answer yet."""
     target = target if target is not None else RecordingTarget()
     if draft is None and with_draft:
         draft = RecordingDraft(target)
@@ -163,7 +161,7 @@ async def serving(
                     await served.until_ready(wait_for_draft)
                 yield served
             finally:
-                served.process.server.stop()  # a test may have replaced the process
+                served.process.server.stop()  # tests may replace the process
                 try:
                     await served.process.wait_stopped()
                 finally:
@@ -173,7 +171,7 @@ async def serving(
 
 
 def free_address() -> str:
-    """An address at which no process listens."""
+    """Return an address without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -195,10 +193,10 @@ def make_request(
     )
 
 
-def random_request(chance: random.Random, most_prompt: int = 80, most_tokens: int = 40) -> pb.GenerateRequest:
-    """A request with a random prompt, length and k."""
-    prompt = [chance.randrange(256) for _ in range(chance.randint(1, most_prompt))]
-    return make_request(prompt, chance.randint(1, most_tokens), chance.choice([None, *range(9)]))
+def random_request(chance: random.Random, max_prompt: int = 80, max_tokens: int = 40) -> pb.GenerateRequest:
+    """Return a request with a random prompt, length and k."""
+    prompt = [chance.randrange(256) for _ in range(chance.randint(1, max_prompt))]
+    return make_request(prompt, chance.randint(1, max_tokens), chance.choice([None, *range(9)]))
 
 
 def expected_tokens(target: FakeTarget, request: pb.GenerateRequest) -> list[int]:
@@ -214,7 +212,7 @@ def expected_tokens(target: FakeTarget, request: pb.GenerateRequest) -> list[int
 
 
 def check_tokens(target: FakeTarget, request: pb.GenerateRequest, response: pb.GenerateResponse) -> None:
-    """Asserts that the tokens are those of plain decoding, to the end."""
+    """Assert that the answer equals plain decoding."""
     expected = expected_tokens(target, request)
     assert list(response.token_ids) == expected
     assert response.usage.prompt_tokens == len(request.tokenized.input_ids)
@@ -222,7 +220,7 @@ def check_tokens(target: FakeTarget, request: pb.GenerateRequest, response: pb.G
 
 
 async def stream(served: Serving, request: pb.GenerateRequest) -> tuple[list[pb.GenerateChunk], pb.GenerateResponse]:
-    """All chunks and the complete result; asserts that the result comes last and equals the joined chunks."""
+    """Return all chunks and the complete result, which must come last and equal the joined chunks."""
     messages = [message async for message in served.stub.GenerateStream(request)]
     kinds = [message.WhichOneof("response") for message in messages]
     assert kinds == ["chunk"] * (len(messages) - 1) + ["complete"]
@@ -234,13 +232,13 @@ async def stream(served: Serving, request: pb.GenerateRequest) -> tuple[list[pb.
 
 
 def violated_fields(error: grpc.aio.AioRpcError) -> list[str]:
-    """The fields named by the google.rpc.BadRequest among the details of an error."""
+    """Return the fields that an error's google.rpc.BadRequest names."""
     bad_request = detail_of(error, error_details_pb2.BadRequest)
     return [violation.field for violation in bad_request.field_violations]
 
 
 def detail_of(error: grpc.aio.AioRpcError, kind: Any) -> Any:
-    """The message of this kind among the google.rpc details of an error."""
+    """Return the message of this type from an error's google.rpc details."""
     (payload,) = [value for key, value in error.trailing_metadata() if key == "grpc-status-details-bin"]
     status = status_pb2.Status.FromString(payload)
     assert status.code == error.code().value[0]

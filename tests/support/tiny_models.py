@@ -1,4 +1,4 @@
-"""Random models of any architecture, and reference logits for tests of an engine."""
+"""Random models of any architecture, and reference logits for engine tests."""
 
 import random
 from collections.abc import Sequence
@@ -41,14 +41,14 @@ SMALL = {
 
 
 def small_config(architecture: str, **changes: Any) -> PreTrainedConfig:
-    """A configuration of a few thousand weights; an architecture takes those values of `SMALL` that it knows."""
+    """Return a configuration of a few thousand weights, with the values of `SMALL` that the architecture has."""
     known = AutoConfig.for_model(architecture)
     sizes = {name: value for name, value in SMALL.items() if hasattr(known, name)}
     return AutoConfig.for_model(architecture, **{**sizes, **changes})
 
 
 def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> Path:
-    """Saves a random model with weights of this size, and a tokenizer."""
+    """Save a tokenizer and a random model with this standard deviation."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
 
 
 def round_weights(folder: Path) -> Path:
-    """Rounds the weights of a saved model to bfloat16."""
+    """Round the weights of a saved model to bfloat16."""
     file = folder / "model.safetensors"
     weights = {name: weight.bfloat16() for name, weight in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
@@ -69,18 +69,18 @@ def round_weights(folder: Path) -> Path:
 
 
 def save_output_head(folder: Path, output_ids: list[int], weight: torch.Tensor | None = None) -> None:
-    """Gives a saved model an output head for some tokens, with the rows `weight`; default: the model's own rows."""
+    """Give a saved model an output head for some tokens; `weight` defaults to the model's own rows."""
     rows = load_file(folder / "model.safetensors")["lm_head.weight"][output_ids] if weight is None else weight
     save_file({"weight": rows.contiguous(), "output_ids": torch.tensor(output_ids)}, folder / OUTPUT_HEAD)
 
 
 def load_engine(folder: Path, exact: bool = True, **options: Any) -> Engine:
-    """An engine on one thread."""
+    """Return an engine on one thread."""
     return startup.load_engine(EngineOptions(model=str(folder), **{"threads": 1, "max_sequences": 8, **options}), exact)
 
 
 def refusal(model: Path | str, **options: Any) -> str:
-    """Why an engine does not load the model; one line for a person."""
+    """Return the one-line reason why an engine rejects a model."""
     with pytest.raises(UnsupportedModelError) as caught:
         load_engine(Path(model), **options)
     message = str(caught.value)
@@ -89,8 +89,8 @@ def refusal(model: Path | str, **options: Any) -> str:
     return message
 
 
-def described_as_divided(engine: Engine) -> Engine:
-    """The engine, which says that its model is divided among two ranks."""
+def described_as_sharded(engine: Engine) -> Engine:
+    """Make an engine report that its model is sharded over two ranks."""
     info = engine.info()
     ranks = tuple(RankMemory("cpu", info.weight_bytes // 2, info.kv_bytes_total // 2, rank) for rank in range(2))
     engine.info = lambda: replace(  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def described_as_divided(engine: Engine) -> Engine:
 
 
 def forget_all(engine: Engine, slots: int) -> None:
-    """Leaves the engine with `slots` slots, all of them free; a test may use the slots beyond for its own spans."""
+    """Leave the engine with this many slots, all free; tests may use further slots for their own spans."""
     old = engine.layout.extents
     extents = Extents(len(old.origins), old.longest, old.columns, old.multiple)
     engine.slots, engine.layout = (
@@ -110,33 +110,33 @@ def forget_all(engine: Engine, slots: int) -> None:
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
-    """A list of `count` token ids, the same for the same seed."""
+    """Return `count` token ids, the same for the same seed."""
     chance = random.Random(seed)
     return [chance.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
 def decode_alone(engine: Engine, token_ids: Sequence[int], slot: int = 0) -> torch.Tensor:
-    """Logits after each token [T, vocab_size], with one token per pass and no other sequence in the batch."""
+    """Return logits after each token [T, vocab_size], computed alone with one token per pass."""
     return torch.cat([engine.forward([Span(slot, i, [token], 1)]) for i, token in enumerate(token_ids)])
 
 
 @torch.inference_mode()
 def transformers_logits(folder: Path, token_ids: Sequence[int], attention: str = "eager") -> torch.Tensor:
-    """Logits after each token [T, vocab_size] as computed by transformers alone in float32."""
+    """Return logits after each token [T, vocab_size], computed by transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32).eval()
     logits: torch.Tensor = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
     return logits
 
 
 def rows_that_differ(engine: Engine, lengths: Sequence[int] = (2, 9, 40, 61), drafts: int = 8) -> int:
-    """Number of rows of logits from ragged rounds in shuffled slots that are not bit-identical to decoding alone."""
+    """Count rows of logits of ragged rounds in shuffled slots that differ from decoding alone."""
     chance = random.Random(1)
     sequences = [random_tokens(length + drafts, seed=length) for length in lengths]
     alone = [decode_alone(engine, tokens) for tokens in sequences]
     slots = chance.sample(range(engine.slots.total), len(sequences))
     engine.forward([Span(slot, 0, tokens[:-drafts], 0) for slot, tokens in zip(slots, sequences, strict=True)])
     different = 0
-    for size in (1, 2, 3, drafts):  # each round discards what the previous one cached
+    for size in (1, 2, 3, drafts):  # each round discards the previous one's cache
         counts = [chance.randint(1, size) for _ in sequences]
         spans = [
             Span(slot, len(tokens) - drafts, tokens[-drafts:][:count], count)

@@ -1,4 +1,4 @@
-"""The tiny pair that benchmarks use too, under the name by which tests import it."""
+"""The tiny pair of the benchmarks, re-exported for tests."""
 
 from benchmarks.tiny_pair import MAX_MODEL_LEN, make_tiny_pair, tiny_config
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have, and what they make of tokens."""
+"""Small tokenizers of the common kinds."""
 
 import string
 from itertools import islice, product
@@ -15,7 +15,7 @@ REPLACEMENT = "\ufffd"
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """A tokenizer as Llama 2 and its kin have them: bytes are tokens only where no other token fits."""
+    """Return a tokenizer like Llama 2's, which falls back to byte tokens."""
     words = ["<s>", "▁", "a", "b", "▁a", "▁b"]
     vocab = {word: i for i, word in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a"), ("▁", "b")], byte_fallback=True))
@@ -30,9 +30,8 @@ FALLBACK = byte_fallback_tokenizer()
 
 
 def ascii_tokenizer() -> Tokenizer:
-    """A tokenizer of as many tokens as the byte tokenizer, whose tokens make ASCII text in any order; most have two
-    letters."""
-    characters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for a space and a line's end
+    """Return a tokenizer as large as the byte tokenizer whose tokens form ASCII text in any order."""
+    characters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for a space and a newline
     merges = list(islice(product(string.ascii_lowercase, repeat=2), EOS_TOKEN_ID - len(characters)))
     vocab = {token: i for i, token in enumerate([*characters, *map("".join, merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))

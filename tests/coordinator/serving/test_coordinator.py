@@ -436,7 +436,7 @@ async def test_three_hundred_requests_of_which_half_are_cancelled_leave_nothing_
             if rng.random() < 0.5:
                 await cancelled_sometime(served, make_request([rng.randrange(256)], 300), rng)
             else:
-                await served.expect(random_request(rng, most_tokens=30))
+                await served.expect(random_request(rng, max_tokens=30))
 
         await asyncio.gather(*(one() for _ in range(300)))
         info = await served.until_idle()

@@ -1,13 +1,13 @@
-{{/* Names, labels and addresses. "Roles" are the keys of the values: coordinator, draft and target. */}}
+{{/* Names, labels and addresses. A role is a key of the values: coordinator, draft or target. */}}
 
-{{/* The names of a LeaderWorkerSet's pods are longer: they have a number for the group and one for the node. */}}
+{{/* Pods of a LeaderWorkerSet have longer names, with a group and a node number. */}}
 {{- define "specpool.fullname" -}}
-{{- $most := ternary 35 38 (gt (int .Values.target.nodes) 1) -}}
+{{- $maximum := ternary 35 38 (gt (int .Values.target.nodes) 1) -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc $most | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc $maximum | trimSuffix "-" -}}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | replace "." "-" | trunc $most | trimSuffix "-" -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | replace "." "-" | trunc $maximum | trimSuffix "-" -}}
 {{- end -}}
 {{- end }}
 
@@ -15,12 +15,12 @@
 {{- get (dict "coordinator" "coordinator" "draft" "draft-worker" "target" "target-worker") . -}}
 {{- end }}
 
-{{/* What belongs to a role: its StatefulSet, headless Service and so on. Takes root and role. */}}
+{{/* Name of a role's objects: StatefulSet, headless Service and so on. Takes root and role. */}}
 {{- define "specpool.roleName" -}}
 {{- printf "%s-%s" (include "specpool.fullname" .root) (include "specpool.component" .role) -}}
 {{- end }}
 
-{{/* Roles that run, separated by spaces. */}}
+{{/* Enabled roles, separated by spaces. */}}
 {{- define "specpool.roles" -}}
 coordinator {{ if .Values.draft.enabled }}draft {{ end }}target
 {{- end }}
@@ -57,8 +57,8 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 
 {{/*
-Where a coordinator finds its worker: the pod with the coordinator's own ordinal, which Kubernetes puts into $(CELL). The
-namespace is in the name because a certificate's wildcard needs a name of several parts after it. Takes root and role.
+Address of a coordinator's worker: the pod with the same ordinal, which Kubernetes substitutes for $(CELL). The name includes
+the namespace because gRPC accepts a wildcard certificate only before several parts. Takes root and role.
 */}}
 {{- define "specpool.workerAddress" -}}
 {{- $service := include "specpool.roleName" . -}}
@@ -69,7 +69,7 @@ namespace is in the name because a certificate's wildcard needs a name of severa
 {{- printf "%s:%s" $host (include "specpool.port" .role) -}}
 {{- end }}
 
-{{/* The reference of an image. Takes root and image. */}}
+{{/* Image reference. Takes root and image. */}}
 {{- define "specpool.image" -}}
 {{- $repository := required "smg.image.repository: no public image is known, so name one" .image.repository -}}
 {{- with .root.Values.image.registry }}{{ $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}{{ end -}}
@@ -85,7 +85,7 @@ namespace is in the name because a certificate's wildcard needs a name of severa
 {{- default (printf "%s-tls" (ternary (printf "%s-client" (include "specpool.fullname" .root)) (include "specpool.roleName" .) (eq .role "client"))) $name -}}
 {{- end }}
 
-{{/* Whether clients speak TLS to the coordinators. */}}
+{{/* Non-empty if clients use TLS. */}}
 {{- define "specpool.clientTls" -}}
 {{- if and .Values.tls.enabled (ne .Values.tls.clients "none") -}}true{{- end -}}
 {{- end }}
@@ -94,19 +94,19 @@ namespace is in the name because a certificate's wildcard needs a name of severa
 {{- if or (gt (int .Values.cells) 1) .Values.autoscaling.kind -}}true{{- end -}}
 {{- end }}
 
-{{- define "specpool.mostCells" -}}
+{{- define "specpool.maxCells" -}}
 {{- ternary .Values.autoscaling.maxCells .Values.cells (not (not .Values.autoscaling.kind)) -}}
 {{- end }}
 
 {{/*
-Whether a worker is a group of pods, one for each node: a LeaderWorkerSet. It has the StatefulSet's name, and so its leaders
-have the names and addresses that the pods of a StatefulSet would have. Takes root and role.
+Non-empty if a worker is a group of pods, one per node: a LeaderWorkerSet. It has the StatefulSet's name, so its leaders have
+the names and addresses of a StatefulSet's pods. Takes root and role.
 */}}
 {{- define "specpool.grouped" -}}
 {{- if and (eq .role "target") (gt (int .root.Values.target.nodes) 1) -}}true{{- end -}}
 {{- end }}
 
-{{/* Labels of the pods that serve. Takes root and role. */}}
+{{/* Labels of the serving pods. Takes root and role. */}}
 {{- define "specpool.serving" -}}
 {{ include "specpool.selector" (dict "root" .root "component" (include "specpool.component" .role)) }}
 {{- if include "specpool.grouped" . }}

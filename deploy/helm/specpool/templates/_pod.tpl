@@ -1,17 +1,17 @@
 {{/*
-Pods of the three roles. Every template here takes root, role and follower: whether the pod is one of a group of nodes, but not
-its leader. It runs the same command, but serves nothing.
+Pods of the three roles. Every template takes root, role and follower. A follower is a pod of a group that is not its leader:
+it runs the same command but serves nothing.
 */}}
 
-{{/* How long a pod goes on serving before SIGTERM, in seconds. */}}
+{{/* Seconds for which a pod keeps serving before SIGTERM. */}}
 {{- define "specpool.preStopSeconds" -}}
 {{- $role := get .root.Values .role -}}
 {{- if .follower -}}
-{{- /* The whole group ends with any of its pods, and the leader has to drain first. */ -}}
+{{- /* Any pod that ends takes the group down, so followers wait until the leader has drained. */ -}}
 {{- add (include "specpool.preStopSeconds" (omit . "follower")) (ceil $role.drainSeconds) 15 -}}
 {{- else if kindIs "invalid" $role.preStopSeconds -}}
 {{- $coordinator := .root.Values.coordinator -}}
-{{- /* The last: the coordinator's pod may be deleted some seconds after its worker's. */ -}}
+{{- /* The 15: the coordinator's pod may be deleted some seconds after its worker's. */ -}}
 {{- add $coordinator.preStopSeconds (ceil $coordinator.drainSeconds) 15 -}}
 {{- else -}}
 {{- $role.preStopSeconds -}}
@@ -19,9 +19,8 @@ its leader. It runs the same command, but serves nothing.
 {{- end }}
 
 {{/*
-How long a pod must have been ready before an update goes on to the next cell, in seconds. A new coordinator is ready while its
-old target still serves, in its preStop hook. So the pods of a cell are replaced together, and no two cells are away. Takes the
-root.
+Seconds of readiness before an update continues with the next cell. A new coordinator is ready while its old target still
+serves in its preStop hook. Waiting for longer replaces the pods of a cell together, one cell at a time. Takes the root.
 */}}
 {{- define "specpool.minReadySeconds" -}}
 {{- add (include "specpool.preStopSeconds" (dict "root" . "role" "target")) 10 -}}
@@ -29,8 +28,8 @@ root.
 
 {{- define "specpool.preStop" -}}
 {{- if include "specpool.grouped" . -}}
-# Only while the group serves: one that has lost a process is deleted as a whole, and its successor waits for that. A
-# command instead of `sleep`, because it ends with the process, and all processes end once the leader's has drained.
+# Wait only while the group serves: a group that lost a process is deleted, and its successor waits for that. A command,
+# unlike `sleep`, ends with the process, and all processes end once the leader has drained.
 exec:
   command:
     - sh
@@ -59,7 +58,7 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{/* Where pods may run, from the values of a role or of smg. Takes values and selector. */}}
+{{/* Scheduling of a role or of smg. Takes values and selector. */}}
 {{- define "specpool.scheduling" -}}
 {{- $selector := .selector }}
 {{- with .values.runtimeClassName }}
@@ -88,15 +87,15 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* Probes use the port that serves health checks alone. Readiness asks whether the pod can serve now. */}}
+{{/* Probes use the port that only serves health. Readiness asks whether the pod can serve now. */}}
 {{- define "specpool.probes" -}}
 {{- $probes := (get .root.Values .role).probes -}}
 startupProbe:
   grpc:
     port: 50060
     {{- if eq .role "coordinator" }}
-    # A coordinator is NOT_SERVING while its target worker is away: a reason to send it no requests, but not to restart it,
-    # since it holds the waiting requests. Only readiness asks for that.
+    # A coordinator without its target worker is NOT_SERVING. It should get no requests, but a restart would lose the
+    # waiting ones, so only readiness checks this.
     service: live
     {{- end }}
   {{- toYaml $probes.startup | nindent 2 }}
@@ -104,7 +103,7 @@ readinessProbe:
   grpc:
     port: 50060
   {{- if and (include "specpool.grouped" .) (include "specpool.scaled" .root) }}
-  # In place of minReadySeconds, which a LeaderWorkerSet does not have. Coordinators ask for health themselves.
+  # Replaces minReadySeconds, which a LeaderWorkerSet lacks. Coordinators check health themselves.
   {{- $times := divf (include "specpool.minReadySeconds" .root) (default 10 $probes.readiness.periodSeconds) | ceil | add 1 }}
   {{- toYaml (merge (deepCopy $probes.readiness) (dict "successThreshold" $times)) | nindent 2 }}
   {{- else }}
@@ -190,10 +189,9 @@ metadata:
 spec:
   serviceAccountName: {{ include "specpool.serviceAccount" $root }}
   automountServiceAccountToken: false
-  # Kubernetes would describe the Services "specpool-..." in variables such as SPECPOOL_..._SERVICE_HOST, and a process
-  # refuses SPECPOOL_* variables that it does not know.
+  # Service links would set variables such as SPECPOOL_..._SERVICE_HOST, and a process rejects unknown SPECPOOL_* variables.
   enableServiceLinks: false
-  # Longer than the preStop hook and the drain together.
+  # Longer than preStop hook plus drain.
   terminationGracePeriodSeconds: {{ add (include "specpool.preStopSeconds" .) (ceil $role.drainSeconds) 10 }}
   securityContext:
     {{- include "specpool.securityContext" . | nindent 4 }}
@@ -228,8 +226,8 @@ spec:
       {{- include "specpool.probes" . | nindent 6 }}
       {{- end }}
       lifecycle:
-        # New calls are routed elsewhere before a coordinator begins to refuse them, and a worker serves until its
-        # coordinator has drained.
+        # Kubernetes routes new calls elsewhere before a coordinator refuses them; a worker serves until its coordinator
+        # has drained.
         preStop:
           {{- include "specpool.preStop" . | nindent 10 }}
       resources:

@@ -1,6 +1,6 @@
-{{/* The settings of a role's process, as SPECPOOL_* variables. A process refuses to start with one that it does not know. */}}
+{{/* Settings of a role's process as SPECPOOL_* variables. A process does not start with an unknown one. */}}
 
-{{/* How many ranks share a worker's model, those of all its nodes. Takes root and role. */}}
+{{/* Ranks that share a worker's model, over all nodes. Takes root and role. */}}
 {{- define "specpool.tensorParallel" -}}
 {{- $role := get .root.Values .role -}}
 {{- $gpus := int $role.gpus -}}
@@ -16,7 +16,7 @@
 {{- $ranks -}}
 {{- end }}
 
-{{/* What the chart sets, by the settings' own names. Takes root, role and follower. */}}
+{{/* Settings that the chart derives, by name. Takes root, role and follower. */}}
 {{- define "specpool.chartSettings" -}}
 {{- if not .follower }}
 {{- include "specpool.serverSettings" . }}
@@ -53,8 +53,8 @@ tensor_parallel: {{ $ranks }}
 {{- $values := .root.Values }}
 {{- $role := get $values .role }}
 port: {{ include "specpool.port" .role }}
-# Probes have a port of their own: the kubelet's gRPC probes speak no TLS, and clients may hold all connections of the
-# other port. No Service has this one.
+# A separate port for probes: the kubelet's gRPC probes have no TLS, and clients may exhaust the connections of the main
+# port. No Service exposes this one.
 health_port: 50060
 drain_seconds: {{ $role.drainSeconds }}
 {{- include "specpool.tlsSettings" . }}
@@ -88,7 +88,7 @@ trace_sample_rate: {{ $values.tracing.sampleRate }}
 {{- end }}
 {{- end }}
 
-{{/* A coordinator shows the same certificate to clients and to its workers. Takes root and role. */}}
+{{/* A coordinator uses one certificate for clients and workers. Takes root and role. */}}
 {{- define "specpool.tlsSettings" -}}
 {{- if .root.Values.tls.enabled }}
 {{- if eq .role "coordinator" }}
@@ -110,8 +110,8 @@ allowed_names: {{ include "specpool.roleName" (dict "root" .root "role" "coordin
 {{- end }}
 
 {{/*
-Variables of a role's process. They stand in the pod's template, not in a ConfigMap, so that pods which an update has not
-reached yet keep their own settings when they restart. Kubernetes would replace $(NAME) in them. Takes root, role and follower.
+Variables of a role's process. They are part of the pod template, not of a ConfigMap: pods that an update has not reached keep
+their settings when they restart. Escapes $(NAME), which Kubernetes would replace. Takes root, role and follower.
 */}}
 {{- define "specpool.settings" -}}
 {{- $settings := include "specpool.chartSettings" . | fromYaml -}}

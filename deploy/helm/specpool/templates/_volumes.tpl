@@ -1,4 +1,4 @@
-{{/* What the pods of a role mount. Every template here takes root, role and follower. */}}
+{{/* Volumes and mounts of a role's pods. Every template takes root, role and follower. */}}
 
 {{- define "specpool.mounts" -}}
 {{- $values := .root.Values -}}
@@ -26,7 +26,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Folders, not single files (subPath): those would not change when a certificate or a token is renewed. */}}
+{{/* Mount folders: single files (subPath) would not change when a certificate or token is renewed. */}}
 {{- define "specpool.secretMounts" }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
@@ -52,7 +52,7 @@
 {{- end }}
 {{- if gt (int (get .root.Values .role).tensorParallel) 1 }}
 - name: shm
-  # NCCL's buffers between the GPUs of a node. A container's own /dev/shm has 64 MiB.
+  # For NCCL between the GPUs of a node; a container's own /dev/shm has 64 MiB.
   emptyDir:
     medium: Memory
     sizeLimit: 2Gi
@@ -67,14 +67,14 @@
 
 {{- define "specpool.tmpVolume" -}}
 - name: tmp
-  # In memory, because a tmpfs is sticky (mode 1777). A folder on the node's disk would be 0777: others could replace what
-  # is in it, so a worker would not load what it compiles there.
+  # In memory, because a tmpfs is sticky (mode 1777). On the node's disk the folder would have mode 0777, and a worker loads
+  # no compiled code from a folder in which others can replace it.
   emptyDir:
     medium: Memory
     sizeLimit: 256Mi
 {{- end }}
 
-{{/* A claim for each pod comes from volumeClaimTemplates. */}}
+{{/* With persistentVolumeClaim, volumeClaimTemplates add a claim per pod. */}}
 {{- define "specpool.modelVolumes" }}
 {{- $cache := (get .root.Values .role).modelCache }}
 {{- if eq $cache.type "existingClaim" }}
@@ -96,7 +96,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Claims of a worker's pods, if each has its own. */}}
+{{/* Claim templates of a worker whose pods each have a claim. */}}
 {{- define "specpool.claims" -}}
 {{- with (get .root.Values .role).modelCache }}
 {{- if eq .type "persistentVolumeClaim" }}
@@ -119,7 +119,7 @@ volumeClaimTemplates:
 {{- end }}
 {{- end }}
 
-{{/* The pod's group may read the files, which is how the process reaches them. */}}
+{{/* The process reads these files through the pod's group. */}}
 {{- define "specpool.secretVolumes" }}
 {{- $auth := .root.Values.auth }}
 {{- if .root.Values.tls.enabled }}
@@ -139,7 +139,7 @@ volumeClaimTemplates:
   secret:
     secretName: {{ . }}
     defaultMode: 0440
-    # The token alone is for the coordinators, the line with its name for the workers.
+    # Coordinators get the bare token, workers the line with its name.
     items:
       - key: {{ ternary "token" "tokens" (eq $.role "coordinator") }}
         path: {{ ternary "token" "tokens" (eq $.role "coordinator") }}

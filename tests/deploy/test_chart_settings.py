@@ -1,0 +1,219 @@
+"""Pods of the Helm chart against the code that they start: settings, ports, probes, drains, addresses, secrets."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from deployment import WORKERS, image_environment, project, settings_of
+from helm_chart import (
+    ALL_VALUES,
+    COMPONENT,
+    Manifest,
+    container_of,
+    of_kind,
+    pod_template,
+    pod_templates,
+    pre_stop_seconds,
+    render,
+    template,
+    values_of,
+)
+from pod_settings import mounted, pod_environment, pod_settings
+
+from specpool.rpc.server.server import LIVE
+
+EVERY_CASE = pytest.mark.parametrize("name", ALL_VALUES)
+TARGET = "target-worker"
+
+
+def processes(manifests: list[Manifest]) -> list[tuple[str, Manifest, Manifest, Any]]:
+    """Return component, pod spec, container and settings of every Specpool process; of a group, its leader."""
+    components = dict.fromkeys(component for component, _ in pod_templates(manifests))
+    return [
+        (component, pod_template(manifests, component)["spec"], container_of(manifests, component),
+         pod_settings(manifests, component))
+        for component in components if component not in ("smg", "test")
+    ]  # fmt: skip
+
+
+@EVERY_CASE
+def test_processes_accept_their_settings_and_serve_the_declared_ports(name: str) -> None:
+    for component, _, server, settings in processes(render(name)):
+        assert server["command"] == [f"specpool-{component}"]
+        assert settings.host == "0.0.0.0"
+        ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+        assert (ports["grpc"], ports["health"]) == (settings.port, settings.health_port)
+        assert ports.get("metrics") == settings.metrics_port
+        image, tag = server["image"].rpartition("/")[2].split(":")
+        assert image == ("specpool-coordinator" if component == "coordinator" else "specpool-worker")
+        assert tag.removesuffix("-cpu") == project()["project"]["version"]
+
+
+@EVERY_CASE
+def test_probes_use_the_health_port_and_restart_only_dead_processes(name: str) -> None:
+    for component, _, server, settings in processes(render(name)):
+        probes = {name: server[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+        assert {probe["grpc"]["port"] for probe in probes.values()} == {settings.health_port}
+        assert "service" not in probes["readiness"]["grpc"]
+        assert probes["liveness"]["grpc"]["service"] == LIVE
+        # A coordinator holds the waiting requests, so it is not restarted because its target is away.
+        assert probes["startup"]["grpc"].get("service") == (LIVE if component == "coordinator" else None)
+        if component in WORKERS:  # time to download a model; a restart before the watchdog ends the process
+            assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 1800
+            seconds = probes["liveness"]["periodSeconds"] * probes["liveness"]["failureThreshold"]
+            assert seconds < settings.watchdog_seconds
+
+
+@EVERY_CASE
+def test_workers_outlast_the_drain_of_their_coordinator(name: str) -> None:
+    seconds = {}
+    for component, spec, server, settings in processes(render(name)):
+        seconds[component] = pre_stop_seconds(server) + settings.drain_seconds
+        assert spec["terminationGracePeriodSeconds"] > seconds[component]
+    assert all(seconds[worker] > seconds["coordinator"] for worker in seconds.keys() & WORKERS)
+    hook = pre_stop_seconds(container_of(render(name), TARGET))
+    for item in of_kind(render(name), "StatefulSet").values():  # updates wait until the old target is gone
+        assert item["spec"].get("minReadySeconds", hook + 1) > hook
+
+
+@pytest.mark.parametrize("name", ["two-nodes", "two-nodes-secured"])
+def test_pods_of_a_group_share_settings_and_outlast_their_leader(name: str) -> None:
+    leader, follower = (pod_settings(render(name), TARGET, node=node) for node in (0, 1))
+    own = {"node_rank", "port", "health_port", "drain_seconds", "metrics_port", "tls_cert", "tls_key", "tls_ca",
+           "allowed_names", "api_tokens", "otlp_traces_endpoint"}  # fmt: skip
+    assert (leader.tensor_parallel, leader.nnodes, leader.node_rank, follower.node_rank) == (8, 2, 0, 1)
+    assert follower.model_dump(exclude=own) == leader.model_dump(exclude=own)
+    assert pod_settings(render(name), "coordinator").target_address == f"{follower.master_addr}.svc:{leader.port}"
+    for unset in ("health_port", "metrics_port", "tls_files", "tls_ca", "api_tokens", "otlp_traces_endpoint"):
+        assert getattr(follower, unset) is None, unset
+    secrets = {"/tls", "/worker-token"} if name == "two-nodes-secured" else set()
+    assert mounted(render(name), TARGET).keys() - mounted(render(name), TARGET, node=1).keys() == secrets
+    servers = [container_of(render(name), TARGET, node) for node in (0, 1)]
+    assert not {"ports", "startupProbe", "readinessProbe", "livenessProbe"} & servers[1].keys()
+    seconds = [pre_stop_seconds(server) for server in servers]
+    assert seconds[1] > seconds[0] + leader.drain_seconds
+    if name == "two-nodes-secured":  # readiness stands in for minReadySeconds
+        probe = servers[0]["readinessProbe"]
+        coordinators = of_kind(render(name), "StatefulSet")["specpool-coordinator"]["spec"]
+        assert (probe["successThreshold"] - 1) * probe["periodSeconds"] >= coordinators["minReadySeconds"]
+
+
+@EVERY_CASE
+def test_workers_use_pinned_models_their_gpus_and_a_writable_cache(name: str) -> None:
+    for component, _, server, settings in processes(render(name)):
+        volumes = mounted(render(name), component)
+        # A tmpfs is sticky; workers load compiled code only from folders in which others cannot replace it.
+        assert volumes["/tmp"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Mi"}
+        if component == "coordinator":
+            continue
+        assert image_environment("worker")["HF_HOME"] in volumes
+        if "/model" in volumes:
+            assert (settings.model, settings.revision) == ("/model", None)
+        else:
+            assert re.fullmatch(r"[0-9a-f]{40}", settings.revision)
+        gpus = [count for resource, count in server["resources"]["limits"].items() if "/" in resource]
+        nodes = getattr(settings, "nnodes", 1)
+        assert settings.device == ("cuda" if gpus else "cpu")
+        assert gpus == ([settings.tensor_parallel // nodes] if gpus else [])
+        assert ("/dev/shm" in volumes) == (settings.tensor_parallel > 1)
+
+
+@EVERY_CASE
+def test_services_lead_to_the_worker_of_the_same_cell(name: str) -> None:
+    manifests = render(name)
+    services = of_kind(manifests, "Service")
+    for component, _, server, settings in processes(manifests):
+        spec = services[f"specpool-{component}"]["spec"]
+        labels = pod_template(manifests, component)["metadata"]["labels"] | {
+            "leaderworkerset.sigs.k8s.io/worker-index": "0"
+        }
+        assert spec["selector"].items() <= labels.items()
+        assert spec["selector"][COMPONENT] == component
+        assert (spec["ports"][0]["port"], spec["ports"][0]["targetPort"]) == (settings.port, server["ports"][0]["name"])
+    for worker in [component for component, *_ in processes(manifests) if component in WORKERS]:
+        for cell in (0, 2):
+            settings = pod_settings(manifests, "coordinator", cell)
+            pod = "" if name == "disaggregated-set" else f"specpool-{worker}-{cell}."
+            address = f"{pod}specpool-{worker}.default.svc:{services[f'specpool-{worker}']['spec']['ports'][0]['port']}"
+            assert getattr(settings, worker.replace("-worker", "_address")) == address
+
+
+def test_settings_reach_the_process_as_given() -> None:
+    coordinator, target = (pod_settings(render("target-only"), name) for name in ("coordinator", TARGET))
+    assert (coordinator.queue_tokens, coordinator.prefix_caching) == (5_000_000, False)
+    assert coordinator.draft_address is None
+    assert (target.kv_memory, target.max_sequences) == (8 * 2**30, 8)
+    assert (target.device, target.tensor_parallel) == ("cpu", 3)
+    escaped = template("--set-json", 'target={"settings": {"alias": "$(HOME) $$ \\"x\\""}}')
+    assert pod_environment(escaped, TARGET)["SPECPOOL_ALIAS"] == '$(HOME) $$ "x"'
+
+
+# --- TLS and tokens
+
+
+@pytest.mark.parametrize("clients", ["mutual", "server", "none"])
+def test_tls_admits_only_coordinators_to_the_workers(clients: str) -> None:
+    manifests = template("--set", f"tls.enabled=true,tls.clients={clients}")
+    coordinator = pod_settings(manifests, "coordinator")
+    assert {"tls_ca", "tls_cert", "tls_key"} <= coordinator.worker_security.keys()
+    assert (coordinator.tls_files is not None) == (clients != "none")
+    assert (coordinator.tls_ca is not None) == (clients == "mutual")
+    protocols = {name: item["spec"]["ports"][0]["appProtocol"] for name, item in of_kind(manifests, "Service").items()}
+    for worker in WORKERS:
+        settings = pod_settings(manifests, worker)
+        assert settings.tls_files is not None
+        assert settings.tls_ca is not None
+        assert settings.allowed_names == ("specpool-coordinator",)
+        assert protocols[f"specpool-{worker}"] == "https"
+    assert protocols["specpool"] == ("https" if clients != "none" else "kubernetes.io/h2c")
+
+
+@pytest.mark.parametrize("name", ["production", "tls-cert-manager"])
+def test_pods_mount_their_certificates_and_tokens(name: str) -> None:
+    certificates = of_kind(render(name), "Certificate")
+    for component, _, _, settings in processes(render(name)):
+        spec = certificates[f"specpool-{component}"]["spec"]
+        assert mounted(render(name), component)["/tls"]["secret"]["secretName"] == spec["secretName"]
+        assert settings.api_tokens is not None
+        if component == "coordinator":
+            assert settings.worker_token is not None
+        else:  # coordinators get the bare token, workers the line with its name
+            assert set(settings.allowed_names) <= set(certificates["specpool-coordinator"]["spec"]["dnsNames"])
+            assert [item["key"] for item in mounted(render(name), component)["/worker-token"]["secret"]["items"]] == [
+                "tokens"
+            ]
+            assert "/api-tokens" not in mounted(render(name), component)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_VALUES if name != "target-only"])  # it has no test
+def test_test_pod_has_the_credentials_that_its_service_requires(name: str) -> None:
+    settings = settings_of("specpool generate", ["hello"], pod_environment(render(name), "test"))
+    coordinator = pod_settings(render(name), "coordinator")
+    assert (settings.token_file is None) == (coordinator.api_tokens is None)
+    assert (settings.tls_ca is None) == (coordinator.tls_files is None)
+    assert (settings.tls_cert is None) == (coordinator.tls_ca is None)
+
+
+# --- The gateway
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+def test_gateway_accepts_its_arguments(metrics: bool) -> None:
+    launch = pytest.importorskip("smg.launch_router")
+    values = f"metrics.enabled={json.dumps(metrics)},coordinator.drainSeconds=100"
+    manifests = template(*values_of("openai"), "--set", values)
+    gateway, spec = container_of(manifests, "smg"), pod_template(manifests, "smg")["spec"]
+    router = launch.parse_router_args(gateway["args"][1:])
+    expected = {"http": router.port, "health": router.health_check_port} | (
+        {"metrics": router.prometheus_port} if metrics else {}
+    )
+    assert {port["name"]: port["containerPort"] for port in gateway["ports"]} == expected
+    assert (router.host, router.prometheus_host) == ("0.0.0.0", "0.0.0.0" if metrics else "127.0.0.1")
+    cells = [f"grpc://specpool-coordinator-{cell}.specpool-coordinator.default.svc:50050" for cell in range(2)]
+    assert gateway["args"][gateway["args"].index("--worker-urls") + 1 :] == cells
+    assert router.policy == "power_of_two"
+    assert router.api_key is None  # users could open the control plane with it
+    assert router.tenant_api_keys
+    assert spec["terminationGracePeriodSeconds"] > pre_stop_seconds(gateway) + router.shutdown_grace_period_secs
+    assert router.shutdown_grace_period_secs == 100
