@@ -25,8 +25,8 @@ import psutil
 from benchmarks.coordinator_cost import start_process, wait_ready
 from benchmarks.report import finish, progress, show
 from specpool.client import AsyncClient
+from specpool.healthcheck import seconds
 from specpool.rpc.security.channel import open_channel
-from specpool.rpc.server.healthcheck import seconds
 from specpool.testing import FakeTarget
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc

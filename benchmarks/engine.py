@@ -29,8 +29,9 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.config.devices import use_device
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.config import load_config
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.models.loading import load_config, read_weights
+from specpool.engine.models.weights import read_weights
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine, start_engine

@@ -10,7 +10,9 @@ from coordinator.prompts.tokenizer import TargetTokenizer
 from specpool.client import Chat
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import source_of
-from specpool.engine.models.loading import load_config, read_weights, tokenizer_files
+from specpool.engine.models.config import load_config
+from specpool.engine.models.tokenizer import tokenizer_files
+from specpool.engine.models.weights import read_weights
 from specpool.protocol.tokenizer import TokenizerFiles
 
 CPU = torch.device("cpu")

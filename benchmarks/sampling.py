@@ -25,7 +25,7 @@ from benchmarks.report import finish, output_folder, progress, seconds_of, show
 from specpool.engine.config.devices import use_device
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.sampling.sampler import choose_together, choose_token
+from specpool.engine.sampling.sampler import choose_batch, choose_token
 from specpool.protocol.sampling import SamplingParams
 
 RULES: Mapping[str, Mapping[str, Any]] = {
@@ -127,8 +127,8 @@ def batch_cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
     context = [i % 1000 for i in range(CONTEXT_TOKENS)]
     params = [SamplingParams(**rules, seed=row, prompt_length=CONTEXT_TOKENS // 2) for row in range(len(logits))]
     sequences = [(each, context, 1) for each in params]
-    choose_together(logits, sequences)  # compiles the kernels
-    seconds = [seconds_of(lambda: choose_together(logits, sequences)) for _ in range(CHOICES)]
+    choose_batch(logits, sequences)  # compiles the kernels
+    seconds = [seconds_of(lambda: choose_batch(logits, sequences)) for _ in range(CHOICES)]
     return round(statistics.median(seconds) * 1000, 3)
 
 

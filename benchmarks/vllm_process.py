@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 from specpool.cli.processes import worker_environment
 from specpool.client.prompts import PromptLine
 from specpool.engine.config.sources import source_of
+from specpool.healthcheck import problem
 from specpool.rpc.security.channel import Connector
-from specpool.rpc.server.healthcheck import problem
 
 ROOT = Path(__file__).parents[1]
 PYTHON_VARIABLE = "SPECPOOL_VLLM_PYTHON"

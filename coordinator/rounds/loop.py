@@ -75,7 +75,7 @@ class RoundLoop:
             self._work.clear()
             group = self._next_group() if lane < self._runner.lanes else Group([])
             if group.sequences:
-                with logs.ServesRequests(partial(_request_ids, group.sequences)):
+                with logs.BoundRequests(partial(_request_ids, group.sequences)):
                     await self._run_round(group)
             else:
                 await self._work.wait()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from coordinator.prompts.reading import PromptReader
+from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.validation import Limits, check_request_id, parse_request, with_prompt
@@ -30,7 +30,7 @@ class Intake:
     def __init__(self, coordinator: Coordinator, server: Server) -> None:
         self._coordinator, self._server = coordinator, server
         settings = coordinator.settings
-        self._slots = TokenizerPool(most_waiting=settings.usable_window + settings.queue_size)
+        self._slots = TokenizerPool(max_waiting=settings.usable_window + settings.queue_size)
 
     @asynccontextmanager
     async def generation(
@@ -59,7 +59,7 @@ class Intake:
         )
         prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
         parsed = replace(parse_request(request, coordinator.tokenizer.eos_token_ids, limits), client=client)
-        logs.serves_request(parsed.request_id)
+        logs.bind_request(parsed.request_id)
         prompt.check(request)
         coordinator.check_queue(parsed)
         prompt_ids = await prompt.read(request, self._slots, before=lambda: coordinator.check_queue(parsed))

@@ -41,7 +41,7 @@ class RecordedTraces(Traces):
         if span is None:
             yield RequestTrace()
             return
-        logs.is_traced(span.trace_id)
+        logs.bind_trace(span.trace_id)
         span.note({"gen_ai.operation.name": call.operation, "gen_ai.provider.name": "specpool"})
         span.note({"gen_ai.request.stream": call.stream, **({"gen_ai.request.model": model} if model else {})})
         trace = RecordedRequest(span, began_ns, self._spans, call.messages if self._prompts else None)
@@ -138,7 +138,7 @@ class RecordedRound(RoundTrace):
 
 @contextmanager
 def _recorded_round(requests: list[Span], group_size: int) -> Iterator[RoundTrace]:
-    with requests[0].child("round", links=requests).ending() as span, logs.traced(span.trace_id):
+    with requests[0].child("round", links=requests).ending() as span, logs.bound_trace(span.trace_id):
         span.note({"specpool.group.size": group_size, "specpool.group.traced_requests": len(requests)})
         yield RecordedRound(span)
 

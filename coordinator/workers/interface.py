@@ -1,4 +1,4 @@
-"""What the round loop needs of the two workers; the links implement it."""
+"""The round loop's view of the two workers, implemented by the links."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
 
 
 class Worker(Protocol):
-    """What the loop needs of either worker."""
+    """Either worker."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -21,7 +21,7 @@ class Worker(Protocol):
 
 
 class Target(Worker, Protocol):
-    """The target worker; `coordinator.workers.target_link.TargetLink` is one."""
+    """The target worker."""
 
     @property
     def instance_id(self) -> str: ...
@@ -31,7 +31,7 @@ class Target(Worker, Protocol):
 
 
 class Draft(Worker, Protocol):
-    """The draft worker; `coordinator.workers.draft_link.DraftLink` is one."""
+    """The draft worker."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -45,12 +45,11 @@ class Draft(Worker, Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a coordinator; without a draft worker only prompt lookup drafts."""
+    """The workers of a coordinator. Without a draft worker, only prompt lookup drafts."""
 
     target: Target
     draft: Draft | None
 
     @property
     def ready_draft(self) -> Draft | None:
-        """The draft worker if calls to it are likely to succeed now."""
         return self.draft if self.draft is not None and self.draft.is_ready else None

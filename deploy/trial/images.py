@@ -115,7 +115,7 @@ def wait_serving(images: Images, name: str, port: int) -> None:
         name,
         "sh",
         "-c",
-        f"python -m specpool.rpc.server.healthcheck 127.0.0.1:{port} && echo serving || true",
+        f"python -m specpool.healthcheck 127.0.0.1:{port} && echo serving || true",
     ]
     state = ["container", "inspect", "--format", "{{.State.Running}}", name]
     deadline = time.monotonic() + SERVING_SECONDS

@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from specpool.rpc.errors import ANSWERED
+from specpool.rpc.status import ANSWERED
 from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, target_worker_pb2, target_worker_pb2_grpc
 
 VOCAB_SIZE = 257

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from specpool.rpc.errors import ANSWERED
+from specpool.rpc.status import ANSWERED
 from specpool.testing.fakes import FakeDraft, FakeTarget, FakeWorker
 from specpool.testing.faults import Answer, Fault, RefusedError, faults_of
 from specpool.testing.info_faults import DESCRIPTIONS, TOKENIZERS

@@ -51,7 +51,7 @@ class WorkerServicer:
         if span is None:
             yield None
             return
-        with span.ending(), logs.traced(span.trace_id):
+        with span.ending(), logs.bound_trace(span.trace_id):
             span.note({"specpool.round.id": request.round_id, "specpool.group.size": len(request.items)})
             yield span
 

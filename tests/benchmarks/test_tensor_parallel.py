@@ -85,7 +85,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(
         tensor_parallel.main()
     refusal = capsys.readouterr().err.splitlines()[-1]
     assert "--ranks: " in refusal
-    assert "tensor_parallel 3 is more than its 2 KV heads" in refusal
+    assert "tensor_parallel 3 is more than the 2 KV heads" in refusal
 
 
 @pytest.mark.rehearsal

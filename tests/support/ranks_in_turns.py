@@ -49,7 +49,7 @@ class GroupInTurns(Group):
         self._table = table
         self._releases: list[Release] = []
 
-    def stacked(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.exchanged.append(tuple(x.shape))
         return self._table.exchanged(self.rank, x)
 

@@ -189,7 +189,7 @@ async def wait_for_round(target: RecordingTarget) -> None:
 
 HANGING_WORKER = """
 import sys, time
-from rpc import signals
+from specpool.rpc.server import signals
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
 from specpool.worker.process import run_worker
 from specpool.worker.servicer import WorkerServicer
@@ -206,7 +206,7 @@ class Backend:
 
 class Servicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer): pass
 
-signals.END_SECONDS = 0.5
+signals.EXIT_SECONDS = 0.5
 settings = WorkerSettings(port=int(sys.argv[1]), drain_seconds=float(sys.argv[2]))
 run_worker("worker", settings, Backend, "hanging", pb_grpc.add_DraftWorkerServiceServicer_to_server, Servicer, ())
 """

@@ -22,9 +22,8 @@ from specpool.engine.run.connections import end_process, hang_up, receive, send,
 from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, encode, encode_run
 from specpool.engine.run.rendezvous import await_ranks
 from specpool.engine.run.runner import PassRunner
-from specpool.engine.sharding.group import Group
+from specpool.engine.sharding.group import Group, file_store, new_file, tcp_store
 from specpool.engine.sharding.shares import Sharding
-from specpool.engine.sharding.store import file_store, new_file, tcp_store
 from specpool.protocol.worker_info import RankMemory
 
 log = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from specpool.engine.passes.native.model import NativeModel, compile_pass
 from specpool.engine.passes.native.sharded import DividedNativeModel
 from specpool.engine.probes.exactness import ONE_SHAPE, choose_tiles
 from specpool.engine.probes.kernels import choose_products
-from specpool.engine.sharding.group import ALONE, Alone
+from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 
 
 def build_exact_pass(
-    loaded: LoadedModel, facts: ModelFacts, options: EngineOptions, exact: bool, group: Alone = ALONE
+    loaded: LoadedModel, facts: ModelFacts, options: EngineOptions, exact: bool, group: SingleRank = SINGLE_RANK
 ) -> tuple[ForwardPass, Tiles | None]:
     """The forward pass of a model or of a rank's shard, and the shapes that make it batch invariant, if any.
 
@@ -37,7 +37,7 @@ def build_exact_pass(
     return forward_pass, _tiles(forward_pass, facts, options, exact)
 
 
-def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone = ALONE) -> ForwardPass:
+def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: SingleRank = SINGLE_RANK) -> ForwardPass:
     """The fastest pass for this model on its device. It takes over the weights of the library's model.
 
     `group`: the ranks of the model; with several, `FusedModel` must support it. UnsupportedModelError: this rank cannot
@@ -45,10 +45,10 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone
     """
     device, dtype = loaded.model.device, loaded.model.dtype
     forward_pass: ForwardPass = LibraryModel(loaded.model)
-    if (options.fused or group is not ALONE) and is_fusable(loaded.config):
+    if (options.fused or group is not SINGLE_RANK) and is_fusable(loaded.config):
         forward_pass = fused = FusedModel(loaded.model, group)
         if options.native and device.type == "cpu":
-            native = compile_pass(fused, NativeModel if group is ALONE else DividedNativeModel)
+            native = compile_pass(fused, NativeModel if group is SINGLE_RANK else DividedNativeModel)
             if native is not None:
                 release_files(loaded.model)
                 return native
@@ -58,7 +58,7 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Alone
             if fallback is None:
                 kernels = GpuModel(fused, loaded.max_model_len)
                 return CapturedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
-            if group is not ALONE:
+            if group is not SINGLE_RANK:
                 raise UnsupportedModelError(
                     f"a model cannot be sharded across GPUs that cannot run its kernels: {fallback}"
                 )

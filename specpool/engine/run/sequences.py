@@ -10,7 +10,7 @@ import torch
 from specpool.engine.cache.slots import SequenceKey, Slot
 from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
-from specpool.engine.sampling.sampler import choose_together, choose_tokens, largest, samples_by_kernel
+from specpool.engine.sampling.sampler import choose_batch, choose_tokens, kernel_is_exact, largest
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS, ItemStatus, RoundLimits, SequenceItem
 from specpool.protocol.sampling import SamplingParams
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
@@ -45,7 +45,7 @@ class SequenceEngine:
         self.engine = engine
         # Compile the kernels now, not in the first round that samples.
         facts = engine.facts
-        kernels = samples_by_kernel(facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
+        kernels = kernel_is_exact(facts.device, engine.forward_pass.compute_dtype, engine.vocab_size)
         if facts.device.type == "cuda" and not kernels:
             engine.notes.append("samples slowly, row by row, because its sampling kernels cannot run here")
 
@@ -124,9 +124,9 @@ class SequenceEngine:
     ) -> tuple[list[Iterable[int]], Iterable[bool]]:
         """`counts` choices for each sequence, from logits [n, rows of the head], and whether each row is finite."""
         known = self.engine.over_vocabulary(logits) if any(slot.sampling is not None for slot in slots) else None
-        if known is not None and samples_by_kernel(known.device, known.dtype, known.shape[1]):
+        if known is not None and kernel_is_exact(known.device, known.dtype, known.shape[1]):
             sequences = [(slot.sampling, slot.token_ids, count) for slot, count in zip(slots, counts, strict=True)]
-            return [*choose_together(known, sequences)], repeat(True)
+            return [*choose_batch(known, sequences)], repeat(True)
         indexes = largest(logits)
         finite = _are_finite(logits, indexes) if logits.device.type == "cpu" else repeat(True)
         row_tokens = iter(self.engine.token_ids(indexes).tolist())

@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.facts import ModelFacts
@@ -28,10 +29,8 @@ from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.rendezvous import join
 from specpool.engine.run.reservation import footprint_of, kv_limit
 from specpool.engine.run.runner import PassRunner
-from specpool.engine.sharding.devices import devices_of
-from specpool.engine.sharding.group import Group
+from specpool.engine.sharding.group import Group, open_store
 from specpool.engine.sharding.shares import Share
-from specpool.engine.sharding.store import open_store
 from specpool.engine.startup.self_test import attention_suits, probing
 from specpool.engine.startup.sharded import load_sharding, load_share
 
@@ -46,7 +45,7 @@ def run_node(program: str, options: EngineOptions) -> NoReturn:
     for number in STOPS:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        devices = devices_of(options)
+        devices = pick_rank_devices(options)
     except UnsupportedModelError as error:
         sys.exit(f"{program}: {error}")
     arguments = [options.model_copy(update={"device": device}).model_dump_json() for device in devices]
@@ -82,7 +81,7 @@ def _build(connection: Connection, order: Order, options: EngineOptions) -> tupl
     share = Share(load_sharding(options, order.sums), order.rank)
     loaded, model_facts = load_share(options, share, order.exact)
     facts = model_facts.of_rank(share.sharding.kv_heads.sizes[share.rank])
-    send(connection, Loaded(sums={name: checksum.hex() for name, checksum in loaded.sums.items()}))
+    send(connection, Loaded(sums={name: checksum.hex() for name, checksum in loaded.checksums.items()}))
     group = Group(order.rank, share.sharding, open_store(order.store, share.sharding.ranks), facts.device)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
     footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))

@@ -6,8 +6,8 @@ import torch
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.facts import read_facts
-from specpool.engine.models.fingerprints import weights_fingerprint
 from specpool.engine.models.loading import LoadedModel, load_model
+from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.cublas import restrict_cublas

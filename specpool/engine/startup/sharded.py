@@ -6,20 +6,22 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
+from specpool.engine.models.checkpoint_quantization import dequantization_arguments
+from specpool.engine.models.config import load_config
 from specpool.engine.models.facts import ModelFacts, read_facts
-from specpool.engine.models.fingerprints import weights_fingerprint
-from specpool.engine.models.loading import OUTPUT_HEAD, LoadedModel, load_config, load_model
-from specpool.engine.models.quantization import unpacking
-from specpool.engine.models.stored import stored_weights
-from specpool.engine.numerics.tiles import Tiles, coarsest
+from specpool.engine.models.loading import LoadedModel, load_model
+from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.stored_weights import stored_weights
+from specpool.engine.models.weights_fingerprint import weights_fingerprint
+from specpool.engine.numerics.tiles import Tiles, common_tiles
 from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.passes.gpu.cublas import restrict_cublas
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.pass_selection import build_exact_pass
-from specpool.engine.sharding.devices import devices_of
 from specpool.engine.sharding.shares import Sharding, Share, Sums, shard
 from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
 from specpool.engine.startup.self_test import self_test
@@ -30,7 +32,7 @@ def start_sharded_engine(options: EngineOptions, exact: bool) -> Engine:
 
     Logits are not compared with the library's model, since no rank has all weights.
     """
-    devices = devices_of(options)
+    devices = pick_rank_devices(options)
     sharding = load_sharding(options, _sums(options, devices[0]))
     leader = Leader(options, sharding, devices, exact)
     try:
@@ -48,7 +50,7 @@ def _start_rank_0(options: EngineOptions, device: str, exact: bool, leader: Lead
     sharding = leader.sharding
     own = options.model_copy(update={"device": device})
     loaded, facts = load_share(own, Share(sharding, 0), exact)
-    fingerprint = weights_fingerprint(loaded, {**loaded.sums, **leader.receive_sums()})
+    fingerprint = weights_fingerprint(loaded, {**loaded.checksums, **leader.receive_sums()})
     group = leader.group(facts.device)
     forward_pass, tiles = build_exact_pass(loaded, facts.of_rank(sharding.kv_heads.sizes[0]), own, exact, group)
     leader.receive_reports()
@@ -57,7 +59,7 @@ def _start_rank_0(options: EngineOptions, device: str, exact: bool, leader: Lead
             raise UnsupportedModelError(
                 f"ranks must have the same pass, but have {type(forward_pass).__name__} and {report.forward_pass}"
             )
-    tiles = coarsest([tiles, *(report.tiles for report in leader.reports)])
+    tiles = common_tiles([tiles, *(report.tiles for report in leader.reports)])
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), own, leader)
     engine.bitwise = exact and tiles is not None and self_test(engine)
     engine.weights_fingerprint, engine.numerics_fingerprint = fingerprint, numerics_fingerprint(engine)
@@ -96,7 +98,7 @@ def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
 def _needs_whole_weights(options: EngineOptions, config: PreTrainedConfig) -> bool:
     """Whether transformers has to unpack the weights, which takes whole tensors."""
     if gguf_file_of(options.model) is None:
-        return bool(unpacking(config, {}))
+        return bool(dequantization_arguments(config, {}))
     try:
         return stored_weights(options, config) is None
     except ValueError as error:

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
-from specpool.rpc.errors import error_type
 from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.status import error_type
 from specpool.rpc.version import package_version
 
 Kind: TypeAlias = Literal["internal", "server", "client"]

@@ -63,7 +63,7 @@ BAD = {
     "max_tokens 0": (make_request(max_tokens=0), "sampling_params.max_tokens", "at least 1"),
     "max_tokens beyond": (make_request([1] * 60, 41), "sampling_params.max_tokens", "41 is beyond 40"),
     "max_tokens far beyond": (make_request(max_tokens=2**32 - 1), "sampling_params.max_tokens", "100 positions"),
-    "unknown id": (make_request([1, VOCAB_SIZE]), "tokenized.input_ids", "257 is not below the vocabulary size 257"),
+    "unknown id": (make_request([1, VOCAB_SIZE]), "tokenized.input_ids", "257 must be below the vocabulary size 257"),
     "largest id": (make_request([2**32 - 1]), "tokenized.input_ids", "vocabulary size 257"),
     "unknown stop": (sampling(stop_token_ids=[3, 300]), "sampling_params.stop_token_ids", "300 is not below"),
     "many stops": (sampling(stop_token_ids=[3] * 1025), "sampling_params.stop_token_ids", "more than 1024"),

@@ -7,7 +7,7 @@ from typing import TypeVar
 from coordinator.requests.generation import PIECES_AT_ONCE, Piece, Sample
 from coordinator.scheduling.sequence import Finish, FinishReason, GenerationRequest, Sequence
 from coordinator.serving.service import _response
-from coordinator.smg.answers import complete
+from coordinator.smg.responses import complete
 from specpool.protocol.sampling import TokenLogprobs
 
 PIECES = 20 * PIECES_AT_ONCE

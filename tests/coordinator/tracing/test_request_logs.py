@@ -11,7 +11,7 @@ import grpc
 import pytest
 from serving import RecordingTarget, make_request, serving, stream
 
-from coordinator.prompts.reading import PromptReader
+from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.scheduling.round import Round
 from specpool.rpc.observability.logs import JsonFormatter
 from specpool.v1 import generation_pb2 as pb
@@ -120,5 +120,5 @@ async def test_a_stream_that_is_ended_since_nobody_reads_it_is_named(written: io
             await anext(aiter(call))
             await served.until(lambda info: info.running == 0)
             call.cancel()
-    (ended,) = [event for event in events(written) if event["message"].startswith("a stream of")]
+    (ended,) = [event for event in events(written) if event["message"].startswith("ending a stream of")]
     assert ended["request_id"] == "unread"

@@ -127,7 +127,7 @@ def test_commands_accept_the_variables_of_all_processes(
 
 
 def load_up(*arguments: str) -> UpSettings:
-    return UpSettings.load("specpool up", list(arguments), neighbours=known_keys())
+    return UpSettings.load("specpool up", list(arguments), other_settings=known_keys())
 
 
 def test_processes_accept_all_values_that_up_accepts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +194,7 @@ def test_unknown_variables_are_refused_by_name(
         ("max_num_seq = 3", "max-num-seq"),
         ("server.port = 3", "server"),
         ("port: 7", "line 1"),
-        ('config = "other.toml"', "a file cannot name another one"),
+        ('config = "other.toml"', "a config file cannot name another config file"),
     ],
 )
 def test_an_invalid_file_is_refused(text: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

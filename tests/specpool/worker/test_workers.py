@@ -484,13 +484,13 @@ async def test_a_sequence_gets_exactly_max_length_positions(worker: Worker) -> N
     error = await failure(worker.round(item(1, 0, [5], MAX_MODEL_LEN + 1)))
     assert violated_fields(error) == ["items[0].max_length"]
     error = await failure(worker.round(item(1, 0, [5] * 7, 6)))
-    assert "would reach 7 positions of at most 6" in error.details()
+    assert "needs 7 positions, more than the maximum of 6" in error.details()
     assert worker.engine.slots.in_use == 0
     await worker.round(item(1, 0, [5] * 5, 6))
     assert worker.engine.slots["c", 1].capacity == 6
     await worker.round(worker.item(1, 5, [6]))
     error = await failure(worker.round(worker.item(1, 6, [7])))
-    assert "would reach 7 positions of at most 6" in error.details()
+    assert "needs 7 positions, more than the maximum of 6" in error.details()
 
 
 @pytest.mark.parametrize("k", [3, 2**32 - 1])
