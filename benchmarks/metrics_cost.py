@@ -21,8 +21,9 @@ from urllib.request import urlopen
 
 from benchmarks.coordinator_cost import run_once, start_process, wait_ready
 from benchmarks.report import add_load_arguments, finish, progress, seconds_of, show
-from coordinator.requests.generation import Piece, Sample
+from coordinator.requests.generation import Sample
 from coordinator.requests.latencies import Latencies
+from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 from specpool.client import AsyncClient
 
@@ -54,10 +55,9 @@ def main() -> None:
 
 def measure_commit() -> float:
     """Seconds that metrics add to a commit: to observe it, and to read the clock."""
-    latencies, piece = Latencies(), Piece((1, 2), str)
-    request = GenerationRequest("r", (1, 2, 3), 100, frozenset(), 4)
-    sample = Sample(Sequence(1, request), 0, time.monotonic())
-    sample.add(piece)
+    latencies, sequence = Latencies(), Sequence(1, GenerationRequest("r", (1, 2, 3), 100, frozenset(), 4))
+    sample = Sample(sequence, 0, time.monotonic())
+    sample.add(Commit(sequence, (1, 2), str))
 
     def observe() -> None:
         for _ in range(OBSERVATIONS):
