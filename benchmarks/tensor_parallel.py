@@ -34,7 +34,7 @@ from specpool.engine.config.options import MAX_RANKS
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.sharding.shares import Sums
-from specpool.engine.startup.sharding import load_sharding
+from specpool.engine.startup.sharded import load_sharding
 
 PASSES = {
     "1 sequence": Pass(1, 1, 128),

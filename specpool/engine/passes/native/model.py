@@ -109,6 +109,13 @@ class NativeModel(ForwardPass):
         return arguments, logits
 
     @property
+    def library_digest(self) -> str:
+        """SHA-256 of the compiled code."""
+        library: Any = self._library
+        digest: str = library.digest
+        return digest
+
+    @property
     def compiled_products(self) -> "NativeModel":
         """The model itself: all its products are compiled."""
         return self
