@@ -6,7 +6,8 @@ from pathlib import PurePath
 
 from smg_grpc_proto import vllm_engine_pb2 as smg
 
-from coordinator.requests.generation import Piece, Sample
+from coordinator.requests.generation import Sample
+from coordinator.scheduling.commits import Commit
 from coordinator.serving.coordinator import Coordinator
 from specpool.protocol.sampling import TokenLogprobs
 from specpool.v1 import common_pb2
@@ -16,17 +17,17 @@ NO_TOKENIZER = "/dev/null"
 which may differ."""
 
 
-def chunk(sample: Sample, piece: Piece) -> smg.GenerateResponse:
-    """Build the message of a piece of a sample."""
+def chunk(sample: Sample, commit: Commit) -> smg.GenerateResponse:
+    """Build the message of a sample's next tokens."""
     message = smg.GenerateStreamChunk(
-        token_ids=piece.token_ids,
+        token_ids=commit.token_ids,
         prompt_tokens=sample.sequence.prompt_length,
-        completion_tokens=len(piece.token_ids),
+        completion_tokens=len(commit.token_ids),
         cached_tokens=sample.sequence.cached_tokens,
         index=sample.index,
     )
-    if piece.logprobs:
-        _add_logprobs(message.output_logprobs, piece.token_ids, piece.logprobs)
+    if commit.logprobs:
+        _add_logprobs(message.output_logprobs, commit.token_ids, commit.logprobs)
     return smg.GenerateResponse(chunk=message)
 
 

@@ -40,17 +40,17 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def Generate(self, request: smg.GenerateRequest, context: Any) -> AsyncIterator[smg.GenerateResponse]:
         """Send each sample as one message, or with `stream` as its pieces and its end."""
         converted = generate_request(request)
-        async with self._intake.generation(converted, context, request.stream) as (generation, give_up):
+        async with self._intake.generation(converted, context, request.stream) as (generation, fail):
             # Until these arrive, the gateway can still answer its client with an HTTP error.
             await context.send_initial_metadata(())
             unfinished = len(generation.samples)
-            async for sample, piece in generation.pieces(give_up):
-                unfinished -= piece is None
+            async for sample, commit in generation.stream(fail):
+                unfinished -= commit is None
                 if request.stream:
-                    if piece is None:
+                    if commit is None:
                         yield end(sample)
-                    elif piece.token_ids:
-                        yield chunk(sample, piece)
+                    elif commit.token_ids:
+                        yield chunk(sample, commit)
                 elif not unfinished:
                     for each in generation.samples:  # the gateway keeps this order
                         yield await complete(each)

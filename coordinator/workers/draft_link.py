@@ -1,7 +1,7 @@
 """The link to the draft worker."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -10,6 +10,7 @@ from coordinator.scheduling.counters import Timed
 from coordinator.workers import link
 from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
+from coordinator.workers.interface import Target
 from coordinator.workers.link import LinkState, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
 from specpool.protocol.codec import propose_request
@@ -26,20 +27,12 @@ TIMEOUT_FACTOR, MIN_TIMEOUT_SECONDS = 20, 1.0
 WARMUP_ROUNDS = 8
 
 
-class TargetModel(Protocol):
-    """The model to draft for, known once it is ready."""
-
-    @property
-    def info(self) -> common_pb2.ModelInfo | None: ...
-    async def wait_ready(self) -> None: ...
-
-
 class DraftLink(WorkerLink):
     """The draft worker. After a timeout or an error it backs off, longer each time."""
 
     _unknown_times = UNKNOWN_DRAFT
 
-    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: TargetModel) -> None:
+    def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target) -> None:
         super().__init__(connector, coordinator_id, timeout_seconds)
         self._target = target
         self._rounds_served = 0

@@ -13,7 +13,7 @@ from specpool.engine.models.loading import load_model
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.sharding.group import Group, Release
 from specpool.engine.sharding.shares import Sharding, Share, Sums
-from specpool.engine.startup.sharding import load_sharding
+from specpool.engine.startup.sharded import load_sharding
 
 Result = TypeVar("Result")
 TIMEOUT_SECONDS = 120

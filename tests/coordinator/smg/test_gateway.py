@@ -157,7 +157,7 @@ async def test_samples_equal_those_of_our_own_client(fronted: Fronted) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_tokens": 9999}, "sampling_params.max_tokens: 9999 is beyond"),
+        ({"max_tokens": 9999}, "sampling_params.max_tokens: 9999 exceeds"),
         ({"temperature": 0.001}, "sampling_params.temperature: 0.001 is out of range"),
         ({"temperature": 0, "n": 2}, "sampling_params.n: 2 samples need a temperature above 0"),
         ({"stop": "x" * 300}, "sampling_params.stop[0]: has 300 characters"),

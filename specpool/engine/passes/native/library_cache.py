@@ -57,8 +57,7 @@ def write_cached(code: bytes, entry: Path, max_entries: int) -> None:
     vanish under the process. Use `read_cached`, then load a private copy.
     """
     try:
-        entry.parent.mkdir(mode=0o700, exist_ok=True)
-        _check_folder(entry.parent)
+        make_private(entry.parent)
         with tempfile.TemporaryDirectory(dir=entry.parent) as folder:
             partial = write_private(_digest(code) + code, Path(folder) / entry.name)
             with partial.open("rb") as opened:
@@ -82,6 +81,12 @@ def read_cached(entry: Path) -> bytes | None:
         return None
     digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
     return code if digest == _digest(code) else None
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that only this user can open, unless it exists. OSError if others could write or replace it."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _check_folder(folder)
 
 
 def check_file(file: Path) -> None:

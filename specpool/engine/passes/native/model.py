@@ -89,6 +89,13 @@ class NativeModel(ForwardPass):
         return self
 
     @property
+    def library_digest(self) -> str:
+        """SHA-256 of the compiled code."""
+        library: Any = self._library
+        digest: str = library.digest
+        return digest
+
+    @property
     def gemm_inputs(self) -> Set[int]:
         """The distinct input sizes of the pass's GEMMs."""
         return self._gemm_inputs
