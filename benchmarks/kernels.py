@@ -4,7 +4,7 @@
         [--ranks 1 4 8 --sums whole parts] [--quick]
 
 Passes of a model of each shape run on torch's meta device, with a Triton driver that compiles kernels instead of
-launching them. With several ranks, it is the pass of the last one, which has the smallest shard. Prints JSON as the
+launching them. With several ranks, the last one runs: it has the smallest shard. Prints JSON as the
 last line.
 """
 

@@ -1,4 +1,4 @@
-"""Random models with the shapes of well-known ones: as fast as those, without their weights."""
+"""Randomly initialized models with the shapes of well-known ones, for timing without their weights."""
 
 from typing import Any
 

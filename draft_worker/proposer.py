@@ -39,8 +39,8 @@ class _Draft:
 
     @property
     def feed(self) -> tuple[int, ...]:
-        """The tokens of the next pass. The first pass takes all tokens that the draft has not cached. After a full
-        acceptance they include its own last token."""
+        """The tokens of the next pass. The first pass takes every token that is not cached yet. After full acceptance,
+        this includes the draft's own last token."""
         return (self.token_ids[-1],) if self.token_ids else self.item.token_ids
 
 
@@ -82,8 +82,8 @@ class Proposer(SequenceEngine):
     ) -> list[Proposal]:
         """One proposal for each item, in item order.
 
-        `chances`: acceptance probability of a token, by the draft's own probability in equal steps from 0 to 1; empty:
-        use the draft's own probability. `step_cost`: minimum expected gain of a draft step over all items.
+        `chances`: acceptance probabilities by the draft's own probability, in equal bins from 0 to 1. If empty, the
+        draft's own probability counts. `step_cost`: minimum expected gain of a draft step over all items.
         """
         realigned = self.realign(coordinator_id, round_id, items)
         states = {item.sequence_id: state for item, state in zip(items, realigned, strict=True)}
@@ -98,7 +98,7 @@ class Proposer(SequenceEngine):
         return [proposals.get(i, Proposal(i, state)) for i, state in states.items()]
 
     def _chooser(self, coordinator_id: str, drafts: Sequence[_Draft]) -> Choose:
-        """Chooses the tokens of a round: all at once on the device if it can, else step by step."""
+        """Choose the tokens of a round: all at once if the device can, otherwise step by step."""
         lengths = {draft.item.sequence_id: draft.item.num_draft_tokens for draft in drafts}
         sampled = any(self.engine.slots[coordinator_id, sequence_id].sampling is not None for sequence_id in lengths)
         if self.engine.drafts_ahead and not sampled and max(lengths.values(), default=0) > 1:
@@ -107,7 +107,7 @@ class Proposer(SequenceEngine):
         return lambda spans: self.choose(coordinator_id, spans, confidences)
 
     def _advance(self, coordinator_id: str, drafts: Sequence[_Draft], chances: Sequence[float], choose: Choose) -> None:
-        """Feeds every draft its tokens, and appends the model's choice to each unfinished draft."""
+        """Feed every draft its tokens, and append the model's choice to each unfinished draft."""
         spans = {
             draft.item.sequence_id: self.span(
                 coordinator_id, draft.item.sequence_id, draft.feed, min(1, draft.item.num_draft_tokens)

@@ -31,7 +31,7 @@ class DraftWorkerSettings(WorkerSettings, EngineOptions):
 
 
 def load_proposer(settings: DraftWorkerSettings) -> Proposer:
-    """Builds the backend. Runs on the model thread."""
+    """Build the backend. Runs on the model thread."""
     with importing():
         from draft_worker.proposer import Proposer
         from specpool.engine.startup.loading import load_engine

@@ -23,19 +23,19 @@ class DraftWorkerServicer(WorkerServicer, draft_worker_pb2_grpc.DraftWorkerServi
 
     @staticmethod
     def serve(request: pb.ProposeRequest, proposer: Proposer) -> list[Proposal]:
-        """Drafts one round."""
+        """Draft one round."""
         items = read_propose_items(request, proposer.limits(request.coordinator_id))
         hints = read_chances(request), read_step_cost(request)
         return proposer.propose(request.coordinator_id, request.round_id, items, *hints)
 
     async def Propose(self, request: pb.ProposeRequest, context: Any) -> pb.ProposeResponse:
-        """Realigns, extends and drafts one round."""
+        """Realign, extend and draft one round."""
         response: pb.ProposeResponse = await self.round(request)
         return response
 
     async def ProposeStream(
         self, requests: AsyncIterator[pb.ProposeRequest], context: Any
     ) -> AsyncIterator[pb.ProposeResponse]:
-        """Answers a stream of rounds."""
+        """Answer a stream of rounds."""
         async for response in self.rounds(requests, context):
             yield response

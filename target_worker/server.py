@@ -31,7 +31,7 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
 
 
 def load_verifier(settings: TargetWorkerSettings) -> Verifier:
-    """Builds the backend. Runs on the model thread."""
+    """Build the backend. Runs on the model thread."""
     with importing():
         from specpool.engine.startup.loading import load_engine
         from target_worker.verifier import Verifier

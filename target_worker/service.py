@@ -23,22 +23,22 @@ class TargetWorkerServicer(WorkerServicer, target_worker_pb2_grpc.TargetWorkerSe
 
     @staticmethod
     def serve(request: pb.VerifyRequest, verifier: Verifier) -> list[Verdict]:
-        """Verifies one round."""
+        """Verify one round."""
         items = read_verify_items(request, verifier.limits(request.coordinator_id))
         return verifier.verify(request.coordinator_id, request.round_id, items)
 
     async def Verify(self, request: pb.VerifyRequest, context: Any) -> pb.VerifyResponse:
-        """Realigns, extends and verifies one round."""
+        """Realign, extend and verify one round."""
         response: pb.VerifyResponse = await self.round(request)
         return response
 
     async def VerifyStream(
         self, requests: AsyncIterator[pb.VerifyRequest], context: Any
     ) -> AsyncIterator[pb.VerifyResponse]:
-        """Answers a stream of rounds."""
+        """Answer a stream of rounds."""
         async for response in self.rounds(requests, context):
             yield response
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Any) -> pb.GetTokenizerResponse:
-        """Sends the target's tokenizer."""
+        """Send the target's tokenizer."""
         return tokenizer_response(self._host.backend.tokenizer())

@@ -42,7 +42,7 @@ class Verifier(SequenceEngine):
         if not choices.finite:
             raise WorkerFailedError(f"sequence {item.sequence_id}: the model's logits are not finite")
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
-        # Rejected positions stay in the slot until overwritten. Only the length tells which positions are valid.
+        # Rejected positions stay in the slot until overwritten. `num_cached_tokens` marks the valid ones.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(coordinator_id, item.sequence_id, num_cached_tokens)
         logprobs: tuple[TokenLogprobs, ...] = ()

@@ -3,10 +3,10 @@
     python -m benchmarks.gpu --output FOLDER [--minutes 8] [--parts device,kernels,target]
     python -m benchmarks.gpu --output FOLDER --rehearse     (a dry run on a CPU, with tiny models)
 
-Made for a machine that is available for minutes. Each part is a process that writes results to FOLDER as it goes, so
-no failure loses them. A part is skipped if too little time is left. Models are random, with well-known shapes; the
+For a machine that is available for minutes only. Each part is a process that writes its results to FOLDER at once, so
+a failure loses nothing. A part is skipped if too little time is left. Models are random, with well-known shapes; the
 draft of the pair that answers prompts agrees on 70% of tokens. Times are medians of steps captured as CUDA graphs. On
-a CPU, kernels are interpreted: that shows that they run, not how fast.
+a CPU, kernels are interpreted, which tests them but says nothing about their speed.
 
 Parts: `device`: versions, bandwidth, GEMM rate; `kernels`: errors against float64, and batch invariance; `target`:
 steps with each GEMM backend, beside the time to read weights and cache once; `draft`: drafts of 4 tokens; `pair`:

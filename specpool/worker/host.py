@@ -1,4 +1,4 @@
-"""The model thread and the backend on it: loaded in the background, called one work item at a time."""
+"""Owns the model thread: loads the backend in the background, then runs one work item at a time on it."""
 
 import asyncio
 import logging
@@ -49,16 +49,16 @@ class Backend(Protocol):
         """Limits for the items of a coordinator's round."""
 
     def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
-        """Frees sequences; returns how many held a slot."""
+        """Free sequences; return how many held a slot."""
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
-        """Records that a coordinator is alive."""
+        """Record that a coordinator is alive."""
 
     def orphan(self, coordinator_id: str) -> None:
-        """Lets a coordinator's sequences yield their slots until its lease is renewed."""
+        """Let a coordinator's sequences yield their slots until its lease is renewed."""
 
     def expire(self, now: float, lease_seconds: float) -> int:
-        """Frees the sequences of silent coordinators; returns how many."""
+        """Free the sequences of silent coordinators; return how many."""
 
 
 class WorkerHost:
@@ -110,48 +110,50 @@ class WorkerHost:
         return self._watchdog.hanging if self._watchdog is not None else None
 
     async def load(self) -> None:
-        """Builds the backend on the model thread."""
+        """Build the backend on the model thread."""
         backend = await self._thread.run("loading the model", self._load)
         self._info = await self._thread.run("describing the model", backend.info)
         self._backend = backend
 
     async def run(self, work: Callable[[Any], T], coordinator_id: str | None = None, name: str = "a call") -> T:
-        """Runs `work(backend)` on the model thread. `name` describes it if it hangs.
+        """Run `work(backend)` on the model thread. `name` describes it if it hangs.
 
         UnavailableError: the model is loading, hangs, or has too many calls waiting.
         """
         return await self._thread.run(name, partial(self._serve, self._ready_backend(), work, coordinator_id))
 
     async def serve_round(self, coordinator_id: str, name: str, work: Callable[[Any], T]) -> tuple[T, dict[str, int]]:
-        """Runs the work of a round as `run` does. Returns its result, and nanoseconds by field of the response."""
+        """Run the work of a round like `run`. Return its result, and the response's timing fields in nanoseconds."""
         return await self._thread.run(name, partial(self._serve_round, self._ready_backend(), work, coordinator_id))
 
     async def watch(self, seconds: float, on_change: Callable[[bool], None]) -> None:
-        """Watches the model thread until cancelled. `on_change`: called with True when a work item has made no progress
-        for `seconds`, and with False once it does."""
+        """Watch the model thread until cancelled.
+
+        `on_change`: called with True when a work item has made no progress for `seconds`, then with False once it
+        does."""
         backend: Backend = self.backend
         self._watchdog = Watchdog(self._thread, lambda: backend.passes, seconds, on_change)
         await self._watchdog.watch()
 
     async def expire_leases(self, lease_seconds: float) -> None:
-        """Frees the sequences of silent coordinators at regular intervals, until cancelled."""
+        """Free the sequences of silent coordinators periodically, until cancelled."""
         while True:
             await asyncio.sleep(lease_seconds / LEASE_CHECKS_PER_LEASE)
             try:
                 freed = await self.run(
-                    lambda backend: backend.expire(time.monotonic(), lease_seconds), name="the check of leases"
+                    lambda backend: backend.expire(time.monotonic(), lease_seconds), name="lease expiry"
                 )
-            except UnavailableError:  # hanging or too busy: the next check will do
+            except UnavailableError:  # hanging or too busy: try again at the next check
                 continue
             if freed:
                 log.warning("freed %d sequences of coordinators silent for %g s", freed, lease_seconds)
 
     def drain(self) -> None:
-        """Ends all streams of rounds, each after its current round."""
+        """End all streams of rounds, each after its current round."""
         self.streams.drain()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Ends the model thread after its current work item; False if that takes longer than `timeout` seconds."""
+        """End the model thread after its current work item; False if that takes longer than `timeout` seconds."""
         return self._thread.close(timeout)
 
     def _ready_backend(self) -> Backend:
@@ -161,7 +163,7 @@ class WorkerHost:
         return backend
 
     def _orphan(self, coordinator_id: str) -> None:
-        """Defers to the model thread, which may still have work of the coordinator."""
+        """Defer to the model thread, which may still run work of this coordinator."""
         self._orphans[coordinator_id] = None
 
     def _serve(self, backend: Backend, work: Callable[[Any], T], coordinator_id: str | None) -> T:
@@ -180,7 +182,7 @@ class WorkerHost:
 
     @contextmanager
     def _leased(self, backend: Backend, coordinator_id: str | None) -> Iterator[None]:
-        """Renews the coordinator's lease before and after work, which may take longer than the lease."""
+        """Renew the coordinator's lease before and after work, which may take longer than the lease."""
         while self._orphans:
             backend.orphan(self._orphans.popitem()[0])
         if coordinator_id is not None:

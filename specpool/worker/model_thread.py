@@ -36,7 +36,7 @@ class WorkItem:
     """Start in seconds of `time.monotonic`."""
 
     def run(self) -> None:
-        """Calls the function, and hands its result or error to the event loop."""
+        """Call the function, and hand its result or error to the event loop."""
         outcome, error = None, None
         try:
             outcome = self.context.run(self.function)
@@ -95,13 +95,13 @@ class ModelThread:
         return result
 
     def stack(self) -> str:
-        """The functions that the thread is in, innermost first."""
+        """The thread's call stack, innermost function first."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        calls = reversed(traceback.extract_stack(frame, FRAMES_SHOWN * 2)[-FRAMES_SHOWN:]) if frame is not None else ()
+        calls = reversed(traceback.extract_stack(frame, FRAMES_SHOWN)) if frame is not None else ()
         return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Drops waiting functions, and waits up to `timeout` seconds for the running one; whether it has ended."""
+        """Drop waiting functions, and wait up to `timeout` seconds for the running one. Return whether it has ended."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -115,7 +115,7 @@ class ModelThread:
             pass
 
     def _run_next(self) -> bool:
-        """Runs one function; False once closed. A call of its own, so that no local keeps the work item alive."""
+        """Run one function; False once closed. A separate call, so no local keeps the work item alive."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:

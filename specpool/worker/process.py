@@ -21,7 +21,7 @@ from specpool.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
-"""Time that a pass gets to end after the drain."""
+"""Time for a running pass to finish after the drain."""
 
 
 def run_worker(
@@ -33,7 +33,7 @@ def run_worker(
     servicer: type[WorkerServicer],
     refusals: tuple[type[Exception], ...],
 ) -> None:
-    """Runs a worker until SIGTERM: `load` builds its backend, and `servicer` serves it as `service`.
+    """Run a worker until SIGTERM: `load` builds its backend, and `servicer` serves it as `service`.
 
     An error of a type in `refusals` ends the process with one line instead of a stack trace.
     """
@@ -52,13 +52,13 @@ def run_worker(
     except expected as error:
         sys.exit(f"{program}: {error}")
     finally:
-        # At exit, Python would collect garbage among all of torch's objects, which takes a second or more.
+        # Skip the garbage collection at exit: scanning torch's objects takes a second or more.
         gc.freeze()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Imports without garbage collection, and exempts the imported objects from later collections."""
+    """Import without garbage collection, and exempt the imported objects from later collections."""
     if "torch" in sys.modules:
         yield
         return
@@ -74,7 +74,7 @@ def importing() -> Iterator[None]:
 async def _serve(
     settings: WorkerSettings, host: WorkerHost, add_service: Callable[[Server], None], tracer: Tracer | None = None
 ) -> None:
-    """Serves until a signal. Raises any error of loading."""
+    """Serve until a stop signal. Errors of loading are raised."""
     server = Server(settings, MAX_ROUND_BYTES)
     add_service(server)
     server.stop_on_signals()  # before anything that takes time
@@ -82,7 +82,7 @@ async def _serve(
 
     ending: asyncio.TimerHandle | None = None
 
-    def show(hangs: bool) -> None:
+    def on_hang_change(hangs: bool) -> None:
         nonlocal ending
         server.set_live(not hangs)
         server.set_serving(not hangs)
@@ -103,7 +103,7 @@ async def _serve(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(host.expire_leases(settings.lease_seconds))
             if settings.watchdog_seconds:
-                tasks.create_task(host.watch(settings.watchdog_seconds, show))
+                tasks.create_task(host.watch(settings.watchdog_seconds, on_hang_change))
 
     server.on_drain = drain
     serving = asyncio.create_task(load_and_serve())
@@ -116,13 +116,13 @@ async def _serve(
     if tracer is not None:
         await tracer.close()
     if not host.close(CLOSE_SECONDS):
-        log.error("stopped while the model was still at work")
+        log.error("stopped while the model was still running")
         os._exit(1)  # nothing can interrupt the thread
     with contextlib.suppress(asyncio.CancelledError):
         await serving
 
 
 def _end_hung() -> None:
-    """Ends the process, so that its supervisor can start another one."""
-    log.error("the model has hung for twice the time it may take; the process ends")
+    """End the process, so its supervisor can restart it."""
+    log.error("the model has hung for twice `watchdog_seconds`; the process ends")
     os._exit(1)

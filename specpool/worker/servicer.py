@@ -22,13 +22,13 @@ class WorkerServicer:
     serve: ClassVar[Any]
     """Maps a request and the backend to results in item order. Runs on the model thread."""
     respond: ClassVar[Any]
-    """Maps a round id, results and nanoseconds by field to a response."""
+    """Maps a round id, results and timing fields to a response."""
 
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
 
     async def round(self, request: Any) -> Any:
-        """Serves one round, in a trace span if the coordinator traces it."""
+        """Serve one round, in a trace span if the coordinator traces it."""
         with self._span(request) as span:
             require_coordinator(request.coordinator_id)
             name = f"{self.method} (round {request.round_id}, {len(request.items)} sequences)"
@@ -41,7 +41,7 @@ class WorkerServicer:
             return response
 
     async def rounds(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Answers a stream of rounds."""
+        """Answer a stream of rounds."""
         async for response in self._host.streams.each(requests, self.round, client_of(context)):
             yield response
 
@@ -56,7 +56,7 @@ class WorkerServicer:
             yield span
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
-        """Frees sequences."""
+        """Free sequences."""
         require_coordinator(request.coordinator_id)
         ids = read_release(request)
         released = await self._host.run(
@@ -65,5 +65,5 @@ class WorkerServicer:
         return pb.ReleaseResponse(released=released)
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
-        """Describes the worker. Answers at once, even while a long pass runs."""
+        """Describe the worker. Answers at once, even while a long pass runs."""
         return worker_info_response(replace(self._host.info, instance_id=self._host.instance_id))

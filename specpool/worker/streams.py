@@ -14,7 +14,7 @@ MAX_STREAMS = 64
 MAX_STREAMS_PER_CLIENT = 16
 RETRY_SECONDS = 1.0
 ORPHANED_SECONDS = 2.0
-"""Time after which a coordinator without streams counts as gone. A reconnecting one returns sooner."""
+"""Time after which a coordinator without streams counts as gone. Reconnecting takes less."""
 
 
 class RoundStreams:
@@ -37,7 +37,7 @@ class RoundStreams:
     async def each(
         self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]], client: str = ""
     ) -> AsyncIterator[Any]:
-        """Answers a stream of rounds until the caller ends it, or until a drain does between two rounds.
+        """Answer a stream of rounds until the caller ends it, or until a drain ends it between two rounds.
 
         Reads the next request once a round is answered, so HTTP/2 flow control holds back faster callers.
         QueueFullError, InvalidArgumentError.
@@ -57,7 +57,7 @@ class RoundStreams:
                     request = await self._next(requests)
 
     def drain(self) -> None:
-        """Ends all streams, each after its current round."""
+        """End all streams, each after its current round."""
         self._draining = True
         for reading in self._reading:
             reading.cancel()
@@ -112,7 +112,7 @@ class RoundStreams:
 
 
 async def _touch(requests: AsyncIterator[Any]) -> None:
-    """Begins to read and stops at once: gRPC warns of requests that were never read."""
+    """Start to read, then stop at once: gRPC warns about requests that are never read."""
     reading = asyncio.ensure_future(anext(requests, None))
     await asyncio.wait([reading], timeout=0)
     reading.cancel()

@@ -30,13 +30,13 @@ class Watchdog:
         """A message for callers while the thread hangs; otherwise None."""
 
     async def watch(self) -> None:
-        """Checks until cancelled."""
+        """Check until cancelled."""
         while True:
             await asyncio.sleep(self._seconds / CHECKS)
             self.check(time.monotonic())
 
     def check(self, now: float) -> None:
-        """Compares the work item and progress at `now`, in monotonic seconds, with those of the last check."""
+        """Compare the work item and progress at `now`, in monotonic seconds, with those of the last check."""
         # Do not count time in which the whole process was stopped.
         elapsed = min(now - self._checked, 2 * self._seconds / CHECKS)
         self._checked = now

@@ -19,7 +19,7 @@ def drafts_and_choices(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(drafts_and_choices())
-def test_acceptance_gains_the_longest_matching_prefix_and_one_choice(case: tuple[list[int], list[int]]) -> None:
+def test_acceptance_takes_the_longest_matching_prefix_and_one_choice(case: tuple[list[int], list[int]]) -> None:
     draft, choices = case
     left = iter(choices)
     gained = accept(draft, left)
@@ -40,6 +40,6 @@ def test_examples(draft: list[int], choices: list[int], gained: list[int]) -> No
 
 
 @given(st.lists(tokens, min_size=1, max_size=6))
-def test_too_few_choices_are_an_error(draft: list[int]) -> None:
+def test_too_few_choices_raise(draft: list[int]) -> None:
     with pytest.raises(ValueError, match=f"{len(draft)} choices for {len(draft)} draft tokens"):
         accept(draft, draft)

@@ -1,4 +1,4 @@
-"""Worker processes with a sharded model: what they report, and that no rank outlives another."""
+"""Worker processes with a sharded model: worker info, and the exit of all ranks when one ends."""
 
 import signal
 import socket
@@ -85,7 +85,7 @@ def log_of(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=PATIENCE_SECONDS)[1]
 
 
-def test_both_ends_notice_a_hang_up() -> None:
+def test_both_ends_notice_a_hangup() -> None:
     closed = SimpleQueue[str]()
     own, other = Pipe()
     watch({"rank 1": own}, closed.put)
@@ -95,7 +95,7 @@ def test_both_ends_notice_a_hang_up() -> None:
     own.close()
 
 
-def test_a_worker_reports_its_ranks_and_ends_with_them(start: Start) -> None:
+def test_a_worker_reports_its_ranks_and_exits_if_one_dies(start: Start) -> None:
     port = free_port()
     worker = start("--port", str(port))
     rank = rank_of(worker)
@@ -121,7 +121,7 @@ def test_ranks_end_with_their_worker(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_nodes_share_a_model(start: Start) -> None:
+def test_two_nodes_serve_one_model(start: Start) -> None:
     port, nodes = free_port(), nodes_of(free_port())
     other = start(*nodes, "--node-rank", "1")
     leader = start(*nodes, "--port", str(port))

@@ -1,8 +1,8 @@
 """Batch-invariant activation functions.
 
-On a CPU, torch splits large tensors among threads without regard to rows, and computes elements left over after whole
-vectors differently. For functions such as `exp` the two paths differ in the last bit. So tensors are processed in
-chunks small enough for one thread: whole rows if a row is whole vectors, else one row at a time.
+On a CPU, torch splits large tensors among threads without regard to rows, and computes the tail of a vector
+differently. For functions such as `exp`, the two paths differ in the last bit. These functions take chunks small enough
+for one thread: several rows if a row is a multiple of the vector length, otherwise one row.
 """
 
 from collections.abc import Callable

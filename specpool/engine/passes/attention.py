@@ -27,7 +27,7 @@ def packed_attention(
     packed_batch: PackedBatch | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Cache the new tokens' keys and values, then attend. Returns [1, rows, heads, dim].
+    """Cache the new tokens' keys and values, then attend. Return [1, rows, heads, dim].
 
     The signature is that of transformers' attention functions.
     """
@@ -51,7 +51,7 @@ def attend(
     value: torch.Tensor,  # [rows, kv_heads, dim]
     scaling: float | None,
 ) -> torch.Tensor:
-    """Cache the new tokens' keys and values, then attend. Returns [rows, heads, dim]."""
+    """Cache the new tokens' keys and values, then attend. Return [rows, heads, dim]."""
     arena, plan = batch.arena, batch.attention
     arena.write(layer, batch.columns, key, value)
     assert plan is not None

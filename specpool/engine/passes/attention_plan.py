@@ -55,12 +55,12 @@ class _PackedSpan:
 
     @property
     def count(self) -> int:
-        """Its tokens."""
+        """Number of tokens."""
         return len(self.span.token_ids)
 
     @property
     def packed_rows(self) -> range:
-        """Packed indexes of its tokens."""
+        """Packed indexes of the tokens."""
         return range(self.first, self.first + self.count)
 
 
@@ -78,7 +78,7 @@ class _Run:
 
     @property
     def kv_length(self) -> int:
-        """Columns that the call attends for each sequence: those of the longest."""
+        """Columns that the call attends per sequence, as the longest one needs."""
         return round_up(max(member.start + member.span.end for member in self.members) - self.left, self.tiles.kv)
 
     @property

@@ -1,4 +1,4 @@
-"""The interface of every forward pass, so that the engine and its probes need not know which one they run."""
+"""The interface of all forward passes, for the engine and its probes."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -29,8 +29,8 @@ class CompiledGemms(Protocol):
     def gemm_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the GEMM of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
 
-        `outputs` is a multiple of a panel. The weight has one of `kinds`, or is float32. `widened_from`: rows from
-        which panels are dequantized into the cache; default: the pass's own number.
+        `outputs` is a multiple of a panel. The weight has one of `kinds`, or is float32. `widened_from`: minimum rows
+        to dequantize panels into the cache for; default: as in the pass.
         """
 
 
@@ -43,10 +43,10 @@ class DraftLoop(Protocol):
     def __call__(
         self, chosen: torch.Tensor, positions: list[int], columns: list[int], remaining: list[int], max_length: int
     ) -> torch.Tensor:
-        """Continue from the choices [2, n] of n sequences. Returns all choices, [1 + steps, 2, n].
+        """Continue from the choices [2, n] of n sequences. Return all choices, [1 + steps, 2, n].
 
-        `positions`, `columns`: of the chosen tokens. `remaining`: further tokens of each sequence; after those, the
-        loop caches nothing for it. `max_length`: positions of the longest sequence at the end.
+        `positions`, `columns`: of the chosen tokens. `remaining`: further tokens of each sequence; after that, the
+        loop caches nothing for the sequence. `max_length`: positions of the longest sequence at the end.
         """
 
 
@@ -72,7 +72,7 @@ class ForwardPass(nn.Module, ABC):
         """Logits [R, rows of the head] of the requested rows, possibly followed by padding."""
 
     def padded_rows(self, count: int) -> int:
-        """Rows that a batch of `count` tokens, or of logits, is padded to. Few sizes keep the number of shapes low.
+        """Padded size of `count` tokens or logit rows. Few distinct sizes mean few shapes to capture.
 
         Only a pass without an attention plan may pad: its padding is neither cached nor attended.
         """
@@ -87,7 +87,7 @@ class ForwardPass(nn.Module, ABC):
         return nullcontext()
 
     def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> DraftLoop | None:
-        """A draft loop on this cache that runs on the device; None if there is none.
+        """The draft loop that runs on the device with this cache; None if the pass has none.
 
         `token_ids`: maps rows of the head to tokens.
         """

@@ -1,4 +1,4 @@
-"""The fused forward pass of the Llama family: the weights of a transformers model, in few operations.
+"""The fused forward pass of the Llama family. It runs the weights of a transformers model in few operations.
 
 Queries, keys and values share one GEMM, gate and up another, and rotary tables are looked up once for all layers. The
 constructor resolves the differences between families, so that all run the same pass.
@@ -30,7 +30,7 @@ from specpool.engine.weights.quantized import (
     shares_memory,
 )
 
-# Families whose rotary pairs are adjacent features, not half a head apart.
+# Families that rotate pairs of adjacent features. The others pair features half a head apart.
 INTERLEAVED = {"glm", "glm4"}
 # Vicuna and SmolLM are Llamas too. Branch norms and head norms are detected by name.
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
@@ -44,7 +44,7 @@ def is_fusable(config: PreTrainedConfig) -> bool:
 def why_not_fusable(config: PreTrainedConfig) -> str | None:
     """Why `FusedModel` cannot run this configuration; None if it can."""
     if config.model_type not in FAMILIES:
-        return f"{config.model_type} is none of the families {', '.join(sorted(FAMILIES))}"
+        return f"{config.model_type} is not one of the families {', '.join(sorted(FAMILIES))}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
     rope = getattr(config, "rope_parameters", None) or {}
@@ -52,12 +52,12 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
         return "its rotary embedding has no rope_theta"
     # These types encode a position differently in a longer batch, so a table cannot hold them.
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        return f"its rotary embedding is of the type {rope['rope_type']}"
+        return f"its rotary embedding has the type {rope['rope_type']}"
     return None
 
 
 class FusedModel(ForwardPass):
-    """Takes over the weights of a transformers model, which cannot run afterwards, so memory never holds them twice."""
+    """Takes the weights out of a transformers model, which cannot run afterwards. Memory never holds them twice."""
 
     def __init__(self, model: PreTrainedModel, group: SingleRank = SINGLE_RANK) -> None:
         """`group`: the ranks that share the model."""
@@ -87,7 +87,7 @@ class FusedModel(ForwardPass):
         assert isinstance(self.embedding, torch.Tensor)
         return self.embedding
 
-    def decode(self) -> None:
+    def dequantize(self) -> None:
         """Dequantize all weights, for passes that cannot dequantize them as they go."""
         layers: list[Any] = list(self.layers)
         if any(isinstance(module, QuantizedLinear) for module in self.modules()):
@@ -96,7 +96,7 @@ class FusedModel(ForwardPass):
         self.head = dequantized_linear(self.head)
         self.embedding = self.head.weight if tied else as_tensor(self.embedding)
         for layer in layers:
-            layer.decode()
+            layer.dequantize()
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the requested rows, padding included."""
@@ -143,7 +143,7 @@ class FusedLayer(nn.Module):
         activated = in_chunks(silu, gate) * up
         return hidden + self._normed(self.group.project(self.down, activated, "intermediate"), self.after_mlp)
 
-    def decode(self) -> None:
+    def dequantize(self) -> None:
         """Dequantize all weights."""
         self.qkv, self.out, self.gate_up, self.down = map(
             dequantized_linear, (self.qkv, self.out, self.gate_up, self.down)

@@ -10,7 +10,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Location, Span
 from specpool.engine.passes.attention_plan import AttentionPlan
 
-# Indexes of the numbers of each row, and of each tile of attention.
+# Order of the arrays in `PackedBatch.numbers`: one number per row, then one per tile of attention.
 INPUT_IDS, POSITIONS, COLUMNS = range(3)
 TILE_BEGINS, TILE_SIZES = range(2)
 

@@ -42,7 +42,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def head_order(angles: int, head_dim: int, interleaved: bool) -> torch.Tensor:
-    """The order of a head's features that puts the members of each rotary pair half a head apart.
+    """The feature order that puts both members of each rotary pair half a head apart.
 
     Reordering queries and keys alike does not change their dot products.
     """

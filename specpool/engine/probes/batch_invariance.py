@@ -1,4 +1,4 @@
-"""Finds the shapes in which this device computes a row with the same bits in every batch."""
+"""Finds the tile shapes that make this device's GEMMs and attention batch-invariant."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 Choice = TypeVar("Choice")
 Linear = nn.Linear | PrepackedLinear
 
-# (minimum rows, multiple of rows), cheapest first. The first on which all probed shapes agree is chosen.
-ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
+# (minimum rows, multiple of rows), cheapest first. The first one with which all probed layers agree is chosen.
+ROW_TILE_SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
 # The last resort: every pass has exactly this many rows, so that each GEMM of a layer has one shape.
 ONE_SHAPE = Tiles(min_rows=64, row_multiple=64, max_rows=64)
-ROW_TILES = (*(Tiles(*grid) for grid in ROW_GRIDS), ONE_SHAPE)
+ROW_TILES = (*(Tiles(*tile_shape) for tile_shape in ROW_TILE_SHAPES), ONE_SHAPE)
 # (multiple of query rows, multiple of KV columns), cheapest first.
-ATTENTION_GRIDS = (
+ATTENTION_TILE_SHAPES = (
     *((1, 64), (1, 128), (1, 256), (1, 512)),
     *((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512)),
 )
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
-# From this multiple on, every row count of a grid is probed.
+# From this multiple on, every row count that such tiles allow is probed.
 COARSE = 32
 # Wide layers cost more, so fewer row counts are probed.
 MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 80, 96, 128, 160, 200, 256)
@@ -40,17 +40,17 @@ NOT_FOUND = "no batch-invariant shape found for %s; equivalence is numeric"
 def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Tiles | None:
     """The cheapest tiles on which all linear layers and attention are batch-invariant.
 
-    `attention`: KV heads, query heads per KV head, and head size; None if attention needs no tiles. Returns None if
-    there are no such tiles, and logs the layer.
+    `attention`: KV heads, query heads per KV head, and head size; None if attention needs no tiles. Return None if
+    there are no such tiles, and log the layer.
     """
     numbers = ProbeInputs(next(model.parameters()))
     rows = _row_tiles(model, numbers)
-    grid: tuple[int, int] | None = (1, 1)
+    tile_shape: tuple[int, int] | None = (1, 1)
     if attention is not None and rows is not None:
-        grid = _attention_grid(*attention, numbers)
-    if rows is None or grid is None:
+        tile_shape = _attention_tile_shape(*attention, numbers)
+    if rows is None or tile_shape is None:
         return None
-    tiles = Tiles(rows.min_rows, rows.row_multiple, *grid, max_rows=rows.max_rows)
+    tiles = Tiles(rows.min_rows, rows.row_multiple, *tile_shape, max_rows=rows.max_rows)
     log.info("batch-invariant with %s", tiles)
     return tiles
 
@@ -65,7 +65,7 @@ def _row_tiles(model: nn.Module, numbers: ProbeInputs) -> Tiles | None:
     rows = ROW_TILES[0]
     for kind, inputs, outputs, biased in sorted(shapes, key=str):
         probe = _linear_probe(kind, inputs, outputs, biased, numbers)
-        # Coarser tiles also suit the layers before, because their row counts are a subset.
+        # Coarser tiles also suit the previous layers: their row counts are a subset.
         candidates = ROW_TILES[ROW_TILES.index(rows) :]
         chosen = _first(candidates, partial(_layer_agrees, *probe))
         if chosen is None:
@@ -76,12 +76,14 @@ def _row_tiles(model: nn.Module, numbers: ProbeInputs) -> Tiles | None:
     return replace(rows, max_rows=rows.max_rows or probed)
 
 
-def _attention_grid(kv_heads: int, groups: int, dim: int, numbers: ProbeInputs) -> tuple[int, int] | None:
-    """The cheapest grid on which attention agrees."""
-    grid = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, groups, dim, numbers))
-    if grid is None:
+def _attention_tile_shape(kv_heads: int, groups: int, dim: int, numbers: ProbeInputs) -> tuple[int, int] | None:
+    """The cheapest tile shape on which attention is batch-invariant."""
+    tile_shape = _first(
+        ATTENTION_TILE_SHAPES, lambda tile_shape: _attention_agrees(*tile_shape, kv_heads, groups, dim, numbers)
+    )
+    if tile_shape is None:
         log.warning(NOT_FOUND, f"attention with {kv_heads} KV heads, {groups} query heads each, head size {dim}")
-    return grid
+    return tile_shape
 
 
 def _first(choices: Sequence[Choice], agrees: Callable[[Choice], bool]) -> Choice | None:
@@ -136,7 +138,7 @@ def _one_shape_agrees(linear: Linear, x: torch.Tensor, tiles: Tiles) -> bool:
 
 
 def _next_index_agrees(linear: Linear, x: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether every row has the same bits at the next index, and by induction at all of them."""
+    """Whether every row has the same bits at the next index, and so at every index."""
     return torch.equal(linear(x.roll(1, 0)), reference.roll(1, 0))
 
 

@@ -25,7 +25,7 @@ class ProbeInputs:
         return torch.randn(*shape, generator=self._generator).to(self._sample)
 
     def cancelling(self, count: int, *shape: int) -> torch.Tensor:
-        """Numbers [count, *shape] of many magnitudes, whose exact sum over the first axis is zero."""
+        """Numbers [count, *shape] of many magnitudes that sum to exactly zero over the first axis."""
         size = torch.exp2(torch.randint(-7, 8, (count // 2, *shape), generator=self._generator)).to(self._sample)
         half = self.normal(count // 2, *shape) * size
         return torch.cat([half, -half, torch.zeros(count % 2, *shape).to(half)])

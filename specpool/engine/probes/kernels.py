@@ -31,11 +31,11 @@ POSITIONS = (0, 3, 70, 1100)
 def choose_gemms(
     model: GpuModel, max_rows: int, exact: bool, preferred: GemmBackend | None = None, capture: Capture | None = None
 ) -> bool:
-    """Set the backend of every GEMM. Returns False if `exact` and some GEMM has no batch-invariant backend.
+    """Set the backend of every GEMM. Return False if `exact` and some GEMM has no batch-invariant backend.
 
     `max_rows`: tokens of the largest pass. `exact`: allow batch-invariant backends only. `preferred`: use this backend
-    where allowed; default: the fastest, but always the same one where the bits of exact backends differ, because
-    times vary between starts. `capture`: capture GEMMs, to leave launches out of their times.
+    where allowed. The default is the fastest one; if the backends give different bits, it is the first, because times
+    vary between starts. `capture`: capture GEMMs, so their times exclude launches.
 
     Ranks choose without communication, and may choose differently. With whole sums, a rank allows only backends
     with the bits of the first one, which adds terms in the order of the unsharded weight.

@@ -1,10 +1,10 @@
 """Finds the tensor operations of a forward pass that are not batch-invariant.
 
-A kernel may split elements among threads, compute the elements left over after whole vectors differently, or add in
-another order for another number of rows. So while a pass runs, its operations are repeated with the same numbers in
-every row, chosen to reveal such a difference. All rows of a result must have the same bits, in every pass.
+A kernel may split elements among threads, compute the tail of a vector differently, or add in another order for
+another number of rows. While a pass runs, the probe repeats its operations with the same numbers in every row, chosen
+to reveal such a difference. All rows of a result must have the same bits, in every pass.
 
-This works for operations that compute each row independently. `skipped` names the others, which only whole passes test.
+This works for operations that compute each row independently. Only whole passes test the others; `skipped` names them.
 `specpool.engine.probes.batch_invariance` probes GEMM with wide weights and attention further.
 """
 
@@ -20,9 +20,9 @@ from specpool.engine.probes.inputs import ProbeInputs
 Key = tuple[object, ...]
 # Fills per operation: a single sum may round to the same value in either order.
 FILLS = 4
-# Numbers to search for those whose result depends on being computed alone.
+# Numbers to search for one whose result changes if it is computed alone.
 CANDIDATES = 4096
-# An operation works row by row if equal ordinary rows give rows that differ by at most this share of the largest value.
+# An operation works row by row if equal rows give results within this share of the largest value.
 ROUNDING = 0.02
 # Attention rows see different positions, and uninitialized memory is arbitrary: neither can be probed.
 _NOT_PROBED = {"aten::scaled_dot_product_attention", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -121,7 +121,7 @@ class _Call:
 
     @property
     def changes_constants(self) -> bool:
-        """Whether it writes to a constant."""
+        """Whether the operation writes to a constant."""
         first = self._leaves[0] if self._leaves else None
         return isinstance(first, torch.Tensor) and self._is_constant(first) and self._func._schema.is_mutable
 
@@ -138,7 +138,7 @@ class _Call:
         return [(torch.arange(leaf.shape[-1]) % 7 / 4 + 0.5).to(leaf) for leaf in leaves]
 
     def revealing(self) -> list[list[torch.Tensor]]:
-        """Sets of rows whose result probably depends on the order of computation, or one set that surely does."""
+        """Sets of rows that are likely to reveal the order of computation, or a single set that is certain to."""
         leaves = [self._leaves[index] for index in self.filled]
         inputs, widths = ProbeInputs(leaves[0]), [leaf.shape[-1] for leaf in leaves]
         if torch.Tag.pointwise in self._func.tags and len(leaves) == 1:
@@ -148,12 +148,12 @@ class _Call:
         weighted = any(
             isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and self._is_constant(leaf) for leaf in self._leaves
         )
-        count = 1 if weighted else FILLS  # GEMM has a sum for every output already
+        count = 1 if weighted else FILLS  # each output of a GEMM is a sum of its own
         fills = [[_cancelling(inputs, width) for width in widths] for _ in range(count)]
         return fills if weighted else [*fills, [inputs.normal(width) for width in widths]]
 
     def _sensitive(self, inputs: ProbeInputs) -> torch.Tensor | None:
-        """Numbers whose result depends on being computed alone or among others; None if the search finds none."""
+        """Numbers whose result changes if they are computed alone; None if the search finds none."""
         numbers = inputs.cancelling(CANDIDATES)
         together, alone = self._run([numbers]), [self._run([number]) for number in numbers.split(1)]
         if together.shape != numbers.shape or any(one.shape != (1,) for one in alone):

@@ -17,23 +17,23 @@ from pydantic import BaseModel
 log = logging.getLogger(__name__)
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
-"""Stop signals. A terminal sends them to all ranks, but only rank 0 acts on them: it drains, then ends the rest."""
+"""Stop signals. A terminal signals all ranks, but only rank 0 reacts: it drains, then ends the others."""
 
 Message = TypeVar("Message", bound=BaseModel)
 
 
 def send(connection: Connection, message: BaseModel) -> None:
-    """Sends a message as JSON."""
+    """Send a message as JSON."""
     connection.send_bytes(message.model_dump_json().encode())
 
 
 def receive(connection: Connection, kind: type[Message], max_bytes: int | None = None) -> Message:
-    """Waits for a message. EOFError: the other end is closed. OSError: the message exceeds `max_bytes`."""
+    """Wait for a message. EOFError: the other end is closed. OSError: the message exceeds `max_bytes`."""
     return kind.model_validate_json(connection.recv_bytes(max_bytes))
 
 
 def watch(connections: Mapping[str, Connection], on_hangup: Callable[[str], None]) -> None:
-    """Calls `on_hangup` on a new thread with the name of the first connection whose other end closes."""
+    """Call `on_hangup` on a new thread with the name of the first connection whose other end closes."""
 
     def wait() -> None:
         poller = select.poll()
@@ -46,14 +46,14 @@ def watch(connections: Mapping[str, Connection], on_hangup: Callable[[str], None
 
 
 def hang_up(connection: Connection) -> None:
-    """Closes a connection. Shuts it down first: a socket that a thread polls stays open otherwise."""
+    """Shut a connection down, then close it. Without the shutdown, a polled socket would stay open."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link, contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def end_process(reason: str) -> NoReturn:
-    """Ends this process at once, whatever its threads wait for."""
+    """End this process at once, even if its threads are blocked."""
     log.error("%s: the process ends", reason)
     logging.shutdown()
     os._exit(1)
@@ -61,7 +61,7 @@ def end_process(reason: str) -> NoReturn:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Blocks stop signals in processes started here until they call `ignore_stops`: imports take seconds."""
+    """Start processes with stop signals blocked until they call `ignore_stops`: imports take seconds."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # of this thread only
     try:
         yield
@@ -70,6 +70,6 @@ def signals_held() -> Iterator[None]:
 
 
 def ignore_stops() -> None:
-    """Ignores stop signals from now on, including pending ones."""
+    """Ignore stop signals from now on, including pending ones."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)

@@ -28,7 +28,7 @@ STEP_CACHED = 128
 class Engine:
     """A model with its KV cache, for the thread that built it.
 
-    `specpool.engine.startup.loading` builds engines and sets what it proves and measures.
+    `specpool.engine.startup.loading` builds engines, and fills in the self-test result and the step times.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Engine:
         options: EngineOptions,
         leader: Leader | None = None,
     ) -> None:
-        """Reserves the cache. `tiles`: shapes of batch-invariant passes. `leader`: commands the other ranks."""
+        """Reserve the cache. `tiles`: shapes of batch-invariant passes. `leader`: rank 0 of a sharded model."""
         self.loaded, self.facts, self.forward_pass = loaded, facts, forward_pass
         self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
         """What an operator should know, one sentence each."""
         if isinstance(forward_pass, LibraryModel):
             reason = why_not_fusable(loaded.config) or "the fused pass is switched off"
-            self.notes.append(f"runs slowly, by the modules of transformers, because {reason}")
+            self.notes.append(f"runs slowly on the modules of transformers, because {reason}")
         self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
         self.tiles = tiles
         max_tokens = options.resolve_max_num_batched_tokens(facts.device.type)
         self.max_num_batched_tokens = min(max_tokens, self.tiles.max_rows or max_tokens)
         footprint = footprint_of(loaded, facts, forward_pass, self.max_num_batched_tokens)
-        reserved = self._reserved(options, footprint, leader)
+        reserved = self._reserve(options, footprint, leader)
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
         self.leader = leader
@@ -69,7 +69,7 @@ class Engine:
         if not self.layout.spare_columns:  # sequences stay in place
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
         self.realign_ns = 0
-        """Nanoseconds spent so far on bringing caches to the length and place that a pass needs."""
+        """Nanoseconds spent on realignment so far."""
         self.passes = 0
         """Forward passes so far."""
         self.tokens = 0
@@ -85,10 +85,10 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Caches the new tokens of all spans. Returns the requested logits [R, rows of the head] in span order.
+        """Cache the new tokens of all spans. Return the requested logits [R, rows of the head] in span order.
 
-        `token_ids` and `over_vocabulary` map rows of the head to tokens. More tokens than `max_num_batched_tokens` take
-        several passes, with the same bits.
+        `token_ids` and `over_vocabulary` map rows of the head to tokens. Spans with more than `max_num_batched_tokens`
+        tokens are split into several passes, which give the same bits.
         """
         logits = [rows for chunk in _chunks(spans, self.max_num_batched_tokens) if len(rows := self._pass(chunk))]
         if len(logits) == 1:
@@ -97,15 +97,15 @@ class Engine:
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether `draft` can be called."""
+        """Whether the device can draft all tokens of a round at once, by `draft`."""
         return self._draft_loop is not None
 
     @torch.inference_mode()
     def draft(self, spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
-        """Caches the new tokens of all spans, and drafts `lengths` further tokens greedily, at least one in all.
+        """Cache the new tokens of all spans, then draft greedily. `lengths`: draft tokens per span, not all zero.
 
-        Returns the draft tokens of each span and their probabilities. The host waits for the device once. The last
-        draft token of a span is not cached. A span requests one row of logits if its length is above 0, otherwise none.
+        Return the draft tokens of each span and their probabilities. The host waits for the device once. The last
+        draft token of a span is not cached. A span must request one row of logits if it drafts, otherwise none.
         """
         assert self._draft_loop is not None
         drafted = [(span, length) for span, length in zip(spans, lengths, strict=True) if length]
@@ -124,7 +124,7 @@ class Engine:
         )
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """Token ids of rows of the head."""
+        """Map rows of the head to token ids."""
         return rows if self.loaded.output_ids is None else self.loaded.output_ids[rows]
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
@@ -178,14 +178,14 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Ends the other ranks of a sharded model. The engine cannot be used afterwards."""
+        """End the other ranks of a sharded model. The engine cannot be used afterwards."""
         if self.leader is not None:
             self.leader.close()
 
     @contextmanager
     def realigning(self) -> Iterator[None]:
-        """Counts the time of the context as realignment."""
-        self._synchronize()  # do not count passes that still run
+        """Add the time spent in this context to `realign_ns`."""
+        self._synchronize()  # do not count passes still in flight
         began = time.perf_counter_ns()
         yield
         self._synchronize()
@@ -208,8 +208,8 @@ class Engine:
         self.tokens += sum(len(span.token_ids) for span in spans)
         return logits
 
-    def _reserved(self, options: EngineOptions, footprint: Footprint, leader: Leader | None) -> ReservedCache:
-        """The cache. Rank 0 of a sharded model caches its heads, with as many columns as every rank can hold."""
+    def _reserve(self, options: EngineOptions, footprint: Footprint, leader: Leader | None) -> ReservedCache:
+        """Reserve the cache. In a sharded model, rank 0 caches its own heads, and every rank may limit the columns."""
         own, others = self.facts, None
         if leader is not None:
             own = own.of_rank(leader.sharding.kv_heads.sizes[0])
@@ -220,16 +220,16 @@ class Engine:
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
     """Splits spans into chunks of at most `limit` tokens. Each piece keeps the logits of its tokens."""
     chunks: list[list[Span]] = []
-    left = 0  # room in the last chunk
+    room = 0  # in the last chunk
     for span in spans:
         start, tokens, logits = span.start, span.token_ids, span.num_logits
         while tokens:
-            if left == 0:
+            if room == 0:
                 chunks.append([])
-                left = limit
-            take = min(left, len(tokens))
+                room = limit
+            take = min(room, len(tokens))
             piece_logits = max(0, logits - (len(tokens) - take))
             chunks[-1].append(Span(span.slot, start, tokens[:take], piece_logits))
             logits -= piece_logits
-            start, tokens, left = start + take, tokens[take:], left - take
+            start, tokens, room = start + take, tokens[take:], room - take
     return chunks

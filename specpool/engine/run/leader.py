@@ -1,4 +1,4 @@
-"""Rank 0 of a sharded model: it starts the ranks of its node, awaits those of other nodes, and commands them all."""
+"""Rank 0 of a sharded model: starts the ranks of its node, awaits the ranks of other nodes, and commands them all."""
 
 import contextlib
 import logging
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "lo"
 END_SECONDS = 5.0
-"""Time that a rank has to end after an order to end."""
+"""Time for a rank to exit after END."""
 
 
 class Leader:
     """Rank 0's connections to the other ranks. When a rank ends, this process ends too."""
 
     def __init__(self, options: EngineOptions, sharding: Sharding, devices: Sequence[str], exact: bool) -> None:
-        """Starts or awaits all other ranks, which begin to load. `devices`: of this node's ranks, rank 0 first.
+        """Start or await all other ranks, which begin to load. `devices`: of this node's ranks, rank 0 first.
 
-        Raises UnsupportedModelError before it starts any rank.
+        UnsupportedModelError is raised before any rank starts.
         """
         self.sharding = sharding
         self.reports: list[Report] = []
@@ -68,21 +68,21 @@ class Leader:
             send(link, Order(rank=rank, sums=sharding.sums, options=rank_options, exact=exact, store=store))
 
     def group(self, device: torch.device) -> Group:
-        """Waits until all ranks have joined."""
+        """Wait until all ranks have joined."""
         self._group = Group(0, self.sharding, self._store, device)
         return self._group
 
     def receive_sums(self) -> dict[str, bytes]:
-        """Waits until all other ranks have loaded their shards. Returns their checksums of weights by name."""
+        """Wait until all other ranks have loaded their shards. Return their checksums of weights by name."""
         loaded = [receive(link, Loaded) for link in self._connections]
         return {name: bytes.fromhex(checksum) for report in loaded for name, checksum in report.sums.items()}
 
     def receive_reports(self) -> None:
-        """Waits until all other ranks have built their passes."""
+        """Wait until all other ranks have built their passes."""
         self.reports = [receive(link, Report) for link in self._connections]
 
     def begin(self, arena: KVArena, tiles: Tiles) -> None:
-        """Lets all other ranks serve, with as many cache columns as this one."""
+        """Let all other ranks serve, with as many cache columns as this one."""
         for link in self._connections:
             send(link, Begin(columns=arena.columns, tiles=tiles))
         arena.before_move = lambda *columns: self._tell(encode(Command.MOVE, *columns))
@@ -97,17 +97,17 @@ class Leader:
         return RankMemory(device, footprint.weights, footprint.kv, footprint.activations), *others
 
     def run(self, runner: PassRunner, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
-        """Runs `PassRunner.run` on all ranks. A failure ends the process, since the other ranks are amid the pass."""
+        """Run `PassRunner.run` on all ranks. A failure ends the process: the other ranks are in mid-pass."""
         self._tell(encode_run(spans, locations))
         try:
             return runner.run(spans, locations)
         except Exception:
-            log.exception("rank 0 failed in a pass")
+            log.exception("forward pass failed on rank 0")
             end_process("rank 0 has failed")
 
     @contextmanager
     def probing(self) -> Iterator[dict[str, None]]:
-        """Lets all other ranks probe the operations of passes. At the end of the context, the dictionary names the
+        """Let all other ranks probe the operations of passes. At the end of the context, the dictionary names the
         operations that gave equal rows different bits."""
         unequal: dict[str, None] = {}
         self._tell(encode(Command.PROBE))
@@ -117,18 +117,18 @@ class Leader:
             unequal.update(dict.fromkeys(receive(link, Probed).unequal))
 
     def end(self) -> None:
-        """Stops all other ranks, which must be idle. Does nothing the second time."""
+        """Stop all other ranks, which must be idle. Do nothing the second time."""
         if self._closing:
             return
         self._closing = True
         with contextlib.suppress(OSError):
             self._tell(encode(Command.END))
             for link in self._connections:
-                link.poll(END_SECONDS)  # until it hangs up
+                link.poll(END_SECONDS)  # until the rank hangs up
         self.abandon()
 
     def abandon(self) -> None:
-        """Ends all other ranks at once."""
+        """End all other ranks at once."""
         self._closing = True
         for link in self._connections:
             hang_up(link)
@@ -139,7 +139,7 @@ class Leader:
             self._group.leave()
 
     def close(self) -> None:
-        """Calls `end`, and closes the file of the store."""
+        """Call `end`, then close the store's file."""
         self.end()
         if self._file is not None:
             os.close(self._file)
@@ -150,7 +150,7 @@ class Leader:
             link.send_bytes(message)
 
     def _start(self) -> Connection:
-        """Starts a rank of this node. It inherits its connection, so no port is opened."""
+        """Start a rank of this node. It inherits its connection, so no port is opened."""
         own, other = Pipe()
         command = [sys.executable, "-P", "-m", "specpool.engine.startup.follower", str(other.fileno())]
         inherited = [other.fileno(), *([self._file] if self._file is not None else [])]

@@ -14,7 +14,7 @@ from specpool.engine.sharding.shares import Sums
 
 
 class Order(BaseModel):
-    """To a rank: what to load, and where to find the other ranks."""
+    """To a rank: the shard to load, and where to find the other ranks."""
 
     rank: int
     sums: Sums
@@ -29,7 +29,7 @@ class Loaded(BaseModel):
     """From a rank that has loaded its shard."""
 
     sums: dict[str, str]
-    """Hexadecimal sums of weights by name, for the fingerprint of all weights."""
+    """Hexadecimal checksums of weights by name, for the fingerprint of all weights."""
 
 
 class Report(BaseModel):
@@ -37,16 +37,16 @@ class Report(BaseModel):
 
     device: str
     forward_pass: str
-    """Class of its pass, which must be the same on all ranks."""
+    """Class of the pass, which must be the same on all ranks."""
     tiles: Tiles | None
-    """Shapes for which its GEMMs are batch invariant; None: there are none."""
+    """Shapes that make the pass batch invariant; None: no shapes do."""
     agrees: bool
-    """Whether its compiled GEMMs, if any, are batch invariant."""
+    """Whether the compiled GEMMs, if any, are batch invariant."""
     kv_limit: int
-    """Maximum size of its KV cache in bytes."""
+    """Maximum size of this rank's KV cache in bytes."""
     weight_bytes: int
     weight_kinds: dict[str, int]
-    """Bytes of its weights by storage type."""
+    """Bytes of weights by storage type."""
     activation_bytes: int
 
 
@@ -65,7 +65,7 @@ class Probed(BaseModel):
 
 
 class Command(IntEnum):
-    """Commands of rank 0 while it serves. Each has integers as arguments."""
+    """Commands of rank 0 while it serves. All arguments are integers."""
 
     RUN = auto()
     """Run a pass: `encode_run`."""
@@ -76,7 +76,7 @@ class Command(IntEnum):
     END_PROBE = auto()
     """End the probe, and report."""
     END = auto()
-    """End the process in an orderly stop."""
+    """Exit."""
 
 
 def encode(command: Command, *arguments: int) -> bytes:

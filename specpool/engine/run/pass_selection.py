@@ -29,7 +29,7 @@ from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 def build_exact_pass(
     loaded: LoadedModel, facts: ModelFacts, options: EngineOptions, exact: bool, group: SingleRank = SINGLE_RANK
 ) -> tuple[ForwardPass, Tiles | None]:
-    """The forward pass of a model or of a rank's shard, and the shapes that make it batch invariant, if any.
+    """Build the pass of a model or a rank's shard, and choose the shapes that make it batch invariant, if any.
 
     `exact`: whether batch invariance is needed. `group`: the ranks of the model. UnsupportedModelError.
     """
@@ -38,7 +38,7 @@ def build_exact_pass(
 
 
 def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: SingleRank = SINGLE_RANK) -> ForwardPass:
-    """The fastest pass for this model on its device. It takes over the weights of the library's model.
+    """Build the fastest pass for this model on its device. It takes over the weights of the library's model.
 
     `group`: the ranks of the model; with several, `FusedModel` must support it. UnsupportedModelError: this rank cannot
     run the GPU kernels, but others may.
@@ -52,7 +52,7 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
             if native is not None:
                 release_files(loaded.model)
                 return native
-        fused.decode()
+        fused.dequantize()
         if runs_kernels(device):
             fallback = why_no_kernels(fused)
             if fallback is None:
@@ -85,7 +85,7 @@ def why_no_kernels(fused: FusedModel) -> str | None:
 
 
 def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions, exact: bool) -> Tiles | None:
-    """Chooses the GEMMs of a pass, and the tiles that make it batch invariant if `exact`; None if no tiles do."""
+    """Choose the GEMMs of a pass, and the tiles that make it batch invariant if `exact`; None if no tiles do."""
     model = forward_pass.model if isinstance(forward_pass, CapturedModel) else forward_pass
     if isinstance(model, GpuModel):
         capture = forward_pass.capture if isinstance(forward_pass, CapturedModel) else None

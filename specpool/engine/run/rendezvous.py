@@ -51,11 +51,11 @@ class Hello(BaseModel):
 
 
 def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
-    """Waits until `count` ranks of other nodes are connected. OSError: the port cannot be listened on."""
+    """Wait until `count` ranks of other nodes are connected. OSError: cannot listen on the port."""
     links, own = list[Connection](), Hello.of(options)
     with _server(str(options.master_addr), options.master_port) as server:
         log.info("waiting for %d ranks of other nodes at port %d", count, options.master_port)
-        # A rank sends nothing after its hello, so a readable connection has closed.
+        # A rank sends nothing after its hello, so a readable connection has been closed.
         while len(links := [link for link in links if not link.poll()]) < count:
             link = _kept_alive(server.accept()[0])
             refusal = _why_refused(link, own)
@@ -68,7 +68,7 @@ def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
 
 
 def join(options: EngineOptions) -> Connection:
-    """Connects to rank 0, retrying until it listens."""
+    """Connect to rank 0, retrying until it listens."""
     logged = ""
     while True:
         try:
@@ -95,7 +95,7 @@ def _why_refused(link: Connection, own: Hello) -> str | None:
 
 @contextmanager
 def _receive_timeout(link: Connection) -> Iterator[None]:
-    """Makes reads raise BlockingIOError after `HELLO_SECONDS`."""
+    """Make reads raise BlockingIOError after `HELLO_SECONDS`."""
     with socket.socket(fileno=os.dup(link.fileno())) as copy:
         copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_SECONDS, 0))
         yield
@@ -103,7 +103,7 @@ def _receive_timeout(link: Connection) -> Iterator[None]:
 
 
 def _server(host: str, port: int) -> socket.socket:
-    """Listens on a port; retries while the host name does not resolve yet."""
+    """Listen on a port; retry while the host name does not resolve yet."""
     while True:
         try:
             (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -44,8 +44,9 @@ def reserve_cache(
     others: Footprint,
     other_ranks: int | None = None,
 ) -> ReservedCache:
-    """Reserves a cache of this dtype. `others`: memory of weights and activations. `other_ranks`: maximum bytes of the
-    cache of each other rank.
+    """Reserve a cache of this dtype.
+
+    `others`: memory of weights and activations. `other_ranks`: smallest limit, in bytes, of the other ranks' caches.
 
     UnsupportedModelError: the limit holds no sequence of full length, or the device has less memory than the limit.
     """

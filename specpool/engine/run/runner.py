@@ -22,9 +22,9 @@ class PassRunner:
         self._tiles, self._query_groups = tiles, query_groups
 
     def run(self, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
-        """Caches the new tokens of spans that fit in one pass, and returns their logits.
+        """Cache the new tokens of spans that fit in one pass, and return their logits.
 
-        `locations`: where the sequence of each span lies.
+        `locations`: where each span's sequence lies in the arena.
         """
         arena, forward_pass = self.arena, self.forward_pass
         planned = forward_pass.plans_attention

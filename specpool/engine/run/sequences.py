@@ -1,4 +1,4 @@
-"""Sequences of many coordinators in one engine: what drafting and verifying have in common."""
+"""Sequences of many coordinators in one engine: the base of drafting and verification."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Choices:
     token_ids: Iterable[int]
     confidences: list[float] = field(default_factory=list)
     pass_logits: torch.Tensor | None = None
-    """All logits of the pass [R, rows of the head], from row `first` on for this span. None if the device drafted."""
+    """Logits of the whole pass [R, rows of the head]. This span's begin at row `first`. None if the device drafted."""
     first: int = 0
     finite: bool = True
     """False if the largest logit of a row is not finite. Checked on CPUs only, where the check takes 10 us a pass.
@@ -74,23 +74,23 @@ class SequenceEngine:
         return self.engine.realign_ns
 
     def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
-        """Frees sequences; returns how many held a slot."""
+        """Free sequences; return how many held a slot."""
         return self.engine.slots.release([(coordinator_id, sequence_id) for sequence_id in sequence_ids])
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
-        """Records that a coordinator is alive at `now`, in seconds of a monotonic clock."""
+        """Record that a coordinator is alive at `now`, in seconds of a monotonic clock."""
         self.engine.slots.renew_lease(coordinator_id, now)
 
     def orphan(self, coordinator_id: str) -> None:
-        """Lets a coordinator's sequences yield their slots until its lease is renewed."""
+        """Let a coordinator's sequences yield their slots until its lease is renewed."""
         self.engine.slots.orphan(coordinator_id)
 
     def expire(self, now: float, lease_seconds: float) -> int:
-        """Frees the sequences of coordinators that were silent for longer than the lease; returns how many."""
+        """Free the sequences of coordinators that were silent for longer than the lease; return how many."""
         return self.engine.slots.expire(now, lease_seconds)
 
     def realign(self, coordinator_id: str, round_id: int, items: Sequence[SequenceItem]) -> list[ItemStatus]:
-        """Brings every sequence's cache to its base length where possible. Returns the status of each."""
+        """Bring every sequence's cache to its base length where possible. Return the status of each."""
         with self.engine.realigning():
             return [self._realign(coordinator_id, round_id, item) for item in items]
 
@@ -101,20 +101,20 @@ class SequenceEngine:
         return Span(slot.index, slot.num_cached_tokens, token_ids, num_logits)
 
     def choose(self, coordinator_id: str, spans: Mapping[int, Span], confidences: bool = False) -> dict[int, Choices]:
-        """Runs the spans, by sequence id, in one forward pass, and chooses the tokens after their last tokens."""
+        """Run the spans, by sequence id, in one forward pass, and choose the tokens after their last tokens."""
         logits = self.engine.forward(list(spans.values()))
         counts = [span.num_logits for span in spans.values()]
         probabilities = iter(_largest_probabilities(logits).tolist() if confidences else ())
         slots = [self.engine.slots[coordinator_id, sequence_id] for sequence_id in spans]
-        # This line, or the one of the probabilities, waits for a GPU.
+        # On a GPU, the host waits here, or above if it needs probabilities.
         token_ids, finite = self._token_ids(logits, slots, counts)
         rows_finite = iter(finite)
         choices, first = {}, 0
         for sequence_id, slot, tokens, count in zip(spans, slots, token_ids, counts, strict=True):
-            own_probabilities = list(islice(probabilities, count))
+            span_probabilities = list(islice(probabilities, count))
             is_finite = all(list(islice(rows_finite, count)))
             choices[sequence_id] = Choices(
-                tokens, own_probabilities if slot.sampling is None else [], logits, first, is_finite
+                tokens, span_probabilities if slot.sampling is None else [], logits, first, is_finite
             )
             first += count
         return choices
@@ -140,7 +140,7 @@ class SequenceEngine:
         return sampled, finite
 
     def keep(self, coordinator_id: str, sequence_id: int, num_cached_tokens: int) -> None:
-        """Declares the first `num_cached_tokens` positions of the sequence valid."""
+        """Declare the first `num_cached_tokens` positions of the sequence valid."""
         self.engine.slots[coordinator_id, sequence_id].num_cached_tokens = num_cached_tokens
 
     def _realign(self, coordinator_id: str, round_id: int, item: SequenceItem) -> ItemStatus:
@@ -155,12 +155,12 @@ class SequenceEngine:
         return state
 
     def _copy(self, key: SequenceKey, source_key: SequenceKey, item: SequenceItem) -> ItemStatus:
-        """Starts a sequence from the cache of another one."""
+        """Start a sequence from another sequence's cache."""
         slots, length = self.engine.slots, item.base_length
         source = slots.find(source_key)
         if source is None or source.num_cached_tokens < length:
             return ItemStatus.CACHE_MISS
-        is_own = key == source_key  # released before
+        is_own = key == source_key  # a released sequence returns
         slot = None if is_own else slots.take(key, item.max_length, spared=source_key)
         if slot is not None:
             self.engine.layout.copy(source.index, slot.index, length)
@@ -191,7 +191,7 @@ class SequenceEngine:
         )
 
     def _sampling_of(self, sampling: SamplingParams | None) -> SamplingParams | None:
-        """The parameters without token ids that a draft with a smaller vocabulary lacks; None: greedy."""
+        """Drop token ids outside the vocabulary, since a draft may have a smaller one. None: greedy."""
         if sampling is None or sampling.is_argmax:
             return None
         vocab = range(self.engine.vocab_size)

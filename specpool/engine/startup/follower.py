@@ -1,4 +1,4 @@
-"""A rank other than 0: it loads its shard, then runs the commands of rank 0 until rank 0 ends.
+"""A rank other than 0: loads its shard, then runs the commands of rank 0 until rank 0 ends.
 
 `python -m specpool.engine.startup.follower` runs one rank. Rank 0 starts the ranks of its own node; `run_node` starts
 the ranks of another node.
@@ -41,7 +41,7 @@ POLL_SECONDS = 0.1
 
 
 def run_node(program: str, options: EngineOptions) -> NoReturn:
-    """Runs the ranks of a node other than 0, until SIGTERM, SIGINT or the end of any rank."""
+    """Run the ranks of a node other than 0, until SIGTERM, SIGINT or the end of any rank."""
     for number in STOPS:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
@@ -63,7 +63,7 @@ def run_node(program: str, options: EngineOptions) -> NoReturn:
 
 
 def follow(connection: Connection, device: str | None = None) -> None:
-    """Serves rank 0 until it stops. `device`: of a rank on another node; None: rank 0 chooses it.
+    """Serve rank 0 until it stops. `device`: of a rank on another node; None: rank 0 chooses it.
 
     UnsupportedModelError: the shard cannot be loaded or run. EOFError: rank 0 has hung up.
     """
@@ -77,7 +77,7 @@ def follow(connection: Connection, device: str | None = None) -> None:
 
 
 def _build(connection: Connection, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
-    """Loads this rank's shard of the model and builds its pass, in step with rank 0."""
+    """Load this rank's shard and build its pass, in step with rank 0."""
     share = Share(load_sharding(options, order.sums), order.rank)
     loaded, model_facts = load_share(options, share, order.exact)
     facts = model_facts.of_rank(share.sharding.kv_heads.sizes[share.rank])
@@ -107,7 +107,7 @@ def _build(connection: Connection, order: Order, options: EngineOptions) -> tupl
 
 
 def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool:
-    """Runs commands until the end of a probe, or until rank 0 stops; False if it stops."""
+    """Run commands until the end of a probe, or until rank 0 stops; False if it stops."""
     with ExitStack() as context:
         probe: OperationProbe | None = None
         while True:
@@ -131,14 +131,14 @@ def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool
 
 
 def _end(reason: str, device: str | None) -> NoReturn:
-    """Ends this process. Logs the reason, except on the node of rank 0, which has logged it."""
+    """End this process. Log the reason, except on the node of rank 0, which has logged it."""
     if device is not None:
         end_process(reason)
     os._exit(1)
 
 
 def main() -> None:
-    """Runs a rank. Argument: the number of an inherited connection, or options as JSON with this rank's device."""
+    """Run a rank. Argument: the number of an inherited connection, or options as JSON with this rank's device."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ignore_stops()
     if sys.argv[1].isdecimal():
@@ -151,7 +151,7 @@ def main() -> None:
         follow(connection, device)
         os._exit(0)
     except (EOFError, ConnectionError):
-        _end("rank 0 has turned this rank away, or has ended", device)
+        _end("rank 0 has refused this rank, or has ended", device)
     except (UnsupportedModelError, OSError) as error:
         log.error("a rank cannot run: %s", error)
     except Exception:

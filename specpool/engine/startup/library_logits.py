@@ -37,7 +37,7 @@ def library_logits(loaded: LoadedModel, facts: ModelFacts) -> torch.Tensor:
 
 @torch.inference_mode()
 def refuse_other_logits(engine: Engine, expected: torch.Tensor) -> None:
-    """Raises UnsupportedModelError if a model bypasses the engine's attention, or computes something else with it.
+    """Raise UnsupportedModelError if a model bypasses the engine's attention, or computes something else with it.
 
     `expected`: the result of `library_logits`.
     """

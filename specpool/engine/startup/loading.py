@@ -1,4 +1,4 @@
-"""Starts an engine: loads the model, finds the exact shapes, refuses wrong logits, and measures the passes."""
+"""Starts an engine: loads the model, chooses batch-invariant shapes, checks the logits, and times the passes."""
 
 import logging
 
@@ -23,15 +23,15 @@ from specpool.engine.startup.step_times import measure_seconds_per_cached, measu
 
 log = logging.getLogger(__name__)
 
-OUTDATED = 0.6
-"""A pass that takes less than this share of its recorded time was measured on a busy machine."""
+OUTDATED_SHARE = 0.6
+"""Measure again if a pass takes less than this share of its stored time: the machine was busy then."""
 
 
 def load_engine(options: EngineOptions, exact: bool, startup_cache: bool = False) -> Engine:
-    """Loads a model and makes it ready to serve. UnsupportedModelError says why it cannot be served.
+    """Load a model and prepare it for serving. UnsupportedModelError: the model cannot be served.
 
     `exact`: make every token's logits independent of its batch, and prove it on this device. `startup_cache`: on a
-    CPU, reuse what an earlier start proved, and take turns with other workers that measure themselves.
+    CPU, reuse the self-test result and step times of an earlier start, and let only one worker measure at a time.
     """
     if options.tensor_parallel > 1:
         engine = start_sharded_engine(options, exact)
@@ -55,7 +55,7 @@ def load_engine(options: EngineOptions, exact: bool, startup_cache: bool = False
 
 
 def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> Engine:
-    """An engine that takes over the weights of a loaded model. Its passes are not measured."""
+    """Build an engine from a loaded model, whose weights it takes over. Step times are not measured yet."""
     # The library's model cannot run once a forward pass has taken its weights.
     facts, fingerprint = read_facts(loaded), weights_fingerprint(loaded)
     if exact and facts.device.type == "cuda":
@@ -70,7 +70,7 @@ def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> En
 
 
 def _load_cached(loaded: LoadedModel, options: EngineOptions, exact: bool) -> Engine:
-    """An engine on a CPU, started from the proof of an earlier start if there is a valid one."""
+    """Start an engine on a CPU, from the proof of an earlier start if it is still valid."""
     fingerprint = weights_fingerprint(loaded)
     key = proof_key(loaded, options, exact, fingerprint)
     proof = read_proof(key)
@@ -79,17 +79,17 @@ def _load_cached(loaded: LoadedModel, options: EngineOptions, exact: bool) -> En
         if engine is not None:
             engine.weights_fingerprint = fingerprint
             return engine
-        log.info("the pass differs from the one proved before; proving it again")
+        log.info("the stored proof does not match; running the self-test again")
         loaded = load_model(options)  # the discarded pass has taken the weights
     with measuring_alone():
         engine = start_engine(loaded, options, exact)
         _measure(engine)
-    _keep_proof(engine, key, exact)
+    _store_proof(engine, key, exact)
     return engine
 
 
 def _resume(loaded: LoadedModel, options: EngineOptions, exact: bool, proof: Proof) -> Engine | None:
-    """An engine of which `proof` holds; None if its compiled pass or its logits differ."""
+    """Build the engine and check it against `proof`; None if its compiled pass or its logits differ."""
     facts = read_facts(loaded)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     if not isinstance(forward_pass, NativeModel) or forward_pass.library_digest != proof.library:
@@ -100,16 +100,16 @@ def _resume(loaded: LoadedModel, options: EngineOptions, exact: bool, proof: Pro
     engine.bitwise = proof.bitwise
     engine.numerics_fingerprint = proof.logits if proof.bitwise else ""
     engine.step_seconds, engine.seconds_per_cached = proof.step_seconds, proof.seconds_per_cached
-    if proof.step_seconds and measure_step_times(engine, [1])[1] < OUTDATED * proof.step_seconds[1]:
+    if proof.step_seconds and measure_step_times(engine, [1])[1] < OUTDATED_SHARE * proof.step_seconds[1]:
         with measuring_alone():
             _measure(engine)
-        _keep_proof(engine, proof.key, exact)
-    log.info("using what an earlier start proved and measured")
+        _store_proof(engine, proof.key, exact)
+    log.info("reusing the self-test result and step times of an earlier start")
     return engine
 
 
-def _keep_proof(engine: Engine, key: str, exact: bool) -> None:
-    """Keeps the proof of a compiled pass. A failed self-test is repeated at the next start."""
+def _store_proof(engine: Engine, key: str, exact: bool) -> None:
+    """Store the proof of a compiled pass, unless the self-test failed: the next start repeats it."""
     if not isinstance(engine.forward_pass, NativeModel) or engine.bitwise != exact:
         return
     write_proof(
@@ -125,6 +125,6 @@ def _keep_proof(engine: Engine, key: str, exact: bool) -> None:
 
 
 def _measure(engine: Engine) -> None:
-    if not engine.layout.spare_columns:  # in a padded layout, a pass also moves columns, which takes any time
+    if not engine.layout.spare_columns:  # a padded layout also moves columns, so times vary
         engine.step_seconds = measure_step_times(engine)
         engine.seconds_per_cached = measure_seconds_per_cached(engine)

@@ -14,7 +14,7 @@ STRIDE = 7919
 
 
 def numerics_fingerprint(engine: Engine) -> str:
-    """`logits_digest` of an engine whose logits are the same bits in every batch; "" of any other.
+    """`logits_digest` of an engine that passed the self-test; otherwise "".
 
     It depends on weights, dtype, kernels, device and library versions. It depends on the number of threads only if the
     pass consists of torch operations.

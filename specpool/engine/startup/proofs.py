@@ -1,4 +1,4 @@
-"""Keeps what a start proved about a model on this CPU, so that the next start need not prove it again.
+"""Stores self-test results and step times, so a restart with the same model and CPU can skip both.
 
 A proof belongs to one compiled pass. Its key covers the bits of the weights, the configuration, the options, the
 processor, the versions and the engine's own source. A start that uses a proof recomputes the logits of a fixed
@@ -38,7 +38,7 @@ VARIABLES = re.compile(r"(ATEN|DNNL|ONEDNN|MKL|OMP|GOMP|KMP|OPENBLAS|TORCH)_\w+"
 
 
 class Proof(BaseModel, frozen=True, extra="forbid"):
-    """What a start proved and measured."""
+    """Self-test result and step times of one start."""
 
     key: str
     library: str
@@ -68,7 +68,7 @@ def proof_key(loaded: LoadedModel, options: EngineOptions, exact: bool, weights_
 
 
 def read_proof(key: str) -> Proof | None:
-    """The proof of this key; None if there is none, or if the file is damaged or could have been written by others."""
+    """Read the proof of this key. None if it is missing or damaged, or if another user could have written it."""
     content = read_cached(_file(key))
     if content is None:
         return None
@@ -80,25 +80,25 @@ def read_proof(key: str) -> Proof | None:
 
 
 def write_proof(proof: Proof) -> None:
-    """Keeps a proof for later starts, where the cache folder allows it."""
+    """Store a proof for later starts, if the cache folder allows it."""
     write_cached(proof.model_dump_json().encode(), _file(proof.key), MAX_PROOFS)
 
 
 @contextmanager
 def measuring_alone() -> Iterator[None]:
-    """Waits, up to LOCK_SECONDS, until no other worker on this machine measures itself: both would measure too long."""
+    """Wait up to LOCK_SECONDS while another worker on this machine measures: concurrent measurements run too slowly."""
+    path, file = _folder() / LOCK, -1
     try:
         make_private(_folder())
-        file = os.open(_folder() / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        log.info("cannot lock out other workers while measuring: %s", error)
-        yield
-        return
-    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         _lock(file)
+    except OSError as error:  # some network file systems support no locks
+        log.info("cannot lock %s (%s); other workers may measure at the same time", path, error)
+    try:
         yield
     finally:
-        os.close(file)
+        if file >= 0:
+            os.close(file)
 
 
 def _lock(file: int) -> None:
@@ -109,7 +109,7 @@ def _lock(file: int) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                log.warning("another worker has been measuring for %g s; measuring beside it", LOCK_SECONDS)
+                log.warning("another worker has been measuring for %g s; not waiting any longer", LOCK_SECONDS)
                 return
             if not is_waiting:
                 log.info("waiting for another worker to measure its passes")
@@ -127,7 +127,7 @@ def _file(key: str) -> Path:
 
 @cache
 def _source_digest() -> str:
-    """SHA-256 over the source of the engine: another version may compute otherwise under the same version number."""
+    """SHA-256 of the engine's source, which may change without a new version number."""
     root = Path(str(specpool.engine.__file__)).parent
     digest = hashlib.sha256()
     for file in sorted(path for path in root.rglob("*") if path.suffix in SOURCES):

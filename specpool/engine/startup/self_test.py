@@ -25,7 +25,7 @@ PROBED_PASSES = (1, 2, 7, SHORT_PASS, *LONG_PASSES)
 
 
 def self_test(engine: Engine) -> bool:
-    """Whether a token's logits have the same bits whatever else is in its passes.
+    """Whether a token's logits have the same bits in every batch.
 
     Probes every kind of operation with inputs that reveal a difference, then compares whole passes of random tokens.
     All slots of the engine must be free.
@@ -67,7 +67,7 @@ def attention_suits(forward_pass: ForwardPass, cache: torch.Tensor, facts: Model
 
 @contextmanager
 def probing(forward_pass: ForwardPass, arena: KVArena) -> Iterator[OperationProbe]:
-    """Probes the operations of this rank's passes within the context."""
+    """Probe the operations of this rank's passes within the context."""
     constants = [*forward_pass.parameters(), *forward_pass.buffers(), *arena.keys]
     with forward_pass.eager(), OperationProbe(constants) as probe:
         yield probe

@@ -28,7 +28,7 @@ from specpool.engine.startup.self_test import self_test
 
 
 def start_sharded_engine(options: EngineOptions, exact: bool) -> Engine:
-    """Starts all ranks. The passes are not measured yet. UnsupportedModelError.
+    """Start all ranks. Step times are not measured yet. UnsupportedModelError.
 
     Logits are not compared with the library's model, since no rank has all weights.
     """

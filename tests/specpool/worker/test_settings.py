@@ -61,7 +61,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (True, True, True, 5),
     ],
 )
-def test_flags_override_variables_override_the_file_override_defaults(
+def test_precedence_is_flag_variable_file_default(
     in_file: bool,
     in_environment: bool,
     in_flags: bool,
@@ -146,7 +146,7 @@ def test_up_refuses_a_port_conflict(port: int, capsys: pytest.CaptureFixture[str
     assert load_up("--metrics-port", "9100", "--port", "9103").metrics_port == 9100
 
 
-def test_none_is_an_ordinary_string(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_string_none_is_not_special(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_up("--target", "None").target == "None"
     with pytest.raises(SystemExit):
         load_up("--help")

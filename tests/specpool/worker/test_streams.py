@@ -1,4 +1,4 @@
-"""Streams of rounds: whose slots yield when they end, and how they are bounded."""
+"""Streams of rounds: limits, and the slots of coordinators that disconnect."""
 
 import asyncio
 import gc
@@ -38,14 +38,14 @@ for response in stub.VerifyStream(requests()):
 
 
 async def until_served(worker: Worker, *items: Any, coordinator_id: str) -> None:
-    """Repeats a round until it finds slots: a worker notices the end of connections with a delay."""
+    """Repeat a round until it gets slots: a worker notices closed connections late."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while {result.status for result in await worker.round(*items, coordinator_id=coordinator_id)} != {OK}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def fill(worker: Worker, stream: Any, coordinator_id: str) -> None:
-    """Takes every slot, on a stream."""
+    """Take every slot over a stream."""
     items = [worker.item(i, 0, [5, i]) for i in range(SLOTS)]
     await stream.write(worker.request(*items, coordinator_id=coordinator_id))
     assert {result.status for result in (await stream.read()).results} == {OK}
@@ -65,7 +65,7 @@ async def test_a_killed_coordinator_frees_its_slots_at_once(target: Worker) -> N
     await until_served(target, *(verify(i, 0, [7, i]) for i in range(SLOTS)), coordinator_id="next")
 
 
-async def test_a_returning_coordinator_keeps_slots_nobody_took(worker: Worker) -> None:
+async def test_a_reconnected_coordinator_keeps_its_free_slots(worker: Worker) -> None:
     stream = worker.open_stream()
     await fill(worker, stream, "away")
     stream.cancel()

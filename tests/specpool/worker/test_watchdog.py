@@ -146,7 +146,7 @@ async def test_a_hung_process_still_ends(is_told: bool) -> None:
         if process.returncode is None:
             process.kill()
     assert process.returncode == 1
-    assert "stopped while the model was still at work" in log or "the process ends" in log
+    assert "stopped while the model was still running" in log or "the process ends" in log
     assert "Traceback" not in log
 
 
@@ -246,7 +246,7 @@ async def test_time_while_the_process_was_stopped_does_not_count() -> None:
 # --- The thread by itself
 
 
-async def test_excess_calls_are_unavailable() -> None:
+async def test_excess_calls_fail_with_unavailable() -> None:
     thread, stop = ModelThread(), threading.Event()
     first = asyncio.create_task(thread.run("first", stop.wait))
     await until(lambda: thread.running is not None)

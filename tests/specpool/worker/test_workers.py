@@ -54,7 +54,7 @@ from target_worker.verifier import Verifier
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 8])
-async def test_drafting_and_verifying_gives_the_tokens_of_plain_decoding(target: Worker, draft: Worker, k: int) -> None:
+async def test_speculation_matches_plain_decoding(target: Worker, draft: Worker, k: int) -> None:
     prompts = {1: random_tokens(5, 1), 2: random_tokens(31, 2), 3: random_tokens(70, 3)}
     tokens = {i: list(prompt) for i, prompt in prompts.items()}
     in_target, in_draft = dict.fromkeys(prompts, 0), dict.fromkeys(prompts, 0)
@@ -82,7 +82,7 @@ async def test_drafting_and_verifying_gives_the_tokens_of_plain_decoding(target:
     assert accepted > 0 or k == 0, "a pair that never agrees tests little"
 
 
-async def test_a_fully_accepted_draft_gains_the_bonus_token(target: Worker) -> None:
+async def test_full_acceptance_yields_the_bonus_token(target: Worker) -> None:
     prompt = random_tokens(9)
     truth = target.continuation(prompt, 6)
     (result,) = await target.round(verify(1, 0, prompt, truth[:5]))
@@ -91,7 +91,7 @@ async def test_a_fully_accepted_draft_gains_the_bonus_token(target: Worker) -> N
 
 
 @pytest.mark.parametrize("wrong_at", range(5))
-async def test_a_wrong_draft_token_gains_the_recovered_token(target: Worker, wrong_at: int) -> None:
+async def test_a_rejected_token_yields_the_recovered_token(target: Worker, wrong_at: int) -> None:
     prompt = random_tokens(9)
     truth = target.continuation(prompt, 7)
     proposal = [*truth[:wrong_at], (truth[wrong_at] + 1) % 256, *truth[wrong_at + 1 : 5]]
@@ -103,7 +103,7 @@ async def test_a_wrong_draft_token_gains_the_recovered_token(target: Worker, wro
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 30])
-async def test_a_chunked_prompt_equals_a_whole_one(target: Worker, chunk: int) -> None:
+async def test_chunked_prefill_matches_a_single_prefill(target: Worker, chunk: int) -> None:
     prompt = random_tokens(61)
     for start in range(0, 60, chunk):
         piece = prompt[start : min(start + chunk, 60)]
@@ -221,7 +221,7 @@ async def test_results_come_in_item_order(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("base_length", [1, 7, 400])
-async def test_an_unknown_sequence_misses_and_is_rebuilt(worker: Worker, base_length: int) -> None:
+async def test_an_unknown_sequence_is_a_cache_miss_and_is_rebuilt(worker: Worker, base_length: int) -> None:
     prompt = random_tokens(8)
     (result,) = await worker.round(worker.item(1, base_length, prompt[7:]))
     assert (result.status, tokens_of(result), result.cached_length) == (CACHE_MISS, [], 0)
@@ -231,7 +231,7 @@ async def test_an_unknown_sequence_misses_and_is_rebuilt(worker: Worker, base_le
     assert tokens_of(result) == worker.continuation(prompt, 1)
 
 
-async def test_a_cache_that_is_too_short_misses_unchanged(worker: Worker) -> None:
+async def test_a_short_cache_is_a_miss_and_stays_unchanged(worker: Worker) -> None:
     prompt = random_tokens(8)
     await worker.round(worker.item(1, 0, prompt))
     (result,) = await worker.round(worker.item(1, 9, [1]))
@@ -298,7 +298,7 @@ async def assert_idempotent(worker: Worker, items: list[Any]) -> None:
     assert responses[0] == responses[1] == responses[2]
 
 
-async def test_equal_sequence_ids_of_two_coordinators_are_two_sequences(worker: Worker) -> None:
+async def test_coordinators_can_use_the_same_sequence_ids(worker: Worker) -> None:
     prompts = {"one": random_tokens(8, 1), "two": random_tokens(8, 2)}
     for name, prompt in prompts.items():
         await worker.round(worker.item(1, 0, prompt), coordinator_id=name)

@@ -44,7 +44,7 @@ def attend_extents(
     scaling: float,
     splits: int,
 ) -> torch.Tensor:
-    """Attend from every row in a tile to all positions up to its own, in place. Returns `query`."""
+    """Attend from every row in a tile to all positions up to its own, in place. Return `query`."""
     rows, heads, dim = query.shape
     kv_heads, total, _ = keys.shape
     groups = heads // kv_heads

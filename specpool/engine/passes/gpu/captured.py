@@ -1,4 +1,4 @@
-"""A model whose passes are captured by shape and replayed."""
+"""A GPU model whose passes are captured as CUDA graphs, and replayed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ MAX_CAPTURED_ROWS = 512
 
 
 class CapturedModel(ForwardPass):
-    """Captures the passes of a model. Passes of one shape differ only in the numbers of their batches."""
+    """Captures the passes of a model by shape. Passes of one shape differ only in `PackedBatch.numbers`."""
 
     plans_attention = False
 

@@ -11,8 +11,8 @@ from specpool.engine.passes.gpu.attention import num_splits
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS, TILE_BEGINS, TILE_SIZES, PackedBatch
 
-# Rows of a step's numbers: those of a packed batch in which each row is a tile and has logits, then the tokens that
-# each sequence still needs.
+# Rows of `Step.numbers`: the arrays of a packed batch in which each row is a tile and has logits, then the number of
+# tokens that each sequence still needs.
 BEGINS, SIZES = COLUMNS + 1 + TILE_BEGINS, COLUMNS + 1 + TILE_SIZES
 LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
 
@@ -49,7 +49,7 @@ class GpuDraftLoop:
     def __call__(
         self, chosen: torch.Tensor, positions: list[int], columns: list[int], remaining: list[int], max_length: int
     ) -> torch.Tensor:
-        """Continue from the choices [2, n] of n sequences. Returns all choices, [1 + steps, 2, n]."""
+        """Continue from the choices [2, n] of n sequences. Return all choices, [1 + steps, 2, n]."""
         count = len(positions)
         numbers = self._numbers(chosen, positions, columns, remaining)
         shape = numbers.shape[1], num_splits(max_length)

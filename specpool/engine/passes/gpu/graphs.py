@@ -1,4 +1,4 @@
-"""CUDA graph capture and replay: one launch for a shape that recurs, instead of hundreds."""
+"""CUDA graph capture and replay: a recurring shape takes one launch instead of hundreds."""
 
 import logging
 from collections import OrderedDict
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 Input = TypeVar("Input")
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
-"""Captures work. Returns a function that replays it on the same memory, and the tensor that receives its result."""
+"""Captures work. Returns a function to replay it on the same memory, and the tensor that receives the result."""
 
 # Ignore CUDA calls of other threads during capture, such as NCCL's watchdog.
 CAPTURE_MODE = "thread_local"

@@ -33,7 +33,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 @torch.inference_mode()
 def try_kernels(fused: FusedModel) -> None:
-    """Run the kernels of one layer with one row, on all ranks at once. Raises if they cannot run this model."""
+    """Run the kernels of one layer with one row, on all ranks at once. Raise if they cannot run this model."""
     if triton is None:
         raise RuntimeError("Triton is not installed")
     layer, rows = GpuLayer(fused.layers[0], 0), 1

@@ -25,7 +25,7 @@ class Addend:
 
 
 def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add a branch to the hidden states [rows, hidden] in place. Returns them normalized with `weight`."""
+    """Add a branch to the hidden states [rows, hidden] in place. Return them normalized with `weight`."""
     rows, size = hidden.shape
     normed = torch.empty_like(hidden)
     partials, bias, norm = (None, None, None) if added is None else (added.partials, added.bias, added.norm)
@@ -49,7 +49,7 @@ def rotate_and_cache(
     heads: int,
     eps: float,
 ) -> torch.Tensor:
-    """Normalize and rotate queries and keys, then cache keys and values. Returns the queries [rows, heads, dim].
+    """Normalize and rotate queries and keys, then cache keys and values. Return the queries [rows, heads, dim].
 
     Non-finite numbers are cached as 0: attention gives masked keys a weight of 0, and 0 * inf is NaN.
     """

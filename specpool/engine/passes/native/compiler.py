@@ -122,7 +122,7 @@ def _build(command: Command, sources: Sources, folder: Path) -> Path:
 
 
 def _load(file: Path) -> ctypes.CDLL:
-    """Loads a library; its `digest` is the SHA-256 of its code."""
+    """Load a library; its `digest` is the SHA-256 of its code."""
     check_file(file)
     library: Any = ctypes.CDLL(str(file))
     library.digest = hashlib.sha256(file.read_bytes()).hexdigest()

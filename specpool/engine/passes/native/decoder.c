@@ -1,5 +1,5 @@
-/* One forward pass of a Llama-like decoder over packed rows, in float32, on OpenMP threads. Weights take as few bits as
-   represent them exactly (panels.h), because a step of few rows takes as long as reading them.
+/* One forward pass of a Llama-like decoder over packed rows, in float32, on OpenMP threads. Weights take the fewest
+   bits that represent them exactly (panels.h): a step of few rows takes as long as reading them.
 
    The pass is batch-invariant by construction. GEMM adds the terms of each output in order, with one vector lane per
    output, and everything else works on one row alone. So no shape needs padding.
@@ -79,7 +79,7 @@ static void rotate(const float *cosines, const float *sines, float *head) {
     }
 }
 
-/* Normalizes and rotates the queries and keys of a row in place, then caches weights keys and values. */
+/* Normalizes and rotates the queries and keys of a row in place, then caches its keys and values. */
 static void cache(const Model *model, const Layer *layer, const Batch *batch, int64_t row, float *heads) {
     int64_t rotated = HEADS(model) + model->kv_heads;
     int64_t position = batch->positions[row] * HEAD_DIM;
@@ -123,7 +123,7 @@ static INLINE void dot_scores(const float *query, const float *keys, int count, 
     }
 }
 
-/* The address PREFETCHED positions after position `i` of `count`, or within `after`, which is read next. */
+/* The address PREFETCHED positions after position `i` of `count`, or past the end, in `after`, which is read next. */
 static INLINE const float *prefetch_at(const float *positions, int64_t i, int64_t count, const float *after) {
     i += count < PREFETCHED ? count : PREFETCHED;
     return i < count ? positions + i * HEAD_DIM : after + (i - count) * HEAD_DIM;
@@ -324,7 +324,7 @@ void forward(const Model *model, const Batch *batch) {
     }
 }
 
-/* --- The same stages, each in weights own parallel region. */
+/* --- The same stages, each in its own parallel region. */
 
 void embed_stage(const Model *model, const Batch *batch, float *out) {
 #pragma omp parallel num_threads(batch->threads)

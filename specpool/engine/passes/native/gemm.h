@@ -6,7 +6,7 @@
 extern int omp_get_num_threads(void);
 extern int omp_get_thread_num(void);
 
-/* TILE rows of a panel are computed together, as many as fit into registers. A single row computes ABREAST panels
+/* Compute TILE rows of a panel together, as many as fit into registers. For a single row, compute ABREAST panels
    together to hide latency. */
 #if defined(__AVX512F__)
 #define TILE 8

@@ -53,7 +53,7 @@ def write_private(code: bytes, file: Path) -> Path:
 def write_cached(code: bytes, entry: Path, max_entries: int) -> None:
     """Cache code for later processes, and delete all but the `max_entries` most recently used files.
 
-    Does nothing but log if that fails. Never load an entry directly: a file on a network file system could change or
+    Do nothing but log if that fails. Never load an entry directly: a file on a network file system could change or
     vanish under the process. Use `read_cached`, then load a private copy.
     """
     try:

@@ -170,7 +170,7 @@ class NativeModel(ForwardPass):
         return arguments, logits
 
     def _gemm(self, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply contiguous rows [n, inputs]. Returns [n, padded outputs]."""
+        """Multiply contiguous rows [n, inputs]. Return [n, padded outputs]."""
         out = torch.empty(len(rows), linear.outputs)
         sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
         self._library.run_gemm(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))

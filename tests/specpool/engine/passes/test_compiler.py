@@ -194,7 +194,7 @@ def test_the_next_folder_is_used_if_the_first_does_not_allow_loading(
     assert caplog.text == ""
 
 
-def test_one_warning_says_that_no_folder_allows_loading(
+def test_one_warning_is_logged_if_no_folder_allows_loading(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for folder in folders:

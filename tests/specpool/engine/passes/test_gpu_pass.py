@@ -30,7 +30,7 @@ pytest.importorskip("triton")
         "glm4, biased",
     ],
 )
-def test_kernels_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_kernels_match_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run_by_kernels(monkeypatch)
     folder = save_random(tmp_path, *VARIANTS[name])
     engine = load_engine(folder, False, native=False, cuda_graphs=False, max_sequences=3, max_model_len=26)
@@ -168,7 +168,7 @@ def propose(engine: Engine, lengths: tuple[int, ...], min_chance: float, rounds:
 
 
 @pytest.mark.parametrize(("cuda_graphs", "min_chance"), [(False, 0.02), (True, 0.0), (True, 0.02)])
-def test_the_draft_loop_gives_the_drafts_of_single_steps(
+def test_the_draft_loop_matches_single_steps(
     tmp_path: Path, fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, cuda_graphs: bool, min_chance: float
 ) -> None:
     folder = save_random(tmp_path, *VARIANTS["qwen3"])

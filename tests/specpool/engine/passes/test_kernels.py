@@ -84,7 +84,7 @@ def test_attention_is_batch_invariant(
 
 
 @each_dtype
-def test_rows_of_a_tile_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+def test_rows_in_a_tile_match_rows_alone(dtype: torch.dtype) -> None:
     cache, height = Cache(3, 1, 32, dtype), rows_per_tile(dtype, 3)
     assert height >= 5
     for end in (height, SPLIT + 2):  # in the latter, only some rows see the last split

@@ -45,7 +45,7 @@ def native_pass(engine: Engine) -> NativeModel:
         pytest.param("-march=x86-64-v3", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_the_pass_is_exact_on_other_processors(
+def test_the_pass_is_batch_invariant_on_other_processors(
     tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, processor: str, dtype: str
 ) -> None:
     if platform.machine() != "x86_64":
@@ -92,7 +92,7 @@ def test_any_head_size_and_grouping_works(tmp_path: Path, heads: int, kv_heads: 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_bfloat16_weights_give_the_bits_of_float32(tmp_path: Path, tied: bool) -> None:
+def test_bfloat16_weights_match_float32_bit_for_bit(tmp_path: Path, tied: bool) -> None:
     """Dequantizing rounds nothing, so weights are stored in bfloat16 wherever that is lossless."""
     folder = round_weights(save_model(tmp_path, tiny_config(tie_word_embeddings=tied)))
     half, tokens = load_engine(folder), random_tokens(300)

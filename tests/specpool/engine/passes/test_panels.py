@@ -101,7 +101,7 @@ def test_panels_hold_the_dequantized_weights(library: CDLL, kind: str) -> None:
 
 
 @each_kind
-def test_gemm_has_the_bits_of_float32(library: CDLL, kind: str) -> None:
+def test_gemm_matches_float32_bit_for_bit(library: CDLL, kind: str) -> None:
     """For every number of rows, widened in registers or into the cache, with and without a bias."""
     for outputs in OUTPUTS:
         weight, x, bias = random_weight(kind, outputs), random_rows(ROWS[-1]), torch.randn(outputs)

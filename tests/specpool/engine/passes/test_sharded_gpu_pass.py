@@ -77,7 +77,7 @@ def _unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_split_k", "_unpadded")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_whole_sums_have_the_bits_of_one_device(name: str, tmp_path: Path) -> None:
+def test_whole_sums_match_one_device_bit_for_bit(name: str, tmp_path: Path) -> None:
     architecture, ranks, changes = VARIANTS[name]
     folder = save_random(tmp_path, architecture, changes)
     expected = run_on_one_device(folder)
@@ -87,7 +87,7 @@ def test_whole_sums_have_the_bits_of_one_device(name: str, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("_unpadded")
 @pytest.mark.parametrize(("architecture", "changes"), [("llama", {**UNEVEN, **BIASED}), ("glm4", ONE_LAYER)])
-def test_sums_in_parts_are_the_same_on_every_rank(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_partial_sums_agree_on_every_rank(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = save_random(tmp_path, architecture, changes)
     first, second = run_ranks(folder, 2, "parts", run_shard)
     assert torch.equal(second, first)

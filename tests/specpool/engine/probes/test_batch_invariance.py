@@ -14,7 +14,7 @@ from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes import attention
 from specpool.engine.passes.linear import PrepackedLinear, can_prepack, prepack_linears
 from specpool.engine.probes import batch_invariance
-from specpool.engine.probes.batch_invariance import ATTENTION_GRIDS, ONE_SHAPE, ROW_GRIDS, choose_tiles
+from specpool.engine.probes.batch_invariance import ATTENTION_TILE_SHAPES, ONE_SHAPE, ROW_TILE_SHAPES, choose_tiles
 from specpool.engine.startup.self_test import self_test
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def _one_thread() -> None:
 # --- Row tiles
 
 
-@given(st.integers(1, 600), st.sampled_from(ROW_GRIDS))
+@given(st.integers(1, 600), st.sampled_from(ROW_TILE_SHAPES))
 def test_rows_are_padded_to_the_next_multiple(count: int, grid: tuple[int, int]) -> None:
     rows = Tiles(*grid).rows(count)
     assert rows >= max(count, grid[0])
@@ -100,7 +100,7 @@ def test_tiles_avoid_row_counts_that_change_the_order_of_sums(
         lambda index: index >= 5,
     ],
 )
-def test_rows_that_depend_on_their_index_are_noticed(
+def test_index_dependent_rows_are_detected(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     depends: Callable[[torch.Tensor], torch.Tensor],
@@ -117,7 +117,7 @@ def test_rows_that_depend_on_their_index_are_noticed(
     ],
     ids=["row before", "sum of all rows"],
 )
-def test_rows_that_depend_on_other_rows_are_noticed(
+def test_batch_dependent_rows_are_detected(
     monkeypatch: pytest.MonkeyPatch, depends: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     assert choose_row_tiles(monkeypatch, depends) is None
@@ -140,9 +140,9 @@ def test_every_row_count_agrees_on_the_chosen_tiles(dtype: torch.dtype, shape: t
         prepack_linears(model)
     tiles = choose_tiles(model, attention=(1, 4, 16))
     if tiles is None or tiles.max_rows == ONE_SHAPE.max_rows:
-        pytest.skip("this machine has no batch-invariant grid")
-    assert (tiles.min_rows, tiles.row_multiple) in ROW_GRIDS
-    assert (tiles.query, tiles.kv) in ATTENTION_GRIDS
+        pytest.skip("this machine has no batch-invariant tiles")
+    assert (tiles.min_rows, tiles.row_multiple) in ROW_TILE_SHAPES
+    assert (tiles.query, tiles.kv) in ATTENTION_TILE_SHAPES
     x = torch.randn(320, shape[0]).to(dtype)
     with torch.inference_mode():
         reference = model[0](x)
@@ -174,7 +174,7 @@ def test_tiles_avoid_lengths_that_change_attention(monkeypatch: pytest.MonkeyPat
     assert tiles.kv % 512 == 0
 
 
-def test_attention_that_depends_on_the_batch_is_noticed(
+def test_batch_dependent_attention_is_detected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip_attention(monkeypatch, lambda q, k: q.shape[0] > 2)
@@ -213,9 +213,7 @@ def test_an_engine_can_run_all_passes_in_one_shape(
     assert uniform.bitwise
 
 
-def test_the_self_test_notices_results_that_depend_on_the_batch(
-    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_test_detects_batch_dependence(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     real = attention.scaled_dot_product_attention
 
     def attend(q: torch.Tensor, *arguments: torch.Tensor, **features: object) -> torch.Tensor:
@@ -225,9 +223,7 @@ def test_the_self_test_notices_results_that_depend_on_the_batch(
     assert not load_engine(tiny_pair[0], native=False).bitwise
 
 
-def test_the_self_test_notices_results_that_depend_on_the_slot(
-    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_test_detects_slot_dependence(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load_engine(tiny_pair[0], native=False)
     real = engine.layout.arena.write
 

@@ -1,4 +1,4 @@
-"""The engine computes the model's own logits, with the same bits for a token in every batch."""
+"""The engine computes the model's logits, and a token gets the same bits in every batch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +69,7 @@ def assert_same_cache(engine: Engine, truth: Truth, sequence: int, slot: int, le
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_prefill_and_steps_give_the_logits_of_transformers(
-    engine: Engine, tiny_pair: tuple[Path, Path], attention: str
-) -> None:
+def test_prefill_and_decode_match_transformers(engine: Engine, tiny_pair: tuple[Path, Path], attention: str) -> None:
     tokens = random_tokens(90)
     expected = transformers_logits(tiny_pair[0], tokens, attention)
     prefill = engine.forward([Span(3, 0, tokens[:70], 70)])
@@ -79,7 +77,7 @@ def test_prefill_and_steps_give_the_logits_of_transformers(
     torch.testing.assert_close(torch.cat([prefill, *steps]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_logits_are_those_of_each_spans_last_tokens(engine: Engine, truth: Truth) -> None:
+def test_each_span_gets_the_logits_of_its_last_tokens(engine: Engine, truth: Truth) -> None:
     spans = [Span(0, 0, truth.token_ids[0][:20], 3), Span(1, 0, truth.token_ids[1][:9], 0)]
     spans += [Span(2, 0, truth.token_ids[2][:5], 5)]
     assert torch.equal(engine.forward(spans), torch.cat([truth.logits[0][17:20], truth.logits[2][:5]]))
@@ -108,7 +106,7 @@ def ragged_rounds(draw: st.DrawFn) -> list[tuple[int, int, int, int, int]]:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=ragged_rounds(), limit=st.sampled_from([1, 2, 3, 7, 16, 512]), junk=st.integers(0, 256))
-def test_verified_rows_equal_decoding_alone(
+def test_verification_in_a_batch_equals_decoding_alone(
     engine: Engine,
     truth: Truth,
     monkeypatch: pytest.MonkeyPatch,
@@ -142,7 +140,7 @@ def test_verified_rows_equal_decoding_alone(
     limit=st.sampled_from([1, 2, 5, 8, 17, 64, 300]),
     num_logits=st.integers(0, 90),
 )
-def test_prefill_in_chunks_of_any_size_leaves_the_same_logits_and_cache(
+def test_prefill_chunk_size_changes_neither_logits_nor_cache(
     engine: Engine,
     truth: Truth,
     monkeypatch: pytest.MonkeyPatch,
@@ -234,9 +232,7 @@ def test_every_head_grouping_is_correct_and_bitwise(tmp_path: Path, heads: int, 
         ("mixtral", {}),  # a mixture of experts
     ],
 )
-def test_other_architectures_give_the_logits_of_transformers(
-    tmp_path: Path, architecture: str, changes: dict[str, object]
-) -> None:
+def test_other_architectures_match_transformers(tmp_path: Path, architecture: str, changes: dict[str, object]) -> None:
     folder = save_model(tmp_path, small_config(architecture, **changes))
     engine = load_engine(folder)
     tokens = random_tokens(60)
@@ -288,7 +284,7 @@ def test_info_describes_model_and_memory(engine: Engine, tiny_pair: tuple[Path, 
     engine.slots.release([("c", 1)])
 
 
-def test_less_memory_holds_fewer_positions_of_as_many_sequences(tiny_pair: tuple[Path, Path]) -> None:
+def test_less_memory_reduces_positions_but_not_sequences(tiny_pair: tuple[Path, Path]) -> None:
     full = load_engine(tiny_pair[0], max_sequences=4).info()
     few = load_engine(tiny_pair[0], max_sequences=4, kv_memory=full.kv_bytes_total // 2 + 5).info()
     assert (few.slots_total, few.kv_positions_total) == (4, full.kv_positions_total // 2)
@@ -314,7 +310,7 @@ spans_of_any_kind = st.lists(
 
 
 @given(spans=spans_of_any_kind, limit=st.integers(1, 40))
-def test_chunks_hold_every_token_and_logit_once_in_order(spans: list[Span], limit: int) -> None:
+def test_chunking_keeps_every_token_and_logit_in_order(spans: list[Span], limit: int) -> None:
     chunks = _chunks(spans, limit)
     assert all(0 < sum(len(piece.token_ids) for piece in chunk) <= limit for chunk in chunks)
     assert all(sum(len(p.token_ids) for p in chunk) == limit for chunk in chunks[:-1]), "room was left"

@@ -21,7 +21,7 @@ def options(port: int, **others: object) -> EngineOptions:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\0", HTTP])
-def test_strangers_and_dead_ranks_are_not_awaited(payload: bytes) -> None:
+def test_strangers_and_dead_ranks_are_dropped(payload: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     links: list[Connection] = []

@@ -27,13 +27,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("architecture", "changes", "reason"),
     [
-        ("gpt2", {}, f"gpt2 is none of the families {FAMILIES}"),
-        ("qwen3_moe", {}, f"qwen3_moe is none of the families {FAMILIES}"),
+        ("gpt2", {}, f"gpt2 is not one of the families {FAMILIES}"),
+        ("qwen3_moe", {}, f"qwen3_moe is not one of the families {FAMILIES}"),
         ("llama", {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
         (
             "llama",
             {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}},
-            "its rotary embedding is of the type dynamic",
+            "its rotary embedding has the type dynamic",
         ),
         ("llama", {}, None),
     ],
@@ -60,7 +60,7 @@ def test_a_fast_model_has_no_notes(tiny_pair: tuple[Path, Path], caplog: pytest.
 @pytest.mark.parametrize(
     ("architecture", "options", "reason"),
     [
-        ("gpt2", {}, f"gpt2 is none of the families {FAMILIES}"),
+        ("gpt2", {}, f"gpt2 is not one of the families {FAMILIES}"),
         ("llama", {"fused": False}, "the fused pass is switched off"),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_model_on_library_modules_has_a_note(
     changes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128} if architecture == "gpt2" else {}
     folder = save_model(tmp_path, small_config(architecture, **changes))
     engine = load_engine(folder, device="cpu", **options)
-    note = f"runs slowly, by the modules of transformers, because {reason}"
+    note = f"runs slowly on the modules of transformers, because {reason}"
     assert engine.info().notes == (note,)
     assert warnings(caplog) == [f"{folder}: {note}"]
     assert list(worker_info_response(engine.info()).model.notes) == [note]

@@ -1,9 +1,11 @@
-"""A start reuses what an earlier start proved, unless anything has changed since."""
+"""A start reuses the proof of an earlier start, unless anything has changed since."""
 
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of proofs, which is empty."""
     tmp_path.chmod(0o700)
     monkeypatch.setattr(proofs, "candidate_folders", lambda: [tmp_path])
-    monkeypatch.setattr(loading, "OUTDATED", 0.0)
+    monkeypatch.setattr(loading, "OUTDATED_SHARE", 0.0)
     return tmp_path / proofs.FOLDER
 
 
@@ -76,7 +78,7 @@ def test_a_copy_of_the_model_reuses_the_proof(model: Path, tmp_path: Path, prove
     "options",
     [{"max_num_batched_tokens": 256}, {"max_sequences": 3}, {"max_model_len": 48}, {"dtype": "bfloat16"}],
 )
-def test_other_options_need_a_proof_of_their_own(model: Path, options: dict[str, Any], proved: list[str]) -> None:
+def test_other_options_need_a_new_proof(model: Path, options: dict[str, Any], proved: list[str]) -> None:
     load(model)
     load(model, **options)
     assert len(proved) == 2
@@ -141,7 +143,7 @@ def test_untrusted_proofs_are_ignored(
     assert len(proved) == 2
 
 
-def test_a_proof_under_the_name_of_another_is_ignored(model: Path, cache: Path) -> None:
+def test_a_renamed_proof_is_ignored(model: Path, cache: Path) -> None:
     load(model)
     (key,) = keys(cache)
     only_file(cache).rename(cache / f"{'0' * 32}{proofs.SUFFIX}")
@@ -168,7 +170,7 @@ def test_a_failed_self_test_is_repeated(model: Path, cache: Path, monkeypatch: p
     assert load(model).bitwise
 
 
-def test_a_pass_of_torch_operations_is_proved_at_every_start(model: Path, proved: list[str]) -> None:
+def test_a_torch_pass_is_proved_at_every_start(model: Path, proved: list[str]) -> None:
     for _ in range(2):
         load(model, exact=False, native=False)
     assert len(proved) == 2
@@ -181,12 +183,12 @@ def test_step_times_of_a_busy_machine_are_measured_again(
     proof = next(filter(None, map(proofs.read_proof, keys(cache))))
     slow = {rows: 1000 * seconds for rows, seconds in proof.step_seconds.items()}
     proofs.write_proof(proof.model_copy(update={"step_seconds": slow}))
-    monkeypatch.setattr(loading, "OUTDATED", 0.6)
+    monkeypatch.setattr(loading, "OUTDATED_SHARE", 0.6)
     assert load(model).step_seconds[1] < slow[1] / 2
     assert len(proved) == 1
 
 
-def test_workers_measure_one_after_the_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_worker_measures_at_a_time(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, order = threading.Event(), list[str]()
 
     def second() -> None:
@@ -205,3 +207,13 @@ def test_workers_measure_one_after_the_other(cache: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(proofs, "LOCK_SECONDS", 0.05)
     with proofs.measuring_alone(), proofs.measuring_alone():
         pass  # the wait is bounded
+
+
+def test_a_file_system_without_locks_does_not_stop_a_worker(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(proofs.fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with proofs.measuring_alone():
+        pass
+    assert "No locks available" in caplog.text

@@ -1,4 +1,4 @@
-"""The self-test has power: if a protection is disabled, it fails, unless thousands of rows keep their bits."""
+"""If a protection is disabled, the self-test fails, unless thousands of rows keep their bits."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -43,7 +43,7 @@ def _restored_threads() -> Iterator[None]:
 
 
 def slow(values: Iterable[Any]) -> list[Any]:
-    """Parameters of second proofs."""
+    """Mark parameters as slow."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
@@ -64,7 +64,7 @@ def different_rows(engine: Engine, length: int = 500) -> int:
 # --- Passes of torch operations
 
 
-def _no_pieces(patch: pytest.MonkeyPatch) -> None:
+def _no_chunks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fused, "in_chunks", lambda function, x: function(x))
 
 
@@ -75,12 +75,12 @@ def _fused_rotation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fused, "rotate", rotate)
 
 
-def _no_prepacked_products(patch: pytest.MonkeyPatch) -> None:
+def _no_prepacked_gemms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(forward, "can_prepack", lambda *_: False)
 
 
-def _plain_products_on_the_grid_of_prepacked_ones(patch: pytest.MonkeyPatch) -> None:
-    _no_prepacked_products(patch)
+def _plain_gemms_on_prepacked_tiles(patch: pytest.MonkeyPatch) -> None:
+    _no_prepacked_gemms(patch)
     patch.setattr(forward, "choose_tiles", lambda *_: Tiles(kv=64, max_rows=512))
 
 
@@ -88,45 +88,45 @@ def _no_tiles(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(forward, "choose_tiles", lambda *_: Tiles())
 
 
-def _no_tiles_of_attention(patch: pytest.MonkeyPatch) -> None:
+def _no_attention_tiles(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(batch_invariance, "_attention_agrees", lambda *_: True)
-    patch.setattr(batch_invariance, "ATTENTION_GRIDS", ((1, 1), (8, 64)))
+    patch.setattr(batch_invariance, "ATTENTION_TILE_SHAPES", ((1, 1), (8, 64)))
 
 
-def _last_grid_untested(patch: pytest.MonkeyPatch) -> None:
-    _no_prepacked_products(patch)
+def _last_row_tiles_untested(patch: pytest.MonkeyPatch) -> None:
+    _no_prepacked_gemms(patch)
     patch.setattr(batch_invariance, "_rows_agree", lambda linear, x, tiles: tiles.row_multiple == 64)
 
 
 def _one_shape_untested(patch: pytest.MonkeyPatch) -> None:
-    _no_prepacked_products(patch)
+    _no_prepacked_gemms(patch)
     patch.setattr(batch_invariance, "_rows_agree", lambda *_: False)
     patch.setattr(batch_invariance, "_one_shape_agrees", lambda *_: True)
 
 
-UNDONE: list[Undo] = [
-    _no_pieces,
+DISABLED: list[Undo] = [
+    _no_chunks,
     _fused_rotation,
-    _no_prepacked_products,
-    _plain_products_on_the_grid_of_prepacked_ones,
+    _no_prepacked_gemms,
+    _plain_gemms_on_prepacked_tiles,
     _no_tiles,
-    _no_tiles_of_attention,
-    _last_grid_untested,
+    _no_attention_tiles,
+    _last_row_tiles_untested,
     _one_shape_untested,
 ]
 
 
 @pytest.mark.cpus
 @pytest.mark.thorough
-@pytest.mark.parametrize("undo", [_no_tiles, *slow(undo for undo in UNDONE if undo is not _no_tiles)])
+@pytest.mark.parametrize("undo", [_no_tiles, *slow(undo for undo in DISABLED if undo is not _no_tiles)])
 @pytest.mark.parametrize("features", [160, *slow([192])])
 def test_a_disabled_protection_fails_the_self_test_or_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: Undo, features: int, cpu_threads: int
 ) -> None:
     undo(monkeypatch)
     folder = save_model(tmp_path, small_config("llama", intermediate_size=features))
-    undone = load_engine(folder, threads=cpu_threads, native=False)
-    assert not undone.bitwise or different_rows(undone) == 0
+    engine = load_engine(folder, threads=cpu_threads, native=False)
+    assert not engine.bitwise or different_rows(engine) == 0
 
 
 @pytest.mark.cpus
@@ -138,7 +138,7 @@ def test_an_intact_pass_succeeds(tmp_path: Path, features: int, cpu_threads: int
     assert different_rows(engine) == 0
 
 
-def test_one_differing_element_of_thousands_is_found() -> None:
+def test_one_different_element_in_thousands_is_found() -> None:
     """Some values round differently in one place of one row, which passes of random tokens rarely hit."""
 
     def scalar_rest(x: torch.Tensor) -> torch.Tensor:
@@ -246,13 +246,13 @@ def operations() -> Iterator[Any]:
         ("matmul", lambda own, x, weight: own.matmul(x, weight[:, ::2])),
     ],
 )
-def test_batch_dependent_operations_are_found(operations: Any, name: str, call: Callable[..., Any]) -> None:
+def test_batch_dependent_operations_are_detected(operations: Any, name: str, call: Callable[..., Any]) -> None:
     weight = torch.randn(96, 32)
     assert unequal(lambda x: call(operations, x, weight), weight) == [f"specpool_uneven::{name}"]
 
 
 def test_the_failed_operation_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """GPT-2 has GEMMs outside linear layers, for which no grid is searched."""
+    """GPT-2 has GEMMs outside linear layers, for which no tiles are searched."""
     engine = load_engine(save_model(tmp_path, small_config("gpt2", n_layer=2, n_head=4)), threads=1)
     assert engine.bitwise or "equal rows do not have equal bits after aten::addmm" in caplog.text
     assert not engine.bitwise or different_rows(engine) == 0
@@ -276,7 +276,7 @@ def test_attention_agrees_at_split_boundaries(cache: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("split", [16, *slow([64])])
-def test_batch_dependent_splits_are_found(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int) -> None:
+def test_batch_dependent_splits_are_detected(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
         monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else split)
         return gpu_attention.attend_extents(query, *others[:-1], 8)
@@ -443,7 +443,7 @@ WIDENING_MUTANTS = {
 }  # fmt: skip
 
 
-def products_with(folder: Path, kind: str) -> NativeModel:
+def model_with_panels(folder: Path, kind: str) -> NativeModel:
     """The compiled pass of a model with weights of one kind."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
     folder.mkdir()
@@ -460,9 +460,9 @@ def products_with(folder: Path, kind: str) -> NativeModel:
 def test_wrong_dequantization_fails_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     kind, changes = WIDENING_MUTANTS[name]
     change_source(changes, monkeypatch, tmp_path)
-    assert not gemms_agree(products_with(tmp_path / "model", kind))
+    assert not gemms_agree(model_with_panels(tmp_path / "model", kind))
 
 
 @pytest.mark.cpus
 def test_correct_dequantization_passes_the_self_test(tmp_path: Path) -> None:
-    assert gemms_agree(products_with(tmp_path / "model", "Q4_K"))
+    assert gemms_agree(model_with_panels(tmp_path / "model", "Q4_K"))
