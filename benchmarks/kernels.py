@@ -177,7 +177,7 @@ def compiling(arch: int) -> Iterator[Compiler]:
 
 
 class FakeGroup(Group):
-    """A group of which only this rank exists."""
+    """A group in which only this rank exists."""
 
     def __init__(self, share: Share) -> None:
         self.rank, self.ranks, self.sharding = share.rank, share.sharding.ranks, share.sharding
@@ -185,7 +185,7 @@ class FakeGroup(Group):
         self._borders = torch.tensor(self.sharding.shares["tokens"].firsts[1:], device="meta")
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The shape of what all ranks send."""
+        """The shape of a tensor gathered from all ranks."""
         return x.new_empty(self.ranks, *x.shape)
 
 

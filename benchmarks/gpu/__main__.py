@@ -36,7 +36,7 @@ from specpool.engine.config.sources import UnsupportedModelError
 
 ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float16", "float32")
-# A part starts nothing new after this share of its time. At the end it has these seconds to stop its processes.
+# A part starts nothing new after this share of its time, and gets these seconds at the end to stop its processes.
 WORKING, ENDING = 0.9, 15
 # Rows of a table to print.
 SHOWN_ROWS = 40
@@ -121,7 +121,7 @@ def _parts(text: str) -> list[str]:
 
 
 def run(name: str, options: argparse.Namespace, scratch: str, end: float) -> dict[str, Any]:
-    """Run a part. Returns its result, with why it was skipped or failed, and writes it to its file."""
+    """Run a part. Return its result, including why it was skipped or failed, and write it to the part's file."""
     file, began, (minimum, maximum) = options.output / f"{name}.json", time.monotonic(), PARTS[name]
     file.unlink(missing_ok=True)  # of an earlier run
     left = end - began
@@ -150,7 +150,7 @@ def run(name: str, options: argparse.Namespace, scratch: str, end: float) -> dic
 
 
 def run_process(command: list[str], environment: Mapping[str, str], seconds: float) -> str | None:
-    """Run a process for at most this long, with its output on standard error. Returns why it failed.
+    """Run a process for at most this long, with its output on standard error. Return why it failed.
 
     `environment`: variables to add to ours.
     """

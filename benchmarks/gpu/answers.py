@@ -1,4 +1,4 @@
-"""Answers of the whole service, for a pair whose draft agrees on about 70% of tokens, and of `generate`."""
+"""Throughput of the whole service and of `generate`, for a pair whose draft agrees on about 70% of tokens."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Every GPU kernel at the target's sizes: error against float64, and batch invariance."""
+"""Checks every GPU kernel at the target's sizes: error against float64, and batch invariance."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -202,7 +202,7 @@ def gemm_shapes(model: str) -> dict[str, tuple[int, int]]:
 
 
 def add_gemm_rows(settings: Settings, findings: Findings, case: str, outputs: int, inputs: int, split: bool) -> None:
-    """Add a row for each backend of a shape, and whether its bits are those of the first backend."""
+    """Add a row for each backend of a shape, including whether it matches the first backend bit for bit."""
     gemm = Gemm(settings.randn(outputs, inputs) * inputs**-0.5, split)
     weight, x = ProbeInputs(gemm.weight).gemm(outputs, inputs, settings.sizes.rows)
     probe = Gemm(weight, split)
@@ -219,7 +219,7 @@ def add_gemm_rows(settings: Settings, findings: Findings, case: str, outputs: in
 
 
 def check_gemm(settings: Settings, gemm: Gemm, probe: Gemm, x: torch.Tensor) -> Row:
-    """The error and batch invariance of a GEMM. `probe`, `x`: a weight of its shape, and rows that cancel with it."""
+    """The error and batch invariance of a GEMM. `probe`: a GEMM of this shape. `x`: rows whose dot products cancel."""
 
     def run(rows: slice) -> torch.Tensor:
         partials: torch.Tensor = probe(x[rows].clone())  # aligned as in a pass
@@ -267,7 +267,7 @@ def row_counts(maximum: int) -> list[int]:
 def counts_that_differ(
     run: Callable[[slice], torch.Tensor], together: torch.Tensor, counts: Sequence[int]
 ) -> list[int]:
-    """Row counts for which the last rows have other bits than among all rows."""
+    """Row counts at which the last rows differ from the same rows in the largest batch."""
     total = len(together)
     return [count for count in counts if not torch.equal(run(slice(total - count, total)), together[total - count :])]
 

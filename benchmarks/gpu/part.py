@@ -27,7 +27,7 @@ MEASURES = {
     "draft": "steps:measure_drafts", "pair": "answers:measure_pair", "transformers": "answers:measure_transformers",
     "profile": "steps:measure_profile",
 }  # fmt: skip
-"""The function of each part, in the order of their importance."""
+"""The function of each part, most important first."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Findings:
         return True
 
     def attempt(self, settings: Settings, what: str, seconds: float, measure: Callable[[], object]) -> bool:
-        """Measure something if enough time is left. Note a failure and go on. Returns whether it worked."""
+        """Measure something if enough time is left. Note a failure and continue. Return whether it succeeded."""
         if not self.fits(settings, what, seconds):
             return False
         try:
@@ -157,7 +157,7 @@ def describe(error: Exception) -> str:
 
 
 def run(name: str, settings: Settings) -> bool:
-    """Measure a part. False if some of it failed, which its result then says."""
+    """Measure a part. False if any of it failed; the result says why."""
     findings = Findings(Path(settings.output) / f"{name}.json")
     try:
         pkgutil.resolve_name(f"benchmarks.gpu.{MEASURES[name]}")(settings, findings)

@@ -1,4 +1,4 @@
-"""The device's rates, steps of the target and drafts beside the time to read weights and cache, and step profiles."""
+"""Measures device rates, target steps and drafts against the time to read weights and cache, and profiles steps."""
 
 import platform
 import statistics
@@ -153,7 +153,7 @@ def measure_target(settings: Settings, findings: Findings) -> None:
 
 
 def backend_switches(engine: Engine) -> dict[str, Callable[[], None]]:
-    """Functions that make the engine use one backend for all GEMMs, or the chosen ones, with graphs of their own."""
+    """Functions that switch all GEMMs to one backend, or to the chosen ones. Each has separate graphs."""
     model = gpu_model(engine)
     if model is None:
         return {CHOSEN: lambda: None}

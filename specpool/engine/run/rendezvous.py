@@ -3,10 +3,10 @@
 import logging
 import os
 import socket
-import struct
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 
@@ -84,22 +84,29 @@ def join(options: EngineOptions) -> Connection:
 
 def _why_refused(link: Connection, own: Hello) -> str | None:
     try:
-        with _receive_timeout(link):
+        with _deadline(link):
             different = own.differs_from(receive(link, Hello, HELLO_BYTES))
-    except BlockingIOError:
-        return "it sent no hello in time"
     except (OSError, EOFError, ValidationError):
-        return "it is not a rank"
+        return f"it sent no valid hello within {HELLO_SECONDS} s"
     return None if different is None else f"it was started with another {different}"
 
 
 @contextmanager
-def _receive_timeout(link: Connection) -> Iterator[None]:
-    """Make reads raise BlockingIOError after `HELLO_SECONDS`."""
+def _deadline(link: Connection) -> Iterator[None]:
+    """Make reads fail after `HELLO_SECONDS`, even if the peer sends a byte now and then."""
     with socket.socket(fileno=os.dup(link.fileno())) as copy:
-        copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_SECONDS, 0))
-        yield
-        copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+
+        def shut_down() -> None:
+            with suppress(OSError):  # the peer has gone
+                copy.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(HELLO_SECONDS, shut_down)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 def _server(host: str, port: int) -> socket.socket:

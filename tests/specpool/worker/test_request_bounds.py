@@ -1,4 +1,4 @@
-"""Bounds of a request, and logits that are not finite."""
+"""Limits of a request, and non-finite logits."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ async def test_the_size_of_a_proposal_is_bounded(draft: Worker, monkeypatch: pyt
     await assert_refused(draft.round(propose(1, 0, [5], 4)), "items[0].num_draft_tokens")
 
 
-# --- Logits that are not finite
+# --- Non-finite logits
 
 
 class broken:

@@ -120,7 +120,7 @@ async def test_a_hung_pass_fails_every_health_check_until_it_ends(
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_a_hung_process_still_ends(is_told: bool) -> None:
-    """On SIGTERM at once; by itself after twice the time limit."""
+    """At once on SIGTERM; otherwise after twice the time limit."""
     command = [sys.executable, "-c", HANGING, "--port", "0", "--watchdog-seconds", "0.3", "--drain-seconds", "0.1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
     process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=subprocess.PIPE)
@@ -165,7 +165,7 @@ async def test_calls_without_the_model_are_answered_during_a_long_pass(target: W
     assert (await target.info()).load.slots_in_use == 1
 
 
-# --- The watchdog by itself
+# --- The watchdog alone
 
 
 class Watched:
@@ -243,7 +243,7 @@ async def test_time_while_the_process_was_stopped_does_not_count() -> None:
     assert watched.thread.close()
 
 
-# --- The thread by itself
+# --- The thread alone
 
 
 async def test_excess_calls_fail_with_unavailable() -> None:

@@ -40,7 +40,7 @@ async def test_draft_tokens_count_as_run(draft: Worker) -> None:
     request = draft.item(1, 0, [1, 2, 3])
     request.num_draft_tokens = 4
     await draft.round(request)
-    assert value(draft.host, "tokens_total") - before == 3 + 3  # nothing is known after the last one
+    assert value(draft.host, "tokens_total") - before == 3 + 3  # the last draft token is never run
 
 
 async def test_slots_positions_and_streams(worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""Both workers over real sockets: the protocol, refusals, and the worker processes from start to drain."""
+"""Both workers over real sockets: rounds, invalid requests, and the life cycle of worker processes."""
 
 import asyncio
 import itertools
@@ -158,7 +158,7 @@ async def test_a_draft_step_must_be_worth_its_cost(draft: Worker) -> None:
         return made
 
     request = draft.request(item(1), item(2))
-    request.chances[:] = [1.0]  # every token is right, so that each further one gains 0.4
+    request.chances[:] = [1.0]  # every token is accepted, so each further one gains 0.4
     for step_cost, drafted in ((0.0, 8), (0.79, 8), (0.81, 1)):
         request.step_cost = step_cost
         results = (await draft.stub.Propose(request)).results
@@ -217,7 +217,7 @@ async def test_results_come_in_item_order(worker: Worker) -> None:
         assert tokens_of(result) == worker.continuation(random_tokens(4 + result.sequence_id, result.sequence_id), 1)
 
 
-# --- Rounds that cannot be served as they are
+# --- Cache misses, missing slots and stale rounds
 
 
 @pytest.mark.parametrize("base_length", [1, 7, 400])

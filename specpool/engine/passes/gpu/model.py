@@ -44,7 +44,7 @@ def try_kernels(fused: FusedModel) -> None:
 
 
 class GpuModel(ForwardPass):
-    """Takes over the weights of a fused model layer by layer, so that memory never holds them twice."""
+    """Takes over the weights of a fused model layer by layer, so memory never holds them twice."""
 
     plans_attention = False
 

@@ -1,4 +1,4 @@
-"""The GPU kernels between GEMM and attention: one program per row, or per head of a row.
+"""The GPU kernels between GEMM and attention. A program handles one row, or one head of a row.
 
 Each program adds the partial sums of the GEMM before it, and writes the input of the next GEMM or of attention. All
 arithmetic is in float32 and rounds once.
@@ -82,7 +82,7 @@ def activate(
 
 
 def _or(tensor: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
-    """The tensor, or one to pass to a kernel that will not read it."""
+    """The tensor, or a placeholder that the kernel will not read."""
     return unread if tensor is None else tensor
 
 

@@ -109,7 +109,7 @@ def _cache_entry(command: Command, sources: Sources) -> Path | None:
 
 
 def _build(command: Command, sources: Sources, folder: Path) -> Path:
-    """Compile into a private folder. The library has its name only once it is complete. OSError, SubprocessError."""
+    """Compile into a private folder, and rename the complete library. OSError, SubprocessError."""
     file, partial = folder / SOURCE.name, folder / "decoder.part"
     for name, text in sources:
         (folder / name).write_text(text)

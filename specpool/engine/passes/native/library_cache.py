@@ -1,4 +1,4 @@
-"""Private folders for compiled code, and a cache of it: no other user can write or replace what is loaded."""
+"""Private folders for compiled code, and its cache: no other user can write or replace loaded code."""
 
 import hashlib
 import logging
@@ -24,7 +24,7 @@ class NotPrivateError(OSError):
 
 
 def candidate_folders() -> list[Path]:
-    """Folders to create private folders in, best first. Some may not exist, or may forbid loading code."""
+    """Parent folders to try, best first. Some may not exist, or may not allow code to be loaded."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return [user_cache_path("specpool"), *([Path(runtime)] if runtime else []), Path(tempfile.gettempdir())]
 

@@ -1,4 +1,4 @@
-"""The fused pass as one call of compiled code, for CPUs: float32 arithmetic on weights as they are stored."""
+"""The fused pass on CPUs, as one call of compiled code: float32 arithmetic on weights in their stored format."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -34,7 +34,7 @@ Compiler = Callable[..., CDLL | None]
 
 
 class NativeModel(ForwardPass):
-    """Takes over the weights of a fused model layer by layer, so that memory never holds them twice."""
+    """Takes over the weights of a fused model layer by layer, so memory never holds them twice."""
 
     compute_dtype = torch.float32
     plans_attention = False
@@ -42,7 +42,7 @@ class NativeModel(ForwardPass):
     weights: torch.Tensor
 
     def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler) -> None:
-        """`panels`: of the fused model. `compiler`: compiles the decoder for them, and must succeed."""
+        """`panels`: weights of the fused model. `compiler`: compiles the decoder for them, and must succeed."""
         super().__init__()
         first: Any = fused.layers[0]
         self._groups, self._compile, self._kinds = first.heads // first.kv_heads, compiler, panels.kinds
@@ -189,8 +189,8 @@ class NativeModel(ForwardPass):
         self._model.head.widened_from = rows
 
     def _best_widened_from(self) -> int:
-        """Time the minimum row count from which to widen a panel into the cache once, rather than in registers for
-        each tile of rows. Both give the same bits."""
+        """Find the row count from which it is faster to widen a panel once, into the cache, than per tile of rows, in
+        registers. Both give the same bits."""
         linears = [getattr(self._layers[0], name) for name in LINEARS]
         quantized = [linear for linear in linears if linear.panels[0].kind not in DENSE]
         smallest = min(quantized or linears, key=lambda linear: int(linear.outputs * linear.inputs))

@@ -1,5 +1,5 @@
 /* The layouts of weights: panels of PANEL outputs, each of one kind. Quantized kinds are widened to float32 right before
-   use, rounding as the reference does. panels.py writes these layouts.
+   use, with the rounding of the reference. panels.py writes these layouts.
 
    FLOAT32: [inputs, PANEL]. BFLOAT16: the same, with the two halves of a panel interleaved.
 

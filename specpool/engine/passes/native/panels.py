@@ -1,4 +1,4 @@
-"""Writes weights in the layouts of panels.h: panels of PANEL outputs, each of one kind."""
+"""Packs weights into the layouts of panels.h: panels of PANEL outputs, each of one kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ def _interleave_halves(panels: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(fields: Fields, parts: int) -> torch.Tensor:
-    """Bytes [panels, parts, 64] of the factors of scales: two per output and part, interleaved by panel halves."""
+    """Scale factors as bytes [panels, parts, 64]: two per output and part, with the halves of a panel interleaved."""
     assert fields.scale_factors is not None
     factors = fields.scale_factors.view(torch.uint8).reshape(fields.rows, parts, -1)  # 1 or 2 per part
     if fields.offset_factors is not None:
@@ -155,6 +155,6 @@ def _pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _by_part(packed: torch.Tensor, parts: int) -> torch.Tensor:
-    """Bytes [panels, PANEL, ...] as [panels, parts, bytes]: each word of a part for all outputs in turn."""
+    """Reorder bytes [panels, PANEL, ...] to [panels, parts, bytes]: each word of a part, for all outputs in turn."""
     words = packed.reshape(len(packed), PANEL, parts, -1, 4)
     return words.permute(0, 2, 3, 1, 4).flatten(2)

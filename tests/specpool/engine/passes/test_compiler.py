@@ -28,7 +28,7 @@ def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class FakeCompiler:
-    """Sets $CC to a script that identifies itself on `-###`, and otherwise copies a prebuilt library."""
+    """Sets $CC to a script that answers `-###`, and otherwise copies a prebuilt library."""
 
     def __init__(self, script: Path, prebuilt: Path) -> None:
         self._script, self._prebuilt = script, prebuilt

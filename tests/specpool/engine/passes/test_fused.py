@@ -1,4 +1,4 @@
-"""The fused pass gives the logits of transformers, and is batch-invariant."""
+"""The fused pass matches the logits of transformers, and is batch-invariant."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The GPU pass on a CPU: engines of interpreted kernels, CUDA graph replay, and the draft loop."""
+"""The GPU pass on a CPU: interpreted kernels, CUDA graph replay, and the draft loop."""
 
 from collections.abc import Callable
 from pathlib import Path

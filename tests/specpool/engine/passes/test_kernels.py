@@ -1,4 +1,4 @@
-"""The GPU kernels, run by Triton's interpreter, are close to float64 and batch-invariant."""
+"""The GPU kernels, in Triton's interpreter: close to float64, and batch-invariant."""
 
 from collections.abc import Sequence
 
@@ -87,7 +87,7 @@ def test_attention_is_batch_invariant(
 def test_rows_in_a_tile_match_rows_alone(dtype: torch.dtype) -> None:
     cache, height = Cache(3, 1, 32, dtype), rows_per_tile(dtype, 3)
     assert height >= 5
-    for end in (height, SPLIT + 2):  # in the latter, only some rows see the last split
+    for end in (height, SPLIT + 2):  # with the second end, only some rows see the last split
         tile = range(end - height + 1, end + 1)
         together = cache.attend([(2, tile), (0, range(1))], end + 1)
         for row in (0, height // 2, height - 3, height - 1):

@@ -1,4 +1,4 @@
-"""The compiled pass is batch-invariant on any number of threads and any processor, and optional."""
+"""The compiled pass is batch-invariant on any processor and number of threads. Without it, torch takes over."""
 
 import platform
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_any_head_size_and_grouping_works(tmp_path: Path, heads: int, kv_heads: 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_bfloat16_weights_match_float32_bit_for_bit(tmp_path: Path, tied: bool) -> None:
-    """Dequantizing rounds nothing, so weights are stored in bfloat16 wherever that is lossless."""
+    """Dequantization does not round, so weights are stored in bfloat16 wherever that is lossless."""
     folder = round_weights(save_model(tmp_path, tiny_config(tie_word_embeddings=tied)))
     half, tokens = load_engine(folder), random_tokens(300)
     with mock.patch.object(panels, "_segment", side_effect=lambda weight: Segment(FLOAT32, weight)):
@@ -121,7 +121,7 @@ def test_a_reduced_head_is_stored_in_bfloat16_too(tmp_path: Path) -> None:
 @pytest.mark.real_pair
 @pytest.mark.parametrize("model", [pytest.param("target", marks=pytest.mark.slow), "draft"])
 def test_real_bfloat16_weights_pass_the_comparison_with_transformers(model: str) -> None:
-    """Transformers computes in bfloat16. An engine with logits too far from that refuses the model."""
+    """Transformers computes in bfloat16. The engine rejects a model if its own logits differ too much."""
     engine = load_engine(getattr(embedded_pair(), model), dtype="bfloat16", max_model_len=400)
     native_pass(engine)
     assert engine.bitwise

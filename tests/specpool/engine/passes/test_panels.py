@@ -1,4 +1,4 @@
-"""GEMM with weights of every kind gives the bits of the same GEMM in float32."""
+"""GEMM with weights of any kind matches float32 GEMM bit for bit."""
 
 import shutil
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 NEVER = 1 << 20
 INPUTS = 512
-# Less than a panel; and several panels, as few processors compute together, with a partial last one.
+# Less than one panel; and several panels, the last one partial.
 OUTPUTS = (5, 7 * PANEL + 13)
 ROWS = range(1, 41)
 
@@ -49,7 +49,7 @@ class Gemm:
         self.linear: Linear = self._packed.linear(segments, bias, widened_from)
 
     def __call__(self, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
-        """Multiply rows [n, inputs]. Returns [n, outputs]."""
+        """Multiply rows [n, inputs]. Return [n, outputs]."""
         out = torch.full((len(x), self.linear.outputs), torch.nan)
         sizes, addresses = (c_int64(len(x)), c_int64(threads)), (c_void_p(x.data_ptr()), c_void_p(out.data_ptr()))
         self._library.run_gemm(byref(self.linear), *sizes, *addresses)

@@ -1,4 +1,4 @@
-"""The GPU pass of a sharded model, by interpreted kernels: the bits of one device, or sums in rank order."""
+"""The GPU pass of a sharded model, on interpreted kernels: whole sums match one device, parts add in rank order."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Probes find the shapes in which a model is batch-invariant, and the self-test proves it."""
+"""Probes choose tiles that make a model batch-invariant, and the self-test proves it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +50,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, backwards: bool) -> torch.Tens
 def choose_row_tiles(
     patch: pytest.MonkeyPatch, differs: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32
 ) -> Tiles | None:
-    """The tiles for layers that add the terms of some rows backwards: those for which `differs` [rows] is true."""
+    """Choose tiles for layers that add terms backwards in the rows where `differs` [rows] is true."""
 
     def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         ordered, backwards = (matmul(x, self.weight, backwards) for backwards in (False, True))
@@ -155,7 +155,7 @@ def test_every_row_count_agrees_on_the_chosen_tiles(dtype: torch.dtype, shape: t
 
 
 def flip_attention(patch: pytest.MonkeyPatch, flips: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
-    """Make attention add terms backwards in the calls, of q and k, for which `flips` is true."""
+    """Make attention add terms backwards in calls where `flips(q, k)` is true."""
     real = batch_invariance.scaled_dot_product_attention
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_batch_dependent_attention_is_detected(
 def test_an_engine_without_batch_invariant_gemm_is_numeric(
     tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It skips the self-test and the cost of tiles."""
+    """The engine skips the self-test and the cost of tiles."""
     monkeypatch.setattr(batch_invariance, "_rows_agree", lambda *_: False)
     monkeypatch.setattr(batch_invariance, "_one_shape_agrees", lambda *_: False)
     numeric = load_engine(tiny_pair[0], native=False)

@@ -1,4 +1,4 @@
-"""Exactness on other CPUs: a process that imitates each one runs the tests marked `cpus`."""
+"""Batch invariance on other CPUs: a process that imitates each CPU runs the tests marked `cpus`."""
 
 import os
 import platform
@@ -46,7 +46,7 @@ class Cpu:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of a process that imitates it."""
+        """The environment of a process that imitates this CPU."""
         return {
             "ATEN_CPU_CAPABILITY": self.aten,
             "DNNL_MAX_CPU_ISA": self.dnnl,
@@ -57,7 +57,7 @@ class Cpu:
         }
 
     def missing(self) -> set[str]:
-        """Flags that this machine lacks to imitate it."""
+        """CPU flags that this machine would need, but lacks."""
         here = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         assert here is not None
         return (ATEN[self.aten] | DNNL[self.dnnl] | LEVELS[LEVEL_OF[self.dnnl]]) - set(here[1].split())

@@ -158,7 +158,7 @@ def test_prefill_chunk_size_changes_neither_logits_nor_cache(
 
 @pytest.mark.parametrize("length", range(250, 261))
 def test_steps_across_a_tile_boundary_equal_decoding_alone(engine: Engine, truth: Truth, length: int) -> None:
-    """One sequence at the boundary beside two far from it: the longest decides the tile."""
+    """A sequence at the boundary shares the pass with two far from it: the longest decides the tile."""
     spans = [Span(2, 0, truth.token_ids[0][:length], 1), Span(3, 0, truth.token_ids[1][:3], 1)]
     spans += [Span(4, 0, truth.token_ids[2][:LONGEST], 1)]
     rows = engine.forward(spans)

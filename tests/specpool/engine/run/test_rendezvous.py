@@ -1,7 +1,10 @@
 """Rank 0 drops strangers and dead ranks that connect to its master port."""
 
+import os
 import socket
+import struct
 import threading
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from unittest import mock
 
@@ -40,3 +43,28 @@ def test_strangers_and_dead_ranks_are_dropped(payload: bytes) -> None:
         assert link.recv_bytes() == b"here"
         rank.close()
         link.close()
+
+
+def test_a_peer_that_trickles_its_hello_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.5)
+    reader, peer = Pipe()
+    stopped = threading.Event()
+    os.write(peer.fileno(), struct.pack("!i", 4096))  # the length of a message
+
+    def trickle() -> None:
+        while not stopped.wait(0.1):
+            try:
+                os.write(peer.fileno(), b" ")
+            except OSError:  # shut down
+                return
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        reason = rendezvous._why_refused(reader, rendezvous.Hello.of(options(1)))
+    finally:
+        stopped.set()
+        thread.join()
+        reader.close()
+        peer.close()
+    assert reason == "it sent no valid hello within 0.5 s"

@@ -31,7 +31,7 @@ from specpool.engine.run.engine import Engine
 
 Undo = Callable[[pytest.MonkeyPatch], None]
 
-# Sizes of passes to compare with passes of one token, and the maximum rows of each.
+# Rows to compare at most, by pass size. The reference is passes of one token.
 SIZES = {**dict.fromkeys((2, 3, 5, 7, 12), 120), **dict.fromkeys((97, 130, 271, 389, 500), 500)}
 
 
@@ -139,7 +139,7 @@ def test_an_intact_pass_succeeds(tmp_path: Path, features: int, cpu_threads: int
 
 
 def test_one_different_element_in_thousands_is_found() -> None:
-    """Some values round differently in one place of one row, which passes of random tokens rarely hit."""
+    """Some values round differently at one place in one row. Random tokens rarely hit them."""
 
     def scalar_rest(x: torch.Tensor) -> torch.Tensor:
         whole = silu(x)
@@ -210,7 +210,7 @@ def softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def uneven(x: torch.Tensor) -> torch.Tensor:
-    """Another last bit of many numbers, where there are many rows."""
+    """Change the last bit of many numbers if there are many rows."""
     return x * 1.1 if len(x) < 50 else (x * 1.1).nextafter(torch.tensor(torch.inf))
 
 

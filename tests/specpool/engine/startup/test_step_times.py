@@ -19,7 +19,7 @@ def engine(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Eng
 
 
 def played(monkeypatch: pytest.MonkeyPatch, seconds_per_row: float) -> list[Sequence[Span]]:
-    """The passes measured from now on. Each seems to take `seconds_per_row` per row."""
+    """Record measured passes, each with a fake time of `seconds_per_row` per row."""
     passes: list[Sequence[Span]] = []
 
     def seconds(engine: Engine, spans: Sequence[Span]) -> float:
