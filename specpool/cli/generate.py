@@ -145,7 +145,7 @@ async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
 
 
 async def _wait_serving(connector: Connector, seconds: float) -> None:
-    """Wait until the server is serving. After a timeout or any other error, the request itself reports the problem."""
+    """Wait until the server is serving. Ignore a timeout or error here: the request will report the problem."""
     with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
         async with asyncio.timeout(seconds), connector.open() as channel:
             if await is_serving(channel):

@@ -1,8 +1,8 @@
 """Agreement of a draft with its target, by kind of prompt: `python -m specpool.distill.evaluate --prompts FILE`.
 
 The target answers greedily. Then the draft reads each answer in one pass and predicts every token. A line of the file
-is a chat, {"messages"}, or a Spec-Bench question, {"turns"}, whose first turn is used; it may have a "category". The
-last line of the output is JSON.
+is a chat, {"messages"}, or a Spec-Bench question, {"turns"}, of which only the first turn is used. Both can have a
+"category". The last line of the output is JSON.
 """
 
 import json
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: str, model: str) -> dict[str, Any]:
-    """Results for the chats of each category, and last for all together."""
+    """Return results for each category, followed by all chats together."""
     with naming(PROGRAM, "target", OSError, ValueError, UnsupportedModelError):
         engine = _load(settings, target)
         tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
@@ -125,7 +125,7 @@ def _tokens(chat: Chat, template: ChatTemplate) -> list[int]:
 
 
 def _agreement(draft: Engine, example: Example) -> list[bool]:
-    """Whether the draft predicts the target's token, at each position of an answer."""
+    """Whether the draft predicts the target's token at each position of an answer."""
     choices = example.top_ids[:, 0]
     logits = draft.forward([Span(0, 0, example.token_ids[:-1].tolist(), len(choices))])
     agreed: list[bool] = (draft.token_ids(logits.argmax(-1)).cpu() == choices).tolist()

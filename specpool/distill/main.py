@@ -1,4 +1,4 @@
-"""`specpool distill`: a target generates dialogues, and a small draft learns from them. Every step can be resumed."""
+"""`specpool distill`: trains a small draft on dialogues that its target generates. Every step can be resumed."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""`specpool plan`: measures a pair for a minute, and predicts its speed in any batch with any draft length."""
+"""`specpool plan`: measures a pair for a minute and predicts its speed by batch size and draft length."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ WORKER_TIMEOUT_SECONDS = 5.0
 
 
 class UnusableWorkerError(Exception):
-    """A running worker is unreachable or unsuitable for a plan; the message says why in one line."""
+    """A running worker is unreachable or unsuitable for a plan; the message is one line."""
 
 
 def main() -> None:

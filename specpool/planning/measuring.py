@@ -1,6 +1,6 @@
-"""Measurements for a plan: costs of passes, the target's answers, and where each draft agrees with them.
+"""Measurements for a plan: costs of passes, the target's answers, and each draft's agreement with them.
 
-One model is loaded at a time, so that models do not compete for memory or time.
+Load one model at a time, so that models do not compete for memory or cores.
 """
 
 import gc
@@ -45,7 +45,7 @@ class Answer:
 
 
 def measured(settings: PlanSettings, console: Console) -> tuple[Model, list[tuple[Model, Acceptance]]]:
-    """Measure the target, then each draft with its acceptance. Exits with one line that names an invalid setting."""
+    """Measure the target, then each draft with its acceptance. An invalid setting exits with one line that names it."""
     disable_progress_bar()
     target, drafts = options_of(settings)
     with naming(PROGRAM, "prompts", OSError, ValueError):
@@ -99,7 +99,7 @@ def powers_of_two(maximum: int) -> list[int]:
 def _measure_target(
     options: EngineOptions, lines: Sequence[PromptLine], max_tokens: int, rows: Sequence[int], console: Console
 ) -> tuple[Model, list[Answer]]:
-    engine = _load(options, exact=True, console=console)  # as it is served
+    engine = _load(options, exact=True, console=console)  # with the settings used for serving
     model = _model(engine, rows)
     prompts = _encode(engine, lines, max_tokens)
     return model, _write_answers(engine, prompts, max_tokens, console)
@@ -187,7 +187,7 @@ def _write_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int
 
 @torch.inference_mode()
 def _agreement(engine: Engine, answers: Sequence[Answer], console: Console) -> list[list[bool]]:
-    """Whether the draft predicts each token of each answer from all tokens before it. One pass per answer."""
+    """Whether the draft predicts each token of each answer, given all tokens before it. One pass per answer."""
     slot = engine.slots.take(("plan", 0))
     assert slot is not None  # there is always space for one
     agreed = []

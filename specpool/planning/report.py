@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SIGNIFICANT_DIGITS = 4
 MIB, GIB = 2**20, 2**30
 BUSY = 0.75
-"""Share of a cell's window in use at which an autoscaler adds a cell."""
+"""Used share of a cell's window at which an autoscaler adds a cell."""
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -209,5 +209,5 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> s
 
 
 def _mi(size: int) -> str:
-    """Size as a Kubernetes quantity, rounded up; with a "B" behind it, as a setting of a worker."""
+    """Size as a Kubernetes quantity, rounded up. Followed by "B", it is a valid worker setting."""
     return f"{math.ceil(size / MIB)}Mi"

@@ -49,12 +49,12 @@ class PlanSettings(Settings, ClientSecurity):
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a model; default: torch's choice")
     max_model_len: int | None = Field(None, ge=16, description="default: the model's own limit, at most 4096")
     exchange_seconds: Seconds = Field(0.001, ge=0, description="time of a message to a worker and its answer")
-    shared: bool | None = Field(None, description="one device for both models; default: if its name is the same")
+    shared: bool | None = Field(None, description="one device for both models; default: compare the device names")
     sequence_positions: int | None = Field(
         None,
         ge=1,
-        description="positions of a typical sequence, prompt and answer; default: a cache for full-length sequences, "
-        "and speed as measured",
+        description="positions of a typical sequence, prompt and answer; default: full length for the cache, "
+        "as measured for the speed",
     )
     throughput: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="required tokens/s of all cells together; default: one cell"
@@ -67,7 +67,7 @@ class PlanSettings(Settings, ClientSecurity):
 
     @property
     def one_device(self) -> bool | None:
-        """`shared`; False for workers on different hosts, whatever their devices are called."""
+        """`shared`, or False for workers on different hosts, even if the device names are equal."""
         if self.shared is None and self.target_address is not None and self.draft_address is not None:
             hosts = {address.rpartition(":")[0] for address in (self.target_address, self.draft_address)}
             return None if len(hosts) == 1 else False
@@ -80,7 +80,7 @@ class PlanSettings(Settings, ClientSecurity):
 
     @model_validator(mode="after")
     def _check_output(self) -> Self:
-        """Fail before minutes of measuring."""
+        """Check the output before measuring for minutes."""
         if self.values_file is not None:
             check_writable(self.values_file, self.force)
         elif self.output is not None and find_spec("matplotlib") is None:

@@ -20,17 +20,17 @@ from specpool.vllm.link import BlockingDraftLink, ServedModel
 from specpool.vllm.rows import Batch
 from specpool.vllm.settings import TESTED_VERSION, RemoteDraftSettings, VllmModel, vllm_version
 
-# A child of vLLM's logger, to use its handlers and level.
+# A child of vLLM's logger inherits its handlers and level.
 log = logging.getLogger("vllm.specpool")
 
 CPU_SAMPLING_WARNING = (
     "vLLM for CPU ignores temperature, top_p and top_k when it verifies drafts of any kind: use greedy requests only "
     "(https://github.com/vllm-project/vllm/issues/55005)"
 )
-# Minimum seconds between log lines about errors that every step may have.
+# Minimum seconds between log lines about errors that may repeat in every step.
 SECONDS_BETWEEN_ERRORS = 60.0
-# Where drafts do not pay, inspecting rows may take this share of vLLM's time. Steps in between are skipped, up to a
-# maximum number in a row.
+# Where drafts do not pay, inspecting rows may take this share of vLLM's time. Steps in between are skipped, up to this
+# number in a row.
 INSPECTION_SHARE, MAX_SKIPPED = 0.005, 16
 
 
@@ -50,7 +50,7 @@ class RemoteDraft:
         try:
             self._start(vllm_config)
         except ValueError as error:
-            # vLLM ends with the tracebacks of three processes, which would hide the reason.
+            # Log the reason first: vLLM exits with the tracebacks of three processes.
             log.error("RemoteDraft cannot start: %s", error)
             raise
 
