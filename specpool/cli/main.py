@@ -1,4 +1,4 @@
-"""`specpool`: the command and its subcommands, each with its own settings."""
+"""`specpool`: the command and its subcommands."""
 
 import os
 import sys

@@ -108,7 +108,7 @@ def _recommendation(plan: Plan) -> str:
     if window.k == 0:
         return f"{speed}, plain decoding: no number of draft tokens is faster"
     counts = f"{_count(workers.draft, 'draft worker')} per {_count(workers.target, 'target worker')}"
-    each = ", each with a part of the sequences" if workers.draft > 1 else ""
+    each = ", each with a share of the sequences" if workers.draft > 1 else ""
     return (
         f"{speed}, {window.of_plain:.2f}x plain decoding, k = {window.k} with {plan.chosen.model.name}; {counts}{each}"
     )

@@ -1,7 +1,7 @@
 """Maps vLLM's steps to rounds: builds requests to the draft worker, and returns drafts to vLLM. Pure.
 
-Draft lengths, prompt lookup and learning from rounds reuse the coordinator's code. vLLM takes the target worker's place:
-the tokens that a row gains in a step are the verdict on its drafts.
+Draft lengths, prompt lookup and learning from rounds reuse the coordinator's code. vLLM takes the place of the target
+worker: the tokens that a row gains in a step are the verdict on its drafts.
 """
 
 from collections.abc import Sequence as Items

@@ -1,4 +1,4 @@
-"""Predictions and recommendations of a plan, by their properties; and values for the Helm chart."""
+"""Predictions and recommendations of a plan, and its values for the Helm chart."""
 
 from math import log10
 from pathlib import Path
@@ -55,7 +55,7 @@ def memories(draw: st.DrawFn) -> Memory:
 
 @st.composite
 def pairs(draw: st.DrawFn, shared: bool | None = None) -> MeasuredPair:
-    """A pair with arbitrary costs and an acceptance that never grows with the position."""
+    """A pair with arbitrary costs, and acceptance that never grows with the position."""
     draft, verify = (
         StepTimes({1: first, 64: first + 63 * more})
         for first, more in (draw(st.tuples(seconds, st.floats(0, 0.001))) for _ in range(2))
@@ -84,7 +84,7 @@ def test_a_free_draft_gains_its_acceptance_length(length: float, batch: int, k: 
 
 
 @given(pair=pairs(shared=False), half=st.integers(1, 32), k=st.integers(1, 8))
-def test_overlap_gains_at_most_what_a_second_pair_would(pair: MeasuredPair, half: int, k: int) -> None:
+def test_overlap_at_most_doubles_the_speed_of_half_the_batch(pair: MeasuredPair, half: int, k: int) -> None:
     alone, both = pair.sequential_speed(half, k), pair.overlapped_speed(2 * half, k)
     assert alone * 0.999 <= both <= 2 * alone * 1.001
 
@@ -102,7 +102,7 @@ def test_step_times_grow_with_sequence_length() -> None:
 # --- Acceptance
 
 
-def test_rounds_are_replayed_on_the_target_text() -> None:
+def test_replay_counts_accepted_tokens_per_round() -> None:
     answer = [True, True, False, True, False, False, True, True]  # with k = 2: 2, 1, 0, 2 accepted
     assert acceptance_by_position([answer], 2) == [3 / 4, 2 / 4]
     assert mean_acceptance_length([answer], 2) == 1 + 5 / 4
@@ -140,7 +140,7 @@ def test_other_sizes_lie_between_a_small_draft_and_the_target(sizes: list[int], 
 
 
 @given(rates=st.dictionaries(batches, st.floats(0.1, 1000), min_size=1))
-def test_the_window_is_the_smallest_sufficient_batch(rates: dict[int, float]) -> None:
+def test_window_is_the_smallest_sufficient_batch(rates: dict[int, float]) -> None:
     window = smallest_sufficient(Speed(batch, 0, rate, 1, 1) for batch, rate in rates.items())
     enough = SUFFICIENT * max(rates.values())
     assert window.tokens_per_second >= enough
