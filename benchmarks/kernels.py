@@ -34,7 +34,7 @@ from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.packing import pack
 from specpool.engine.sampling.kernel import sample_rows
-from specpool.engine.sharding.group import ALONE, Alone, Group
+from specpool.engine.sharding.group import SINGLE_RANK, Group, SingleRank
 from specpool.engine.sharding.shares import Share, Sums, piece_of, shard
 from specpool.engine.sharding.weights import adapt, cut
 from specpool.engine.weights.quantized import as_tensor
@@ -184,7 +184,7 @@ class Imagined(Group):
         self.in_parts = share.sharding.sums == "parts"
         self._borders = torch.tensor(self.sharding.shares["tokens"].firsts[1:], device="meta")
 
-    def stacked(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """What all ranks would give."""
         return x.new_empty(self.ranks, *x.shape)
 
@@ -197,7 +197,7 @@ def model_of(
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION)
-    group: Alone = ALONE
+    group: SingleRank = SINGLE_RANK
     if ranks > 1:
         share = Share(shard(config, ranks, sums), ranks - 1)
         for name, weight in model.named_parameters():

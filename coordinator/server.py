@@ -16,9 +16,9 @@ from specpool.rpc.observability.tracing import tracer_of
 from specpool.rpc.server.server import Server
 from specpool.v1 import generation_pb2_grpc as pb_grpc
 
-# Time that the workers have at the end to confirm that all slots are free.
+# Time for the workers to release all slots at shutdown.
 RELEASE_SECONDS = 2.0
-# Time that a target worker which is away during the drain has to come back.
+# Time for a lost target worker to come back during a drain.
 TARGET_AWAY_SECONDS = 5.0
 AWAY_CHECK_SECONDS = 0.1
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class CoordinatorServer:
-    """A coordinator with its server; `start`, then `wait_stopped`."""
+    """A coordinator and its server. Call `start`, then `wait_stopped`."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._tracer = tracer_of(settings, "specpool-coordinator")
@@ -38,28 +38,28 @@ class CoordinatorServer:
         self.server.add("specpool.v1.GenerationService", pb_grpc.add_GenerationServiceServicer_to_server, servicer)
         self.server.registry.register(CoordinatorMetrics(self.coordinator))
         if settings.smg:
-            from coordinator.smg.service import add_engine_service  # its stubs come with an extra
+            from coordinator.smg.service import add_engine_service  # needs the extra `smg`
 
             add_engine_service(self.coordinator, self.server, intake)
         self.coordinator.target.on_change = self._target_changed
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listens and begins to look for the workers; returns the port."""
+        """Starts listening and connecting to the workers; returns the port."""
         port = await self.server.start()
         self._running = asyncio.create_task(self.coordinator.run())
-        self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # calls could not be served
+        self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # it cannot serve calls any more
         return port
 
     async def wait_stopped(self) -> None:
-        """Serves until the server is told to stop, and drains. Raises what made the coordinator fail."""
+        """Serves until the server stops, and drains. Raises the error of a failed coordinator."""
         assert self._running is not None
-        waiting = asyncio.create_task(self._give_up_without_target())
+        waiting = asyncio.create_task(self._end_drain_without_target())
         await self.server.wait_stopped()
         waiting.cancel()
         failed = self._running.done() and not self._running.cancelled()
         if not failed and self.coordinator.target.is_ready:
-            # Requests that were cut off hold slots that the next coordinator needs.
+            # Cancelled requests hold slots that the next coordinator needs.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.coordinator.slots_released(), RELEASE_SECONDS)
         self._running.cancel()
@@ -70,15 +70,15 @@ class CoordinatorServer:
             if self._tracer is not None:
                 await self._tracer.close()
 
-    async def _give_up_without_target(self) -> None:
-        """Waits for the drain, and cuts it short once the target worker has been away for some seconds."""
+    async def _end_drain_without_target(self) -> None:
+        """Cuts a drain short once the target worker has been away for some seconds."""
         target = self.coordinator.target
         await self.server.wait_stopping()
         while True:
             try:
                 await asyncio.wait_for(target.wait_ready(), self._target_away_seconds)
             except TimeoutError:
-                log.warning("the target worker is away: the requests in progress are given up")
+                log.warning("target worker unreachable; failing requests in progress")
                 return self.server.stop(drain=False)
             await asyncio.sleep(AWAY_CHECK_SECONDS)
 
@@ -89,15 +89,13 @@ class CoordinatorServer:
 
 
 async def serve(settings: CoordinatorSettings) -> None:
-    """Serves until SIGTERM."""
     process = CoordinatorServer(settings)
-    process.server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other
+    process.server.stop_on_signals()  # first, so that an early signal stops cleanly too
     await process.start()
     await process.wait_stopped()
 
 
 def main() -> None:
-    """Entry point of `specpool-coordinator`."""
     settings = CoordinatorSettings.load("specpool-coordinator")
     configure_logging(settings.log_level, settings.log_format)
     settings.log_resolved()

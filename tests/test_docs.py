@@ -109,7 +109,7 @@ def test_commands_accept_the_documented_arguments(command: str, secrets: Path, m
             if (ROOT / f"tests/system/lab/{name.lower()}.py").exists():  # SOAK and ATTACKS
                 parse_only(f"lab.{name.lower()}", shlex.split(options), monkeypatch)
     elif (settings := settings_of(program)) is not None:
-        settings.load(program, arguments, neighbours=known_keys())
+        settings.load(program, arguments, other_settings=known_keys())
     else:
         parse_only(words[2], arguments, monkeypatch)
 

@@ -13,11 +13,11 @@ from specpool.rpc.config.settings import UINT32_MAX, Seconds, ServerSettings
 MAX_NUM_SEQS = 4096
 """Largest window: no worker has more slots."""
 MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
-"""Most draft tokens that a request may ask for, unless the settings say otherwise."""
+"""Maximum draft tokens of a request, unless the settings say otherwise."""
 
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 Overlap = Literal["auto", "on", "off"]
-"""Whether both workers may be busy at a time: "auto" where they have devices of their own."""
+"""Whether both workers may run at a time; "auto": if they have separate devices."""
 
 
 def _check_stubs_installed(smg: bool) -> bool:
@@ -30,127 +30,108 @@ ServesSmg = Annotated[bool, AfterValidator(_check_stubs_installed)]
 
 
 class CoordinatorSettings(ServerSettings, WorkerSecurity):
-    """Serves generation: keeps the pool, and runs its rounds with a draft and a target worker."""
+    """Serves generation: schedules requests, with a draft worker and a target worker."""
 
-    port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
+    port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0: any free port")
     target_address: str = Field("127.0.0.1:50051", min_length=1, description="host:port of the target worker")
     draft_address: str | None = Field(
-        None, min_length=1, description="host:port of the draft worker; without one, only prompt lookup drafts"
+        None, min_length=1, description="host:port of the draft worker; default: prompt lookup only"
     )
     policy: PolicyName = Field(
         "ragged",
-        description="sequences batched together: any, those of equal length, or a batch fixed at admission",
+        description="batching policy: ragged (any sequences), exspec (equal lengths) or eqspec (fixed batches)",
     )
     max_num_seqs: int = Field(
         16,
         ge=1,
         le=MAX_NUM_SEQS,
         validation_alias=AliasChoices("max_num_seqs", "window_size"),
-        description="sequences generated at a time, as far as the target has slots",
+        description="maximum sequences running; the target's slots limit them too (deprecated name: window_size)",
     )
-    max_batch_size: int = Field(16, ge=1, le=MAX_NUM_SEQS, description="sequences in one round")
+    max_batch_size: int = Field(16, ge=1, le=MAX_NUM_SEQS, description="maximum sequences in one round")
     min_group_size: int | None = Field(
-        None, ge=1, description="exspec: fewer sequences of equal length get no round alone; default: half a batch"
+        None, ge=1, description="exspec: minimum size of an equal-length group; default: half a batch"
     )
     max_wait_rounds: int = Field(
-        8, ge=0, le=UINT32_MAX, description="exspec: rounds after which a waiting sequence is in the next one"
+        8, ge=0, le=UINT32_MAX, description="exspec: maximum rounds that a ready sequence waits"
     )
     prefer_group: Literal["largest", "oldest"] = Field(
-        "largest", description="exspec: which group of equal length comes first"
+        "largest", description="exspec: which equal-length group runs first"
     )
     admission: Literal["arrival", "length"] = Field(
         "arrival",
-        description="next to enter the window: the first in the queue, or the one about as long as the last to enter",
+        description="next request to run: the first in the queue, or the one closest in length to the last",
     )
     prefix_caching: bool = Field(
         True,
         validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),
-        description="copy what is cached of earlier requests that begin the same",
+        description="reuse cached prefixes of earlier requests (deprecated name: prefix_reuse)",
     )
     queue_size: int = Field(
-        256, ge=0, le=UINT32_MAX, description="samples that may wait; requests beyond them are refused"
+        256, ge=0, le=UINT32_MAX, description="maximum samples that wait; further requests are refused"
     )
     queue_tokens: int = Field(
-        4_194_304, ge=1, le=UINT32_MAX, description="prompt tokens that may wait in total, unless one request has more"
+        4_194_304, ge=1, le=UINT32_MAX, description="maximum prompt tokens that wait, unless a single request has more"
     )
     max_requests_per_client: int | None = Field(
         None,
         ge=1,
         le=UINT32_MAX,
-        description="samples of one client that may wait or be generated; default: as many as queue and window hold",
+        description="maximum samples of one client, queued and running; default: unlimited",
     )
-    stream_stall_seconds: Seconds = Field(
-        60.0, gt=0, description="time after which a stream that its client does not read is ended"
-    )
+    stream_stall_seconds: Seconds = Field(60.0, gt=0, description="time without a read after which a stream fails")
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
-        description="draft tokens per round unless a request says otherwise; default: as many as save time, "
-        "possibly zero",
+        description="default draft tokens per round; unset: chosen adaptively in each round, possibly zero",
     )
     draft_method: DraftMethod = Field(
         DraftMethod.BEST,
-        description="draft method unless a request says otherwise: the draft worker's model, ngram (prompt lookup: "
-        "what followed the last tokens when they came before), or best: in each round the one that promises more",
+        description="default draft method: model (the draft worker), ngram (prompt lookup), or best of both per round",
     )
     overlap: Overlap = Field(
         "auto",
-        description="draft for one group while another is verified, where it pays; auto: if the workers have devices "
-        "of their own",
+        description="draft for one group while another is verified, if it pays; auto: if the workers' devices differ",
     )
     max_num_speculative_tokens: int = Field(
-        MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="the most that a request may ask for"
+        MAX_SPECULATIVE_TOKENS, ge=0, le=1024, description="maximum num_speculative_tokens of a request"
     )
     default_max_tokens: int = Field(256, ge=1, le=UINT32_MAX, description="max_tokens of requests that set none")
     prefill_tokens: int = Field(
         128,
         ge=1,
         le=UINT32_MAX,
-        description="prompt tokens prefilled per round alongside decoding sequences; fewer stall them less",
+        description="prompt tokens prefilled per round; fewer delay decoding sequences less",
     )
-    draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="a slower draft worker is left out for a while")
-    target_timeout_seconds: Seconds = Field(120.0, gt=0, description="a slower target worker counts as unreachable")
-    metrics_compat: Literal["vllm"] | None = Field(
-        None, description="serve metrics under vLLM's names too, for tools that know no others"
-    )
-    trace_prompts: bool = Field(False, description="traces include prompts and outputs")
+    draft_timeout_seconds: Seconds = Field(5.0, gt=0, description="timeout of the draft worker")
+    target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
+    metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")
+    trace_prompts: bool = Field(False, description="include prompts and outputs in traces")
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 
     smg: ServesSmg = Field(
         False,
-        description="serve vllm.grpc.engine.VllmEngine too, so that the gateway smg can speak HTTP for this server",
+        description="also serve vllm.grpc.engine.VllmEngine, for the HTTP gateway smg",
     )
 
     @property
     def usable_window(self) -> int:
-        """`max_num_seqs`, but no more than a batch where the window is one batch (eqspec)."""
+        """`max_num_seqs`; at most one batch with eqspec."""
         return min(self.max_num_seqs, self.max_batch_size) if self.policy == "eqspec" else self.max_num_seqs
 
     @property
-    def least_group_size(self) -> int:
+    def default_group_size(self) -> int:
         """`min_group_size`, or its default."""
         return self.min_group_size or min(self.max_batch_size, max(2, self.max_batch_size // 2))
 
     @model_validator(mode="after")
-    def _groups_within_batch(self) -> Self:
-        if self.least_group_size > self.max_batch_size:
+    def _check_combinations(self) -> Self:
+        if self.default_group_size > self.max_batch_size:
             raise ValueError("min_group_size must not exceed max_batch_size")
-        return self
-
-    @model_validator(mode="after")
-    def _compatible_metrics_are_served(self) -> Self:
         if self.metrics_compat is not None and self.metrics_port is None:
             raise ValueError("metrics_compat needs a metrics_port")
-        return self
-
-    @model_validator(mode="after")
-    def _traces_with_prompts_are_sent(self) -> Self:
         if self.trace_prompts and self.otlp_traces_endpoint is None:
             raise ValueError("trace_prompts needs an otlp_traces_endpoint")
-        return self
-
-    @model_validator(mode="after")
-    def _speculation_within_limit(self) -> Self:
         if (self.num_speculative_tokens or 0) > self.max_num_speculative_tokens:
             raise ValueError("num_speculative_tokens must not exceed max_num_speculative_tokens")
         return self

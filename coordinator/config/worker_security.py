@@ -12,20 +12,20 @@ from specpool.rpc.security.tokens import token_of
 
 
 class WorkerSecurity(ServerSecurity, frozen=True):
-    """How the coordinator connects to its workers: by default with the files of its own server."""
+    """How the coordinator connects to its workers; defaults to the files of its own server."""
 
-    worker_tls: bool | None = Field(None, description="use TLS to the workers; default: if there is a CA for them")
+    worker_tls: bool | None = Field(None, description="use TLS to the workers; default: if a CA is set")
     worker_tls_ca: Path | None = Field(
-        None, description="CA that has signed the workers' certificates, a PEM file; default: tls_ca"
+        None, description="PEM file with the CA of the workers' certificates; default: tls_ca"
     )
     worker_tls_cert: Path | None = Field(
-        None, description="certificate to show to the workers, a PEM file; default: tls_cert"
+        None, description="PEM file with the client certificate for the workers; default: tls_cert"
     )
-    worker_tls_key: Path | None = Field(None, description="key of that certificate; default: tls_key")
+    worker_tls_key: Path | None = Field(None, description="PEM file with its key; default: tls_key")
     worker_tls_name: str | None = Field(
         None, min_length=1, description="name in the workers' certificates; default: the host of their address"
     )
-    worker_token: Path | None = Field(None, description="file with the API token to send to the workers")
+    worker_token: Path | None = Field(None, description="file with the API token for the workers")
 
     @property
     def worker_security(self) -> SecurityOptions:

@@ -1,34 +1,34 @@
-"""Prompt lookup for all sequences: what it offers in a round, and how often such offers were right. Pure."""
+"""Prompt lookup for all sequences, and its acceptance rates. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.drafting.acceptance import AcceptanceOfAll
-from coordinator.drafting.ngrams import LONGEST_RUN, SHORTEST_RUN, NgramIndex
+from coordinator.drafting.acceptance import AcceptanceRates
+from coordinator.drafting.ngrams import MAX_RUN, MIN_RUN, NgramIndex
 from coordinator.scheduling.sequence import DraftMethod, Sequence
-from coordinator.scheduling.turn import agreeing
+from coordinator.scheduling.turn import agreement_length
 
-# Acceptance rates believed of prompt lookup before it was tried, for the shortest run and for the longest.
+# Acceptance rates to assume at first, for the shortest and the longest run.
 FIRST_RATES = (0.3, 0.6)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """What followed the last tokens of a sequence when they came before."""
+    """Tokens that followed an earlier occurrence of a sequence's last tokens."""
 
     token_ids: tuple[int, ...] = ()
     run: int = 0
-    """The number of tokens that came before; 0 if none did."""
+    """Length of the repeated run; 0 without one."""
 
 
 class PromptLookup:
-    """Looks up draft tokens, and learns how often they are right, by the length of the run that came before."""
+    """Looks up draft tokens, and learns their acceptance rate by the length of the repeated run."""
 
     def __init__(self) -> None:
         first, last = FIRST_RATES
         self.acceptance = {
-            run: AcceptanceOfAll(first + (last - first) * (run - SHORTEST_RUN) / (LONGEST_RUN - SHORTEST_RUN))
-            for run in range(SHORTEST_RUN, LONGEST_RUN + 1)
+            run: AcceptanceRates(first + (last - first) * (run - MIN_RUN) / (MAX_RUN - MIN_RUN))
+            for run in range(MIN_RUN, MAX_RUN + 1)
         }
         self._indexes: dict[int, NgramIndex] = {}
         self._lookups: dict[int, Lookup] = {}
@@ -40,13 +40,13 @@ class PromptLookup:
             index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
             if sequence.is_decoding:
                 lookup = Lookup(*index.propose(sequence.token_ids, limit))
-            else:  # a long prompt takes many rounds to prefill, and as many to index
+            else:  # long prompts are indexed over as many rounds as they are prefilled
                 index.extend(sequence.token_ids)
         self._lookups[sequence.sequence_id] = lookup
         return lookup
 
     def rate(self, sequence: Sequence) -> float:
-        """The rate at which the tokens looked up last are expected to be accepted; 0 without tokens."""
+        """Expected acceptance rate of the last lookup; 0 if it found nothing."""
         lookup = self._lookups[sequence.sequence_id]
         return self.acceptance[lookup.run].rate(sequence.sequence_id) if lookup.token_ids else 0.0
 
@@ -55,10 +55,9 @@ class PromptLookup:
         lookup = self._lookups.get(sequence_id, Lookup())
         if lookup.token_ids:
             tried = min(len(lookup.token_ids), len(gained))
-            self.acceptance[lookup.run].add(sequence_id, tried, agreeing(lookup.token_ids, gained))
+            self.acceptance[lookup.run].add(sequence_id, tried, agreement_length(lookup.token_ids, gained))
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
-        """Drops what is known of sequences that have ended."""
         for sequence_id in sequence_ids:
             self._indexes.pop(sequence_id, None)
             self._lookups.pop(sequence_id, None)

@@ -1,50 +1,49 @@
-"""Prompt lookup: drafting, without a model, the tokens that followed the last tokens when they came before. Pure."""
+"""N-gram index: finds earlier occurrences of the last tokens, to draft the tokens that followed. Pure."""
 
 from array import array
 from collections.abc import Sequence
 
-# Lengths of the runs of tokens that are looked up, the longest first.
-LONGEST_RUN, SHORTEST_RUN = 4, 2
-# Tokens indexed in one call: a long prompt is indexed over many rounds, so that no round waits for it.
-INDEXED_A_CALL = 512
-# Runs are found within at least this number of last tokens, and at most twice as many. Earlier tokens are forgotten, to
-# bound the memory.
-TOKENS_KEPT = 16_384
-# Occurrences of the last two tokens that are looked at for a longer run, the last one first.
-MOST_LOOKED_AT = 64
+# Lengths of repeated runs; the longest wins.
+MAX_RUN, MIN_RUN = 4, 2
+# Tokens to index per call, so that no round waits for a long prompt.
+TOKENS_PER_CALL = 512
+# Runs are found within at least this many last tokens, and at most twice as many. This bounds the memory.
+MEMORY_TOKENS = 16_384
+# Occurrences of the last pair to examine for a longer run, latest first.
+MAX_OCCURRENCES = 64
 
 
 class NgramIndex:
-    """Index of where each run of tokens occurred in one sequence, extended as the sequence grows.
+    """Index of one sequence, extended as it grows.
 
-    It knows pairs of tokens, and for each occurrence of a pair the one before it; longer runs are found among these.
+    It stores pairs of tokens, each occurrence linked to the one before. Longer runs are found among these.
     """
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], int] = {}
         """By pair: the position after its last occurrence."""
-        self._last_of_older: dict[tuple[int, int], int] = {}
-        """The same, for tokens before the last `TOKENS_KEPT` or so."""
+        self._old: dict[tuple[int, int], int] = {}
+        """The same, for tokens before the last `MEMORY_TOKENS` or so."""
         self._previous = array("I", (0, 0))
-        """At each position: the position after the previous occurrence of the pair that ends before it, 0 if none."""
+        """At each position: the position after the previous occurrence of the pair before it; 0 without one."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Indexes the next tokens. `token_ids` begins with those of the last call.
+        """Indexes the next tokens. `token_ids` must extend those of the last call.
 
-        The run that ends with the last token is left out: it is to be looked up.
+        The last run is left out, because it is the one to look up.
         """
         start = len(self._previous)
-        for end in range(start, min(len(token_ids), start + INDEXED_A_CALL)):
+        for end in range(start, min(len(token_ids), start + TOKENS_PER_CALL)):
             pair = token_ids[end - 2], token_ids[end - 1]
             self._previous.append(self._occurrence(pair))
             self._last[pair] = end
-            if end % TOKENS_KEPT == 0:
-                self._last, self._last_of_older = {}, self._last
+            if end % MEMORY_TOKENS == 0:
+                self._last, self._old = {}, self._last
 
     def propose(self, token_ids: Sequence[int], k: int) -> tuple[tuple[int, ...], int]:
-        """At most `k` tokens that may follow, and the length of the run that came before; no tokens and 0 if none did.
+        """At most `k` tokens that may follow, and the length of the repeated run; `((), 0)` without one.
 
-        `token_ids` begins with those of the last call. If the run overlaps its occurrence, the tokens between repeat.
+        `token_ids` must extend those of the last call. If the run overlaps its occurrence, the proposal loops.
         """
         self.extend(token_ids)
         at, length = self._longest_run(token_ids)
@@ -54,29 +53,27 @@ class NgramIndex:
         return tuple(token_ids[at + i % period] for i in range(k)), length
 
     def _longest_run(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """The position after the occurrence of the longest run of last tokens, and the run's length; 0 and 0 if there
-        is none."""
-        if len(token_ids) < SHORTEST_RUN:
+        """Position after the occurrence of the longest run, and the length of the run; zeros without one."""
+        if len(token_ids) < MIN_RUN:
             return 0, 0
-        best, longest = 0, 0
+        best_at, best_length = 0, 0
         at = self._occurrence((token_ids[-2], token_ids[-1]))
-        for _ in range(MOST_LOOKED_AT):
-            if not at or longest == LONGEST_RUN:
+        for _ in range(MAX_OCCURRENCES):
+            if not at or best_length == MAX_RUN:
                 break
-            length = _common_length(token_ids, at)
-            if length > longest:
-                best, longest = at, length
+            length = _run_length(token_ids, at)
+            if length > best_length:
+                best_at, best_length = at, length
             at = self._previous[at]
-        return best, longest
+        return best_at, best_length
 
     def _occurrence(self, pair: tuple[int, int]) -> int:
-        return self._last.get(pair) or self._last_of_older.get(pair, 0)
+        return self._last.get(pair) or self._old.get(pair, 0)
 
 
-def _common_length(token_ids: Sequence[int], at: int) -> int:
-    """The number of tokens before position `at` that equal the last tokens: at least `SHORTEST_RUN`, which are known to
-    be equal, and at most `LONGEST_RUN`."""
-    length = SHORTEST_RUN
-    while length < min(LONGEST_RUN, at) and token_ids[at - 1 - length] == token_ids[-1 - length]:
+def _run_length(token_ids: Sequence[int], at: int) -> int:
+    """Number of tokens before `at` that equal the last tokens, up to `MAX_RUN`. The first `MIN_RUN` are known to."""
+    length = MIN_RUN
+    while length < min(MAX_RUN, at) and token_ids[at - 1 - length] == token_ids[-1 - length]:
         length += 1
     return length

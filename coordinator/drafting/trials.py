@@ -1,12 +1,11 @@
-"""Trials of draft methods that did not pay: costs and acceptance change, which only drafting shows. Pure."""
+"""Trials of draft methods that do not pay now: only drafting shows when costs or acceptance change. Pure."""
 
 from dataclasses import dataclass
 
-# The share of time that trials may cost, and the least share of a trial's time that counts as its cost, whatever it is
-# expected to gain.
-SHARE_OF_TIME, LEAST_LOSS = 0.01, 0.1
-# Trials that need no savings: before them costs are not known from rounds.
-FIRST_TRIALS = 4
+# Share of all time that trials may cost, and the share of a trial's time that counts as its cost at least.
+TIME_SHARE, MIN_LOSS = 0.01, 0.1
+# Trials that need no savings, because rounds have not shown the costs yet.
+FREE_TRIALS = 4
 
 
 @dataclass
@@ -20,10 +19,10 @@ class Trials:
     def may_try(self, plain: float, seconds: float, gained: float) -> bool:
         """Whether to make a trial in a round that takes `plain` seconds without one.
 
-        It would take `seconds` more, and gain tokens that take `gained` seconds of plain decoding.
+        `seconds`: extra time of the trial. `gained`: time that plain decoding would need for the expected tokens.
         """
-        self.saved += SHARE_OF_TIME * plain
-        if self.made >= FIRST_TRIALS and self.saved < max(seconds - gained, LEAST_LOSS * seconds):
+        self.saved += TIME_SHARE * plain
+        if self.made >= FREE_TRIALS and self.saved < max(seconds - gained, MIN_LOSS * seconds):
             return False
         self.made, self.saved = self.made + 1, 0.0
         return True

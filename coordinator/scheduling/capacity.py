@@ -1,15 +1,19 @@
-"""What limits the sequences that the pool takes in: the capacity of the target worker's KV cache, and the limits of the
-queue. Pure."""
+"""Admission limits of the pool: KV capacity of the target worker, and the length of the queue. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from coordinator.scheduling.fair_queue import FairQueue
 from coordinator.scheduling.sequence import Sequence
 
 
+class DuplicateRequestError(Exception):
+    """The client already has a request with this id in flight."""
+
+
 class PoolFullError(Exception):
-    """The queue cannot take in a request, for the reason that the message gives. `places`: the number of sequences that
-    must end first."""
+    """The queue refuses a request. `places`: number of sequences that must end first."""
 
     def __init__(self, reason: str, places: int) -> None:
         super().__init__(reason)
@@ -18,52 +22,97 @@ class PoolFullError(Exception):
 
 @dataclass(frozen=True)
 class KVCapacity:
-    """Positions that the target worker can cache for all sequences together."""
+    """Positions that the target worker can cache, over all sequences."""
 
     positions: int = 0
-    """0: any number."""
+    """0: unlimited."""
     multiple: int = 1
-    """The positions of each sequence are rounded up to a multiple of this."""
+    """Each sequence reserves a multiple of this many positions."""
 
-    def taken_by(self, sequence: Sequence) -> int:
-        """Positions that are kept for a sequence."""
+    def needed_by(self, sequence: Sequence) -> int:
         multiple = max(1, self.multiple)
         return -(-sequence.max_length // multiple) * multiple
 
 
+class Reservations:
+    """KV positions reserved for each sequence that holds a place in the window."""
+
+    def __init__(self) -> None:
+        self.capacity = KVCapacity()
+        self._positions: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def add(self, sequence: Sequence) -> None:
+        self._positions[sequence.sequence_id] = self.capacity.needed_by(sequence)
+
+    def remove(self, sequence_id: int) -> None:
+        del self._positions[sequence_id]
+
+    def usage(self, slots: int) -> float:
+        """Reserved share of the KV cache, 0 to 1, of a target worker with so many slots."""
+        if self.capacity.positions:
+            return sum(self._positions.values()) / self.capacity.positions
+        return len(self) / slots
+
+    def count_fitting(self, waiting: Iterable[Sequence], places: int) -> int:
+        """How many of these, in order, fit in `places` places now. A sequence alone always fits."""
+        limit = self.capacity.positions if places else 0
+        number, reserved = 0, sum(self._positions.values()) if limit else 0
+        for sequence in islice(waiting, places):
+            reserved += self.capacity.needed_by(sequence)
+            if (self._positions or number) and 0 < limit < reserved:
+                break
+            number += 1
+        return number
+
+    def check_integrity(self, sequence_ids: set[int]) -> None:
+        """Raises AssertionError unless exactly these sequences have positions, and no more than there are."""
+        assert set(self._positions) == sequence_ids, "positions are reserved outside the window"
+        assert len(self) < 2 or not self.capacity.positions or self.usage(1) <= 1, "the KV cache is exceeded"
+
+
 @dataclass(frozen=True)
 class QueueLimits:
-    """Limits of the queue. A client with nothing in the queue may exceed limits that others have used up: see
-    `reserve`."""
+    """Limits of the queue. A client with nothing queued may exceed limits that others have exhausted."""
 
     samples: int
-    """Most samples that wait."""
+    """Maximum number of samples that wait."""
     tokens: int | None = None
-    """Most prompt tokens of all samples that wait, unless only one request waits; None: any number."""
+    """Maximum number of prompt tokens that wait, unless a single request waits; None: unlimited."""
     per_client: int | None = None
-    """Most samples of one client, waiting and in the window; None: any number."""
+    """Maximum number of samples of one client, waiting and in the window; None: unlimited."""
 
     def check(
-        self, queue: FairQueue, client: str, samples: int, tokens: int, *, entering: int, reserve: int, aside: int = 0
+        self,
+        queue: FairQueue,
+        client: str,
+        samples: int,
+        tokens: int,
+        *,
+        entering: int,
+        reserve: int,
+        preempted: int = 0,
     ) -> None:
-        """Raises PoolFullError if a request must not wait.
+        """Raises PoolFullError if a request of this size must not wait.
 
-        `samples` and `tokens`: its samples, and the prompt tokens of all of them together. `entering`: number of
-        sequences, waiting or new, that the window takes in at once. `reserve`: samples beyond the limit that may wait
-        if their client had nothing in the queue before, so that no client can keep others out; at most as many as the
-        limit itself, and likewise tokens up to twice their limit.
+        `tokens`: prompt tokens of all samples together. `entering`: sequences, queued or new, that enter the window at
+        once. `reserve`: samples beyond the limit for a client with nothing queued, so that no client locks others out.
+        The reserve is at most the limit itself, and twice the limit applies to tokens. `preempted`: sequences of the
+        client that left the window for a while.
         """
-        in_flight = queue.waiting_of(client) + queue.running_of(client) + aside
+        in_flight = queue.waiting_of(client) + queue.running_of(client) + preempted
         if self.per_client is not None and in_flight + samples > self.per_client:
             reason = f"{in_flight} samples of this client are in flight, of at most {self.per_client}"
             raise PoolFullError(reason, in_flight + samples - self.per_client)
         waiting = queue.newcomers + samples - entering
-        is_newcomer = not queue.waiting_of(client) and samples - entering <= self.samples
-        most = self.samples + (min(reserve, self.samples) if is_newcomer else 0)
-        if waiting > most:
-            raise PoolFullError(f"the queue is full ({len(queue)} samples wait)", waiting - most)
-        most_tokens = (self.tokens or 0) * (1 + is_newcomer)
-        if self.tokens is not None and waiting > 0 and len(queue) and queue.tokens + tokens > most_tokens:
+        has_reserve = not queue.waiting_of(client) and samples - entering <= self.samples
+        max_samples = self.samples + (min(reserve, self.samples) if has_reserve else 0)
+        if waiting > max_samples:
+            raise PoolFullError(f"the queue is full ({len(queue)} samples wait)", waiting - max_samples)
+        max_tokens = (self.tokens or 0) * (1 + has_reserve)
+        if self.tokens is not None and waiting > 0 and len(queue) and queue.tokens + tokens > max_tokens:
             reason = f"the queue is full ({queue.tokens} prompt tokens wait, of at most {self.tokens})"
-            excess = queue.tokens + tokens - most_tokens
+            excess = queue.tokens + tokens - max_tokens
             raise PoolFullError(reason, -(-excess * len(queue) // queue.tokens))

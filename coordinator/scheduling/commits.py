@@ -1,6 +1,7 @@
-"""What goes into a round for a sequence and what comes out: the draft order, and the commit. Pure."""
+"""A sequence's part in a round: the draft plan at its start, and the commit at its end. Pure."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from coordinator.scheduling.sequence import DraftMethod, Sequence
 from coordinator.scheduling.text import ShownText
@@ -9,30 +10,35 @@ from specpool.protocol.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True)
-class DraftOrder:
-    """The draft tokens that a sequence is to have in a round."""
+class DraftPlan:
+    """How a sequence drafts in a round."""
 
     num_draft_tokens: int = 0
-    """Tokens that the draft worker is asked for."""
+    """Tokens to request from the draft worker."""
     min_chance: float = 0.0
-    """What a token must gain to be drafted and verified: the chance that it and all before it are accepted."""
+    """Minimum probability that a token and all before it are accepted; less likely tokens are not worth their cost."""
     next_chance: float = 1.0
-    """The chance that a token not drafted yet is accepted, if all before it are."""
+    """Acceptance probability of a token not drafted yet, given that all before it are accepted."""
     lookup_ids: tuple[int, ...] = ()
-    """Tokens of prompt lookup, verified if the draft worker gives none."""
+    """Prompt-lookup tokens, verified if the draft worker proposes none."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What a round gained for one sequence, with the text that can be shown now."""
+    """Tokens that a round committed for one sequence."""
 
     sequence: Sequence
     token_ids: tuple[int, ...]
     shown: ShownText
-    logprobs: tuple[TokenLogprobs, ...]
-    drafted: int
-    accepted: int
-    method: DraftMethod | None
-    """The method that drafted the tokens; None if none were drafted."""
-    proposal: Proposal | None
-    """The draft worker's answer, of which not every token was verified."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
+    method: DraftMethod | None = None
+    """Draft method used; None if nothing was drafted."""
+    proposal: Proposal | None = None
+    """The draft worker's answer, possibly only partly verified."""
+
+    @cached_property
+    def text(self) -> str:
+        """Text that can be shown now. Read it in commit order; no round waits for detokenization."""
+        return self.shown()

@@ -1,4 +1,4 @@
-"""Counters of the rounds: tokens, groups, and where the time goes. Pure."""
+"""Counters of rounds: tokens, groups, and where the time goes. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from coordinator.scheduling.grouping import Group
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a call to a worker: in all, as the caller saw it, and the parts in the model and in realignment."""
+    """Seconds of a call to a worker: in total, and the parts spent in the model and in realignment."""
 
     elapsed: float = 0.0
     forward: float = 0.0
@@ -16,7 +16,7 @@ class Timed:
 
     @property
     def wire(self) -> float:
-        """The part that the worker knows nothing of."""
+        """Time outside the worker's own measurements."""
         return self.elapsed - self.forward - self.realign
 
 
@@ -25,7 +25,7 @@ STAGES = ("draft", "verify", "realign", "wire", "schedule")
 
 @dataclass
 class GroupingCounters:
-    """How sequences were grouped. Rounds of one sequence count as neither same-length nor mixed."""
+    """Groups by kind. Rounds of one sequence count neither as same-length nor as mixed."""
 
     same_length_rounds: int = 0
     mixed_rounds: int = 0
@@ -34,9 +34,9 @@ class GroupingCounters:
     """At index i: rounds of i + 1 sequences."""
 
     def add(self, group: Group, same_length: bool) -> None:
-        """Counts one round of a group that had `same_length` when it was chosen."""
+        """Counts a round. `same_length`: as it was when the group was chosen."""
         size = len(group.sequences)
-        _count(self.group_sizes, size - 1)
+        _increment(self.group_sizes, size - 1)
         self.same_length_rounds += size > 1 and same_length
         self.mixed_rounds += size > 1 and not same_length
         self.fallback_rounds += group.fallback
@@ -52,7 +52,7 @@ class DraftCounters:
 
 @dataclass
 class Counters:
-    """Sums since the start."""
+    """Totals since the start."""
 
     rounds: int = 0
     completion_tokens: int = 0
@@ -60,31 +60,30 @@ class Counters:
     accepted_draft_tokens: int = 0
     cache_misses: int = 0
     grouping_errors: int = 0
-    """Times that no group could be chosen because of a fault; each is logged with its trace."""
+    """Failed group selections; the log has the traceback of each."""
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     grouping: GroupingCounters = field(default_factory=GroupingCounters)
     draft_lengths: list[int] = field(default_factory=list)
-    """At index i: the times that a sequence had i draft tokens verified."""
+    """At index i: verifications of i draft tokens of a sequence."""
     accepted_lengths: list[int] = field(default_factory=list)
-    """At index i: the times that a sequence had draft tokens verified, and i of them accepted."""
+    """At index i: verifications that accepted i draft tokens, of those with any."""
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
-    """Draft tokens by draft method."""
+    """By draft method."""
 
     def add_commit(self, commit: Commit) -> None:
-        """Counts the tokens that one sequence gained."""
         self.completion_tokens += len(commit.token_ids)
         self.draft_tokens += commit.drafted
         self.accepted_draft_tokens += commit.accepted
-        _count(self.draft_lengths, commit.drafted)
+        _increment(self.draft_lengths, commit.drafted)
         if commit.drafted:
-            _count(self.accepted_lengths, commit.accepted)
+            _increment(self.accepted_lengths, commit.accepted)
         if commit.method is not None:
             drafts = self.drafts.setdefault(commit.method, DraftCounters())
             drafts.draft_tokens += commit.drafted
             drafts.accepted_draft_tokens += commit.accepted
 
     def add_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
-        """Counts the seconds of a round by stage; `elapsed` in all."""
+        """Counts the seconds of a round by stage. `elapsed`: of the whole round."""
         self.stage_seconds["draft"] += proposed.forward
         self.stage_seconds["verify"] += verified.forward
         self.stage_seconds["realign"] += proposed.realign + verified.realign
@@ -92,7 +91,7 @@ class Counters:
         self.stage_seconds["schedule"] += elapsed - proposed.elapsed - verified.elapsed
 
 
-def _count(counts: list[int], index: int) -> None:
-    """Adds one at the index, which may be beyond the end."""
+def _increment(counts: list[int], index: int) -> None:
+    """Adds one at an index, extending the list as needed."""
     counts.extend([0] * (index + 1 - len(counts)))
     counts[index] += 1

@@ -1,7 +1,7 @@
 """Grouping policies: how many sequences enter the window, and which ready ones share the next round. Pure.
 
-All policies give the same tokens. They differ in how often a worker with a padded batch has to realign it, and in how
-full the batches are. `eqspec` and `exspec` are the methods of arXiv 2510.22876.
+All policies give the same tokens. They differ in batch size, and in how often a padded batch must be realigned.
+`eqspec` and `exspec` come from arXiv 2510.22876.
 """
 
 from collections.abc import Iterable
@@ -16,109 +16,92 @@ from coordinator.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences that are in a round together."""
+    """Sequences that share a round."""
 
     sequences: list[Sequence]
     fallback: bool = False
-    """The policy looked for sequences of the same length, and found too few."""
+    """The policy found too few sequences of the same length."""
 
     @property
     def same_length(self) -> bool:
-        """Whether they fit together without padding, in both workers."""
+        """Whether the sequences need no padding, in either worker."""
         return len({sequence.shape for sequence in self.sequences}) == 1
 
 
 @dataclass(frozen=True)
 class GroupingLimits:
-    """Limits that policies keep."""
+    """Limits of a policy."""
 
     max_batch_size: int
     min_group_size: int = 1
-    """The least number of sequences of the same length that are worth a round of their own."""
+    """Minimum number of equally long sequences that get a round of their own."""
     max_wait_rounds: int = 8
-    """Rounds after which a waiting sequence is in the next one."""
+    """A sequence that waited for so many rounds joins the next one."""
     prefer: Literal["largest", "oldest"] = "largest"
-    """Which group of at least `min_group_size` comes first: the largest, or that of the oldest sequence."""
+    """Which of several equal-length groups goes first."""
 
 
 class Policy(Protocol):
-    """A way to batch."""
+    """A batching policy."""
 
     def __init__(self, limits: GroupingLimits) -> None: ...
 
     def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
-        """The number of newcomers that may enter a window with this capacity left, beside its members and the leaving
-        sequences."""
+        """Number of sequences that may enter the window. `leaving`: sequences that still hold a slot."""
 
     def choose(self, ready: ReadySet, rounds: int) -> Group:
-        """The group of the next round, after this number of rounds; empty only if no sequence is ready."""
+        """The group of the next round, after `rounds` rounds; empty only if nothing is ready."""
 
 
 class Ragged:
-    """Any ready sequences, whatever their lengths: workers write in place, so nothing needs to fit together."""
+    """Batches the sequences that waited longest. Workers write in place, so lengths may differ."""
 
     def __init__(self, limits: GroupingLimits) -> None:
         self._limits = limits
 
     def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
-        """The whole capacity."""
         return capacity
 
     def choose(self, ready: ReadySet, rounds: int) -> Group:
-        """The sequences that waited longest."""
         return Group(list(islice(ready, self._limits.max_batch_size)))
 
 
-class Eqspec:
-    """Static batches: fixed at admission until all have finished, whatever their lengths."""
-
-    def __init__(self, limits: GroupingLimits) -> None:
-        self._limits = limits
+class Eqspec(Ragged):
+    """Static batching: a batch is fixed at admission until all of it has finished."""
 
     def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
-        """A batch is open until its first token, and the next one begins when all of it has left."""
+        """A batch admits sequences until its first token; the next batch begins once all have left."""
         batch = list(members)
         if (leaving and not batch) or any(sequence.num_generated for sequence in batch):
             return 0
         return min(capacity, self._limits.max_batch_size - len(batch))
 
-    def choose(self, ready: ReadySet, rounds: int) -> Group:
-        """The whole batch: no other sequence is in the window."""
-        return Group(list(islice(ready, self._limits.max_batch_size)))
 
+class Exspec(Ragged):
+    """Batches sequences of equal length from a window larger than the batch, or else of similar length.
 
-class Exspec:
-    """Sequences of the same length, out of a window larger than the batch; if too few, of about the same length.
-
-    No sequence starves: a mixed group has the oldest one in it, and one that waited too long is served first.
+    No sequence starves: a mixed group contains the oldest one, and a sequence that waited too long goes first.
     """
 
-    def __init__(self, limits: GroupingLimits) -> None:
-        self._limits = limits
-
-    def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
-        """The whole capacity."""
-        return capacity
-
     def choose(self, ready: ReadySet, rounds: int) -> Group:
-        """A group of the same length if one is large enough, else a mixed one."""
+        """An equal-length group if one is large enough, otherwise a mixed one."""
         if not ready:
             return Group([])
         limits, oldest = self._limits, ready.oldest
-        enough = min(limits.min_group_size, len(ready))
+        min_size = min(limits.min_group_size, len(ready))
         if rounds - oldest.ready_since >= limits.max_wait_rounds:
-            group = ready.alike(oldest, limits.max_batch_size)
+            group = ready.same_shape(oldest, limits.max_batch_size)
         elif limits.prefer == "largest":
             group = list(islice(max(ready.by_shape.values(), key=len).values(), limits.max_batch_size))
         else:
-            candidates = (sequence for sequence in ready if ready.number_alike(sequence) >= enough)
-            group = ready.alike(next(candidates, oldest), limits.max_batch_size)
-        if len(group) >= enough:
+            candidates = (sequence for sequence in ready if ready.count_same_shape(sequence) >= min_size)
+            group = ready.same_shape(next(candidates, oldest), limits.max_batch_size)
+        if len(group) >= min_size:
             return Group(group)
         return Group(self._nearest(ready, oldest), fallback=True)
 
     def _nearest(self, ready: ReadySet, oldest: Sequence) -> list[Sequence]:
-        """The oldest sequence and those nearest to it in length: little padding now, equal lengths soon."""
+        """The oldest sequence and the nearest in length: little padding now, equal lengths soon."""
         length, limit = len(oldest.token_ids), self._limits.max_batch_size
         shapes = nsmallest(limit, ready.by_shape, key=lambda shape: abs(shape[0] - length))
         others = chain.from_iterable(ready.by_shape[shape].values() for shape in shapes)

@@ -1,4 +1,4 @@
-"""Items in the order of ranks that change. Pure."""
+"""Items ordered by ranks that change. Pure."""
 
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -6,24 +6,24 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", int, str)
 Rank = tuple[int, ...]
 
-# Outdated entries that a heap may have, beside one for each item, before it is built anew.
-FEW_OUTDATED = 16
+# Stale heap entries allowed, beyond one per item, before the heap is rebuilt.
+MAX_STALE = 16
 
 
 class Ranking(Generic[Item]):
-    """Finds the item with the lowest rank; a change costs the logarithm of the number of items."""
+    """Finds the item with the lowest rank. Updates take logarithmic time."""
 
     def __init__(self) -> None:
         self._ranks: dict[Item, Rank] = {}
         self._heap: list[tuple[Rank, Item]] = []
-        """Every item with its rank, and entries that are outdated since an item left or changed its rank."""
+        """Every item with its rank, and stale entries of items that left or changed their rank."""
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     @property
     def first(self) -> Item:
-        """The item with the lowest rank. IndexError if there is no item."""
+        """The item with the lowest rank. IndexError if there is none."""
         while self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0][1]
@@ -34,10 +34,9 @@ class Ranking(Generic[Item]):
             return
         self._ranks[item] = rank
         heappush(self._heap, (rank, item))
-        if len(self._heap) > 2 * len(self._ranks) + FEW_OUTDATED:
+        if len(self._heap) > 2 * len(self._ranks) + MAX_STALE:
             self._heap = [(rank, item) for item, rank in self._ranks.items()]
             heapify(self._heap)
 
     def discard(self, item: Item) -> None:
-        """Takes an item out, if it is there."""
         self._ranks.pop(item, None)

@@ -1,4 +1,4 @@
-"""The sequences that could be in a round now: in the order in which they became ready, and by shape. Pure."""
+"""Sequences that can join a round now, in the order in which they became ready and by shape. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -7,7 +7,7 @@ from coordinator.scheduling.sequence import Sequence, Shape
 
 
 class ReadySet:
-    """Ready sequences in both orders, so that choosing a group looks at few of them however many there are."""
+    """Keeps both orders, so that choosing a group looks at few sequences."""
 
     def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
         self._by_id: dict[int, Sequence] = {}
@@ -17,17 +17,17 @@ class ReadySet:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence behind all others, under the shape that it has now."""
+        """Appends a sequence, filed under its present shape."""
         shape = self._shapes[sequence.sequence_id] = sequence.shape
         self._by_id[sequence.sequence_id] = sequence
         self._by_shape.setdefault(shape, {})[sequence.sequence_id] = sequence
 
     def pop(self, sequence_id: int) -> Sequence:
-        """Takes a sequence out. KeyError if it is not there."""
+        """Removes a sequence. KeyError if it is not ready."""
         sequence, shape = self._by_id.pop(sequence_id), self._shapes.pop(sequence_id)
-        alike = self._by_shape[shape]
-        del alike[sequence_id]
-        if not alike:
+        same_shape = self._by_shape[shape]
+        del same_shape[sequence_id]
+        if not same_shape:
             del self._by_shape[shape]
         return sequence
 
@@ -42,18 +42,17 @@ class ReadySet:
 
     @property
     def oldest(self) -> Sequence:
-        """The sequence that has been ready for longest."""
         return next(iter(self))
 
     @property
     def by_shape(self) -> Mapping[Shape, Mapping[int, Sequence]]:
-        """Sequences of the same shape, by id, oldest first."""
+        """Sequences of equal shape by id, oldest first."""
         return self._by_shape
 
-    def number_alike(self, sequence: Sequence) -> int:
-        """The number of sequences with the shape of this one, itself included."""
+    def count_same_shape(self, sequence: Sequence) -> int:
+        """Number of sequences with the shape of this one, itself included."""
         return len(self._by_shape[self._shapes[sequence.sequence_id]])
 
-    def alike(self, sequence: Sequence, limit: int) -> list[Sequence]:
+    def same_shape(self, sequence: Sequence, limit: int) -> list[Sequence]:
         """The oldest sequences with the shape of this one, at most `limit`."""
         return list(islice(self._by_shape[self._shapes[sequence.sequence_id]].values(), limit))

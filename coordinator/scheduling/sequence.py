@@ -6,21 +6,20 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from coordinator.scheduling.blame import Blame, Progress
 from coordinator.scheduling.speculation import SpeculationStats
-from coordinator.scheduling.suspicion import Progress, Suspicion
 from coordinator.scheduling.text import ShownText, TextStream
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
-"""Numbers that must be equal for sequences to need no padding between them: tokens, tokens that each worker lacks, and
-draft tokens of the next round."""
+"""Length, tokens that each worker lacks, and draft tokens. Sequences of equal shape batch without padding."""
 
-# A round leaves the draft one token behind, or two after a full acceptance: both are fed in one pass.
-DRAFT_MAY_LACK = 2
+# A round leaves the draft worker one token behind, or two after full acceptance. One pass takes both.
+MAX_DRAFT_LAG = 2
 
 
 class DraftMethod(enum.StrEnum):
-    """Draft methods: the draft worker's model, prompt lookup, or in each round the one that promises more."""
+    """The draft worker's model, prompt lookup, or the better of the two in each round."""
 
     MODEL = "model"
     NGRAM = "ngram"
@@ -28,7 +27,7 @@ class DraftMethod(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Reasons why a generation ended, as the public API names them."""
+    """Finish reasons of the public API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -37,7 +36,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a generation, and the stop token or the stop string that ended it, if one did."""
+    """The end of a generation, with the stop token or stop string that matched."""
 
     reason: FinishReason
     matched_token_id: int | None = None
@@ -46,189 +45,175 @@ class Finish:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request after validation."""
+    """A validated request."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     max_tokens: int
     stop_token_ids: frozenset[int]
-    """Tokens that end the generation: with the end-of-sequence tokens, unless the request ignores those."""
+    """Includes the end-of-sequence tokens unless the request ignores them."""
     num_speculative_tokens: int
-    """Draft tokens of a round; the most if `adaptive`."""
+    """Draft tokens per round; the maximum if `adaptive`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
-    """Strings that end the generation."""
     logprobs: int | None = None
-    """Log-probabilities wanted at each position beside that of the chosen token; None: not even that one."""
+    """Alternatives to report beside each chosen token; None disables log-probabilities."""
     n: int = 1
-    """Samples of the prompt."""
     adaptive: bool = False
-    """Whether each round has as many draft tokens as save time, possibly zero."""
+    """Choose the number of draft tokens in each round, possibly zero."""
     method: DraftMethod = DraftMethod.MODEL
     priority: int = 0
-    """Order among the waiting requests of one client: a lower number is served earlier."""
+    """Lower runs earlier, among the waiting requests of one client."""
     cache_salt: str = ""
-    """Caches are reused only by requests with the same salt."""
     client: str = ""
-    """The caller: requests share the server, caches and request ids with those of the same client only."""
+    """The caller, who owns its request ids and cached prefixes."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """What identifies the request among those in flight: request ids belong to the client."""
+        """Identity among the requests in flight."""
         return self.client, self.request_id
 
     @property
     def namespace(self) -> tuple[str, str]:
-        """What requests must have in common to reuse each other's caches."""
+        """Requests share cached prefixes only within a namespace."""
         return self.client, self.cache_salt
 
     @property
     def worker_sampling(self) -> SamplingParams:
-        """Sampling parameters that a worker gets on first contact."""
+        """Sampling parameters for a worker's first contact with a sequence."""
         stops, prompt_length = tuple(sorted(self.stop_token_ids)), len(self.prompt_ids)
         return replace(self.sampling, stop_token_ids=stops, prompt_length=prompt_length)
 
     def samples(self) -> Iterator["GenerationRequest"]:
-        """The request of each sample: the same with a seed of its own, so that it can be asked for alone."""
+        """One request per sample, each with its own seed: asking for it alone gives the same tokens."""
         for i in range(self.n):
             yield replace(self, sampling=replace(self.sampling, seed=(self.sampling.seed + i) % 2**64), n=1)
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first `length` tokens of a sequence, which an earlier one, the source, has too."""
+    """The first `length` tokens of a sequence, shared with an earlier one, the source."""
 
     source: "Sequence"
     length: int
 
     @property
-    def is_coming(self) -> bool:
-        """Whether the source has yet to prefill part of it: then it is worth waiting for, unless the source waits for
-        its reader."""
+    def is_pending(self) -> bool:
+        """Whether the source is still prefilling the prefix, so that waiting for it pays."""
         source = self.source
         return not (source.finish or source.paused or source.is_preempted) and source.num_cached_tokens < self.length
 
     @property
     def in_target(self) -> int:
-        """Positions of it that the target worker has cached."""
+        """Positions of the prefix cached in the target worker."""
         return min(self.length, self.source.num_cached_tokens)
 
     @property
     def in_draft(self) -> int:
-        """Positions of it that the draft worker has cached."""
+        """Positions of the prefix cached in the draft worker."""
         return min(self.length, self.source.num_draft_cached_tokens)
 
 
 @dataclass(frozen=True)
 class DraftedAhead:
-    """Draft tokens that follow the committed ones, drafted during the last verification."""
+    """Draft tokens for the next round, proposed during the last verification."""
 
     token_ids: tuple[int, ...]
     confidences: tuple[float, ...]
 
 
 class Sequence:
-    """A sequence with its committed tokens: draft tokens live in their round and are forgotten with it."""
+    """A sequence and its committed tokens. Draft tokens live in their round only."""
 
     def __init__(self, sequence_id: int, request: GenerationRequest, text: TextStream | None = None) -> None:
-        """`text` makes the text of the tokens, and finds stop strings in it."""
+        """`text` detokenizes, and matches stop strings."""
         self.sequence_id = sequence_id
         self.first_sample_id = sequence_id
-        """The sequence of the first sample of the same request."""
+        """The first sequence of the same request."""
         self.request = request
         self.token_ids = list(request.prompt_ids)
         self.num_cached_tokens = 0
-        """Positions that the target worker has cached; a prefix of `token_ids`."""
         self.num_draft_cached_tokens = 0
-        """Positions that the draft worker has cached; a prefix of `token_ids`."""
         self.target_prefix: Prefix | None = None
-        """The prefix that the target worker can copy, until it was asked to."""
+        """Prefix that the target worker can copy, until it was asked to."""
         self.draft_prefix: Prefix | None = None
-        """The prefix that the draft worker can copy, until it was asked to."""
+        """Prefix that the draft worker can copy, until it was asked to."""
         self.cached_tokens = 0
-        """Tokens of the prompt that the target worker copied."""
+        """Prompt tokens that the target worker copied instead of prefilling."""
         self.drafted_ahead: DraftedAhead | None = None
-        """Tokens drafted for the next round already."""
-        self.draft_rests_until = 0
-        """First round in which the draft worker is asked again, after it had no free slot."""
+        self.draft_backoff_until = 0
+        """First round that may ask the draft worker again after it ran out of slots."""
         self.ready_since = 0
-        """Rounds of the pool when the sequence became ready."""
+        """The pool's round count when the sequence became ready."""
         self.is_preempted = False
-        """Whether it has given its place in the window to another."""
         self.paused = False
-        """Whether the sequence is kept out of rounds because its reader lags behind."""
+        """Kept out of rounds because its reader lags behind."""
         self.finish: Finish | None = None
         self.text = text
         self.speculation = SpeculationStats()
-        self.suspicion = Suspicion()
+        self.blame = Blame()
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
         return len(self.request.prompt_ids)
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far."""
         return len(self.token_ids) - self.prompt_length
 
     @property
     def generated_ids(self) -> list[int]:
-        """The generated tokens."""
         return self.token_ids[self.prompt_length :]
 
     @property
     def progress(self) -> Progress:
-        """How far the sequence has come."""
         return len(self.token_ids), self.num_cached_tokens
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the target lacks only the last token: the next pass gives a new one."""
+        """Whether the target lacks only the last token, so that the next pass yields a new one."""
         return self.num_cached_tokens == len(self.token_ids) - 1
 
     @property
     def target_base_length(self) -> int:
-        """Positions that the target worker can keep: its own, or at first those that it can copy."""
+        """Positions that the target worker can keep: its own, or initially those of the prefix."""
         return self.num_cached_tokens or (self.target_prefix.in_target if self.target_prefix else 0)
 
     @property
     def draft_base_length(self) -> int:
-        """Positions that the draft worker can keep: its own, or at first those that it can copy."""
+        """Positions that the draft worker can keep: its own, or initially those of the prefix."""
         return self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
 
     @property
     def shape(self) -> Shape:
-        """The shape: sequences of equal shapes make a batch without padding."""
         length = len(self.token_ids)
-        draft_lacks = max(DRAFT_MAY_LACK, length - self.draft_base_length)
-        return length, length - self.target_base_length, draft_lacks, self.max_num_draft_tokens
+        draft_lag = max(MAX_DRAFT_LAG, length - self.draft_base_length)
+        return length, length - self.target_base_length, draft_lag, self.max_num_draft_tokens
 
     @property
     def max_length(self) -> int:
-        """Positions that the sequence can reach, draft tokens included."""
+        """Maximum number of positions, draft tokens included."""
         return len(self.request.prompt_ids) + self.request.max_tokens
 
     @property
     def max_num_draft_tokens(self) -> int:
-        """Draft tokens that the next round can use: a round always gains one token beyond the accepted."""
+        """Draft tokens that the next round can use: a round always gains one token beyond the accepted ones."""
         remaining = self.request.max_tokens - self.num_generated
         return min(self.request.num_speculative_tokens, remaining - 1)
 
     def preempt(self) -> None:
-        """Notes that the sequence has left the window for a while, and that the workers cache nothing of it now."""
+        """Leaves the window for a while. The workers then cache nothing of the sequence."""
         self.is_preempted = True
         self.num_cached_tokens = self.num_draft_cached_tokens = 0
         self.target_prefix = self.draft_prefix = self.drafted_ahead = None
 
     def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:
-        """Appends verified tokens up to the first that ends the generation. Returns the appended tokens, and a function
-        that makes the text they allow to be shown, to be called in the order of the commits.
+        """Appends verified tokens up to the first that ends the generation. Returns them, and their text on demand.
 
-        Text is made here only where a stop string may end the generation: rounds wait for it.
+        Only stop strings make text here: rounds wait for it. Call the returned functions in commit order.
         """
         kept: list[int] = []
-        unseen: list[int] = []
+        undecoded: list[int] = []
         shown = ""
         for token in gained:
             if self.finish is not None:
@@ -239,23 +224,23 @@ class Sequence:
                 self.finish = Finish(FinishReason.STOP, matched_token_id=token)
                 break
             if self.text is not None and self.text.may_end:
-                shown += self._watch(self.text, token)
+                shown += self._match_stop(self.text, token)
             else:
-                unseen.append(token)
+                undecoded.append(token)
             if self.finish is None and self.num_generated >= self.request.max_tokens:
                 self.finish = Finish(FinishReason.LENGTH)
-        ends = self.finish is not None and self.finish.matched_stop is None
-        return kept, partial(self._shown, shown, unseen, ends)
+        flush = self.finish is not None and self.finish.matched_stop is None
+        return kept, partial(self._show, shown, undecoded, flush)
 
-    def _watch(self, text: TextStream, token: int) -> str:
-        """Ends the generation if this token completes a stop string; returns the text to show."""
+    def _match_stop(self, text: TextStream, token: int) -> str:
+        """Returns the text to show. Ends the generation if the token completes a stop string."""
         shown = text.feed(token, may_stop=self.num_generated >= self.request.sampling.min_tokens)
         if text.matched is not None:
             self.finish = Finish(FinishReason.STOP, matched_stop=text.matched)
         return shown
 
-    def _shown(self, known: str, unseen: list[int], ends: bool) -> str:
+    def _show(self, shown: str, undecoded: list[int], flush: bool) -> str:
         if self.text is None:
             return ""
-        more = "".join(self.text.feed(token) for token in unseen)
-        return known + more + (self.text.flush() if ends else "")
+        decoded = "".join(self.text.feed(token) for token in undecoded)
+        return shown + decoded + (self.text.flush() if flush else "")

@@ -1,20 +1,19 @@
-"""Statistics of speculation for one sequence. Pure."""
+"""Speculation statistics of one sequence. Pure."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class SpeculationStats:
-    """Draft tokens and acceptance of one sequence. A round counts if it verified at least one draft token."""
+    """Draft tokens and acceptance, over the rounds that verified at least one draft token."""
 
     rounds: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
-    """At index i: rounds in which exactly i draft tokens were accepted."""
+    """At index i: rounds that accepted exactly i draft tokens."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Counts one round."""
         if drafted == 0:
             return
         self.rounds += 1

@@ -1,4 +1,4 @@
-"""The text of one generation as its tokens come: never half a character, never part of a stop string. Pure."""
+"""Streamed text of one generation: never half a character, never part of a stop string. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -7,57 +7,47 @@ from coordinator.scheduling.stop_strings import StopString
 
 
 class Decoder(Protocol):
-    """Turns tokens into text; `coordinator.prompts.detokenizer.Detokenizer` is one."""
+    """Detokenizes incrementally, as `coordinator.prompts.detokenizer.Detokenizer` does."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete."""
+        """Returns the text that these tokens complete."""
 
     def flush(self) -> str:
-        """The remaining text, when no token will follow."""
+        """Returns the remaining text."""
 
 
 ShownText = Callable[[], str]
-"""Makes the text of some tokens when it is asked for, once, after that of all tokens before them."""
+"""Makes the text of some tokens. Call it once, after the function for the tokens before them."""
 
 
 class TextStream:
-    """Text as it can be shown: what may be the beginning of a stop string is held back until that is known."""
+    """Holds back text that may be the beginning of a stop string."""
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
         self.matched: str | None = None
-        """The stop string that ended the text. Among several it is the one that begins first, and among these the
-        longest."""
+        """The stop string that ended the text: the one that begins first, and of several such the longest."""
         self._decoder, self._stop = decoder, [StopString(text) for text in stop]
         self._held = ""
 
     @property
     def may_end(self) -> bool:
-        """Whether the text can end the generation."""
         return bool(self._stop)
 
     def feed(self, token_id: int, may_stop: bool = True) -> str:
-        """The text that can be shown once this token has come.
-
-        Without `may_stop`, a stop string that this token completes is ordinary text.
-        """
-        known, piece = len(self._held), self._decoder.feed([token_id])
+        """Returns the text to show after this token. Without `may_stop`, stop strings that it completes are text."""
+        held, piece = len(self._held), self._decoder.feed([token_id])
         self._held += piece
-        ends = [
-            (known + end - len(stop.text), -len(stop.text), stop.text)
-            for stop in self._stop
-            if (end := stop.feed(piece))
-        ]
-        if ends and may_stop:
-            at, _, self.matched = min(ends)
-            shown, self._held = self._held[:at], ""
+        ends = [(stop.text, held + end) for stop in self._stop if (end := stop.feed(piece))]
+        matches = [(end - len(text), -len(text), text) for text, end in ends]
+        if matches and may_stop:
+            begin, _, self.matched = min(matches)
+            shown, self._held = self._held[:begin], ""
             return shown
-        return self._show(len(self._held) - max((stop.begun for stop in self._stop), default=0))
-
-    def flush(self) -> str:
-        """The text held back, when no token will follow."""
-        rest, self._held = self._held + self._decoder.flush(), ""
-        return rest
-
-    def _show(self, count: int) -> str:
+        count = len(self._held) - max((stop.matched for stop in self._stop), default=0)
         shown, self._held = self._held[:count], self._held[count:]
         return shown
+
+    def flush(self) -> str:
+        """Returns the text held back, at the end of the generation."""
+        rest, self._held = self._held + self._decoder.flush(), ""
+        return rest

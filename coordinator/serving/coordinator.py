@@ -1,4 +1,4 @@
-"""The coordinator: takes requests, lets the round loop generate them, and hands every caller its own tokens."""
+"""The coordinator: queues requests, runs rounds, and gives every caller its tokens."""
 
 import asyncio
 import logging
@@ -15,14 +15,13 @@ from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import RequestsInFlight
 from coordinator.requests.latencies import Latencies
 from coordinator.rounds.loop import RoundLoop
-from coordinator.rounds.runner import RoundSettings
-from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
+from coordinator.rounds.runner import RoundRunner
+from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
-from coordinator.scheduling.pool import DuplicateRequestError, Pool
+from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, Prefix, Sequence
 from coordinator.scheduling.text import TextStream
-from coordinator.tracing.recorded import RecordedTraces
-from coordinator.tracing.traces import UNTRACED
+from coordinator.tracing.traces import Traces
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.interface import Workers
@@ -47,7 +46,8 @@ class Coordinator:
 
     def __init__(self, settings: CoordinatorSettings, tracer: Tracer | None = None) -> None:
         self.settings = settings
-        self.traces = UNTRACED if tracer is None else RecordedTraces(tracer, self._model, settings.trace_prompts)
+        self.started = time.monotonic()
+        self.traces = Traces(tracer, self._model, settings.trace_prompts)
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
         target = Connector(settings.target_address, **settings.worker_security)
@@ -56,42 +56,42 @@ class Coordinator:
         if settings.draft_address is not None:
             draft = Connector(settings.draft_address, **settings.worker_security)
             self.draft = DraftLink(draft, coordinator_id, settings.draft_timeout_seconds, self.target)
+        is_eqspec = settings.policy == "eqspec"  # a fixed batch neither preempts nor overlaps
         self.pool = Pool(
             settings.usable_window,
             QueueLimits(settings.queue_size, settings.queue_tokens, settings.max_requests_per_client),
             by_length=settings.admission == "length",
             prefix_caching=settings.prefix_caching,
-            preempts=settings.policy != "eqspec",  # a fixed batch admits no sequence
+            preempts=not is_eqspec,
         )
         self.in_flight = RequestsInFlight(Latencies() if settings.metrics_port is not None else None)
-        self.started = time.monotonic()
-        self._sequence_ids = count(1)
-        limits = GroupingLimits(
-            settings.max_batch_size, settings.least_group_size, settings.max_wait_rounds, settings.prefer_group
-        )
         self.drafting = Drafting(settings.max_num_speculative_tokens)
-        overlap = "off" if settings.policy == "eqspec" else settings.overlap
-        self._loop = RoundLoop(
-            pool=self.pool,
-            policy=POLICIES[settings.policy](limits),
-            workers=Workers(self.target, self.draft),
-            drafting=self.drafting,
-            settings=RoundSettings(settings.prefill_tokens, overlap),
-            events=self.in_flight,
-            traces=self.traces,
+        runner = RoundRunner(
+            self.pool,
+            Workers(self.target, self.draft),
+            self.drafting,
+            self.in_flight,
+            self.traces,
+            prefill_tokens=settings.prefill_tokens,
+            overlap="off" if is_eqspec else settings.overlap,
         )
-        self.counters = self._loop.counters
+        self.counters = runner.counters
+        limits = GroupingLimits(
+            settings.max_batch_size, settings.default_group_size, settings.max_wait_rounds, settings.prefer_group
+        )
+        self._loop = RoundLoop(self.pool, POLICIES[settings.policy](limits), runner, self.in_flight)
+        self._sequence_ids = count(1)
 
     @property
     def tokenizer(self) -> TargetTokenizer:
-        """The target's tokenizer. UnavailableError until the target worker was reached for the first time."""
+        """The target's tokenizer. UnavailableError until the target worker has been ready once."""
         if self.target.tokenizer is None:
             raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
         return self.target.tokenizer
 
     @property
     def max_model_len(self) -> int:
-        """Most positions of a request. UnavailableError until the target worker was reached."""
+        """Maximum positions of a request. UnavailableError until the target worker has been ready once."""
         _ = self.tokenizer
         return self.target.max_model_len
 
@@ -101,48 +101,50 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 for link in self._links():
                     tasks.create_task(link.keep_connected())
-                tasks.create_task(self._loop.release_leavers())
                 await self._loop.run()
         except* MismatchError as group:
             raise group.exceptions[0] from None
 
     def fit_window(self) -> None:
-        """Limits the window to the target's slots; call when the target is ready.
-
-        More sequences than slots would only take turns in rebuilding caches.
-        """
+        """Limits the window to the target's slots, once it is ready. More sequences would only evict each other."""
         load = self.target.load_at_start
         self.pool.slots = load.slots_total
         self.pool.max_num_seqs = min(self.settings.usable_window, self.pool.slots)
-        self.pool.kv_capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple)
+        self.pool.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple)
 
     async def slots_released(self) -> None:
-        """Waits until no sequence is generated or holds a slot of a worker that answers."""
-        while not self.pool.is_empty or (self.draft is not None and self.draft.is_releasing):  # noqa: ASYNC110 - once, at the end; not worth an event
+        """Waits until all sequences have ended and released their slots."""
+        while not self.pool.is_empty or (self.draft is not None and self.draft.is_releasing):  # noqa: ASYNC110 - only at shutdown
             await asyncio.sleep(POLL_SECONDS)
 
     def check_queue(self, request: GenerationRequest) -> None:
-        """Raises what `generate` would raise now; to be called before a prompt is tokenized.
+        """Raises the errors of `generate` before the prompt is tokenized.
 
         AlreadyExistsError, QueueFullError, InvalidArgumentError.
         """
-        most = self.settings.max_requests_per_client
-        if most is not None and request.n > most:
-            refusal = f"{request.n} is beyond {most}, the number of samples that one client may have in flight"
+        limit = self.settings.max_requests_per_client
+        if limit is not None and request.n > limit:
+            refusal = f"{request.n} exceeds {limit}, the number of samples that one client may have in flight"
             raise InvalidArgumentError("sampling_params.n", refusal)
         with self._refusals(request):
             self.pool.check(request)
 
     @asynccontextmanager
     async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
-        """A generation under way; leaving the context early ends it and frees its slots.
+        """Generates. Leaving the context early aborts the request.
 
         AlreadyExistsError if the client has a request with this id in flight; QueueFullError.
         """
         sequences = self._sequences(request)
         with self._refusals(request):
             self.pool.submit(sequences)
-        generation = Generation(sequences, arrived, self, self.settings.stream_stall_seconds)
+        generation = Generation(
+            sequences,
+            arrived,
+            self.settings.stream_stall_seconds,
+            pause=self.pool.pause,
+            resume=self._resume,
+        )
         self.in_flight.add(generation)
         self._loop.wake()
         try:
@@ -151,20 +153,10 @@ class Coordinator:
             for sequence in sequences:
                 self._abort(sequence)
             self.in_flight.discard(generation)
-            log.debug("the request has ended: %s", generation)
-
-    def pause(self, sequence: Sequence) -> None:
-        """Keeps a sequence out of rounds while its reader lags behind."""
-        self.pool.pause(sequence)
-
-    def resume(self, sequence: Sequence) -> None:
-        """Lets a paused sequence go on."""
-        self.pool.resume(sequence)
-        self._loop.wake()
+            log.debug("request finished: %s", generation)
 
     def abort(self, client: str, request_id: str) -> None:
-        """Ends a client's own request in flight: its caller gets the tokens so far. NotFoundError, also for other
-        clients' requests."""
+        """Ends a client's own request. Its caller gets the tokens so far. NotFoundError."""
         sequences = self.pool.find(client, request_id)
         if not sequences:
             raise NotFoundError(f"request_id: no request {request_id!r} is in flight")
@@ -172,12 +164,11 @@ class Coordinator:
             self._abort(sequence)
 
     async def close(self) -> None:
-        """Closes the connections."""
         for link in self._links():
             await link.close()
 
     def _model(self) -> str:
-        """The name of the target model; empty until the target worker was reached."""
+        """Name of the target model; empty until the target worker has been ready once."""
         return self.target.info.model if self.target.info is not None else ""
 
     def _links(self) -> list[TargetLink | DraftLink]:
@@ -185,13 +176,17 @@ class Coordinator:
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:
-        """Tells the client why the pool does not take its request."""
+        """Translates errors of the pool."""
         try:
             yield
         except DuplicateRequestError:
             raise AlreadyExistsError(f"request_id: {request.request_id!r} is in flight already") from None
         except PoolFullError as error:
             raise QueueFullError(str(error), self.in_flight.seconds_until_free(error.places)) from None
+
+    def _resume(self, sequence: Sequence) -> None:
+        self.pool.resume(sequence)
+        self._loop.wake()
 
     def _abort(self, sequence: Sequence) -> None:
         if sequence.finish is not None:
@@ -201,7 +196,7 @@ class Coordinator:
         self._loop.wake()
 
     def _sequences(self, request: GenerationRequest) -> list[Sequence]:
-        """The samples of a request, each with a seed of its own; all but the first begin with its prompt."""
+        """The samples of a request, each with its own seed. All but the first copy the prompt of the first."""
         sequences = [
             Sequence(next(self._sequence_ids), sample, TextStream(self.tokenizer.detokenizer(), sample.stop))
             for sample in request.samples()
@@ -210,6 +205,6 @@ class Coordinator:
         for other in others:
             other.first_sample_id = first.sequence_id
         for other in others if first.prompt_length > 1 else ():
-            # The last token of the prompt is left for each to run: its logits are what they choose from.
+            # Each sample runs the last token itself, for its logits.
             other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)
         return sequences

@@ -1,69 +1,54 @@
-"""The path of a request from its message to the pool, the same for every service that generates."""
+"""The path of a request from its message to the pool, shared by all services that generate."""
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
-from coordinator.prompts.reading import PromptReader
+from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
-from coordinator.requests.validation import Limits, check_request_id, parse_request, with_prompt
+from coordinator.requests.validation import Limits, check_request_id, read_request
 from coordinator.serving.coordinator import Coordinator
-from coordinator.tracing.traces import Asked, RequestTrace
+from coordinator.tracing.traces import Call, RequestTrace
 from specpool.protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
-from specpool.rpc.observability import logs
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
 from specpool.rpc.server.unread import UnreadStream
 from specpool.v1 import generation_pb2 as pb
 
-GiveUp: TypeAlias = Callable[[ServiceError], None]
+Fail: TypeAlias = Callable[[ServiceError], None]
 """Ends the call of a stream that is not read."""
 
 
 class Intake:
-    """Takes in the requests of all services, which share its bounds and each client's request ids."""
+    """Accepts the requests of all services, which share limits and request ids."""
 
     def __init__(self, coordinator: Coordinator, server: Server) -> None:
         self._coordinator, self._server = coordinator, server
         settings = coordinator.settings
-        self._slots = TokenizerPool(most_waiting=settings.usable_window + settings.queue_size)
+        self._tokenizers = TokenizerPool(max_waiting=settings.usable_window + settings.queue_size)
 
     @asynccontextmanager
     async def generation(
-        self, request: pb.GenerateRequest, context: Any, stream: bool = False
-    ) -> AsyncIterator[tuple[Generation, GiveUp]]:
-        """The generation that answers a call, and how to give up a stream that is not read. It ends with the context.
+        self, message: pb.GenerateRequest, context: Any, stream: bool = False
+    ) -> AsyncIterator[tuple[Generation, Fail]]:
+        """The generation that answers a call, and a function that fails the call. Leaving the context ends both.
 
         InvalidArgumentError, AlreadyExistsError, QueueFullError, UnavailableError.
         """
-        with self._coordinator.traces.request(partial(_asked, request, context, stream)) as trace:
-            async with await self._begin(request, client_of(context)) as generation:
-                trace.follow(generation)
-                yield generation, partial(_give_up, trace, UnreadStream(context))
-
-    async def _begin(self, request: pb.GenerateRequest, client: str) -> AbstractAsyncContextManager[Generation]:
-        """Checks the request of a client and reads its prompt; enter the result to generate."""
-        if self._server.stopping:
-            raise UnavailableError("the server is shutting down")
-        arrived = time.monotonic()
         coordinator = self._coordinator
-        limits = Limits(
-            coordinator.settings,
-            coordinator.max_model_len,
-            coordinator.target.vocab_size,
-            coordinator.pool.max_num_seqs,
-        )
-        prompt = PromptReader(coordinator.tokenizer, limits.max_model_len, limits.vocab_size)
-        parsed = replace(parse_request(request, coordinator.tokenizer.eos_token_ids, limits), client=client)
-        logs.serves_request(parsed.request_id)
-        prompt.check(request)
-        coordinator.check_queue(parsed)
-        prompt_ids = await prompt.read(request, self._slots, before=lambda: coordinator.check_queue(parsed))
-        return coordinator.generate(with_prompt(parsed, prompt_ids, request.sampling_params, limits), arrived)
+        with coordinator.traces.request(partial(_describe, message, context, stream)) as trace:
+            if self._server.stopping:
+                raise UnavailableError("the server is shutting down")
+            arrived = time.monotonic()
+            prompts = PromptReader(coordinator.tokenizer, coordinator.max_model_len, coordinator.target.vocab_size)
+            limits = Limits(coordinator.settings, prompts, coordinator.pool.max_num_seqs)
+            request = await read_request(message, client_of(context), limits, self._tokenizers, coordinator.check_queue)
+            async with coordinator.generate(request, arrived) as generation:
+                coordinator.traces.follow(trace, generation)
+                yield generation, partial(_fail, trace, UnreadStream(context))
 
     def abort(self, request_id: str, client: str) -> None:
         """Ends a request in flight of the same client. InvalidArgumentError, NotFoundError."""
@@ -73,19 +58,18 @@ class Intake:
         self._coordinator.abort(client, request_id)
 
 
-def _asked(request: pb.GenerateRequest, context: Any, stream: bool) -> Asked:
-    """What the trace of a request needs to know of its call."""
-    is_chat = request.WhichOneof("input") == "chat"
-    texts = [("user", request.text)] if request.text else []
-    return Asked(
+def _describe(message: pb.GenerateRequest, context: Any, stream: bool) -> Call:
+    is_chat = message.WhichOneof("input") == "chat"
+    texts = [("user", message.text)] if message.text else []
+    return Call(
         operation="chat" if is_chat else "text_completion",
         stream=stream,
         metadata=context.invocation_metadata() or (),
-        messages=lambda: [(message.role, message.content) for message in request.chat.messages] if is_chat else texts,
+        messages=lambda: [(entry.role, entry.content) for entry in message.chat.messages] if is_chat else texts,
     )
 
 
-def _give_up(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> None:
-    """Ends a stream that is not read; its handler will only see that it was cancelled."""
+def _fail(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> None:
+    """Ends a stream that is not read. Its handler only sees a cancellation."""
     trace.failed(error)
     stream.end(error)

@@ -1,11 +1,12 @@
-"""The public RPCs: protobuf in, protobuf out, and the coordinator in between."""
+"""The public RPCs: translates protobuf messages to and from the coordinator."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from coordinator.requests.generation import Piece, Sample
+from coordinator.requests.generation import Sample
+from coordinator.scheduling.commits import Commit
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.workers.link import WorkerLink
@@ -24,7 +25,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._coordinator, self._server, self._intake = coordinator, server, intake
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
-        """Generates to the end and answers once."""
         async with self._intake.generation(request, context) as (generation, _):
             first, *others = [await _response(sample) for sample in await generation.finished()]
             first.other_samples.extend(others)
@@ -33,16 +33,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Generates and sends every piece as it is committed, at the pace of the client."""
-        async with self._intake.generation(request, context, stream=True) as (generation, give_up):
+        """Streams tokens as they are committed, at the pace of the client."""
+        async with self._intake.generation(request, context, stream=True) as (generation, fail):
             request_id = generation.request_id
-            async for sample, piece in generation.pieces(give_up):
-                if piece is not None and not (piece.token_ids or piece.text):
-                    continue  # an end that leaves nothing to show
-                if piece is not None:
-                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, piece))
-                else:
+            async for sample, commit in generation.stream(fail):
+                if commit is None:
                     yield pb.GenerateStreamResponse(request_id=request_id, complete=await _response(sample))
+                elif commit.token_ids or commit.text:
+                    yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, commit))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Ends a request in flight of the same client."""
@@ -50,7 +48,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return pb.AbortResponse()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        """Models and limits."""
         coordinator, settings = self._coordinator, self._coordinator.settings
         draft = coordinator.draft.info if coordinator.draft is not None else None
         return pb.GetModelInfoResponse(
@@ -65,7 +62,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        """Load, workers and counters."""
         coordinator, counters = self._coordinator, self._coordinator.counters
         target, draft = await asyncio.gather(_worker_state(coordinator.target), _worker_state(coordinator.draft))
         return pb.GetServerInfoResponse(
@@ -99,12 +95,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-def _chunk(sample: Sample, piece: Piece) -> pb.GenerateChunk:
+def _chunk(sample: Sample, commit: Commit) -> pb.GenerateChunk:
     return pb.GenerateChunk(
         index=sample.index,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        logprobs=map(logprobs_message, piece.logprobs),
+        text=commit.text,
+        token_ids=commit.token_ids,
+        logprobs=map(logprobs_message, commit.logprobs),
     )
 
 
@@ -116,13 +112,13 @@ async def _response(sample: Sample) -> pb.GenerateResponse:
 
 
 def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
-    sequence, finish, timings = sample.sequence, sample.sequence.finish, sample.timings
+    sequence, finish = sample.sequence, sample.sequence.finish
     assert finish is not None
     speculation = sequence.speculation
     return pb.GenerateResponse(
         request_id=sequence.request.request_id,
         index=sample.index,
-        text="".join(piece.text for piece in sample.pieces),
+        text="".join(commit.text for commit in sample.commits),
         token_ids=sequence.generated_ids,
         finish_reason=finish.reason,
         matched_token_id=finish.matched_token_id,
@@ -141,13 +137,7 @@ def _without_logprobs(sample: Sample) -> pb.GenerateResponse:
             num_draft_tokens=speculation.draft_tokens,
             num_accepted_draft_tokens=speculation.accepted_tokens,
         ),
-        timings=pb.Timings(
-            queue_s=timings.queue,
-            prefill_s=timings.prefill,
-            decode_s=timings.decode,
-            time_to_first_token_s=timings.first_token,
-            total_s=timings.total,
-        ),
+        timings=pb.Timings(**vars(sample.timings)),
     )
 
 

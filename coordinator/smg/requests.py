@@ -1,5 +1,7 @@
-"""The gateway's requests, as requests of our own API, where they are validated. What we cannot do is refused by name,
-including fields of later versions."""
+"""Converts the gateway's requests to our own API, which validates them.
+
+Unsupported fields are rejected by name, including fields of later versions.
+"""
 
 from itertools import islice
 
@@ -10,52 +12,54 @@ from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
 REQUEST_FIELDS = {"request_id", "tokenized", "text", "sampling_params", "stream"}
-# Fields of the same name and meaning. Where smg cannot leave one unset, 0 means unset, as in vLLM.
+# Fields with the same name and meaning. Where smg cannot leave a field unset, 0 means unset, as in vLLM.
 SAME = {
     "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "max_tokens",
     "min_tokens", "ignore_eos", "n", "logprobs",
 }  # fmt: skip
 CONVERTED = {"top_k", "seed", "stop", "stop_token_ids", "logit_bias"}
-# How tokens become text, which is up to the gateway.
-OF_THE_GATEWAY = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
+# Detokenization options, which the gateway applies itself.
+DETOKENIZATION = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 STRUCTURED = {"json_schema", "regex", "grammar", "structural_tag", "json_object", "choice", "grammar_from_first_token"}
 
 UNSET_TEMPERATURE = 1.0
-"""Temperature of a request that sets none: that of OpenAI's API and of vLLM. Unset means 0 in our own API."""
+"""Default temperature of OpenAI's API and vLLM. In our own API the default is 0."""
 INT32_MAX = 2**31 - 1
 
 
-def generate_request(asked: smg.GenerateRequest) -> pb.GenerateRequest:
-    """The same request in our own API. InvalidArgumentError for a field that it does not have."""
-    for field, _ in asked.ListFields():
+def generate_request(message: smg.GenerateRequest) -> pb.GenerateRequest:
+    """Convert a request. Raises InvalidArgumentError for unsupported fields."""
+    for field, _ in message.ListFields():
         if field.name not in REQUEST_FIELDS:
             raise InvalidArgumentError(field.name, "is not supported")
-    request = pb.GenerateRequest(request_id=asked.request_id, sampling_params=_sampling_params(asked.sampling_params))
-    if asked.WhichOneof("input") == "text":
-        request.text = asked.text
-    elif asked.WhichOneof("input") == "tokenized":
+    request = pb.GenerateRequest(
+        request_id=message.request_id, sampling_params=_sampling_params(message.sampling_params)
+    )
+    if message.WhichOneof("input") == "text":
+        request.text = message.text
+    elif message.WhichOneof("input") == "tokenized":
         request.tokenized.SetInParent()
-        request.tokenized.input_ids.MergeFrom(asked.tokenized.input_ids)
+        request.tokenized.input_ids.MergeFrom(message.tokenized.input_ids)
     return request
 
 
-def _sampling_params(asked: smg.SamplingParams) -> pb.SamplingParams:
+def _sampling_params(message: smg.SamplingParams) -> pb.SamplingParams:
     params = pb.SamplingParams(temperature=UNSET_TEMPERATURE)
-    params.stop.MergeFrom(asked.stop)
-    params.stop_token_ids.MergeFrom(asked.stop_token_ids)
-    for field, value in asked.ListFields():
+    params.stop.MergeFrom(message.stop)
+    params.stop_token_ids.MergeFrom(message.stop_token_ids)
+    for field, value in message.ListFields():
         if field.name in SAME:
             setattr(params, field.name, value)
         elif field.name in STRUCTURED:
             raise InvalidArgumentError(f"sampling_params.{field.name}", "structured outputs are not supported")
-        elif field.name not in CONVERTED | OF_THE_GATEWAY:
+        elif field.name not in CONVERTED | DETOKENIZATION:
             raise InvalidArgumentError(f"sampling_params.{field.name}", "is not supported")
-    if asked.top_k:
-        params.top_k = min(asked.top_k, INT32_MAX)  # no vocabulary is larger
-    if asked.HasField("seed"):
-        params.seed = asked.seed % 2**64
-    for token, bias in islice(asked.logit_bias.items(), MAX_LOGIT_BIASES + 1):  # more are refused anyway
+    if message.top_k:
+        params.top_k = min(message.top_k, INT32_MAX)  # above any vocabulary size
+    if message.HasField("seed"):
+        params.seed = message.seed % 2**64
+    for token, bias in islice(message.logit_bias.items(), MAX_LOGIT_BIASES + 1):  # validation rejects more
         if token < 0:
-            raise InvalidArgumentError("sampling_params.logit_bias", f"token id {token} is negative")
+            raise InvalidArgumentError("sampling_params.logit_bias", f"token id {token} must not be negative")
         params.logit_bias[token] = bias
     return params

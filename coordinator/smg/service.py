@@ -1,4 +1,4 @@
-"""`vllm.grpc.engine.VllmEngine`, the service that the gateway smg expects of an engine, served by a coordinator."""
+"""`vllm.grpc.engine.VllmEngine`, the service that the smg gateway expects of an engine."""
 
 import contextlib
 import time
@@ -11,8 +11,8 @@ from smg_grpc_proto.generated import common_pb2
 
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
-from coordinator.smg.answers import chunk, complete, end, loads, model_info
 from coordinator.smg.requests import generate_request
+from coordinator.smg.responses import chunk, complete, end, loads, model_info
 from coordinator.smg.tokenizer import TokenizerArchive
 from specpool.protocol.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from specpool.rpc.server.callers import client_of
@@ -20,12 +20,12 @@ from specpool.rpc.server.server import Server
 from specpool.rpc.version import package_version
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
-MOST_ABORTED = 1024
-"""Most requests that one call of `Abort` may end."""
+MAX_ABORTED = 1024
+"""Maximum number of request ids in one `Abort` call."""
 
 
 def add_engine_service(coordinator: Coordinator, server: Server, intake: Intake) -> None:
-    """Adds the service for the gateway to the server."""
+    """Add the gateway's service to the server."""
     servicer = EngineServicer(coordinator, server, intake)
     server.add(SERVICE, vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server, servicer)
 
@@ -38,34 +38,34 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         self._archive: TokenizerArchive | None = None
 
     async def Generate(self, request: smg.GenerateRequest, context: Any) -> AsyncIterator[smg.GenerateResponse]:
-        """Sends each sample as one message, or with `stream` as its pieces when they are committed, and its end."""
-        asked = generate_request(request)
-        async with self._intake.generation(asked, context, request.stream) as (generation, give_up):
-            # Until these arrive, the gateway can still answer its client with an error; afterwards only with a stream.
+        """Send each sample as one message, or with `stream` as its pieces and its end."""
+        converted = generate_request(request)
+        async with self._intake.generation(converted, context, request.stream) as (generation, fail):
+            # Until these arrive, the gateway can still answer its client with an HTTP error.
             await context.send_initial_metadata(())
             unfinished = len(generation.samples)
-            async for sample, piece in generation.pieces(give_up):
-                unfinished -= piece is None
+            async for sample, commit in generation.stream(fail):
+                unfinished -= commit is None
                 if request.stream:
-                    if piece is None:
+                    if commit is None:
                         yield end(sample)
-                    elif piece.token_ids:
-                        yield chunk(sample, piece)
+                    elif commit.token_ids:
+                        yield chunk(sample, commit)
                 elif not unfinished:
-                    for each in generation.samples:  # in this order, which the gateway keeps
+                    for each in generation.samples:  # the gateway keeps this order
                         yield await complete(each)
 
     async def Abort(self, request: smg.AbortRequest, context: Any) -> smg.AbortResponse:
-        """Ends requests of the same client, as far as they are in flight."""
-        if len(request.request_ids) > MOST_ABORTED:
-            raise InvalidArgumentError("request_ids", f"has more than {MOST_ABORTED} entries")
+        """End requests of the same client. Ignores those that are not in flight."""
+        if len(request.request_ids) > MAX_ABORTED:
+            raise InvalidArgumentError("request_ids", f"has more than {MAX_ABORTED} entries")
         for request_id in request.request_ids:
-            with contextlib.suppress(NotFoundError):  # it has ended meanwhile
+            with contextlib.suppress(NotFoundError):  # already ended
                 self._intake.abort(request_id, client_of(context))
         return smg.AbortResponse()
 
     async def HealthCheck(self, request: smg.HealthCheckRequest, context: Any) -> smg.HealthCheckResponse:
-        """Whether requests are served: not during a drain, nor while the target worker is away."""
+        """Return whether requests are served: not during a drain, nor while the target worker is unavailable."""
         target = self._coordinator.target
         if self._server.stopping:
             return smg.HealthCheckResponse(healthy=False, message="the server is shutting down")
@@ -74,11 +74,11 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         return smg.HealthCheckResponse(healthy=True, message="ok")
 
     async def GetModelInfo(self, request: smg.GetModelInfoRequest, context: Any) -> smg.GetModelInfoResponse:
-        """The target and its limits. UnavailableError until the target worker has been reached."""
+        """Describe the target and its limits. Raises UnavailableError until the target worker was ready."""
         return model_info(self._coordinator)
 
     async def GetServerInfo(self, request: smg.GetServerInfoRequest, context: Any) -> smg.GetServerInfoResponse:
-        """What the gateway asks when it registers a server."""
+        """Describe the server. The gateway calls this when it registers a server."""
         coordinator = self._coordinator
         model = coordinator.target.info
         return smg.GetServerInfoResponse(
@@ -91,26 +91,26 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         )
 
     async def GetLoads(self, request: smg.GetLoadsRequest, context: Any) -> smg.GetLoadsResponse:
-        """The load, by which the gateway chooses among several servers."""
+        """Return the load, which the gateway uses to balance servers."""
         target = self._coordinator.target
         return loads(self._coordinator, await target.load() if target.is_ready else None, package_version())
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Any
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """The target's tokenizer, as a zip archive. UnavailableError until the target worker has been reached."""
+        """Send the target's tokenizer as a zip archive. Raises UnavailableError until the target worker was ready."""
         tokenizer, model = self._coordinator.tokenizer, self._coordinator.target.info
         assert model is not None
-        if self._archive is None:  # the tokenizer never changes: a worker with another one is refused
+        if self._archive is None:  # never changes: workers with another tokenizer are refused
             self._archive = TokenizerArchive(tokenizer.files, model.architecture)
         for piece in await self._archive.chunks():
             yield piece
 
     async def Embed(self, request: smg.EmbedRequest, context: Any) -> smg.EmbedResponse:
-        raise UnimplementedError("Embed: this server generates text, and computes no embeddings")
+        raise UnimplementedError("Embed: this server generates text and does not compute embeddings")
 
     async def FlushCache(self, request: Any, context: Any) -> Any:
-        raise UnimplementedError("FlushCache: cached prefixes are dropped when their slots are needed")
+        raise UnimplementedError("FlushCache: cached prefixes are evicted automatically")
 
     async def StartProfile(self, request: Any, context: Any) -> Any:
         raise UnimplementedError("StartProfile: this server has no profiler")
@@ -119,5 +119,5 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
         raise UnimplementedError("StopProfile: this server has no profiler")
 
     async def SubscribeKvEvents(self, request: Any, context: Any) -> AsyncIterator[common_pb2.KvEventBatch]:
-        raise UnimplementedError("SubscribeKvEvents: this server publishes no events of its cache")
-        yield  # so that it is a stream
+        raise UnimplementedError("SubscribeKvEvents: this server does not publish cache events")
+        yield  # makes this an async generator

@@ -1,4 +1,4 @@
-"""The target's tokenizer as the archive of files from which the gateway builds its own."""
+"""The target's tokenizer as a zip archive, from which the gateway builds its own."""
 
 import asyncio
 import hashlib
@@ -16,16 +16,16 @@ CHUNK_BYTES = 2**20
 
 
 class TokenizerArchive:
-    """A zip archive of tokenizer files, made when first asked for."""
+    """A zip archive of tokenizer files, built on first use."""
 
     def __init__(self, files: TokenizerFiles, model_type: str) -> None:
-        """`model_type`: the architecture, as `transformers` names it."""
+        """`model_type`: name of the architecture in `transformers`."""
         self._files, self._model_type = files, model_type
-        self._making = asyncio.Lock()
+        self._building = asyncio.Lock()
 
     async def chunks(self) -> Iterator[smg.GetTokenizerChunk]:
-        """The archive in pieces, the last one with its SHA-256."""
-        async with self._making:  # in a thread, because a large vocabulary takes a while; once for all callers
+        """Return the archive in chunks. The last one carries its SHA-256."""
+        async with self._building:  # once for all callers, in a thread: large vocabularies take a while
             data, fingerprint = await asyncio.to_thread(lambda: self._archive)
         starts = range(0, len(data), CHUNK_BYTES)
         return (
@@ -37,7 +37,7 @@ class TokenizerArchive:
 
     @cached_property
     def _archive(self) -> tuple[bytes, str]:
-        """The archive and its SHA-256, the same for the same tokenizer."""
+        """The archive and its SHA-256. Both are deterministic."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w") as archive:
             for name, content in self._contents().items():
@@ -46,7 +46,7 @@ class TokenizerArchive:
         return data, hashlib.sha256(data).hexdigest()
 
     def _contents(self) -> dict[str, bytes]:
-        """Files, by their names in a model's folder. The two configurations hold only what concerns text."""
+        """Return the files by name. The two config files hold only the fields that tokenizers need."""
         files = self._files
         config = {"model_type": self._model_type, "eos_token_id": files.eos_token_ids}
         contents = {

@@ -1,11 +1,12 @@
-"""The coordinator's metrics, read from its counters, its pool and its links when a scrape asks for them."""
+"""The coordinator's metrics, collected from counters, pool and links on each scrape."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
 from coordinator.drafting.drafting import SpeculationState
 from coordinator.requests.latencies import Histogram, Latencies
+from coordinator.scheduling.counters import DraftCounters
 from coordinator.scheduling.sequence import DraftMethod, FinishReason
 from coordinator.serving.coordinator import Coordinator
 from coordinator.workers.link import LinkState
@@ -18,13 +19,13 @@ SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256)
 
 
 class CoordinatorMetrics:
-    """Collector. Metrics of requests and rounds begin once the target worker, whose model they name, is reached."""
+    """Collector. Metrics of requests and rounds start with the target worker, whose model they name."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, and some of them under vLLM's names as well if the settings say so."""
+        """All metrics; optionally some under vLLM's names too."""
         coordinator = self._coordinator
         yield self._links()
         if coordinator.target.info is None:
@@ -36,7 +37,7 @@ class CoordinatorMetrics:
         if coordinator.settings.metrics_compat == "vllm":
             named = Families("vllm:", {**model, "engine": "0"})
             yield from self._as_vllm(named, latencies)
-            yield from self._before_renaming(named, latencies)
+            yield from self._former_names(named, latencies)
 
     def _links(self) -> Metric:
         coordinator = self._coordinator
@@ -47,121 +48,113 @@ class CoordinatorMetrics:
             if link is not None
             for state in LinkState
         }
-        text = "Whether the link to a worker is in this state; 1 for one of the states."
+        text = "State of the link to a worker: 1 for the present state, else 0."
         return Families().gauge("worker_link_state", text, states, "worker", "state")
 
     def _as_vllm(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
-        """Metrics that vLLM has too, with its names and meanings."""
+        """Metrics with the names and meanings of vLLM's."""
         coordinator, pool = self._coordinator, self._coordinator.pool
         counter, gauge = families.counter, families.gauge
         yield gauge("num_requests_running", "Samples being generated.", pool.running)
         yield gauge("num_requests_waiting", "Samples in the queue.", pool.queued)
-        yield gauge("kv_cache_usage_perc", "Share of the target's KV cache that is reserved, 0 to 1.", pool.kv_usage)
-        text = "Prompt tokens of samples whose first token was committed."
-        yield counter("prompt_tokens", text, latencies.prefilled_tokens)
+        yield gauge("kv_cache_usage_perc", "Reserved share of the target's KV cache, 0 to 1.", pool.kv_usage)
+        yield counter("prompt_tokens", "Prompt tokens of samples with a first token.", latencies.prefilled_tokens)
         yield counter("generation_tokens", "Tokens committed.", coordinator.counters.completion_tokens)
         ends = {how: coordinator.in_flight.finished[how] for how in map(str, ENDS)}
         yield counter("request_success", "Samples that ended, by reason.", ends, "finished_reason")
-        text = "Prompt tokens for which a cached prefix was looked up."
-        yield counter("prefix_cache_queries", text, latencies.prefilled_tokens)
-        text = "Prompt tokens that were copied from a cached prefix, and not prefilled."
-        yield counter("prefix_cache_hits", text, latencies.cached_tokens)
+        yield counter("prefix_cache_queries", "Prompt tokens looked up for reuse.", latencies.prefilled_tokens)
+        yield counter("prefix_cache_hits", "Prompt tokens copied from a cached prefix.", latencies.cached_tokens)
         yield from self._speculation(families)
         yield from _latencies(families, latencies)
 
     def _speculation(self, families: Families) -> Iterator[Metric]:
         counters, counter = self._coordinator.counters, families.counter
-        drafts = "Drafts verified: once per round and sequence that had draft tokens."
-        yield counter("spec_decode_num_drafts", drafts, sum(counters.accepted_lengths))
+        accepted = counters.accepted_lengths
+        text = "Drafts verified, one per round and sequence with draft tokens."
+        yield counter("spec_decode_num_drafts", text, sum(accepted))
         yield counter("spec_decode_num_draft_tokens", "Draft tokens verified.", counters.draft_tokens)
         yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", counters.accepted_draft_tokens)
-        text = "Draft tokens accepted, by their position in the draft, from 0."
-        accepted = counters.accepted_lengths
         positions = {str(i): sum(accepted[i + 1 :]) for i in range(len(counters.draft_lengths) - 1)}
+        text = "Draft tokens accepted, by position in the draft, from 0."
         yield counter("spec_decode_num_accepted_tokens_per_pos", text, positions, "position")
 
-    def _before_renaming(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
-        """Metrics that vLLM has renamed, under the names that routers may still ask for."""
-        yield families.gauge(
-            "gpu_cache_usage_perc", "The same as kv_cache_usage_perc.", self._coordinator.pool.kv_usage
-        )
-        text = "The same as prefix_cache_queries."
-        yield families.counter("gpu_prefix_cache_queries", text, latencies.prefilled_tokens)
-        yield families.counter("gpu_prefix_cache_hits", "The same as prefix_cache_hits.", latencies.cached_tokens)
+    def _former_names(self, families: Families, latencies: Latencies) -> Iterator[Metric]:
+        """Metrics under former names of vLLM that routers still read."""
+        kv_usage, counter = self._coordinator.pool.kv_usage, families.counter
+        yield families.gauge("gpu_cache_usage_perc", "The same as kv_cache_usage_perc.", kv_usage)
+        yield counter("gpu_prefix_cache_queries", "The same as prefix_cache_queries.", latencies.prefilled_tokens)
+        yield counter("gpu_prefix_cache_hits", "The same as prefix_cache_hits.", latencies.cached_tokens)
 
     def _own(self, families: Families) -> Iterator[Metric]:
         counters, counter = self._coordinator.counters, families.counter
-        yield counter("requests", "Requests that reached the pool or its queue.", self._coordinator.in_flight.requests)
+        yield counter("requests", "Requests that entered the queue.", self._coordinator.in_flight.requests)
         yield from self._limits(families)
         yield from self._rounds(families)
-        drafts = {method: counters.drafts.get(method) for method in map(str, DRAFT_METHODS)}
-        drafted = {method: its.draft_tokens if its else 0 for method, its in drafts.items()}
-        accepted = {method: its.accepted_draft_tokens if its else 0 for method, its in drafts.items()}
+        drafts = {method: counters.drafts.get(method, DraftCounters()) for method in map(str, DRAFT_METHODS)}
+        drafted = {method: counts.draft_tokens for method, counts in drafts.items()}
+        accepted = {method: counts.accepted_draft_tokens for method, counts in drafts.items()}
         yield counter("draft_tokens", "Draft tokens verified, by draft method.", drafted, "method")
         yield counter("accepted_draft_tokens", "Draft tokens accepted, by draft method.", accepted, "method")
         yield from _plan(families, self._coordinator.drafting.state())
 
     def _limits(self, families: Families) -> Iterator[Metric]:
         pool, settings, gauge = self._coordinator.pool, self._coordinator.settings, families.gauge
-        text = "Samples that may wait; requests beyond them are refused."
-        yield gauge("num_requests_waiting_limit", text, settings.queue_size)
+        yield gauge("num_requests_waiting_limit", "Maximum samples in the queue.", settings.queue_size)
         yield gauge("prompt_tokens_waiting", "Prompt tokens of the samples in the queue.", pool.queued_tokens)
-        yield gauge("prompt_tokens_waiting_limit", "Prompt tokens that may wait.", settings.queue_tokens)
-        yield gauge("window_size", "Samples that can be generated at a time.", pool.max_num_seqs)
-        text = "Places of the window in use, including those of samples that are leaving."
-        yield gauge("window_used", text, pool.occupied)
+        yield gauge("prompt_tokens_waiting_limit", "Maximum prompt tokens in the queue.", settings.queue_tokens)
+        yield gauge("window_size", "Maximum samples generated at a time.", pool.max_num_seqs)
+        yield gauge("window_used", "Places of the window in use, including leaving samples.", pool.occupied)
         yield gauge("target_slots", "Sequences that the target worker can hold.", pool.slots)
 
     def _rounds(self, families: Families) -> Iterator[Metric]:
         counters, counter = self._coordinator.counters, families.counter
-        same, mixed = counters.grouping.same_length_rounds, counters.grouping.mixed_rounds
+        grouping = counters.grouping
+        same, mixed = grouping.same_length_rounds, grouping.mixed_rounds
         rounds = {"single": counters.rounds - same - mixed, "same_length": same, "mixed": mixed}
-        yield counter("rounds", "Rounds committed, by the lengths of their sequences.", rounds, "grouping")
-        text = "Mixed rounds of a policy that found too few sequences of the same length."
-        yield counter("fallback_rounds", text, counters.grouping.fallback_rounds)
-        text = "Times that no group could be chosen because of a fault."
-        yield counter("grouping_errors", text, counters.grouping_errors)
-        text = "Seconds spent on rounds, by stage."
-        yield counter("round_stage_seconds", text, counters.stage_seconds, "stage")
+        yield counter("rounds", "Rounds committed, by kind of group.", rounds, "grouping")
+        text = "Mixed rounds for lack of sequences of equal length."
+        yield counter("fallback_rounds", text, grouping.fallback_rounds)
+        yield counter("grouping_errors", "Group selections that failed.", counters.grouping_errors)
+        yield counter("round_stage_seconds", "Seconds of rounds, by stage.", counters.stage_seconds, "stage")
         yield counter("cache_misses", "Caches rebuilt after a worker lost them.", counters.cache_misses)
-        yield _sizes(families, "group_size", "Sequences of a round.", [0, *counters.grouping.group_sizes])
-        text = "Draft tokens that a sequence had verified in a round, possibly none."
+        yield _sizes(families, "group_size", "Sequences of a round.", [0, *grouping.group_sizes])
+        text = "Draft tokens verified per sequence and round."
         yield _sizes(families, "draft_length", text, counters.draft_lengths)
 
 
 def _latencies(families: Families, latencies: Latencies) -> Iterator[Metric]:
-    texts: Mapping[str, tuple[str, Histogram]] = {
-        "time_to_first_token_seconds": ("From arrival to the first token.", latencies.first_token),
-        "inter_token_latency_seconds": (
-            "Between two commits of a sample, each of one token or more.", latencies.between_tokens,
+    histograms = (
+        ("time_to_first_token_seconds", "From arrival to the first token.", latencies.first_token),
+        ("inter_token_latency_seconds", "Between two commits of a sample.", latencies.between_tokens),
+        (
+            "request_time_per_output_token_seconds",
+            "Mean time per token of a sample, after the first.",
+            latencies.per_token,
         ),
-        "request_time_per_output_token_seconds": (
-            "Mean time per token after the first one, of each sample.", latencies.per_token,
-        ),
-        "e2e_request_latency_seconds": ("From arrival to the end.", latencies.whole),
-        "request_queue_time_seconds": ("From arrival to entering the window.", latencies.queue),
-        "request_prefill_time_seconds": ("From entering the window to the first token.", latencies.prefill),
-        "request_decode_time_seconds": ("From the first token to the end.", latencies.decode),
-        "request_prompt_tokens": ("Prompt tokens of a sample.", latencies.prompt_tokens),
-        "request_generation_tokens": ("Tokens generated for a sample.", latencies.generation_tokens),
-    }  # fmt: skip
-    for name, (text, seen) in texts.items():
-        yield families.histogram(name, text, seen.bounds, seen.counts, seen.total)
+        ("e2e_request_latency_seconds", "From arrival to the end.", latencies.total),
+        ("request_queue_time_seconds", "From arrival to admission.", latencies.queue),
+        ("request_prefill_time_seconds", "From admission to the first token.", latencies.prefill),
+        ("request_decode_time_seconds", "From the first token to the end.", latencies.decode),
+        ("request_prompt_tokens", "Prompt tokens of a sample.", latencies.prompt_tokens),
+        ("request_generation_tokens", "Tokens generated for a sample.", latencies.generation_tokens),
+    )
+    for name, text, histogram in histograms:
+        yield families.histogram(name, text, histogram.bounds, histogram.counts, histogram.total)
 
 
 def _plan(families: Families, state: SpeculationState) -> Iterator[Metric]:
-    gauge = families.gauge
-    yield gauge("draft_steps_planned", "Draft steps per round under the present plan.", state.draft_steps)
-    text = "Tokens per second expected of the present plan."
-    yield gauge("expected_tokens_per_second", text, state.expected_tokens_per_s)
-    text = "Tokens per second expected of plain decoding with as many sequences."
-    yield gauge("plain_tokens_per_second", text, state.plain_tokens_per_s)
-    text = "Estimated acceptance rate of the draft model's next tokens."
-    yield gauge("draft_acceptance_rate_estimate", text, state.model_acceptance_rate)
+    gauges = (
+        ("draft_steps_planned", "Draft steps per round of the present plan.", state.draft_steps),
+        ("expected_tokens_per_second", "Expected tokens per second of the present plan.", state.expected_tokens_per_s),
+        ("plain_tokens_per_second", "Expected tokens per second of plain decoding.", state.plain_tokens_per_s),
+        ("draft_acceptance_rate_estimate", "Estimated acceptance of the draft model.", state.model_acceptance_rate),
+    )
+    for name, text, value in gauges:
+        yield families.gauge(name, text, value)
 
 
 def _sizes(families: Families, name: str, text: str, counts: list[int]) -> Metric:
-    """A histogram of small whole numbers. `counts`: by the number."""
+    """A histogram of small integers. `counts`: by value."""
     seen = Histogram(SIZES)
     for size, count in enumerate(counts):
         seen.observe(size, count)

@@ -1,49 +1,42 @@
 """The link to the draft worker."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from coordinator.drafting.costs import UNKNOWN_DRAFT
 from coordinator.scheduling.counters import Timed
 from coordinator.workers import link
-from coordinator.workers.breaker import Breaker
+from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
+from coordinator.workers.interface import Target
 from coordinator.workers.link import LinkState, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
-from specpool.protocol.answers import MisfitError, read_proposals
 from specpool.protocol.codec import propose_request
+from specpool.protocol.responses import InvalidResponseError, read_proposals
 from specpool.protocol.rounds import Proposal, ProposeItem
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2, draft_worker_pb2_grpc
 
-# The longest rest of a draft that flaps, and how long it must have worked to be trusted again, as a multiple of a rest.
-LONGEST_REST_SECONDS, FORGIVEN_AFTER = 30.0, 10
-# A round may take this many times as long as expected, and at least this many seconds, before the draft is given up.
-PATIENCE, LEAST_TIMEOUT_SECONDS = 20, 1.0
-# Rounds after which the expected duration of a round is relied on: the first ones compile kernels and fill caches.
-FIRST_ROUNDS = 8
-
-
-class Target(Protocol):
-    """The model that is drafted for; `coordinator.workers.target_link.TargetLink` knows it once it is ready."""
-
-    @property
-    def info(self) -> common_pb2.ModelInfo | None: ...
-    async def wait_ready(self) -> None: ...
+# Backoff of a flapping draft worker: maximum pause, and uptime that resets it, as a multiple of the last pause.
+MAX_BACKOFF_SECONDS, RESET_AFTER = 30.0, 10
+# Timeout of a round, as a multiple of its expected duration, and its minimum.
+TIMEOUT_FACTOR, MIN_TIMEOUT_SECONDS = 20, 1.0
+# Rounds before the expected duration is reliable: the first ones compile kernels and fill caches.
+WARMUP_ROUNDS = 8
 
 
 class DraftLink(WorkerLink):
-    """The draft worker. After it was too slow or refused a round it rests for a while, longer each time."""
+    """The draft worker. After a timeout or an error it backs off, longer each time."""
 
     _unknown_times = UNKNOWN_DRAFT
 
     def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target) -> None:
         super().__init__(connector, coordinator_id, timeout_seconds)
         self._target = target
-        self._served = 0
-        """Rounds since the worker was away."""
+        self._rounds_served = 0
+        """Rounds since the worker was last unavailable."""
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return draft_worker_pb2_grpc.DraftWorkerServiceStub(channel)
@@ -51,10 +44,13 @@ class DraftLink(WorkerLink):
     def _make_rounds(self) -> RoundCalls:
         return RoundCalls(self._stub.ProposeStream, self._stub.Propose, self._timeout)
 
+    def _make_backoff(self) -> Backoff:
+        return Backoff(link.PROBE_SECONDS, 2 * link.PROBE_SECONDS, MAX_BACKOFF_SECONDS, RESET_AFTER)
+
     async def _probe(self) -> None:
         if self._target.info is None:
             self._set_state(LinkState.CONNECTING, "waiting for the target")
-            await self._target.wait_ready()  # before the draft is asked: its answer would be old
+            await self._target.wait_ready()  # a description from before would be stale by then
         await super()._probe()
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
@@ -63,15 +59,9 @@ class DraftLink(WorkerLink):
         if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
             raise MismatchError(f"the draft {info.model} has another tokenizer than the target {target.model}")
 
-    def _make_breaker(self) -> Breaker:
-        return Breaker(LONGEST_REST_SECONDS, FORGIVEN_AFTER)
-
-    def _rests(self) -> tuple[float, float]:
-        return link.PROBE_SECONDS, 2 * link.PROBE_SECONDS
-
-    def _rest(self, reason: str) -> None:
-        self._served = 0
-        super()._rest(reason)
+    def _back_off(self, reason: str) -> None:
+        self._rounds_served = 0
+        super()._back_off(reason)
 
     async def propose(
         self,
@@ -81,31 +71,30 @@ class DraftLink(WorkerLink):
         step_cost: float = 0.0,
         traceparent: str = "",
     ) -> tuple[list[Proposal], Timed]:
-        """Runs a round's proposals. `chances`: acceptance probabilities, for draft probabilities from 0 to 1 in equal
-        steps. `step_cost`: the tokens that a draft step must gain. `traceparent`: the span that the call is part of.
+        """Run a draft round. Raises WorkerUnreachableError, WorkerRefusedError.
 
-        WorkerUnreachableError, WorkerRefusedError.
+        `chances`: acceptance probabilities for draft probabilities from 0 to 1 in equal steps. `step_cost`: minimum
+        expected gain of a draft step, in tokens. `traceparent`: parent span.
         """
         request = propose_request(self._coordinator_id, round_id, items, chances, step_cost, traceparent)
         try:
             response, elapsed = await self._round(request, self._timeout_of(items))
             proposals = read_proposals(response, round_id, items)
         except WorkerRefusedError as error:
-            self._rest(str(error))
+            self._back_off(str(error))
             raise
-        except MisfitError as error:
+        except InvalidResponseError as error:
             raise self._lost(str(error), Cause.FAILED) from None
-        self._served += 1
+        self._rounds_served += 1
         return proposals, timed(elapsed, response)
 
     def _timeout_of(self, items: list[ProposeItem]) -> float:
-        """Seconds that a round may take: the longest allowed, or less where its cost is known."""
-        if self._served < FIRST_ROUNDS:
+        """Return the timeout of a round in seconds, shorter once its duration can be estimated."""
+        if self._rounds_served < WARMUP_ROUNDS:
             return self._timeout
-        return min(self._timeout, max(LEAST_TIMEOUT_SECONDS, PATIENCE * self._expected(items)))
+        return min(self._timeout, max(MIN_TIMEOUT_SECONDS, TIMEOUT_FACTOR * self._expected_seconds(items)))
 
-    def _expected(self, items: list[ProposeItem]) -> float:
-        """Seconds that the passes of a round are expected to take."""
-        longest = max(item.num_draft_tokens for item in items)
-        steps = [sum(item.num_draft_tokens > step for item in items) for step in range(1, longest)]
+    def _expected_seconds(self, items: list[ProposeItem]) -> float:
+        depth = max(item.num_draft_tokens for item in items)
+        steps = [sum(item.num_draft_tokens > step for item in items) for step in range(1, depth)]
         return sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))

@@ -1,7 +1,7 @@
-"""The errors in which calls to workers end, and whether the calls themselves may be at fault.
+"""Errors of calls to workers.
 
-WorkerUnreachableError    no answer, or none that can be used; `cause` says what is known about why
-WorkerRefusedError        the worker's own answer: the same call would most likely fail again
+WorkerUnreachableError    no response, or an invalid one; `cause` says what is known
+WorkerRefusedError        an error from the worker's handler: the same call would most likely fail again
 MismatchError             the worker runs a model that must not be used
 """
 
@@ -9,19 +9,19 @@ from enum import Enum, auto
 
 
 class Cause(Enum):
-    """What made a call fail."""
+    """Why a call failed."""
 
     NOT_SENT = auto()
-    """The worker was away before the call was sent."""
+    """The worker was unreachable before the call was sent."""
     LOST = auto()
-    """The connection or the worker was lost during the call. If the worker turns out to have been restarted, the call
-    may have killed it."""
+    """The connection or the worker was lost during the call. If the worker has restarted, the call may have crashed
+    it."""
     FAILED = auto()
-    """The worker hung, or gave an answer that does not fit: the call may be the reason."""
+    """The worker hung or sent an invalid response. The call may be the reason."""
 
 
 class WorkerUnreachableError(Exception):
-    """A worker does not answer, does not answer in time, or gives an answer that does not fit."""
+    """A worker sends no response, a late one, or an invalid one."""
 
     def __init__(self, reason: str, cause: Cause) -> None:
         super().__init__(reason)
@@ -29,8 +29,8 @@ class WorkerUnreachableError(Exception):
 
 
 class WorkerRefusedError(Exception):
-    """A worker answered with an error: the same call would most likely fail again."""
+    """A worker's handler returned an error."""
 
 
 class MismatchError(Exception):
-    """A worker runs a model that does not fit the one that this coordinator already uses."""
+    """A worker runs a model that does not match the one in use."""

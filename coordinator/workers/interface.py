@@ -1,4 +1,4 @@
-"""What the round loop needs of the two workers; the links implement it."""
+"""The workers as the rest of the coordinator sees them; the links implement these protocols."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,10 +7,11 @@ from typing import Protocol
 from coordinator.drafting.costs import StepTimes
 from coordinator.scheduling.counters import Timed
 from specpool.protocol.rounds import Proposal, ProposeItem, Verdict, VerifyItem
+from specpool.v1 import common_pb2
 
 
 class Worker(Protocol):
-    """What the loop needs of either worker."""
+    """Either worker. Only `hosts_and_devices` and `step_times` are valid before the worker is ready."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -21,8 +22,10 @@ class Worker(Protocol):
 
 
 class Target(Worker, Protocol):
-    """The target worker; `coordinator.workers.target_link.TargetLink` is one."""
+    """The target worker, such as `coordinator.workers.target_link.TargetLink`."""
 
+    @property
+    def info(self) -> common_pb2.ModelInfo | None: ...
     @property
     def instance_id(self) -> str: ...
     async def wait_ready(self) -> None: ...
@@ -31,7 +34,7 @@ class Target(Worker, Protocol):
 
 
 class Draft(Worker, Protocol):
-    """The draft worker; `coordinator.workers.draft_link.DraftLink` is one."""
+    """The draft worker, such as `coordinator.workers.draft_link.DraftLink`."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -45,12 +48,12 @@ class Draft(Worker, Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a coordinator; without a draft worker only prompt lookup drafts."""
+    """Both workers. Without a draft worker, only prompt lookup drafts."""
 
     target: Target
     draft: Draft | None
 
     @property
     def ready_draft(self) -> Draft | None:
-        """The draft worker if calls to it are likely to succeed now."""
+        """The draft worker, if calls to it are likely to succeed."""
         return self.draft if self.draft is not None and self.draft.is_ready else None

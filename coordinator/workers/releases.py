@@ -1,51 +1,48 @@
-"""Sequences that a worker is yet to be told to free."""
+"""Pending releases: sequences that a worker has yet to free."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 
 class Releases:
-    """Sequence ids that are to be freed, until the worker has confirmed it."""
+    """Keeps sequence ids until the worker confirms their release."""
 
     def __init__(self, send: Callable[[list[int]], Awaitable[bool]]) -> None:
-        """`send` tells the worker, and returns whether the worker has confirmed."""
+        """`send`: sends a release, and returns whether the worker confirmed it."""
         self._send = send
-        self._waiting: set[int] = set()
+        self._pending: set[int] = set()
         self._sending: asyncio.Task[None] | None = None
 
     @property
     def are_due(self) -> bool:
-        """Whether there is something to send and it is not being sent."""
-        return bool(self._waiting) and not self.are_being_sent
+        """Whether releases are pending and not being sent."""
+        return bool(self._pending) and not self.are_being_sent
 
     @property
     def are_being_sent(self) -> bool:
-        """Whether the worker has yet to answer `send_soon`."""
+        """Whether `send_soon` is still running."""
         return self._sending is not None and not self._sending.done()
 
     def add(self, sequence_ids: Iterable[int]) -> None:
-        """Notes sequences that are to be freed."""
-        self._waiting.update(sequence_ids)
+        self._pending.update(sequence_ids)
 
     async def send(self) -> bool:
-        """Sends all that waits. False if the worker cannot do it now."""
-        released = sorted(self._waiting)
+        """Send all pending releases. Return False if the worker cannot serve them now."""
+        released = sorted(self._pending)
         if not await self._send(released):
             return False
-        self._waiting.difference_update(released)
+        self._pending.difference_update(released)
         return True
 
     def send_soon(self) -> None:
-        """Sends all that waits, in the background, including what is added meanwhile, as long as the worker can take
-        it."""
+        """Send all pending releases in the background, including those added meanwhile, until a send fails."""
         if not self.are_being_sent:
             self._sending = asyncio.create_task(self._send_all())
 
     async def _send_all(self) -> None:
-        while self._waiting and await self.send():
+        while self._pending and await self.send():
             pass
 
     def cancel(self) -> None:
-        """Ends sending in the background."""
         if self._sending is not None:
             self._sending.cancel()

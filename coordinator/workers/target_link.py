@@ -10,22 +10,23 @@ import grpc
 from coordinator.drafting.costs import UNKNOWN_VERIFY
 from coordinator.prompts.tokenizer import TargetTokenizer
 from coordinator.scheduling.counters import Timed
-from coordinator.workers.breaker import Breaker
+from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import Cause, MismatchError
 from coordinator.workers.link import PROBE_TIMEOUT_SECONDS, WorkerLink, timed
 from coordinator.workers.streams import RoundCalls
-from specpool.protocol.answers import MisfitError, decoded, read_tokenizer, read_verdicts
 from specpool.protocol.codec import verify_request
+from specpool.protocol.responses import InvalidResponseError, decoded, read_tokenizer, read_verdicts
 from specpool.protocol.rounds import Verdict, VerifyItem
 from specpool.v1 import common_pb2, target_worker_pb2, target_worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-LONGEST_REST_SECONDS = 2.0
+# Compared only if both workers report them.
+FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
 
 
 class TargetLink(WorkerLink):
-    """The target worker; `tokenizer` is set as soon as the worker was ready once."""
+    """The target worker. `tokenizer` is set after the worker was first ready."""
 
     _unknown_times = UNKNOWN_VERIFY
     tokenizer: TargetTokenizer | None = None
@@ -36,52 +37,55 @@ class TargetLink(WorkerLink):
     def _make_rounds(self) -> RoundCalls:
         return RoundCalls(self._stub.VerifyStream, self._stub.Verify, self._timeout)
 
-    def _make_breaker(self) -> Breaker:
-        return Breaker(LONGEST_REST_SECONDS, forgiven_after=0)  # every request waits for the target
-
-    def _rests(self) -> tuple[float, float]:
-        return 0.0, 0.05
+    def _make_backoff(self) -> Backoff:
+        return Backoff(first=0.0, second=0.05, maximum=2.0, reset_after=0)  # every request waits for the target
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
         if self.info is not None:
-            before, now = _lasting(self.info), _lasting(info)
-            # More positions than before do no harm: sequences in flight have reserved fewer.
-            now["max_model_len"] = min(info.max_model_len, self.info.max_model_len)
-            for field in FINGERPRINTS:  # of a worker that has none, nothing is learned
-                setattr(info, field, getattr(info, field) or getattr(self.info, field))
-            for field in before:
-                if before[field] != now[field] and ((before[field] and now[field]) or field not in FINGERPRINTS):
-                    reason = f"{field} was {before[field]}, is {now[field]}"
-                    raise MismatchError(f"the target worker would finish sequences in flight differently: {reason}")
+            self._check_same_model(self.info, info)
             return
         files = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
         files = decoded(files, "tokenizer")
-        try:  # in a thread, because a large vocabulary takes a while
+        try:  # in a thread: large vocabularies take a while
             self.tokenizer = await asyncio.to_thread(TargetTokenizer, read_tokenizer(files), info.vocab_size)
         except ValueError as error:
-            raise MisfitError(f"its tokenizer cannot be used: {error}") from None
+            raise InvalidResponseError(f"unusable tokenizer: {error}") from None
+
+    @staticmethod
+    def _check_same_model(known: common_pb2.ModelInfo, info: common_pb2.ModelInfo) -> None:
+        """Check a restarted worker. Keeps known fingerprints that the worker does not report. Raises MismatchError."""
+        before, now = _identity(known), _identity(info)
+        # A larger max_model_len is fine: sequences in flight have reserved fewer positions.
+        now["max_model_len"] = min(info.max_model_len, known.max_model_len)
+        for field in FINGERPRINTS:
+            setattr(info, field, getattr(info, field) or getattr(known, field))
+        for field in before:
+            if before[field] != now[field] and ((before[field] and now[field]) or field not in FINGERPRINTS):
+                reason = f"{field} was {before[field]}, is {now[field]}"
+                raise MismatchError(f"the target worker would finish sequences in flight differently: {reason}")
 
     def _refuse(self, error: MismatchError) -> None:
-        """Ends the coordinator: it must be started again for the other model."""
+        """Stop the coordinator. It must be restarted for another model."""
         super()._refuse(error)
         raise error
 
     async def verify(
         self, round_id: int, items: list[VerifyItem], traceparent: str = ""
     ) -> tuple[list[Verdict], Timed]:
-        """Runs a round's verification. If the answer does not fit, the round is sent once more: a repeated round gets
-        the same answer. `traceparent`: the span that the call is part of. WorkerUnreachableError, WorkerRefusedError.
+        """Run a target round. Raises WorkerUnreachableError, WorkerRefusedError.
+
+        An invalid response is retried once, since a repeated round gets the same answer. `traceparent`: parent span.
         """
         request = verify_request(self._coordinator_id, round_id, items, traceparent)
         try:
             return await self._verify(request, items)
-        except MisfitError as error:
-            log.error("worker at %s gave an answer that does not fit: %s", self.address, error)
-            self._rounds.close()  # a stream that is out of step stays so
+        except InvalidResponseError as error:
+            log.error("invalid response of the worker at %s: %s", self.address, error)
+            self._rounds.close()  # a desynchronized stream stays so
         try:
             return await self._verify(request, items)
-        except MisfitError as error:
-            raise self._lost(f"twice it gave an answer that does not fit: {error}", Cause.FAILED) from None
+        except InvalidResponseError as error:
+            raise self._lost(f"invalid response, twice: {error}", Cause.FAILED) from None
 
     async def _verify(
         self, request: target_worker_pb2.VerifyRequest, items: list[VerifyItem]
@@ -90,13 +94,11 @@ class TargetLink(WorkerLink):
         return read_verdicts(response, request.round_id, items, self.vocab_size), timed(elapsed, response)
 
 
-# Compared only if both workers have them.
-FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
+def _identity(info: common_pb2.ModelInfo) -> dict[str, object]:
+    """Return the properties that decide the tokens of a sequence and whether it fits.
 
-
-def _lasting(info: common_pb2.ModelInfo) -> dict[str, object]:
-    """Properties of a worker that decide the tokens of a sequence, and whether it fits. Logits are bit-identical on
-    devices of one kind only; the index of a device does not matter."""
+    Logits are bit-identical on devices of the same kind only. The device index does not matter.
+    """
     fields = ("model", "tokenizer_fingerprint", "vocab_size", "parameters", "dtype", "max_model_len", *FINGERPRINTS)
     return {
         **{field: getattr(info, field) for field in fields},

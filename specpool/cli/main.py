@@ -66,7 +66,7 @@ def run(name: str, arguments: list[str]) -> int:
         print(usage(), file=sys.stdout if is_help else sys.stderr)
         return 0 if is_help else 2
     settings, command = COMMANDS[name]
-    return command(settings.load(f"specpool {name}", arguments, neighbours=known_keys()))
+    return command(settings.load(f"specpool {name}", arguments, other_settings=known_keys()))
 
 
 def known_keys() -> set[str]:

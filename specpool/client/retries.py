@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from specpool.rpc.errors import retry_delay
+from specpool.rpc.status import retry_delay
 from specpool.v1 import generation_pb2 as pb
 
 # CANCELLED comes from the server or the transport: calls that the client cancels never reach this code.

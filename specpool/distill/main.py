@@ -19,10 +19,11 @@ from specpool.distill.training import Checkpoint, Example, agreement, batches, e
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
-from specpool.engine.models.compact import load_compact, load_trained, save_compact
+from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_folder import count_layers, save_draft
+from specpool.engine.models.draft_weights import load_compact, load_trained, save_compact
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.models.loading import load_config, read_weights
-from specpool.engine.models.trained_draft import layers_of, save_draft
+from specpool.engine.models.weights import read_weights
 from specpool.engine.startup.loading import load_engine
 from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Settings, naming
 from specpool.rpc.observability.logs import configure_logging
@@ -187,7 +188,7 @@ def student_of(
     """An untrained student with the target's most frequent tokens in its output head, or the initial student."""
     if settings.initial is not None:
         trained = load_trained(settings.initial)
-        student = Student(model, list(range(layers_of(trained))), trained["output_ids"].long())
+        student = Student(model, list(range(count_layers(trained))), trained["output_ids"].long())
         student.learn(trained)
         return student
     vocabulary = int(model.config.vocab_size)

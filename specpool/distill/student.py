@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from specpool.engine.models.trained_draft import draft_config, layers_of
+from specpool.engine.models.draft_folder import count_layers, draft_config
 
 
 class Student(nn.Module):
@@ -73,7 +73,9 @@ def check_weights(trained: dict[str, torch.Tensor], config: PreTrainedConfig) ->
     output_ids = trained["output_ids"]
     if not 0 <= int(output_ids.min()) <= int(output_ids.max()) < config.vocab_size:
         raise ValueError(f"output_ids: {int(output_ids.max())} is beyond the target's {config.vocab_size} tokens")
-    expected = {f"body.{name}": weight.shape for name, weight in _body(config, layers_of(trained)).state_dict().items()}
+    expected = {
+        f"body.{name}": weight.shape for name, weight in _body(config, count_layers(trained)).state_dict().items()
+    }
     expected = {name: shape for name, shape in expected.items() if "embed_tokens" not in name}
     expected["head"] = torch.Size((len(output_ids), config.hidden_size))
     actual = {name: weight.shape for name, weight in trained.items() if name != "output_ids"}

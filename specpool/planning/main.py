@@ -11,7 +11,7 @@ from specpool.planning.plan import Plan, Terms, make_plan
 from specpool.planning.prediction import Acceptance, Memory, Model, constant
 from specpool.planning.report import as_json, helm_values, plan_figure, show
 from specpool.planning.settings import PROGRAM, PlanSettings
-from specpool.protocol.answers import MisfitError, check_worker_info, read_step_costs
+from specpool.protocol.responses import InvalidResponseError, check_worker_info, read_step_costs
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.rpc.security.channel import Connector
@@ -122,7 +122,7 @@ def _worker_info(connector: Connector, make_stub: Any) -> common_pb2.GetWorkerIn
             check_worker_info(response)
         except grpc.RpcError as error:
             raise UnusableWorkerError(f"{connector.address}: {' '.join(status_line(error).split())}") from None
-        except MisfitError as error:
+        except InvalidResponseError as error:
             raise UnusableWorkerError(f"{connector.address}: {error}") from None
     return response
 

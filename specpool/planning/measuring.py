@@ -18,8 +18,8 @@ from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.config import load_config
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.models.loading import load_config
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine
 from specpool.engine.startup.step_times import measure_step_times

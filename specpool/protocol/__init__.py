@@ -1,1 +1,1 @@
-"""The vocabulary that the coordinator shares with its workers: one dataclass for each concept, and one wire codec."""
+"""Data that the coordinator and its workers exchange, and the one wire codec."""

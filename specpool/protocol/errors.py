@@ -1,19 +1,19 @@
-"""Errors whose message may be shown to a client. `specpool.rpc.errors` maps them to gRPC status codes.
+"""Errors whose message may be shown to a client. `specpool.rpc.status` maps them to gRPC status codes.
 
 ServiceError
-├── InvalidArgumentError    a field is wrong; names it
-├── UnauthenticatedError    the caller has no token that is known
-├── PermissionDeniedError   the caller is known, and not allowed
+├── InvalidArgumentError    a field is invalid
+├── UnauthenticatedError    the caller has no known token
+├── PermissionDeniedError   the caller is known but not allowed
 ├── NotFoundError           no such request
-├── AlreadyExistsError      a request with that id is in flight
-├── StalledStreamError      the client does not read what it asked for
-├── ExhaustedError          a bound is reached; says when to try again
+├── AlreadyExistsError      a request with this id is in flight
+├── StalledStreamError      the client does not read its stream
+├── ExhaustedError          a limit is reached; says when to retry
 │   ├── QueueFullError      too many requests are waiting
-│   └── TooManyCallsError   too many calls, or too large ones, are in progress
+│   └── TooManyCallsError   too many or too large calls are in progress
 ├── SlowRequestError        a request takes too long to arrive
 ├── UnavailableError        a worker or the server cannot serve now
-├── UnimplementedError      the server does not offer this
-└── WorkerFailedError       a worker still fails after retries
+├── UnimplementedError      the server does not support this
+└── WorkerFailedError       a worker keeps failing after retries
 """
 
 
@@ -22,14 +22,15 @@ class ServiceError(Exception):
 
     @property
     def logged(self) -> str:
-        """The message for the log, without any text of a client."""
+        """The message for the log, without text from clients."""
         return str(self)
 
 
 class InvalidArgumentError(ServiceError):
-    """`field` (a path such as "sampling_params.max_tokens") breaks the rule that `reason` states.
+    """A field breaks a rule.
 
-    `may_quote`: whether the reason may contain text of the client, and is for the client alone.
+    `field`: path of the field, such as "sampling_params.max_tokens". `reason`: the rule. `may_quote`: whether the
+    reason may contain text from the client and must not be logged.
     """
 
     def __init__(self, field: str, reason: str, may_quote: bool = False) -> None:
@@ -43,23 +44,23 @@ class InvalidArgumentError(ServiceError):
 
 
 class UnauthenticatedError(ServiceError):
-    """The caller does not say who it is, or cannot prove it."""
+    """The caller has no known token."""
 
 
 class PermissionDeniedError(ServiceError):
-    """The caller may not do this."""
+    """The caller is known but not allowed."""
 
 
 class NotFoundError(ServiceError):
-    """The request names something that does not exist."""
+    """The requested object does not exist."""
 
 
 class AlreadyExistsError(ServiceError):
-    """The request would create something that already exists."""
+    """The object to create already exists."""
 
 
 class ExhaustedError(ServiceError):
-    """A bound is reached; try again after `retry_seconds`."""
+    """A limit is reached. Retry after `retry_seconds`."""
 
     def __init__(self, reason: str, retry_seconds: float) -> None:
         super().__init__(reason)
@@ -67,15 +68,15 @@ class ExhaustedError(ServiceError):
 
 
 class StalledStreamError(ServiceError):
-    """The client has not read its stream for so long that what is kept for it is given to others."""
+    """The client has not read its stream for too long. Its resources go to others."""
 
 
 class QueueFullError(ExhaustedError):
-    """The queue has no capacity for another request."""
+    """The queue has no room for another request."""
 
 
 class TooManyCallsError(ExhaustedError):
-    """The server or the client has too many calls in progress, or requests of too many bytes."""
+    """The server or the client has too many calls in progress, or their requests take too much memory."""
 
 
 class SlowRequestError(ServiceError):
@@ -87,8 +88,8 @@ class UnavailableError(ServiceError):
 
 
 class UnimplementedError(ServiceError):
-    """The server does not offer this, whatever the request says."""
+    """The server does not support this method or feature."""
 
 
 class WorkerFailedError(ServiceError):
-    """A worker still fails after retries."""
+    """A worker keeps failing after retries."""

@@ -1,4 +1,4 @@
-"""A round between the coordinator and a worker: the work requested for each sequence, and the worker's answer.
+"""A round between the coordinator and a worker: the work for each sequence, and the worker's result.
 
 The command is the same in every state: keep exactly `base_length` cached positions, then append `token_ids`.
 """
@@ -10,11 +10,11 @@ from dataclasses import KW_ONLY, dataclass
 from specpool.protocol.sampling import SamplingParams, TokenLogprobs
 
 MAX_DRAFT_TOKENS = 16
-"""Most draft tokens of a sequence in a round, unless the coordinator's settings allow more."""
+"""Default maximum of draft tokens per sequence and round."""
 
 
 class ItemStatus(enum.Enum):
-    """Outcome of the command to keep exactly `base_length` cached positions of a sequence."""
+    """Outcome of a round for one sequence."""
 
     OK = "ok"
     CACHE_MISS = "cache miss"
@@ -34,11 +34,11 @@ class SequenceItem:
     token_ids: tuple[int, ...]
     _: KW_ONLY
     sampling: SamplingParams | None = None
-    """Sampling rules of the sequence, on first contact; None: the largest logit is chosen."""
+    """Sampling parameters, on first contact. None: greedy decoding."""
     prefix_sequence_id: int | None = None
-    """The sequence whose cached positions are copied, if any."""
+    """Sequence to copy the cached prefix from."""
     max_length: int | None = None
-    """Positions that the sequence can reach, drafts included, on first contact; None: all that the model has."""
+    """Maximum length with draft tokens, on first contact. None: max_model_len."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,21 @@ class ProposeItem(SequenceItem):
     _: KW_ONLY
     num_draft_tokens: int = 0
     min_chance: float = 0.0
-    """Lowest acceptance probability of a draft token; drafting ends early once the next token's is lower. 0: none."""
+    """Minimum acceptance probability of a draft token. Drafting stops before a token below it. 0: no minimum."""
     next_chance: float = 1.0
-    """Expected probability that the next token is accepted if all draft tokens before it are."""
+    """Estimated acceptance probability of the next token, given that all earlier draft tokens are accepted."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The draft worker's answer for one sequence."""
+    """The draft worker's result for one sequence."""
 
     sequence_id: int
     status: ItemStatus
     draft_token_ids: tuple[int, ...] = ()
     num_cached_tokens: int = 0
     confidences: tuple[float, ...] = ()
-    """The draft's own probability of each draft token, if requested."""
+    """The draft model's probability of each draft token, if requested."""
 
 
 @dataclass(frozen=True)
@@ -73,31 +73,31 @@ class VerifyItem(SequenceItem):
     draft_token_ids: tuple[int, ...] = ()
     prefill_only: bool = False
     logprobs: int | None = None
-    """Number of log-probabilities wanted at each position besides that of the chosen token; None: not even that one."""
+    """Number of top log-probabilities per position, besides the chosen token's. None: no log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The target worker's answer for one sequence."""
+    """The target worker's result for one sequence."""
 
     sequence_id: int
     status: ItemStatus
     token_ids: tuple[int, ...] = ()
-    """The accepted draft tokens and one token that the target chose; empty for a prompt chunk."""
+    """The accepted draft tokens and the recovered or bonus token. Empty for a prompt chunk."""
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities at the position of each of these tokens, if requested."""
+    """Log-probabilities for each of `token_ids`, if requested."""
 
 
 @dataclass(frozen=True)
 class RoundLimits:
-    """Limits that a worker checks the items of a round against."""
+    """A worker's limits for the items of a round."""
 
     vocab_size: int
     max_model_len: int
     capacity: Callable[[int], int | None]
-    """Positions reserved for a sequence, by its id; None if it has no slot yet."""
+    """Returns the positions reserved for a sequence id, or None if it has no slot."""
     max_items: int = 2**16
-    """Items of one round."""
+    """Maximum number of items in a round."""
     max_logits: int = 2**16
-    """Positions of one round, all its sequences together, whose logits are asked for."""
+    """Maximum number of positions in a round whose logits are needed."""

@@ -1,4 +1,4 @@
-"""The sampling rules of a sequence, and the valid range of each parameter."""
+"""Sampling parameters of a sequence and their valid ranges."""
 
 import math
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "logit_bias": (-100, 100),
 }
-"""The smallest and the largest valid value of each parameter."""
+"""Minimum and maximum of each parameter."""
 
-# Decimal digits to which float32, which the wire carries, can tell numbers of this size apart.
+# Decimal digits that survive float32 on the wire, for values of this size.
 _DIGITS = 6
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling rules of a request; the defaults are greedy decoding of unchanged logits."""
+    """Sampling parameters of a request. The defaults mean greedy decoding."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -34,38 +34,38 @@ class SamplingParams:
     presence_penalty: float = 0.0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that may not be chosen before `min_tokens` tokens have been generated."""
+    """Tokens that are masked until `min_tokens` tokens are generated."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     prompt_length: int = 0
-    """Number of the sequence's first tokens that came with the request."""
+    """Number of prompt tokens at the start of the sequence."""
 
     @property
     def leaves_logits(self) -> bool:
-        """Whether no rule changes a logit, whatever tokens came before."""
+        """Whether the parameters never change a logit."""
         penalties = self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
         return not (penalties or self.min_tokens or self.logit_bias)
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the token with the largest logit is always chosen."""
+        """Whether the largest logit always wins."""
         return self.temperature == 0 and self.leaves_logits
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one position under the model's own softmax, before any rule changes a logit."""
+    """Log-probabilities at one position under the model's softmax, before sampling parameters apply."""
 
     logprob: float
     """Log-probability of the chosen token."""
     top: tuple[tuple[int, float], ...]
-    """The (token, log-probability) pairs of the most probable tokens, as many as requested."""
+    """(token, log-probability) of the most probable tokens, as many as requested."""
 
 
 def in_range(field: str, value: float, limits: tuple[float, float]) -> float:
-    """The value, moved onto its limit if only rounding took it beyond. InvalidArgumentError."""
-    least, most = limits
-    if not (math.isfinite(value) and least <= round(value, _DIGITS) <= most):
-        limit = f"from {least:g} to {most:g}" if math.isfinite(most) else f"at least {least:g}"
+    """Return the value, clamped to its limits if it exceeds them only by rounding. Raises InvalidArgumentError."""
+    minimum, maximum = limits
+    if not (math.isfinite(value) and minimum <= round(value, _DIGITS) <= maximum):
+        limit = f"from {minimum:g} to {maximum:g}" if math.isfinite(maximum) else f"at least {minimum:g}"
         raise InvalidArgumentError(field, f"{value:g} is out of range: it must be {limit}")
-    return min(max(value, least), most)
+    return min(max(value, minimum), maximum)

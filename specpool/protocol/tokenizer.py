@@ -8,7 +8,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Everything that another process needs to encode and decode text as a model does."""
+    """Everything that another process needs to encode and decode text like the model."""
 
     tokenizer_json: bytes
     chat_template: str
@@ -17,7 +17,7 @@ class TokenizerFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the token-to-id table: models with equal fingerprints mean the same tokens by the same ids."""
+        """SHA-256 of the vocabulary. Models with equal fingerprints use the same token ids."""
         tokenizer = json.loads(self.tokenizer_json)
         added = [[token["id"], token["content"]] for token in tokenizer["added_tokens"]]
         return hashlib.sha256(json.dumps([tokenizer["model"]["vocab"], added], sort_keys=True).encode()).hexdigest()

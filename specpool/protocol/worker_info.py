@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 TENSOR_PARALLEL_SUMS = ("whole", "parts")
-"""Ways in which ranks sum their products."""
+"""How ranks combine the results of sharded GEMMs."""
 
 
 class CacheLoad(NamedTuple):
-    """How full a KV cache is: the part of a `WorkerInfo` that changes."""
+    """Load of the KV cache, the changing part of a `WorkerInfo`."""
 
     slots_in_use: int
     kv_positions_free: int
@@ -17,10 +17,10 @@ class CacheLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The durations of a worker's passes, as `WorkerInfo` has them."""
+    """Measured durations of a worker's forward passes."""
 
     step_seconds: Mapping[int, float]
-    """Seconds by rows; empty if they were not measured."""
+    """Seconds by number of rows. Empty if not measured."""
     step_cached: int
     seconds_per_cached: float
     max_rows: int
@@ -28,7 +28,7 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one of the ranks among which a model is divided, in bytes."""
+    """Memory of one rank of a sharded model, in bytes."""
 
     device: str
     weight_bytes: int
@@ -38,7 +38,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The model, the present state of its KV cache, and the durations of passes measured when the model was loaded."""
+    """The model, the state of its KV cache, and the pass durations measured at startup."""
 
     model: str
     architecture: str
@@ -65,22 +65,21 @@ class WorkerInfo:
     seconds_per_cached: float
     max_rows: int
     notes: tuple[str, ...] = ()
-    """What an operator should know, one sentence each, such as a fallback that makes the model slow."""
+    """Notes for operators, one sentence each, such as a slow fallback."""
     weights_fingerprint: str = ""
-    """Hash of the weights as they were loaded."""
+    """Hash of the loaded weights."""
     numerics_fingerprint: str = ""
-    """Hash of the logits of fixed tokens; empty unless `bitwise`."""
+    """Hash of the logits of fixed tokens. Empty unless `bitwise`."""
     instance_id: str = ""
-    """Id of the worker's process; a new one after each start."""
+    """Id of the worker's process. Changes with each start."""
     tensor_parallel: int = 1
-    """Number of ranks among which the model is divided; all bytes above are those of all ranks together."""
+    """Number of ranks. All byte counts above are totals of all ranks."""
     tensor_parallel_sums: str = ""
-    """One of `TENSOR_PARALLEL_SUMS` if the model is divided."""
+    """One of `TENSOR_PARALLEL_SUMS` if the model is sharded."""
     weight_kinds: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the weights by the kind in which they are kept."""
+    """Bytes of the weights by storage type."""
     ranks: tuple[RankMemory, ...] = ()
-    """Memory of each rank if the model is divided."""
+    """Memory of each rank if the model is sharded."""
 
     def with_load(self, load: CacheLoad) -> "WorkerInfo":
-        """This description with another load."""
         return replace(self, **load._asdict())

@@ -4,7 +4,7 @@ from functools import cache
 from importlib.metadata import version
 
 
-@cache  # it is looked up on disk, which takes milliseconds
+@cache  # the lookup reads package metadata from disk
 def package_version() -> str:
-    """The installed version of Specpool. PackageNotFoundError if only its sources are there."""
+    """Return the installed version of Specpool. Raises PackageNotFoundError if it is not installed."""
     return version("specpool")

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class DraftWorkerServiceStub:
-    """Proposals of the draft model for batches of sequences. Only coordinators call this service.
+    """Drafts tokens for batches of sequences. Called by coordinators only.
     """
 
     def __init__(self, channel):
@@ -59,11 +59,11 @@ class DraftWorkerServiceStub:
 
 
 class DraftWorkerServiceServicer:
-    """Proposals of the draft model for batches of sequences. Only coordinators call this service.
+    """Drafts tokens for batches of sequences. Called by coordinators only.
     """
 
     def Propose(self, request, context):
-        """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: a repeated round gets the same answer.
+        """Realigns each sequence's cache, appends its tokens and drafts. Idempotent: a repeated round gets the same response.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,8 +71,8 @@ class DraftWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ProposeStream(self, request_iterator, context):
-        """`Propose` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
-        ends the stream; rounds answered before it stay valid.
+        """`Propose` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
+        stream; earlier responses stay valid.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -90,7 +90,7 @@ class DraftWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetWorkerInfo(self, request, context):
-        """Describes the worker: its model, load and costs.
+        """Returns the worker's model, load and step costs.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,7 +129,7 @@ def add_DraftWorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftWorkerService:
-    """Proposals of the draft model for batches of sequences. Only coordinators call this service.
+    """Drafts tokens for batches of sequences. Called by coordinators only.
     """
 
     @staticmethod

@@ -28,19 +28,19 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DraftWorkerServiceStub:
-    """Proposals of the draft model for batches of sequences. Only coordinators call this service."""
+    """Drafts tokens for batches of sequences. Called by coordinators only."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftWorkerServiceAsyncStub: ...
     Propose: _grpc.UnaryUnaryMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]
-    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: a repeated round gets the same answer.
+    """Realigns each sequence's cache, appends its tokens and drafts. Idempotent: a repeated round gets the same response.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     ProposeStream: _grpc.StreamStreamMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]
-    """`Propose` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
-    ends the stream; rounds answered before it stay valid.
+    """`Propose` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
+    stream; earlier responses stay valid.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -50,22 +50,22 @@ class DraftWorkerServiceStub:
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GetWorkerInfo: _grpc.UnaryUnaryMultiCallable[_common_pb2.GetWorkerInfoRequest, _common_pb2.GetWorkerInfoResponse]
-    """Describes the worker: its model, load and costs.
+    """Returns the worker's model, load and step costs.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
 
 @_typing.type_check_only
 class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
-    """Proposals of the draft model for batches of sequences. Only coordinators call this service."""
+    """Drafts tokens for batches of sequences. Called by coordinators only."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Propose: _aio.UnaryUnaryMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]  # type: ignore[assignment]
-    """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: a repeated round gets the same answer.
+    """Realigns each sequence's cache, appends its tokens and drafts. Idempotent: a repeated round gets the same response.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     ProposeStream: _aio.StreamStreamMultiCallable[_draft_worker_pb2.ProposeRequest, _draft_worker_pb2.ProposeResponse]  # type: ignore[assignment]
-    """`Propose` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
-    ends the stream; rounds answered before it stay valid.
+    """`Propose` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
+    stream; earlier responses stay valid.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -75,12 +75,12 @@ class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GetWorkerInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetWorkerInfoRequest, _common_pb2.GetWorkerInfoResponse]  # type: ignore[assignment]
-    """Describes the worker: its model, load and costs.
+    """Returns the worker's model, load and step costs.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
 
 class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Proposals of the draft model for batches of sequences. Only coordinators call this service."""
+    """Drafts tokens for batches of sequences. Called by coordinators only."""
 
     @_abc_1.abstractmethod
     def Propose(
@@ -88,7 +88,7 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_worker_pb2.ProposeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_draft_worker_pb2.ProposeResponse, _abc.Awaitable[_draft_worker_pb2.ProposeResponse]]:
-        """Realigns every sequence's cache, appends its tokens, and drafts. Idempotent: a repeated round gets the same answer.
+        """Realigns each sequence's cache, appends its tokens and drafts. Idempotent: a repeated round gets the same response.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 
@@ -98,8 +98,8 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_draft_worker_pb2.ProposeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_worker_pb2.ProposeResponse], _abc.AsyncIterator[_draft_worker_pb2.ProposeResponse]]:
-        """`Propose` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
-        ends the stream; rounds answered before it stay valid.
+        """`Propose` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
+        stream; earlier responses stay valid.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -121,7 +121,7 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.GetWorkerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.GetWorkerInfoResponse, _abc.Awaitable[_common_pb2.GetWorkerInfoResponse]]:
-        """Describes the worker: its model, load and costs.
+        """Returns the worker's model, load and step costs.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Generates text with the target model. The tokens are the same as those of plain decoding with the target.
+    """Generates text with the target model. The tokens are identical to plain decoding with the target.
     """
 
     def __init__(self, channel):
@@ -63,11 +63,11 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Generates text with the target model. The tokens are the same as those of plain decoding with the target.
+    """Generates text with the target model. The tokens are identical to plain decoding with the target.
     """
 
     def Generate(self, request, context):
-        """Generates to the end and answers once. A call that is cancelled or passes its deadline frees its sequence at once.
+        """Generates a complete response. A cancelled or expired call frees its sequence at once.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -75,8 +75,8 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generates, and sends every piece as it is committed. Each sample ends with a `complete` message. A sample pauses
-        while its client lags behind by more than 256 tokens; a stream that stays unread is ended (RESOURCE_EXHAUSTED).
+        """Streams tokens as they are committed. Each sample ends with a `complete` message. A sample pauses while more than
+        256 of its tokens are unread. A stream that stays unread fails with RESOURCE_EXHAUSTED.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -85,22 +85,22 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in flight of the same client: its caller gets what has been generated so far, with finish_reason
-        "abort". NOT_FOUND if no such request is in flight, or only one of another client.
+        """Aborts a request in flight of the same client. Its caller gets the tokens so far, with finish_reason "abort".
+        NOT_FOUND if this client has no such request in flight.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Describes the models behind this server and the limits of requests.
+        """Returns the models of this server and the limits of requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Reports the load, workers and counters of this server.
+        """Returns the load, workers and counters of this server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,7 +143,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Generates text with the target model. The tokens are the same as those of plain decoding with the target.
+    """Generates text with the target model. The tokens are identical to plain decoding with the target.
     """
 
     @staticmethod

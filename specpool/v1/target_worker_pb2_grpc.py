@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class TargetWorkerServiceStub:
-    """Verification by the target model for batches of sequences. Only coordinators call this service.
+    """Verifies draft tokens for batches of sequences. Called by coordinators only.
     """
 
     def __init__(self, channel):
@@ -64,12 +64,12 @@ class TargetWorkerServiceStub:
 
 
 class TargetWorkerServiceServicer:
-    """Verification by the target model for batches of sequences. Only coordinators call this service.
+    """Verifies draft tokens for batches of sequences. Called by coordinators only.
     """
 
     def Verify(self, request, context):
-        """Realigns every sequence's cache, appends its tokens, and verifies its draft tokens in the same forward pass.
-        Without draft tokens this is plain decoding. Idempotent: a repeated round gets the same answer.
+        """Realigns each sequence's cache, appends its tokens and verifies its draft tokens in the same forward pass. Without
+        draft tokens this is plain decoding. Idempotent: a repeated round gets the same response.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -77,8 +77,8 @@ class TargetWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def VerifyStream(self, request_iterator, context):
-        """`Verify` for a stream of rounds, answered one by one in order, without the cost of a new call for each. An error
-        ends the stream; rounds answered before it stay valid.
+        """`Verify` for a stream of rounds, served one by one in order. Cheaper than a call per round. An error ends the
+        stream; earlier responses stay valid.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -96,7 +96,7 @@ class TargetWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetWorkerInfo(self, request, context):
-        """Describes the worker: its model, load and costs.
+        """Returns the worker's model, load and step costs.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -104,7 +104,7 @@ class TargetWorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """Returns the target's tokenizer, so that a coordinator needs no access to the model's files.
+        """Returns the target's tokenizer, so that coordinators need no model files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +147,7 @@ def add_TargetWorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetWorkerService:
-    """Verification by the target model for batches of sequences. Only coordinators call this service.
+    """Verifies draft tokens for batches of sequences. Called by coordinators only.
     """
 
     @staticmethod

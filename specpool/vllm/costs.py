@@ -75,6 +75,6 @@ class StepCosts(RoundCosts):
     verify: LearnedTimes = field(default_factory=LearnedTimes)
     exchange: float = FIRST_EXCHANGE
 
-    def seconds(self, sequences: int, drafting: list[int], by_lookup: int = 0) -> float:
+    def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
         """Seconds of drafting and the step; see `RoundCosts`."""
-        return super().seconds(sequences, drafting, by_lookup) - self.exchange
+        return super().seconds(sequences, drafting, num_lookup_tokens) - self.exchange

@@ -10,12 +10,12 @@ from itertools import count
 
 from coordinator.drafting.costs import StepTimes
 from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.scheduling.commits import DraftOrder
+from coordinator.scheduling.commits import DraftPlan
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.prefixes import PrefixIndex
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import (
-    DRAFT_MAY_LACK,
+    MAX_DRAFT_LAG,
     DraftMethod,
     Finish,
     FinishReason,
@@ -95,9 +95,9 @@ class Drafter:
         group = [sequence for sequence in self._sequences if sequence.finish is None]
         max_length = min(draft.max_model_len, self._limits.draft_max_length) if draft is not None else 0
         worker = DraftWorker(max_length, self.round_id) if draft is not None else None
-        orders = self._orders(group, worker) if group else {}
+        plans = self._plans(group, worker) if group else {}
         chance = self.drafting.calibration.chance
-        self._round = Round(self.round_id, group, self._limits.prefill_tokens, orders, chance)
+        self._round = Round(self.round_id, group, self._limits.prefill_tokens, plans, chance)
         items = self._round.propose_items(max_length, draft.vocab_size) if draft is not None else []
         self._asked = bool(items)
         return items, [sequence.sequence_id for sequence in gone]
@@ -106,7 +106,7 @@ class Drafter:
         """Take the draft worker's answer."""
         self._round.take_proposals(proposals, self._limits.vocab_size)
         self.drafting.observe_proposals(items, proposals, timed)
-        if any(len(item.token_ids) > DRAFT_MAY_LACK for item in items):
+        if any(len(item.token_ids) > MAX_DRAFT_LAG for item in items):
             # The first drafts always catch up. A worker that measured itself while vLLM started overestimates them.
             self.drafting.costs.draft.observe_steps(_pass_rows(items, proposals), timed.forward)
 
@@ -126,17 +126,17 @@ class Drafter:
         is_plain = rows > 0 and not self._asked and sum(self._step_tokens.values()) == rows
         return is_plain and self._pacing.is_measured(rows)
 
-    def _orders(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftOrder]:
-        """Draft orders by sequence id."""
+    def _plans(self, group: Items[Sequence], worker: DraftWorker | None) -> dict[int, DraftPlan]:
+        """Draft plans by sequence id."""
         plan = self.drafting.lengths.plan
         mode = self._pacing.mode(len(group), plan.speed if plan.steps else 0.0)
         is_probe = mode is Mode.PROBE and all(sequence.is_decoding for sequence in group)  # other steps are not timed
         if mode is not Mode.PLAIN and not is_probe:
-            return self.drafting.orders(group, worker)
+            return self.drafting.plan_round(group, worker)
         for sequence in group:  # keep measuring the acceptance of prompt lookup
             self.drafting.lookup.look_up(sequence, sequence.max_num_draft_tokens)
         return {
-            s.sequence_id: DraftOrder(lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.max_num_draft_tokens else ())
+            s.sequence_id: DraftPlan(lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.max_num_draft_tokens else ())
             for s in group
         }
 

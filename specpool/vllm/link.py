@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from coordinator.scheduling.counters import Timed
-from coordinator.workers.draft_link import FIRST_ROUNDS, DraftLink
+from coordinator.workers.draft_link import WARMUP_ROUNDS, DraftLink
 from coordinator.workers.errors import MismatchError
 from coordinator.workers.link import LinkState
 from specpool.protocol.rounds import Proposal, ProposeItem
@@ -50,10 +50,10 @@ class RemoteDraftLink(DraftLink):
 
     def _timeout_of(self, items: list[ProposeItem]) -> float:
         # Count over all connections: a worker that hangs repeatedly must not get the full timeout after each backoff.
-        if self._num_served < FIRST_ROUNDS:
+        if self._num_served < WARMUP_ROUNDS:
             return self._timeout
         minimum = max(MIN_TIMEOUT_SECONDS, self.step_seconds)
-        return min(self._timeout, max(minimum, TIMEOUT_FACTOR * self._expected(items)))
+        return min(self._timeout, max(minimum, TIMEOUT_FACTOR * self._expected_seconds(items)))
 
 
 class BlockingDraftLink:

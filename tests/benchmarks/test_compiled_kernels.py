@@ -17,7 +17,7 @@ MOST_KERNELS = 10
 # Bytes: a tile of attention may be four registers short.
 MOST_SPILLED = 16
 KERNELS = {
-    "activate", "add_and_norm", "attend", "find_least", "join_splits", "multiply", "rotate_and_cache", "score",
+    "activate", "add_and_norm", "attend", "find_min_logits", "join_splits", "multiply", "rotate_and_cache", "score",
 }  # fmt: skip
 
 

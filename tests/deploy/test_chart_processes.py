@@ -21,8 +21,8 @@ from helm_chart import DEFAULTS, container_of, of_kind, pre_stop_seconds, render
 from pod_settings import pod_environment, pod_settings
 from serving import PATIENCE_SECONDS, free_address
 
+from specpool import healthcheck
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.rpc.server import healthcheck
 from target_worker.server import load_verifier
 
 BIN = Path(sys.executable).parent

@@ -15,7 +15,7 @@ import yaml
 from deployment import COMPONENTS, DEPLOY, ROOT, WORKERS, arguments_of, image_environment, project, settings_of, stages
 from health_server import health_server
 
-from specpool.rpc.server import healthcheck
+from specpool import healthcheck
 
 EVERY_ROLE = pytest.mark.parametrize("role", COMPONENTS)
 

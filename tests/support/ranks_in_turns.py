@@ -13,7 +13,7 @@ from specpool.engine.models.loading import load_model
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.sharding.group import Group, Release
 from specpool.engine.sharding.shares import Sharding, Share, Sums
-from specpool.engine.startup.sharding import load_sharding
+from specpool.engine.startup.sharded import load_sharding
 
 Result = TypeVar("Result")
 SECONDS = 120  # a rank that waits longer is alone
@@ -49,7 +49,7 @@ class GroupInTurns(Group):
         self._table = table
         self._releases: list[Release] = []
 
-    def stacked(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.exchanged.append(tuple(x.shape))
         return self._table.exchanged(self.rank, x)
 

@@ -54,7 +54,7 @@ async def http(port: int, request: str | bytes) -> tuple[str, dict[str, str], st
 
 async def scrape(port: int) -> Scrape:
     """Return the current metrics of a server in this process."""
-    with mock.patch("specpool.rpc.observability.metrics_endpoint.KEPT_FOR", 0):
+    with mock.patch("specpool.rpc.observability.metrics_endpoint.CACHE_FACTOR", 0):
         status, fields, body = await http(port, "GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n")
     assert status == "200 OK"
     assert int(fields["Content-Length"]) == len(body.encode())

@@ -18,7 +18,7 @@ from specpool.engine.cache.slots import SlotTable
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models.loading import OUTPUT_HEAD
+from specpool.engine.models.output_head import OUTPUT_HEAD
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup import loading as startup
 from specpool.protocol.worker_info import RankMemory
@@ -102,7 +102,7 @@ def described_as_sharded(engine: Engine) -> Engine:
 def forget_all(engine: Engine, slots: int) -> None:
     """Leave the engine with this many slots, all free; tests may use further slots for their own spans."""
     old = engine.layout.extents
-    extents = Extents(len(old.origins), old.longest, old.columns, old.multiple)
+    extents = Extents(len(old.origins), old.max_length, old.columns, old.multiple)
     engine.slots, engine.layout = (
         SlotTable(slots, extents),
         type(engine.layout)(engine.layout.arena, extents),

@@ -1,7 +1,6 @@
-"""The KV cache: one arena of columns, in which every sequence has an extent (`specpool.engine.cache.extents`).
+"""The KV cache: one arena of columns, in which every sequence owns an extent.
 
-The arena does not know how many columns of an extent are valid (`specpool.engine.cache.slots`), nor which column holds
-a position (`specpool.engine.cache.layout`).
+Extents are allocated in `extents`, their valid lengths tracked in `slots`, and positions mapped to columns in `layout`.
 """
 
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from specpool.engine.cache.memory import zeros
 class KVArena:
     """Keys and values of all layers, each [kv_heads, columns, head_dim].
 
-    The arena is zeroed once, because attention multiplies masked values by zero and a NaN would survive that. On a CPU
-    the system zeroes it page by page, so columns that were never used take no memory.
+    The arena starts as zeros: attention multiplies masked values by zero, and a NaN would survive that. On a CPU the
+    system zeroes it page by page, so unused columns take no memory.
     """
 
     def __init__(
@@ -25,18 +24,18 @@ class KVArena:
         self._storage = zeros((layers, 2, kv_heads, columns, head_dim), dtype, device)
         self.keys, self.values = list(self._storage[:, 0]), list(self._storage[:, 1])
         self.before_move: Callable[[int, int, int], None] = lambda source, destination, count: None
-        """Called with the arguments of every `move` before it is done."""
+        """Called before every `move` with its arguments."""
 
     def write(self, layer: int, columns: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores `key` and `value` [T, kv_heads, head_dim] of T tokens; those of token t in column `columns[t]`."""
-        # Other sequences may attend to these columns with a weight of zero, and zero times an overflow is not zero.
+        """Store `key` and `value` [T, kv_heads, head_dim]; token t goes to column `columns[t]`."""
+        # Masked attention multiplies these columns by zero, and zero times an overflow is NaN.
         key, value = key.nan_to_num(0.0, 0.0, 0.0), value.nan_to_num(0.0, 0.0, 0.0)
         self.keys[layer][:, columns] = key.transpose(0, 1)
         self.values[layer][:, columns] = value.transpose(0, 1)
 
     def move(self, source: int, destination: int, count: int) -> None:
-        """Copies `count` columns of all layers from column `source` to column `destination`; the ranges may overlap."""
+        """Copy `count` columns of all layers from `source` to `destination`; the ranges may overlap."""
         self.before_move(source, destination, count)
-        # Layer by layer, so that the temporary copy is of one layer and not of the whole extent.
+        # One layer at a time keeps the temporary copy small.
         for cache in (*self.keys, *self.values):
             cache[:, destination : destination + count] = cache[:, source : source + count].clone()

@@ -1,4 +1,4 @@
-"""Allocation of the columns of the KV cache: each slot has an extent as long as its sequence can become.
+"""Allocation of KV cache columns: each slot gets an extent for its sequence's maximum length.
 
 Pure bookkeeping, without torch.
 """
@@ -7,35 +7,36 @@ from collections.abc import Callable
 
 from specpool.engine.numerics.tiles import round_up
 
-Move = Callable[[int, int, int], None]
-"""Copies columns: (source, destination, count)."""
+Move = Callable[[int, int, int], None]  # copies columns: (source, destination, count)
 
 
 class Extents:
-    """The extents of all slots. Gaps between them are closed, by moving columns, only when the space is needed."""
+    """The extents of all slots. Columns move to close gaps only when an allocation needs the space."""
 
-    def __init__(self, slots: int, longest: int, columns: int | None = None, multiple: int = 1) -> None:
-        """`longest`: columns of an extent for a sequence of full length. `columns`: columns of the whole cache; by
-        default every slot can have the longest extent. Lengths are multiples of `multiple`, and at most `longest`."""
-        self.longest, self.multiple = longest, multiple
-        self.columns = slots * longest if columns is None else columns
+    def __init__(self, slots: int, max_length: int, columns: int | None = None, multiple: int = 1) -> None:
+        """Create empty extents.
+
+        `max_length`: columns of the longest extent. `columns`: columns of the cache; default: `max_length` per slot.
+        `multiple`: lengths are rounded up to a multiple of this.
+        """
+        self.max_length, self.multiple = max_length, multiple
+        self.columns = slots * max_length if columns is None else columns
         self.origins = [self._default_origin(slot) for slot in range(slots)]
-        """The first column of each slot's extent. For a slot without one, a column behind which any sequence fits."""
+        """First column of each slot's extent; for a slot without one, a column with `max_length` columns after it."""
         self._lengths: dict[int, int] = {}
-        self.free = self.columns
-        """Number of columns that belong to no extent."""
+        self.free = self.columns  # number of unallocated columns
         self.move: Move = lambda source, destination, count: None
 
     def capacity_for(self, length: int | None) -> int:
-        """Columns of an extent for `length` positions; None: for as many positions as a sequence can have."""
-        return self.longest if length is None else min(self.longest, round_up(max(1, length), self.multiple))
+        """Return the columns needed for `length` positions; None: for the longest sequence."""
+        return self.max_length if length is None else min(self.max_length, round_up(max(1, length), self.multiple))
 
     def length(self, slot: int) -> int:
-        """Number of columns of the slot's extent; 0 if it has none."""
+        """Return the length of the slot's extent in columns; 0 if it has none."""
         return self._lengths.get(slot, 0)
 
     def reserve(self, slot: int, columns: int) -> None:
-        """Gives a slot without an extent one of `columns` columns, which must be free."""
+        """Allocate an extent for a slot that has none. The caller checks that enough columns are free."""
         assert slot not in self._lengths
         assert columns <= self.free
         origin = self._gap(columns)
@@ -47,7 +48,7 @@ class Extents:
         self.free -= columns
 
     def resize(self, slot: int, columns: int) -> bool:
-        """Changes the length of an extent without moving any other, keeping what fits. False if it cannot grow."""
+        """Change the length of an extent without moving the others. Returns False if it cannot grow."""
         before, length = self.origins[slot], self._lengths[slot]
         if columns > length:
             origin = self._gap(columns, excluding=slot)
@@ -60,15 +61,14 @@ class Extents:
         return True
 
     def release(self, slot: int) -> None:
-        """Frees the slot's extent."""
         self.free += self._lengths.pop(slot)
         self.origins[slot] = self._default_origin(slot)
 
     def _default_origin(self, slot: int) -> int:
-        return min(slot * self.longest, self.columns - self.longest)
+        return min(slot * self.max_length, self.columns - self.max_length)
 
     def _gap(self, columns: int, excluding: int | None = None) -> int | None:
-        """The first column of the first gap of this size or larger. `excluding`: a slot whose extent counts as free."""
+        """Return the start of the first gap with this many columns. `excluding`: treat this slot's extent as free."""
         at = 0
         for origin, length in self._in_order(excluding):
             if origin - at >= columns:
@@ -88,7 +88,7 @@ class Extents:
         return sorted((self.origins[slot], length) for slot, length in self._lengths.items() if slot != excluding)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if two extents overlap, one leaves the cache, or the free columns are miscounted."""
+        """Raise AssertionError if extents overlap or leave the cache, or the free columns are miscounted."""
         at = 0
         for origin, length in self._in_order():
             assert origin >= at, "extents overlap"

@@ -1,4 +1,4 @@
-"""KV layouts: in which columns of its extent a sequence's positions lie, and what has to move before a forward pass."""
+"""KV layouts: which columns of an extent hold a sequence's positions, and what moves before a forward pass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,42 +9,38 @@ from specpool.engine.cache.spans import Span
 
 
 class KVLayout(ABC):
-    """A rule for where sequences start: position p of a sequence is cached in column `start + p` of its extent."""
+    """Maps positions to columns: position p of a sequence is cached in column `start + p` of its extent."""
 
-    spare_columns = False
-    """Whether sequences may start behind column 0, so that extents must be longer than the longest sequence."""
+    spare_columns = False  # whether sequences may start after column 0, so that extents need extra columns
 
     def __init__(self, arena: KVArena, extents: Extents) -> None:
         self.arena, self.extents = arena, extents
         extents.move = arena.move
 
     def origin(self, slot: int) -> int:
-        """The column of the arena at which a slot's extent begins."""
         return self.extents.origins[slot]
 
     @abstractmethod
     def align(self, spans: Sequence[Span]) -> list[int]:
-        """Moves the cached positions of these sequences to the columns that the pass needs. Returns the starts."""
+        """Move cached positions to the columns that the pass needs. Returns the start of each sequence."""
 
     def copy(self, source: int, destination: int, count: int) -> None:
-        """Copies the first `count` positions of one slot's sequence into another slot."""
+        """Copy the first `count` positions of one slot into another."""
         self.arena.move(self.origin(source), self.origin(destination), count)
 
 
 class SlotLayout(KVLayout):
-    """The layout in place: every sequence starts at column 0, rejected positions are overwritten, and nothing moves."""
+    """In-place layout: sequences start at column 0, and new tokens overwrite rejected positions."""
 
     def align(self, spans: Sequence[Span]) -> list[int]:
-        """Starts of zero; nothing has to move."""
         return [0] * len(spans)
 
 
 class PaddedLayout(KVLayout):
-    """A left-padded batch, as in EQSPEC (arXiv 2510.22876): all sequences of a pass end in the same column.
+    """Left-padded batch as in EQSPEC (arXiv 2510.22876): all sequences of a pass end in the same column.
 
-    Sequences gain different numbers of tokens, so after a round most of them must be unpadded, extended and padded
-    again: their cached positions move. The longest starts at column 0, so padding never accumulates; the width of the
-    padding is an integer, and no token id stands for it.
+    Sequences gain different numbers of tokens, so most of them move after every round. The longest one starts at
+    column 0, so padding never accumulates. Padding is a number of columns, not a token id.
     """
 
     spare_columns = True
@@ -54,7 +50,7 @@ class PaddedLayout(KVLayout):
         self._starts = [0] * len(extents.origins)
 
     def align(self, spans: Sequence[Span]) -> list[int]:
-        """Right-aligns the sequences. Those whose start is the same as in their last pass stay where they are."""
+        """Right-align the sequences, moving only those whose start has changed."""
         right_edge = max(span.end for span in spans)
         starts = [right_edge - span.end for span in spans]
         for span, start in zip(spans, starts, strict=True):
@@ -65,7 +61,7 @@ class PaddedLayout(KVLayout):
         return starts
 
     def copy(self, source: int, destination: int, count: int) -> None:
-        """Copies positions to the same columns of the other extent; the next pass moves them if it has to."""
+        """Copy positions to the same columns of the other extent; the next pass realigns them."""
         start = self._starts[destination] = self._starts[source]
         self.arena.move(self.origin(source) + start, self.origin(destination) + start, count)
 

@@ -1,4 +1,4 @@
-"""The memory of an engine on its device, computed from the model before anything is reserved."""
+"""Memory needs of an engine, computed from the model before anything is allocated."""
 
 import math
 from dataclasses import dataclass
@@ -11,22 +11,19 @@ import torch
 from torch import nn
 
 GPU_SHARE = 0.8
-CPU_SHARE = 0.4
-"""Smaller than the share of a GPU, because draft and target often share one machine."""
+CPU_SHARE = 0.4  # smaller than `GPU_SHARE`, because draft and target often share one machine
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-# How many tensors live at a time: as wide as a hidden state, as an intermediate one, and as logits (in float32).
+# Live tensors per pass with the width of the hidden state, the intermediate state, and the logits (float32).
 HIDDEN_COPIES, INTERMEDIATE_COPIES, LOGIT_COPIES = 8, 4, 2
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of memory, by what they are used for."""
+    """Bytes of memory by use."""
 
     weights: int
-    activations: int
-    """Upper bound for one pass."""
-    kv: int = 0
-    """KV cache of all slots."""
+    activations: int  # upper bound for one pass
+    kv: int = 0  # KV cache of all slots
 
     def __str__(self) -> str:
         parts = [f"{name} {_readable(count)}" for name, count in vars(self).items()]
@@ -35,17 +32,17 @@ class Footprint:
 
 @dataclass(frozen=True)
 class KVLimit:
-    """A memory limit and the `name` of the option that set it. The limit includes `others`, if they are given."""
+    """A limit on KV cache memory, and the option that set it."""
 
-    name: str
-    given: int
+    name: str  # name of the option
+    given: int  # value of the option in bytes
     others: Footprint | None = None
+    """Weights and activations that the limit includes; None: it is for the KV cache alone."""
     other_ranks: int | None = None
-    """Bytes that the cache of each other rank may take; None: the model is not divided."""
+    """Minimum bytes that the other ranks have for their caches; None: the model is not sharded."""
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that are left for the KV cache."""
         own = max(0, self.given - (self.others.weights + self.others.activations if self.others else 0))
         return own if self.other_ranks is None else min(own, self.other_ranks)
 
@@ -59,9 +56,9 @@ class KVLimit:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros; on a CPU in large pages, each of which takes memory only once it is used.
+    """Return a tensor of zeros. On a CPU, a page takes memory only once it is used.
 
-    RuntimeError or MemoryError if there is not enough memory.
+    Raises RuntimeError or MemoryError if there is not enough memory.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -69,25 +66,24 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def release_files(model: nn.Module) -> None:
-    """Copies the weights that still lie in mapped files: even a few of them would keep a whole file resident."""
+    """Copy all weights out of mapped files; even one mapped weight would keep its whole file resident."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
 
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:
-    """All weights of a module, each once, including those in oneDNN's own layout."""
+    """Return all weights of a module once each, including those packed by oneDNN."""
     packed = (vars(module).get("weight") for module in model.modules())
     weights = (*model.parameters(), *(weight for weight in packed if weight is not None))
     return list({id(weight): weight for weight in weights}.values())
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights and buffers of a module."""
     return sum(tensor.numel() * tensor.element_size() for tensor in (*weights_of(model), *model.buffers()))
 
 
 def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int) -> int:
-    """Upper estimate of the bytes of activations of a pass of `rows` rows, all of which have logits."""
+    """Return an upper estimate of the activation bytes of a pass with `rows` rows that all need logits."""
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     per_row = HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * intermediate
     row_bytes: int = per_row * dtype.itemsize + LOGIT_COPIES * vocab_size * torch.float32.itemsize
@@ -95,14 +91,14 @@ def activation_bytes(config: Any, dtype: torch.dtype, vocab_size: int, rows: int
 
 
 def default_kv_memory(device: torch.device) -> int:
-    """A share of the memory that is free on the device now."""
+    """Return the default KV cache size: a share of the memory that is free on the device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     return int(_available_to_process() * CPU_SHARE)
 
 
 def _available_to_process() -> int:
-    """Available memory of the machine or, if that is less, what the container's limit leaves for this process."""
+    """Return the available memory of the machine, or what the container's limit leaves if that is less."""
     available = int(psutil.virtual_memory().available)
     limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.is_file() else "max"
     if limit == "max":

@@ -1,4 +1,4 @@
-"""Options of an engine, the same for both workers."""
+"""Engine options, shared by both workers."""
 
 from typing import Literal, Self
 
@@ -10,39 +10,39 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True):
-    """Settings of an engine; every worker takes them as flags."""
+    """Engine settings; both workers take them as flags."""
 
     model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
     revision: str | None = Field(
-        None, min_length=1, description="branch, tag or commit of a model from the hub; a commit pins it"
+        None, min_length=1, description="branch, tag or commit of a hub model; a commit pins the version"
     )
     device: str = Field(
         "auto",
-        description='"cpu", "cuda", "cuda:1"; "auto" takes a GPU if there is one; with tensor_parallel, one for each '
-        'rank of this node, such as "cuda:0,cuda:1", or "cuda" for the first GPUs',
+        description='"cpu", "cuda" or "cuda:1"; "auto" uses a GPU if there is one. With tensor_parallel: one device '
+        'per rank of this node, such as "cuda:0,cuda:1", or "cuda" for the first GPUs',
     )
     dtype: Dtype = Field(
         "auto",
-        description="of the weights, and of the KV cache unless the pass is compiled (then float32); "
+        description="data type of the weights and the KV cache (a compiled pass always caches float32); "
         '"auto": as stored on a GPU, float32 on a CPU',
     )
     weights: Literal["auto", "float32"] = Field(
         "auto",
-        description='"auto": quantized weights of a GGUF file or a trained draft stay as they are in the file if the '
-        'pass is compiled and dtype is float32; "float32": they are unpacked',
+        description='"auto": keep the quantized weights of a GGUF file or trained draft if the pass is compiled and '
+        'dtype is float32; "float32": always dequantize them',
     )
     max_model_len: int | None = Field(
-        None, ge=16, description="positions a sequence can have; default: the model's own limit, at most 4096"
+        None, ge=16, description="maximum positions of a sequence; default: the model's own limit, at most 4096"
     )
-    max_sequences: int = Field(16, ge=1, le=4096, description="slots wanted in the KV cache")
+    max_sequences: int = Field(16, ge=1, le=4096, description="maximum number of sequences in the KV cache")
     kv_memory: ByteSize | None = Field(
         None,
-        description="KV cache (of each rank), such as 8GiB; default: what max_sequences need, at most 80% of a GPU's "
-        "or 40% of a machine's free memory",
+        description="KV cache size per rank, such as 8GiB; default: enough for max_sequences, up to 80% of a GPU's "
+        "or 40% of the machine's free memory",
     )
     memory_budget: ByteSize | None = Field(
         None,
-        description="weights, activations and KV cache together (of each rank), such as 16GiB; instead of kv_memory",
+        description="total size of weights, activations and KV cache per rank, such as 16GiB; replaces kv_memory",
     )
     kv_layout: Literal["slots", "padded"] = Field(
         "slots",
@@ -51,12 +51,16 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     fused: bool = Field(
         True,
         validation_alias=AliasChoices("fused", "lean"),
-        description="run the Llama family by our own fused pass instead of the library's modules",
+        description="run Llama-family models with our fused pass instead of the transformers modules "
+        "(deprecated alias: lean)",
     )
     native: bool = Field(
-        True, description="compile that pass for this processor, where there is a C compiler (CPU, float32 or bfloat16)"
+        True,
+        description="on a CPU, compile the fused pass for this processor (float32 or bfloat16, needs a C compiler)",
     )
-    cuda_graphs: bool = Field(True, description="record that pass on a GPU, for one launch instead of hundreds")
+    cuda_graphs: bool = Field(
+        True, description="on a GPU, capture the fused pass as CUDA graphs to cut launch overhead"
+    )
     products: Literal["auto", "triton", "cublas"] = Field(
         "auto",
         description="kernels of that pass for products with weights on a GPU, where they are exact; "
@@ -67,55 +71,51 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         validation_alias=AliasChoices("max_num_batched_tokens", "max_forward_tokens"),
         ge=1,
         le=2**20,
-        description="tokens in one forward pass; more take several; default: 512 on a CPU, 2048 on a GPU",
+        description="maximum new tokens of one forward pass; longer inputs take several passes; default: 512 on a CPU, "
+        "2048 on a GPU (deprecated alias: max_forward_tokens)",
     )
     threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="CPU threads of the model, or of each rank; default: torch's choice, or the processors divided "
-        "among the ranks of this node",
+        description="CPU threads of the model, per rank; default: torch's choice, shared among the ranks of this node",
     )
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=MAX_RANKS,
-        description="number of ranks that share the model: processes, each with a device and a share of the weights",
+        description="number of ranks: processes with a device and a shard of the model each",
     )
     tensor_parallel_sums: Literal["auto", "whole", "parts"] = Field(
         "auto",
-        description='how ranks sum: "whole": each output on one rank, in the order of one device, so that bits are the '
-        'same for any number of ranks; "parts": each rank its terms, then added in the order of the ranks, with half '
-        'as many exchanges, but bits depend on the number of ranks; "auto": whole on CPUs, parts on GPUs',
+        description='how ranks add up GEMM terms. "whole": one rank computes each output, with the same bits for any '
+        'number of ranks. "parts": ranks compute partial sums and add them in rank order, with half the exchanges, but '
+        'bits depend on the number of ranks. "auto": whole on CPUs, parts on GPUs',
     )
-    nnodes: int = Field(1, ge=1, le=MAX_RANKS, description="number of nodes; each has the same number of ranks")
+    nnodes: int = Field(1, ge=1, le=MAX_RANKS, description="number of nodes; each runs the same number of ranks")
     node_rank: int = Field(0, ge=0, description="number of this node; node 0 serves, the others only compute")
     master_addr: str | None = Field(
         None, pattern=r"^\S+$", description="host name or address of node 0, if there are several nodes"
     )
-    master_port: int = Field(29500, ge=1, le=65535, description="port on which node 0 waits for the others")
+    master_port: int = Field(29500, ge=1, le=65535, description="port on which node 0 waits for the other nodes")
 
     @classmethod
     def of(cls, settings: "EngineOptions") -> "EngineOptions":
-        """The options among settings that have more of them."""
+        """Extract the engine options from a worker's settings."""
         return cls(**settings.model_dump(include=set(cls.model_fields)))
 
     def resolve_max_num_batched_tokens(self, device_type: str) -> int:
-        """`max_num_batched_tokens`, or its default on this type of device."""
+        """Return `max_num_batched_tokens`, or its default for this type of device."""
         return self.max_num_batched_tokens or (512 if device_type == "cpu" else 2048)
 
     @model_validator(mode="after")
-    def _nodes_agree(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.tensor_parallel % self.nnodes:
-            raise ValueError(f"tensor_parallel {self.tensor_parallel} is no multiple of nnodes {self.nnodes}")
+            raise ValueError(f"tensor_parallel {self.tensor_parallel} is not a multiple of nnodes {self.nnodes}")
         if self.node_rank >= self.nnodes:
             raise ValueError(f"node_rank must be below nnodes, which is {self.nnodes}")
         if (self.master_addr is None) != (self.nnodes == 1):
             raise ValueError("master_addr must be given if nnodes is above 1, and only then")
-        return self
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> Self:
         if self.kv_memory is not None and self.memory_budget is not None:
             raise ValueError("give kv_memory or memory_budget, not both")
         return self

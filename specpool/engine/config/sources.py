@@ -1,4 +1,4 @@
-"""Where a model is: on a hub, in a folder, or in a GGUF file; and the error that says why it cannot be served."""
+"""Model locations: a hub id, a folder, or a GGUF file."""
 
 from pathlib import Path
 from typing import Any
@@ -9,32 +9,31 @@ class UnsupportedModelError(Exception):
 
 
 def source_of(model: str, revision: str | None) -> dict[str, Any]:
-    """Arguments of every call of transformers: where the model is, and that no code that comes with it is run."""
+    """Return the `from_pretrained` arguments that locate a model and forbid its own code.
+
+    Raises UnsupportedModelError if a local path holds no model.
+    """
     path, safe = Path(model), {"trust_remote_code": False}
-    if not path.exists() and (path.is_absolute() or path.suffix == ".gguf"):
-        raise UnsupportedModelError(f"{model}: no such file or folder")
-    if path.suffix == ".gguf":
-        _refuse_revision(model, revision)
-        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    is_gguf = path.suffix == ".gguf"
     if not path.exists():
+        if is_gguf or path.is_absolute():
+            raise UnsupportedModelError(f"{model}: no such file or folder")
         pinned = {} if revision is None else {"revision": revision}
         return {**safe, **pinned, "pretrained_model_name_or_path": model}
-    if not (path / "config.json").is_file():
-        instead = "; name its GGUF file as the model" if any(path.glob("*.gguf")) else ""
-        raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json{instead}")
-    _refuse_revision(model, revision)
+    if not is_gguf and not (path / "config.json").is_file():
+        hint = "; name its GGUF file as the model" if any(path.glob("*.gguf")) else ""
+        raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json{hint}")
+    if revision is not None:
+        raise UnsupportedModelError(f"revision {revision}: {model} is local; only hub models have revisions")
+    if is_gguf:
+        return {**safe, "pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return {**safe, "pretrained_model_name_or_path": model}
 
 
-def _refuse_revision(model: str, revision: str | None) -> None:
-    if revision is not None:
-        raise UnsupportedModelError(f"revision {revision}: {model} lies on this machine; only models on a hub have one")
-
-
 def gguf_file_of(model: str) -> Path | None:
-    """The GGUF file that a model's weights are in: the model itself, or the only one in a folder without safetensors.
+    """Return the GGUF file with a model's weights: the model itself, or the only one in a folder without safetensors.
 
-    UnsupportedModelError if there are several.
+    Raises UnsupportedModelError if a folder has several.
     """
     path = Path(model)
     if path.suffix == ".gguf":
@@ -47,5 +46,5 @@ def gguf_file_of(model: str) -> Path | None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's error, short enough for a message of our own."""
+    """Return the first line of another library's error, short enough for our own message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

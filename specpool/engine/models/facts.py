@@ -1,59 +1,58 @@
-"""What the engine has to know of a loaded model."""
+"""The sizes of a loaded model that the engine needs."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from specpool.engine.models.loading import LoadedModel
+from specpool.engine.sharding.shares import head_dim_of
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes, dtype and device of a model, as plain values that outlive the library's modules."""
+    """Sizes, dtype and device of a model, as plain values that outlive its modules."""
 
     vocab_size: int
-    max_model_len: int
-    """Positions that a sequence can have."""
-    outputs: int
-    """Rows of the output head."""
+    max_model_len: int  # maximum positions of a sequence
+    outputs: int  # rows of the output head
     parameters: int
     embedding_parameters: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype
-    """Dtype of the weights as loaded."""
+    dtype: torch.dtype  # dtype of the weights as loaded
     device: torch.device
 
     @property
     def query_groups(self) -> int:
-        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     def of_rank(self, kv_heads: int) -> "ModelFacts":
-        """The facts of a rank that has this number of KV heads."""
+        """Return the facts of a rank with this number of KV heads."""
         return replace(self, heads=kv_heads * self.query_groups, kv_heads=kv_heads)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that a position takes in a KV cache of this dtype, in all layers."""
+        """Return the bytes of a position in a KV cache of this dtype, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
 def read_facts(loaded: LoadedModel) -> ModelFacts:
-    """The facts of a model whose weights no forward pass has taken over yet."""
-    config, vocab_size = loaded.config, loaded.vocab_size
+    """Read the facts of a model before a forward pass takes over its weights."""
+    config, vocab_size, model = loaded.config, loaded.vocab_size, loaded.full
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]  # tied weights count once
     heads = config.num_attention_heads
     return ModelFacts(
         vocab_size=vocab_size,
         max_model_len=loaded.max_model_len,
         outputs=vocab_size if loaded.output_ids is None else len(loaded.output_ids),
-        parameters=sum(weight.numel() for weight in loaded.described.parameters()),
-        embedding_parameters=loaded.embedding_parameters,
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        embedding_parameters=sum(weight.numel() for weight in {end.weight for end in ends}),
         layers=int(config.num_hidden_layers),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=head_dim_of(config),
         dtype=loaded.model.dtype,
         device=loaded.model.device,
     )

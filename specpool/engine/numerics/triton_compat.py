@@ -1,4 +1,4 @@
-"""What all kernels have in common: whether Triton is installed, and how they are compiled."""
+"""Triton, if it is installed, and compile options that all kernels share."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ __all__ = ["UNFUSED", "is_wide", "power_of_two", "tl", "triton"]
 try:
     import triton
     import triton.language as tl
-except ImportError:  # Triton comes with the CUDA builds of torch only
+except ImportError:  # only the CUDA builds of torch ship Triton
     triton = tl = None
 
-# Multiplications and additions stay apart: Triton's default differs by version, and bits with it.
+# Never fuse multiply-adds: Triton's default differs between versions, and so would the bits.
 UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype take four bytes: tensor cores do not multiply them exactly."""
+    """Whether a dtype has four bytes, which tensor cores do not multiply exactly."""
     return dtype.itemsize == 4

@@ -18,16 +18,16 @@ from specpool.engine.passes.attention import attend
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.passes.rotary import RotaryTables, head_order, rotate
-from specpool.engine.sharding.group import ALONE, Alone
+from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 from specpool.engine.weights.quantized import (
     Quantized,
     QuantizedLinear,
     Weight,
     as_tensor,
-    decoded,
+    dequantized_linear,
     linear_of,
     parts_of,
-    same_memory,
+    shares_memory,
 )
 
 # Families whose rotary pairs are neighbouring features, not half a head apart.
@@ -59,7 +59,7 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
 class FusedModel(ForwardPass):
     """Takes the weights out of a library's model, which cannot run afterwards, so that there is never a second copy."""
 
-    def __init__(self, model: PreTrainedModel, group: Alone = ALONE) -> None:
+    def __init__(self, model: PreTrainedModel, group: SingleRank = SINGLE_RANK) -> None:
         """`group`: the ranks that share the model."""
         super().__init__()
         self.group = group
@@ -92,27 +92,27 @@ class FusedModel(ForwardPass):
         layers: list[Any] = list(self.layers)
         if any(isinstance(module, QuantizedLinear) for module in self.modules()):
             self.notes.append("its quantized weights are unpacked to float32, because its pass is not compiled")
-        tied = same_memory(self.embedding, self.head)
-        self.head = decoded(self.head)
+        tied = shares_memory(self.embedding, self.head)
+        self.head = dequantized_linear(self.head)
         self.embedding = self.head.weight if tied else as_tensor(self.embedding)
         for layer in layers:
             layer.decode()
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
-        hidden = self.group.embedded(self.dense_embedding, batch.input_ids)  # [rows, hidden]
+        hidden = self.group.embed(self.dense_embedding, batch.input_ids)  # [rows, hidden]
         cos, sin = self.rotary(batch.longest)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
         for layer in self.layers:
             hidden = layer(hidden, batch, rotation)
         wanted = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
-        return self.group.gathered(self.head(wanted), "tokens")
+        return self.group.gather(self.head(wanted), "tokens")
 
 
 class FusedLayer(nn.Module):
     """One decoder layer of a fused model."""
 
-    def __init__(self, layer: Any, index: int, order: torch.Tensor, group: Alone) -> None:
+    def __init__(self, layer: Any, index: int, order: torch.Tensor, group: SingleRank) -> None:
         super().__init__()
         self.group = group
         attention, mlp = layer.self_attn, layer.mlp
@@ -138,14 +138,16 @@ class FusedLayer(nn.Module):
     ) -> torch.Tensor:
         """The hidden states [rows, hidden] after this layer."""
         attended = self._attend(self._normed(hidden, self.before_attention), batch, rotation)
-        hidden = hidden + self._normed(self.group.added(self.out, attended, "attended"), self.after_attention)
+        hidden = hidden + self._normed(self.group.project(self.out, attended, "attended"), self.after_attention)
         gate, up = self.gate_up(self._normed(hidden, self.before_mlp)).chunk(2, dim=-1)
         activated = in_pieces(silu, gate) * up
-        return hidden + self._normed(self.group.added(self.down, activated, "intermediate"), self.after_mlp)
+        return hidden + self._normed(self.group.project(self.down, activated, "intermediate"), self.after_mlp)
 
     def decode(self) -> None:
         """Dequantizes all weights."""
-        self.qkv, self.out, self.gate_up, self.down = map(decoded, (self.qkv, self.out, self.gate_up, self.down))
+        self.qkv, self.out, self.gate_up, self.down = map(
+            dequantized_linear, (self.qkv, self.out, self.gate_up, self.down)
+        )
 
     def _attend(
         self, hidden: torch.Tensor, batch: PackedBatch, rotation: tuple[torch.Tensor, torch.Tensor]
@@ -165,7 +167,7 @@ def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
     """The layer with the features of every head rearranged in this order."""
     if torch.equal(order, torch.arange(len(order))):
         return linear
-    weight = decoded(linear).weight
+    weight = dequantized_linear(linear).weight
     rows = torch.arange(linear.out_features).view(-1, len(order))[:, order].flatten().to(weight.device)
     return linear_of(weight[rows], None if linear.bias is None else linear.bias[rows])
 

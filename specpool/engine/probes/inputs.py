@@ -2,7 +2,7 @@
 
 import torch
 
-from specpool.engine.weights.kinds import INT8, SCALE_BYTES, Kind
+from specpool.engine.weights.quantization_types import INT8, SCALE_BYTES, QuantizationType
 from specpool.engine.weights.quantized import Quantized
 
 # Random numbers cost time: the outputs of a probed weight repeat after this number.
@@ -38,7 +38,7 @@ class ProbeInputs:
         weight = weight.repeat(-(-outputs // len(half)), 1)[:outputs]
         return weight, self.cancelling(inputs, rows)[order].T.contiguous()
 
-    def coded(self, kind: Kind, outputs: int, inputs: int) -> Quantized:
+    def coded(self, kind: QuantizationType, outputs: int, inputs: int) -> Quantized:
         """A weight of a kind, with random codes and scales."""
         data = torch.randint(0, 256, (outputs, kind.row_bytes(inputs)), generator=self._generator, dtype=torch.uint8)
         if kind is INT8:

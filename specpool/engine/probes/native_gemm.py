@@ -5,7 +5,7 @@ import torch
 from specpool.engine.passes.forward_pass import CompiledProducts
 from specpool.engine.passes.native.panels import BFLOAT16, PANEL
 from specpool.engine.probes.inputs import ProbeInputs
-from specpool.engine.weights.kinds import KINDS
+from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Weight, as_tensor
 
 # More rows than two tiles of products.h have, and a number of panels that no number of threads divides evenly.
@@ -23,7 +23,7 @@ def products_agree(products: CompiledProducts) -> bool:
         _product_agrees(products, kind, inputs)
         for inputs in sorted(products.product_inputs)
         for kind in products.kinds
-        if kind not in KINDS or inputs % KINDS[kind].block == 0
+        if kind not in QUANTIZATION_TYPES or inputs % QUANTIZATION_TYPES[kind].block == 0
     )
 
 
@@ -32,8 +32,8 @@ def _product_agrees(products: CompiledProducts, kind: str, inputs: int) -> bool:
     # In float32 whatever the weights are: of two bfloat16 numbers even a product that is rounded would be exact.
     order, x = numbers.order(inputs), numbers.cancelling(inputs, ROWS)
     weight: Weight
-    if kind in KINDS:
-        weight = numbers.coded(KINDS[kind], OUTPUTS, inputs)
+    if kind in QUANTIZATION_TYPES:
+        weight = numbers.coded(QUANTIZATION_TYPES[kind], OUTPUTS, inputs)
     else:
         # Inputs are whole vectors, so that their number is even.
         half = numbers.normal(OUTPUTS, inputs // 2)
@@ -41,7 +41,7 @@ def _product_agrees(products: CompiledProducts, kind: str, inputs: int) -> bool:
     x = x[order].T.contiguous()
     product = products.product_with(weight)
     together = product(x)
-    if kind in KINDS:
+    if kind in QUANTIZATION_TYPES:
         others = products.product_with(as_tensor(weight)), products.product_with(weight, widened_from=1)
         if not all(torch.equal(together, other(x)) for other in others):
             return False

@@ -1,45 +1,46 @@
-"""How a token is chosen from logits: penalties, temperature, truncation, and shared noise.
+"""Sampling: penalties, temperature, truncation, and shared noise.
 
-A CPU chooses one row at a time, a GPU all rows of a batch together; from equal logits both choose the same token.
-Penalties and limits are applied in the order of vLLM, each as `transformers` defines it, except that tokens as probable
-as the last one that a limit keeps are kept too.
+A CPU samples one row at a time, a GPU a whole batch; equal logits give the same token on both. Penalties and limits
+apply in vLLM's order, each as `transformers` defines it, except that ties with the last kept token are kept too.
 """
 
 import logging
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import islice
 
+import numpy as np
 import torch
 
 from specpool.engine.numerics.elementary import masses
-from specpool.engine.numerics.noise import largest_with_noise
+from specpool.engine.numerics.noise import argmax_with_noise
 from specpool.engine.sampling.kernel import has_kernels, sample_rows
 from specpool.protocol.sampling import SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-# The most probable tokens that hold top_p nearly always; else all are sorted.
+# Number of tokens that nearly always hold top_p; otherwise all are sorted.
 FEW_CANDIDATES = 256
 
 
 def choose_tokens(logits: torch.Tensor, params: SamplingParams, token_ids: Sequence[int]) -> Iterator[int]:
-    """The choice after each of the last n of `token_ids`; `logits` is [n, vocab_size]. Made when it is asked for, since
-    nobody asks for those behind a draft token that was wrong."""
+    """Yield the choice after each of the last n tokens, given logits [n, vocab_size].
+
+    Lazy, because the caller stops at the first rejected draft token.
+    """
     first = len(token_ids) - len(logits) + 1
     for length, row in enumerate(logits, first):
         yield choose_token(row, params, token_ids[:length])
 
 
-def choose_together(
+def choose_batch(
     logits: torch.Tensor, sequences: Sequence[tuple[SamplingParams | None, Sequence[int], int]]
 ) -> list[list[int]]:
-    """The choices of several sequences, made at once by a GPU, which is waited for once.
+    """Choose tokens for several sequences on a GPU, with one synchronization.
 
-    `logits` is [n, vocab_size]. A sequence is its parameters, None for the largest logits, its tokens, and its number
-    of rows: those after each of its last tokens, as in `choose_tokens`.
+    `logits` is [n, vocab_size]. A sequence is its parameters (None: greedy), its tokens, and its number of rows, which
+    follow its last tokens as in `choose_tokens`.
     """
     rules = [
         (params, token_ids, len(token_ids) - count + 1 + i)
@@ -56,8 +57,8 @@ def choose_together(
 
 
 @cache
-def samples_by_kernel(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
-    """Whether `choose_together` works for such logits: a few rows are chosen on this device and on the CPU."""
+def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
+    """Whether `choose_batch` works for such logits: test that a few rows get the same tokens as on the CPU."""
     if not has_kernels(device):
         return False
     rows = 8
@@ -65,37 +66,36 @@ def samples_by_kernel(device: torch.device, dtype: torch.dtype, vocab_size: int)
     rules = [SamplingParams(0.9, seed=row) for row in range(rows // 2)]
     rules += [SamplingParams(0.7, top_k=50, top_p=0.9, min_p=0.01, seed=row) for row in range(rows // 2)]
     try:
-        for kind in (dtype, torch.float32):  # rows with penalties are float32
-            chosen = sample_rows(logits.to(device, kind), [(params, 1) for params in rules])
-            expected = [choose_token(row.to(kind), params, [0]) for row, params in zip(logits, rules, strict=True)]
+        for row_dtype in (dtype, torch.float32):  # rows with penalties are float32
+            chosen = sample_rows(logits.to(device, row_dtype), [(params, 1) for params in rules])
+            expected = [choose_token(row.to(row_dtype), params, [0]) for row, params in zip(logits, rules, strict=True)]
             if chosen != expected:
-                log.warning("rows are sampled one by one: the kernel chose %s, not %s", chosen, expected)
+                log.warning("sampling kernel chose %s instead of %s; sampling row by row", chosen, expected)
                 return False
     except Exception as error:  # the compiler for this GPU may raise anything
-        log.warning("rows are sampled one by one: %s", error)
+        log.warning("sampling kernel failed (%s); sampling row by row", error)
         return False
     return True
 
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
-    """The index of the largest logit of each row, [n], from logits [n, rows of the head]: of the first of several. NaN
-    counts as the largest."""
+    """Return the index [n] of the largest logit in each row of [n, head rows]; the first wins ties, NaN is largest."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        return torch.from_numpy(logits.numpy().argmax(-1))  # in a fifth of the time
+        return torch.from_numpy(logits.numpy().argmax(-1))  # numpy takes a fifth of the time
     return logits.argmax(-1)
 
 
 def choose_token(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> int:
-    """The token that follows `context`. `logits` is [vocab_size]."""
+    """Choose the token after `context` from logits [vocab_size]."""
     logits = adjust(logits.float(), params, context)
     if float32(params.temperature) == 0:
         return int(logits.argmax())
     values, token_ids = candidates(logits / params.temperature, params)
-    return largest_with_noise(values, params.seed, len(context), token_ids.int())
+    return argmax_with_noise(values, params.seed, len(context), token_ids.int())
 
 
 def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int]) -> torch.Tensor:
-    """Bias, minimum length and penalties; a copy where anything changes."""
+    """Apply bias, minimum length and penalties; copies the logits if anything changes."""
     if params.leaves_logits:
         return logits
     logits = logits.clone()
@@ -117,27 +117,27 @@ def adjust(logits: torch.Tensor, params: SamplingParams, context: Sequence[int])
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and ids of the tokens that min_p, top_k and top_p keep: at least the most probable one.
+    """Return the logits and ids of the tokens that min_p, top_k and top_p keep, always at least the most probable.
 
-    Each limit is a smallest logit, so tokens as probable as the last one that is kept are kept too.
+    Each limit is a minimum logit, so ties with the last kept token are kept too.
     """
     best = float(logits.max())
-    least = -math.inf
+    minimum = -math.inf
     if math.isfinite(best):
         if params.min_p > 0:
-            least = float32(best + float32(math.log(params.min_p)))
+            minimum = float32(best + float32(math.log(params.min_p)))
         if 0 < params.top_k < len(logits):
-            least = max(least, float(logits.topk(params.top_k).values[-1]))
+            minimum = max(minimum, float(logits.topk(params.top_k).values[-1]))
         if float32(params.top_p) < 1:
-            least = max(least, _nucleus(logits[logits >= least], best, params.top_p))
-    if least == -math.inf:
+            minimum = max(minimum, _nucleus(logits[logits >= minimum], best, params.top_p))
+    if minimum == -math.inf:
         return logits, torch.arange(len(logits), device=logits.device)
-    token_ids = (logits >= least).nonzero().squeeze(1)
+    token_ids = (logits >= minimum).nonzero().squeeze(1)
     return logits[token_ids], token_ids
 
 
 def _nucleus(logits: torch.Tensor, best: float, top_p: float) -> float:
-    """The least of the most probable logits that together hold `top_p`: those of more probable tokens hold less."""
+    """Return the smallest logit of the smallest set of most probable tokens that holds `top_p`."""
     limit = float(masses(logits - best).sum()) * float32(top_p)
     values = logits.topk(min(FEW_CANDIDATES, len(logits))).values
     mass = masses(values - best)
@@ -149,13 +149,12 @@ def _nucleus(logits: torch.Tensor, best: float, top_p: float) -> float:
 
 
 def float32(x: float) -> float:
-    """x rounded to float32, in which a GPU's kernels get their parameters."""
-    rounded: float = struct.unpack("f", struct.pack("f", x))[0]
-    return rounded
+    """Round x to float32, as GPU kernels receive their parameters."""
+    return float(np.float32(x))
 
 
 def token_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
-    """`logits` is [vocab_size]; `count` is n."""
+    """Return the log probabilities of a token and of the `count` most probable ones, from logits [vocab_size]."""
     logprobs = logits.float().log_softmax(0)
     values, token_ids = logprobs.topk(min(count, len(logprobs)))
     top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))

@@ -1,76 +1,78 @@
-"""Exchanges between the ranks of a model in a pass, by collectives of torch.distributed.
+"""The process group of a sharded model: how its ranks find each other and exchange results during a pass.
 
-Nothing is reduced on the way: an all-reduce adds in an order that depends on its size. Results are gathered, and every
-rank adds what is to be added, in the order of the ranks.
+Nothing uses all-reduce, whose order of addition depends on the size. Ranks gather results and add them in rank order.
 """
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 
 from specpool.engine.sharding.shares import Dimension, Sharding
-from specpool.engine.sharding.store import Store
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+Gemm = Callable[[torch.Tensor], torch.Tensor]
 Release = Callable[[], None]
+Store = Any  # torch does not export the types of its stores
+_stores: Any = distributed
 
-# Torch 2.13 has renamed it.
+# Renamed in torch 2.13.
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-# The end of a rank is noticed through its connection, so that no collective has to give up.
-PATIENCE = timedelta(days=365)
+# Never give up: the connection to a rank reports its end.
+TIMEOUT = timedelta(days=365)
 
 
-class Alone:
-    """The only rank of a model that is not divided: it has all of everything, and exchanges nothing."""
+class SingleRank:
+    """The only rank of a model that is not sharded; it exchanges nothing."""
 
     ranks = 1
     in_parts = False
-    """Whether each rank sums the terms that it has of what is added to the hidden states."""
+    """Whether ranks compute partial sums (`tensor_parallel_sums` is "parts")."""
 
-    def total(self, size: int, dimension: Dimension) -> int:
-        """Size of a dimension of which this rank has `size`."""
+    def full_size(self, size: int, dimension: Dimension) -> int:
+        """Return the full size of a dimension of which this rank has `size`."""
         return size
 
-    def embedded(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows [n, features] of the embedding, of which each rank has its share of tokens, for tokens [n]."""
+    def embed(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Look up tokens [n] in an embedding sharded by tokens. Returns [n, features]."""
         return embedding(token_ids, weight)
 
-    def gathered(self, x: torch.Tensor, dimension: Dimension) -> torch.Tensor:
-        """All features [..., total] of a dimension of which each rank has its share [..., size]."""
+    def gather(self, x: torch.Tensor, dimension: Dimension) -> torch.Tensor:
+        """Gather all features [..., total] of a dimension from each rank's share [..., size]."""
         return x
 
-    def added(self, product: Product, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
-        """The result [..., hidden] of a product that is added to the hidden states. `x`: a rank's share of inputs."""
-        return product(x)
+    def project(self, gemm: Gemm, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
+        """Run a GEMM whose result [..., hidden] is added to the hidden states. `x`: this rank's share of inputs."""
+        return gemm(x)
 
-    def terms(self, product: Product, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
-        """`added` before it is summed, [terms, n, hidden], of a product that gives terms [terms, n, outputs]."""
-        return product(x)
+    def project_terms(self, gemm: Gemm, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
+        """Run `project` without the final sum, for a GEMM that returns terms. Returns [terms, n, hidden]."""
+        return gemm(x)
 
-    def whole(self, features: int, dimension: Dimension) -> int:
-        """Outputs of a product whose terms are summed in the order of the whole product, of which this rank has
-        `features`: its share of a dimension, or as many times that."""
+    def unsharded_outputs(self, features: int, dimension: Dimension) -> int:
+        """Return the outputs of the GEMM whose order of summation this rank follows; `features`: outputs it has.
+
+        `features` is the share of a dimension, or a multiple of it.
+        """
         return features
 
-    def before_leaving(self, release: Release) -> None:
-        """`release`: drops what holds the means of exchange."""
+    def on_leave(self, release: Release) -> None:
+        """Register a callback that drops objects holding on to the group, such as CUDA graphs."""
 
 
-class Group(Alone):
-    """All ranks of a model, as one of them sees them. Every rank makes the same calls in the same order."""
+class Group(SingleRank):
+    """One rank's view of all ranks. Every rank makes the same calls in the same order."""
 
     def __init__(self, rank: int, sharding: Sharding, store: Store, device: torch.device) -> None:
-        """Waits until all ranks have joined. `store`: where they find each other. OSError: they cannot be reached."""
+        """Join the group and wait for all ranks. `store`: the rendezvous. Raises OSError if ranks are unreachable."""
         self.rank, self.ranks, self.sharding = rank, sharding.ranks, sharding
         self.in_parts = sharding.sums == "parts"
-        self.collectives = 0
-        """Collectives so far; those of recorded passes count when they are recorded."""
-        self.collective_ns = 0
-        """Nanoseconds that they took so far; on a GPU that is only their launch."""
+        self.collectives = 0  # number of collectives; a captured graph counts once, when it is captured
+        self.collective_ns = 0  # nanoseconds spent in collectives; on a GPU, only their launches
         self._borders = torch.tensor(sharding.shares["tokens"].firsts[1:], device=device)
         self._on_gpu = device.type == "cuda"
         self._releases: list[Release] = []
@@ -80,82 +82,78 @@ class Group(Alone):
                 store=store,
                 rank=rank,
                 world_size=self.ranks,
-                timeout=PATIENCE,
-                # Connects at once, since nothing can connect while a pass is recorded.
+                timeout=TIMEOUT,
+                # Connects eagerly, because graph capture forbids it.
                 device_id=device if self._on_gpu else None,
             )
         except RuntimeError as error:
             raise OSError(f"ranks cannot reach each other: {str(error).splitlines()[0]}") from error
 
-    def embedded(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows [n, features] of the embedding, of which each rank has its share of tokens, for tokens [n]."""
-        return self.chosen(embedding(self.own_tokens(token_ids), weight), token_ids)
-
-    def total(self, size: int, dimension: Dimension) -> int:
-        """Size of a dimension of which this rank has `size`."""
+    def full_size(self, size: int, dimension: Dimension) -> int:
         return self.sharding.shares[dimension].total
 
-    def own(self, dimension: Dimension) -> int:
-        """Size of this rank's share of a dimension."""
+    def local_size(self, dimension: Dimension) -> int:
+        """Return the size of this rank's share of a dimension."""
         return self.sharding.shares[dimension].sizes[self.rank]
 
-    def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Indexes into this rank's share of the tokens; any index for the tokens of other ranks."""
-        own = self.sharding.shares["tokens"].of(self.rank)
-        return (token_ids - own.start).clamp(0, len(own) - 1)
+    def embed(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.select_rows(embedding(self.local_tokens(token_ids), weight), token_ids)
 
-    def chosen(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """For each of n tokens the row of the rank that has it. `rows`: [n, features] of `own_tokens`."""
+    def local_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return indexes into this rank's share of the tokens, and arbitrary ones for other ranks' tokens."""
+        share = self.sharding.shares["tokens"].of(self.rank)
+        return (token_ids - share.start).clamp(0, len(share) - 1)
+
+    def select_rows(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return for each of n tokens the row of the rank that owns it. `rows`: [n, features] of `local_tokens`."""
         owners = torch.bucketize(token_ids, self._borders, right=True)
-        found: torch.Tensor = self.stacked(rows)[owners, torch.arange(len(token_ids), device=token_ids.device)]
-        return found
+        selected: torch.Tensor = self.all_gather(rows)[owners, torch.arange(len(token_ids), device=token_ids.device)]
+        return selected
 
-    def gathered(self, x: torch.Tensor, dimension: Dimension) -> torch.Tensor:
-        """All features [..., total] of a dimension of which each rank has its share [..., size]."""
+    def gather(self, x: torch.Tensor, dimension: Dimension) -> torch.Tensor:
         sizes = self.sharding.shares[dimension].sizes
         if len(set(sizes)) == 1:
-            return self.stacked(x).movedim(0, -2).flatten(-2)
-        missing = sizes[0] - x.shape[-1]  # ranks contribute equal numbers
-        stack = self.stacked(torch.nn.functional.pad(x, (0, missing)) if missing else x)
-        return torch.cat([its[..., :size] for its, size in zip(stack, sizes, strict=True)], -1)
+            return self.all_gather(x).movedim(0, -2).flatten(-2)
+        missing = sizes[0] - x.shape[-1]  # collectives need equal sizes
+        stack = self.all_gather(pad(x, (0, missing)) if missing else x)
+        return torch.cat([share[..., :size] for share, size in zip(stack, sizes, strict=True)], -1)
 
-    def added(self, product: Product, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
-        """The result [..., hidden] of a product that is added to the hidden states. `x`: a rank's share of inputs."""
-        terms = self.terms(lambda its: product(its)[None], x, inputs)
-        total = terms[0]
-        for term in terms[1:]:
+    def project(self, gemm: Gemm, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
+        first, *others = self.project_terms(lambda x: gemm(x)[None], x, inputs)
+        total: torch.Tensor = first
+        for term in others:
             total = total + term
         return total
 
-    def terms(self, product: Product, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
-        """`added` before it is summed, [terms, n, hidden], of a product that gives terms [terms, n, outputs].
+    def project_terms(self, gemm: Gemm, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
+        """Run `project` without the final sum, for a GEMM that returns terms. Returns [terms, n, hidden].
 
-        Where sums are in parts, the terms of all ranks are in the order of the ranks.
+        Partial sums are in rank order.
         """
         if self.in_parts:
-            return self.stacked(product(x)).flatten(0, 1)
-        return self.gathered(product(self.gathered(x, inputs)), "hidden")
+            return self.all_gather(gemm(x)).flatten(0, 1)
+        return self.gather(gemm(self.gather(x, inputs)), "hidden")
 
-    def whole(self, features: int, dimension: Dimension) -> int:
-        """Outputs of a product whose terms are summed in the order of the whole product, of which this rank has
-        `features`: its share of a dimension, or as many times that. Those of the rank if sums are in parts."""
-        return features if self.in_parts else features * self.sharding.shares[dimension].total // self.own(dimension)
+    def unsharded_outputs(self, features: int, dimension: Dimension) -> int:
+        """Return the outputs of the GEMM whose order of summation this rank follows; `features`: outputs it has."""
+        if self.in_parts:
+            return features
+        return features * self.sharding.shares[dimension].total // self.local_size(dimension)
 
-    def before_leaving(self, release: Release) -> None:
-        """`release`: drops what holds the means of exchange, such as recorded passes."""
+    def on_leave(self, release: Release) -> None:
         self._releases.append(release)
 
     def leave(self) -> None:
-        """Leaves the other ranks, which may have ended."""
+        """Leave the group; other ranks may have ended already."""
         for release in self._releases:
-            release()  # NCCL waits until no recorded pass needs it
-        everybody = distributed.group.WORLD
-        if self._on_gpu and everybody is not None:
-            everybody.abort()  # to end without it would wait for the others
+            release()  # NCCL waits for captured graphs
+        world = distributed.group.WORLD
+        if self._on_gpu and world is not None:
+            world.abort()  # a regular shutdown would wait for the other ranks
         distributed.destroy_process_group()
 
-    def stacked(self, x: torch.Tensor) -> torch.Tensor:
-        """Tensors of equal shapes of all ranks, [ranks, ...]."""
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Stack equally shaped tensors of all ranks: [ranks, ...]."""
         began = time.perf_counter_ns()
         stack = x.new_empty(self.ranks, *x.shape)
         if not x.numel():
@@ -166,4 +164,31 @@ class Group(Alone):
         return stack
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
+
+
+def new_file() -> int:
+    """Create an in-memory file for the store of one node. Returns its descriptor, which the ranks inherit.
+
+    The file has no name, so no other process can open it, and it vanishes with the ranks.
+    """
+    return os.memfd_create("specpool-ranks")
+
+
+def file_store(descriptor: int, ranks: int) -> tuple[Store, str]:
+    """Open rank 0's store in such a file. Returns the store and its address for the other ranks."""
+    address = f"/proc/self/fd/{descriptor}"
+    return _stores.FileStore(address, ranks), address
+
+
+def tcp_store(host: str) -> tuple[Store, str]:
+    """Open rank 0's store on a free port of this host. Returns the store and its address for the other ranks."""
+    store = _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, f"{host} {store.port}"
+
+
+def open_store(address: str, ranks: int) -> Store:
+    if " " not in address:
+        return _stores.FileStore(address, ranks)
+    host, port = address.split()
+    return _stores.TCPStore(host, int(port), is_master=False)

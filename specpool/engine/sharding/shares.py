@@ -1,8 +1,7 @@
-"""How the weights of a model are divided among ranks, the processes that run it together. Pure.
+"""How a model's weights are sharded among ranks. Pure.
 
-Every product is divided by its outputs: queries, keys and values by KV heads, gate and up by features, the output head
-by tokens. What adds to the hidden states (the output of attention, and down) is divided by outputs too, or, where sums
-are in `parts`, by inputs.
+GEMMs are sharded by outputs: queries, keys and values by KV heads, gate and up by features, the output head by tokens.
+With partial sums ("parts"), o_proj and down_proj are sharded by inputs instead.
 """
 
 from collections.abc import Mapping
@@ -13,48 +12,46 @@ from typing import Literal
 from transformers import PreTrainedConfig
 
 Sums = Literal["whole", "parts"]
-"""How the terms of an output are summed. `whole`: by one rank, in the order that they have on one device, so that the
-bits are the same for every number of ranks. `parts`: each rank sums the terms that it has, and these sums are added in
-the order of the ranks: half as many collectives, but the bits depend on the number of ranks."""
+"""How the terms of an output are summed. "whole": one rank sums all terms in the order of one device, so any number
+of ranks gives the same bits. "parts": each rank sums its own terms and the partial sums are added in rank order, with
+half the collectives, but bits depend on the number of ranks."""
 
 Dimension = Literal["attended", "hidden", "intermediate", "tokens"]
-"""Features of attention's result, of the hidden states and of the intermediate ones, and rows of the embedding and of
-the output head."""
+"""Features of the attention output, the hidden state and the intermediate state; rows of embedding and output head."""
 
 ADDED: Mapping[str, Dimension] = {"o_proj": "attended", "down_proj": "intermediate"}
-"""The products that are added to the hidden states, and their inputs."""
-# Shares of features are multiples of this, the length of a vector in the compiled pass.
+"""GEMMs whose results are added to the hidden states, and their input dimension."""
+# Shares of features are multiples of the vector length of the compiled pass.
 UNIT = 16
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The sizes of contiguous parts of a dimension, in the order of the ranks; the first is the largest."""
+    """Sizes of the contiguous shares of a dimension in rank order; the first is the largest."""
 
     sizes: tuple[int, ...]
 
     @property
     def total(self) -> int:
-        """Size of the whole dimension."""
         return sum(self.sizes)
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """Index at which each part begins."""
+        """First index of each share."""
         return (0, *accumulate(self.sizes[:-1]))
 
     def of(self, rank: int) -> range:
-        """The indexes of a rank's part."""
+        """Return the indexes of a rank's share."""
         first = self.firsts[rank]
         return range(first, first + self.sizes[rank])
 
     def times(self, factor: int) -> "Shares":
-        """Shares of a dimension that has `factor` indexes for each index of this one."""
+        """Scale the shares to a dimension with `factor` indexes for each index of this one."""
         return Shares(tuple(size * factor for size in self.sizes))
 
 
 def deal(total: int, ranks: int, unit: int = 1) -> Shares:
-    """Deals `total` indexes in multiples of `unit` as evenly as possible; the last part takes an incomplete unit."""
+    """Split `total` indexes evenly in multiples of `unit`; the last share takes the incomplete unit."""
     units = -(-total // unit)
     ends = [min(total, unit * -(-units * (rank + 1) // ranks)) for rank in range(ranks)]
     return Shares(tuple(end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True)))
@@ -70,74 +67,69 @@ class Sharding:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.kv_heads.sizes)
 
 
 def shard(config: PreTrainedConfig, ranks: int, sums: Sums) -> Sharding:
-    """Divides a model among ranks. ValueError names what cannot be divided, and its number."""
+    """Shard a model among ranks. Raises ValueError if a dimension is too small."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if ranks > kv_heads:
-        raise ValueError(f"tensor_parallel {ranks} is more than its {kv_heads} KV heads")
-    of_heads = deal(kv_heads, ranks)
+        raise ValueError(f"tensor_parallel {ranks} is more than the {kv_heads} KV heads")
+    head_shares = deal(kv_heads, ranks)
     shares: dict[Dimension, Shares] = {
-        "attended": of_heads.times(heads // kv_heads * head_dim_of(config)),
+        "attended": head_shares.times(heads // kv_heads * head_dim_of(config)),
         "hidden": deal(config.hidden_size, ranks, UNIT),
         "intermediate": deal(config.intermediate_size, ranks, UNIT),
         "tokens": deal(config.vocab_size, ranks, UNIT),
     }
-    for dimension, its in shares.items():
-        if not all(its.sizes):
+    for dimension, share in shares.items():
+        if not all(share.sizes):
             raise ValueError(
-                f"tensor_parallel {ranks} is too much for its {its.total} {dimension} features in multiples of {UNIT}"
+                f"tensor_parallel {ranks} is too much for {share.total} {dimension} features in multiples of {UNIT}"
             )
-    return Sharding(sums, of_heads, shares)
+    return Sharding(sums, head_shares, shares)
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """Features of a head."""
-    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return found
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has of a model."""
-
     sharding: Sharding
     rank: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's piece of a weight: these indexes of one of its dimensions."""
+    """A rank's piece of a weight: ranges of one of its dimensions."""
 
     dimension: int
     ranges: tuple[range, ...]
 
 
 def piece_of(name: str, config: PreTrainedConfig, share: Share) -> Piece | None:
-    """A rank's piece of the weight or bias of this name in a model of the library; None: the rank has all of it."""
+    """Return a rank's piece of a weight or bias by its transformers name; None: every rank has all of it."""
     sharding, rank = share.sharding, share.rank
-    module, kind = name.split(".")[-2:]
-    by_outputs, keys = sharding.shares, sharding.kv_heads.times(head_dim_of(config))
+    module, attribute = name.split(".")[-2:]
+    shares, keys = sharding.shares, sharding.kv_heads.times(head_dim_of(config))
     rows = {
-        "q_proj": by_outputs["attended"],
+        "q_proj": shares["attended"],
         "k_proj": keys,
         "v_proj": keys,
-        "gate_proj": by_outputs["intermediate"],
-        "up_proj": by_outputs["intermediate"],
-        "embed_tokens": by_outputs["tokens"],
-        "lm_head": by_outputs["tokens"],
+        "gate_proj": shares["intermediate"],
+        "up_proj": shares["intermediate"],
+        "embed_tokens": shares["tokens"],
+        "lm_head": shares["tokens"],
     }
     if module in rows:
         return Piece(0, (rows[module].of(rank),))
-    if module == "gate_up_proj":  # the rows of gate above those of up
-        gate, total = by_outputs["intermediate"].of(rank), by_outputs["intermediate"].total
+    if module == "gate_up_proj":  # gate rows, then up rows
+        gate, total = shares["intermediate"].of(rank), shares["intermediate"].total
         return Piece(0, (gate, range(gate.start + total, gate.stop + total)))
     if module not in ADDED:
         return None
     if sharding.sums == "whole":
-        return Piece(0, (by_outputs["hidden"].of(rank),))
-    return Piece(1, (sharding.shares[ADDED[module]].of(rank),)) if kind == "weight" else None
+        return Piece(0, (shares["hidden"].of(rank),))
+    return Piece(1, (shares[ADDED[module]].of(rank),)) if attribute == "weight" else None

@@ -1,6 +1,6 @@
-"""Loads a rank's share of a model through transformers, tensor by tensor, so that no rank ever holds all weights.
+"""Loads one rank's shard of a model through transformers, tensor by tensor, so that no rank ever holds all weights.
 
-transformers lets a quantizer replace each tensor as it is read from its file; here a tensor is replaced by its piece.
+A transformers quantizer may replace each tensor as it is read; ours replaces it with the rank's piece.
 """
 
 import zlib
@@ -15,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specpool.engine.sharding.shares import ADDED, Piece, Share, piece_of
-from specpool.engine.weights.checksums import word_sums
+from specpool.engine.weights.checksums import checksum
 from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, as_tensor
 
 METHOD = "specpool_shards"
@@ -23,34 +23,30 @@ METHOD = "specpool_shards"
 
 @register_quantization_config(METHOD)
 class ShardConfig(QuantizationConfigMixin):
-    """Asks transformers for a rank's share of a model."""
+    """Tells transformers to read one rank's shard of a model."""
 
     def __init__(self, config: PreTrainedConfig, share: Share) -> None:
-        """`config`: of the model."""
         self.quant_method = METHOD  # type: ignore[assignment]
         self.model, self.share = config, share
-        self.sums: dict[str, bytes] = {}
-        """`word_sums` of the whole weights that are this rank's to sum up, by name."""
+        self.checksums: dict[str, bytes] = {}
+        """Checksums of the full weights that this rank is responsible for, by name."""
 
     def piece(self, name: str) -> Piece | None:
-        """The rank's piece of the weight of this name; None: the rank has all of it."""
+        """Return the rank's piece of a weight; None: the rank has all of it."""
         return piece_of(name, self.model, self.share)
 
-    def share_of(self, name: str, whole: Weight, dtype: torch.dtype | None = None) -> Weight:
-        """The rank's part of a weight, which does not keep the whole weight in memory. May sum up the whole weight.
+    def cut(self, name: str, full: Weight, dtype: torch.dtype | None = None) -> Weight:
+        """Return the rank's shard of a weight without keeping the full one in memory, and record its checksum.
 
-        `dtype`: that the weight will have in the model, if it does not have it yet.
+        `dtype`: the final data type of the weight, if it does not have it yet.
         """
         piece = self.piece(name)
         if piece is None:
-            return whole
-        if self.is_its_turn(name):
-            self.sums[name] = word_sums(whole, dtype)
-        return cut(whole, piece)
-
-    def is_its_turn(self, name: str) -> bool:
-        """Whether this rank sums up the weight of this name. The work is divided, since it takes the whole weight."""
-        return zlib.crc32(name.encode()) % self.share.sharding.ranks == self.share.rank
+            return full
+        # Each rank hashes some of the weights, because hashing reads the full weight.
+        if zlib.crc32(name.encode()) % self.share.sharding.ranks == self.share.rank:
+            self.checksums[name] = checksum(full, dtype)
+        return cut(full, piece)
 
 
 @register_quantizer(METHOD)
@@ -62,15 +58,13 @@ class ShardReader(HfQuantizer):
     is_trainable = False
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        """Whether a weight is cut."""
         return self.quantization_config.piece(param_name) is not None
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What cuts it."""
         return _Cut(self.quantization_config)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """A share is never saved."""
+        """Shards are never saved."""
         return False
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
@@ -79,48 +73,47 @@ class ShardReader(HfQuantizer):
 
 
 def adapt(model: PreTrainedModel, share: Share) -> None:
-    """Makes the modules of a model what a rank's share of their weights makes them."""
+    """Adjust the modules of a model to the shapes of a rank's shard."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
-        # Of partial sums, only the first one begins with the bias.
-        later = share.sharding.sums == "parts" and share.rank > 0 and name.split(".")[-1] in ADDED
-        if later and isinstance(module, nn.Linear | QuantizedLinear):
+        # Only the first partial sum includes the bias.
+        drops_bias = share.sharding.sums == "parts" and share.rank > 0 and name.split(".")[-1] in ADDED
+        if drops_bias and isinstance(module, nn.Linear | QuantizedLinear):
             module.register_parameter("bias", None)
 
 
-def cut(whole: Weight, piece: Piece) -> Weight:
-    """A rank's part of a weight. Quantized weights stay so, unless a part begins or ends within a block."""
-    if isinstance(whole, Quantized):
+def cut(full: Weight, piece: Piece) -> Weight:
+    """Cut a piece out of a weight. Quantized weights stay quantized if the piece consists of whole blocks."""
+    if isinstance(full, Quantized):
         if piece.dimension == 0:
-            return whole.rows(torch.cat([torch.arange(its.start, its.stop) for its in piece.ranges]))
-        (its,) = piece.ranges
-        part = whole.columns(its)
-        if part is not None:
-            return part
-    numbers = as_tensor(whole)
-    parts = [numbers.narrow(piece.dimension, its.start, len(its)) for its in piece.ranges]
+            return full.rows(torch.cat([torch.arange(rows.start, rows.stop) for rows in piece.ranges]))
+        (columns,) = piece.ranges
+        quantized = full.columns(columns)
+        if quantized is not None:
+            return quantized
+    numbers = as_tensor(full)
+    parts = [numbers.narrow(piece.dimension, part.start, len(part)) for part in piece.ranges]
     return torch.cat(parts, piece.dimension)
 
 
-def sums_of(model: PreTrainedModel) -> dict[str, bytes]:
-    """`ShardConfig.sums` of a model that transformers has read, which makes a copy of the configuration for itself."""
-    read: Any = model
-    sums: dict[str, bytes] = read.hf_quantizer.quantization_config.sums
-    return sums
+def checksums_of(model: PreTrainedModel) -> dict[str, bytes]:
+    """Return `ShardConfig.checksums` of a model that transformers read with its own copy of the configuration."""
+    loaded: Any = model
+    checksums: dict[str, bytes] = loaded.hf_quantizer.quantization_config.checksums
+    return checksums
 
 
 class _Cut(ConversionOps):
-    def __init__(self, asked: ShardConfig) -> None:
-        self._asked = asked
+    def __init__(self, shard: ShardConfig) -> None:
+        self._shard = shard
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
-        """The piece of a tensor, which does not keep the whole tensor in memory; nothing of a tensor of another shape,
-        so that the weight is missing: transformers compares no shapes itself where tensors are replaced."""
-        (value,), full_layer_name = input_dict.values(), kwargs["full_layer_name"]
-        whole: torch.Tensor = value[0] if isinstance(value, list) else value
-        if whole.shape != kwargs["model"].get_parameter(full_layer_name).shape:
+        """Cut a tensor. A tensor of the wrong shape is dropped, so that transformers reports it as missing."""
+        (value,), name = input_dict.values(), kwargs["full_layer_name"]
+        full: torch.Tensor = value[0] if isinstance(value, list) else value
+        if full.shape != kwargs["model"].get_parameter(name).shape:
             return {}
-        return {full_layer_name: self._asked.share_of(full_layer_name, whole)}
+        return {name: self._shard.cut(name, full)}

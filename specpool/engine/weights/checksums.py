@@ -1,4 +1,4 @@
-"""Sums over the bits of a weight, computed as fast as they can be read from memory."""
+"""Checksums of weights, computed as fast as memory can be read."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -9,53 +9,49 @@ import torch
 
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor, slice_of
 
-WORDS = 1 << 16
-"""Words of a row: the multipliers and a row of products stay in a processor's cache."""
-ROWS = {"cpu": 32, "cuda": 256}
-"""Rows summed at a time, by type of device."""
+ROW_WORDS = 1 << 16  # 32-bit words per row; the multipliers and a row of results fit into the processor's cache
+ROWS = {"cpu": 32, "cuda": 256}  # rows summed at a time, by device type
 WORD_BYTES, SUM_BYTES = 4, 8
-AT_A_TIME = 1 << 20
-"""Weights that are dequantized, or converted, before they are summed: a part stays in a processor's cache."""
+SLICE_WEIGHTS = 1 << 20  # weights dequantized or converted at a time, so that they stay in the processor's cache
 
 
-def word_sums(weight: Weight, dtype: torch.dtype | None = None) -> bytes:
-    """One 64-bit sum for each row of 32-bit words, times 64-bit multipliers by position, in integers that wrap around
-    (multilinear hashing; Lemire and Kaser, 2014).
+def checksum(weight: Weight, dtype: torch.dtype | None = None) -> bytes:
+    """Return one 64-bit sum per row of 32-bit words, each word times a multiplier for its position.
 
-    `dtype`: that the weight is converted to before; None: its own, or float32 if it is quantized. Whatever has to be
-    made of a weight is made of a part of it at a time.
+    This is multilinear hashing in wrapping integers (Lemire and Kaser, 2014). `dtype`: convert the weight to this type
+    first; None: keep its type, or float32 if it is quantized. Conversion never holds the whole weight.
     """
     if not isinstance(weight, Quantized) and dtype in (None, weight.dtype):
-        return _sums(weight)
-    sums = [_sums(as_tensor(part).to(dtype)) for part in _parts(weight)]
-    return b"".join(its[:-SUM_BYTES] for its in sums[:-1]) + sums[-1]
+        return _sum_rows(weight)
+    sums = [_sum_rows(as_tensor(part).to(dtype)) for part in _slices(weight)]
+    return b"".join(part[:-SUM_BYTES] for part in sums[:-1]) + sums[-1]
 
 
-def _parts(weight: Weight) -> Iterator[Weight]:
-    """Rows of a weight, so many that each part but the last has whole rows of words, in types of 16 bits or more."""
+def _slices(weight: Weight) -> Iterator[Weight]:
+    """Cut a weight so that all slices but the last hold whole rows of words, in types of 16 bits or more."""
     columns = prod(weight.shape[1:])
-    rows = lcm(columns, 2 * WORDS) // columns
-    rows *= max(1, AT_A_TIME // (rows * columns))
+    rows = lcm(columns, 2 * ROW_WORDS) // columns
+    rows *= max(1, SLICE_WEIGHTS // (rows * columns))
     for begin in range(0, weight.shape[0], rows):
         yield slice_of(weight, begin, begin + rows)
 
 
-def _sums(weight: torch.Tensor) -> bytes:
-    """The sums of all whole rows of words, and of the words after them, if any."""
-    words = _words(weight)
+def _sum_rows(weight: torch.Tensor) -> bytes:
+    """Sum all full rows of words, then the remainder."""
+    words = _as_words(weight)
     multipliers = _multipliers(words.device)
-    whole, step = len(words) // WORDS * WORDS, ROWS.get(words.device.type, 1) * WORDS
-    products = torch.empty(min(step, whole) // WORDS, WORDS, dtype=torch.int64, device=words.device)
-    parts = []
-    for start in range(0, whole, step):
-        rows = words[start : min(start + step, whole)].view(-1, WORDS)
-        parts.append(torch.mul(rows, multipliers, out=products[: len(rows)]).sum(1))
-    parts.append((words[whole:] * multipliers[: len(words) - whole]).sum(0, keepdim=True))
-    return torch.cat(parts).cpu().numpy().tobytes()
+    full, step = len(words) // ROW_WORDS * ROW_WORDS, ROWS.get(words.device.type, 1) * ROW_WORDS
+    weighted = torch.empty(min(step, full) // ROW_WORDS, ROW_WORDS, dtype=torch.int64, device=words.device)
+    sums = []
+    for start in range(0, full, step):
+        rows = words[start : min(start + step, full)].view(-1, ROW_WORDS)
+        sums.append(torch.mul(rows, multipliers, out=weighted[: len(rows)]).sum(1))
+    sums.append((words[full:] * multipliers[: len(words) - full]).sum(0, keepdim=True))
+    return torch.cat(sums).cpu().numpy().tobytes()
 
 
-def _words(weight: torch.Tensor) -> torch.Tensor:
-    """The bits of a weight as int32, filled up with zeros."""
+def _as_words(weight: torch.Tensor) -> torch.Tensor:
+    """View a weight as int32 words, padded with zeros."""
     flat = weight.detach().contiguous().view(-1)
     flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
     size = flat.dtype.itemsize
@@ -67,9 +63,9 @@ def _words(weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _multipliers(device: torch.device) -> torch.Tensor:
-    """Pseudo-random 64-bit integers, always the same ones: the outputs of SplitMix64."""
+    """Return fixed pseudo-random 64-bit integers: the output of SplitMix64."""
     with np.errstate(over="ignore"):
-        z = np.arange(1, WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = np.arange(1, ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)

@@ -1,4 +1,4 @@
-"""Weights that stay quantized, as in their file, and what takes the place of the library's modules for them."""
+"""Quantized weights as stored in their file, and modules that use them in place of the transformers ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,49 +7,44 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from specpool.engine.weights.kinds import Fields, Kind
-from specpool.engine.weights.threads import in_pieces
+from specpool.engine.weights.quantization_types import Fields, QuantizationType
+from specpool.engine.weights.threads import run_in_slices
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A weight [rows, columns] whose rows are bytes of a kind."""
+    """A quantized weight [rows, columns]."""
 
-    kind: Kind
-    data: torch.Tensor
-    """[rows, bytes of a row], uint8."""
+    qtype: QuantizationType
+    data: torch.Tensor  # [rows, row_bytes], uint8
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-        return len(self.data), self.kind.columns(self.data.shape[1])
+        return len(self.data), self.qtype.columns(self.data.shape[1])
 
-    def rows(self, chosen: torch.Tensor | slice) -> "Quantized":
-        """Some of the rows."""
-        return Quantized(self.kind, self.data[chosen])
+    def rows(self, rows: torch.Tensor | slice) -> "Quantized":
+        return Quantized(self.qtype, self.data[rows])
 
-    def columns(self, chosen: range) -> "Quantized | None":
-        """Some of the columns; None if these are no whole blocks."""
-        part = self.kind.part(self.data, chosen)
-        return None if part is None else Quantized(self.kind, part)
+    def columns(self, columns: range) -> "Quantized | None":
+        """Select columns; None if they are not whole blocks."""
+        data = self.qtype.slice_columns(self.data, columns)
+        return None if data is None else Quantized(self.qtype, data)
 
     def fields(self) -> Fields:
-        """What the bytes mean."""
-        return self.kind.fields(self.data)
+        return self.qtype.fields(self.data)
 
     def is_finite(self) -> bool:
-        """Whether all scales and offsets are finite numbers."""
-        return self.kind.is_finite(self.data)
+        return self.qtype.is_finite(self.data)
 
     def dequantized(self) -> torch.Tensor:
-        """The weights [rows, columns] in float32."""
+        """Return the weights [rows, columns] in float32."""
         rows, columns = self.shape
         weights = torch.empty(rows, columns)
 
         def write(some: slice) -> None:
-            weights[some] = self.kind.dequantized(self.rows(some).fields())
+            weights[some] = self.qtype.dequantize(self.rows(some).fields())
 
-        in_pieces(write, rows, columns)
+        run_in_slices(write, rows, columns)
         return weights
 
 
@@ -57,7 +52,7 @@ Weight = Quantized | torch.Tensor
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose outputs are those of its parts, one after the other."""
+    """A linear layer that concatenates the outputs of several weights."""
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None = None) -> None:
         """`parts`: weights with the same number of inputs."""
@@ -69,40 +64,37 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight [outputs, inputs], dequantized anew at each use."""
+        """The weight [outputs, inputs], dequantized at each access."""
         return torch.cat([as_tensor(part) for part in self.parts])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear."""
         return linear(x, self.weight, self.bias)
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding of which only the rows are dequantized that are looked up."""
+    """An embedding that dequantizes only the rows it looks up."""
 
     def __init__(self, weight: Quantized) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """As nn.Embedding."""
         rows = self.weight.rows(ids.flatten()).dequantized()
         return rows.reshape(*ids.shape, -1)
 
 
 def slice_of(weight: Weight, begin: int, end: int) -> Weight:
-    """Some of the rows."""
     rows = slice(begin, end)
     return weight.rows(rows) if isinstance(weight, Quantized) else weight[rows]
 
 
 def as_tensor(weight: Weight) -> torch.Tensor:
-    """A weight as a tensor of numbers, dequantized if need be."""
+    """Return a weight as a tensor, dequantized if necessary."""
     return weight.dequantized() if isinstance(weight, Quantized) else weight
 
 
 def parts_of(layer: nn.Module) -> tuple[Weight, ...]:
-    """The weights of a linear layer, whose outputs follow each other."""
+    """Return the weights of a linear layer, in the order of its outputs."""
     if isinstance(layer, QuantizedLinear):
         return layer.parts
     weight = layer.weight
@@ -110,14 +102,14 @@ def parts_of(layer: nn.Module) -> tuple[Weight, ...]:
     return (weight,)
 
 
-def same_memory(weight: Weight, layer: nn.Module) -> bool:
-    """Whether a linear layer has no other weight than this one."""
+def shares_memory(weight: Weight, layer: nn.Module) -> bool:
+    """Whether a linear layer consists of exactly this weight, as tied embeddings do."""
     parts = parts_of(layer)
     return len(parts) == 1 and parts[0].data.data_ptr() == weight.data.data_ptr()
 
 
-def decoded(layer: nn.Module) -> nn.Linear:
-    """The same linear layer, its weight dequantized if need be."""
+def dequantized_linear(layer: nn.Module) -> nn.Linear:
+    """Return a linear layer with its weight dequantized if necessary."""
     if isinstance(layer, nn.Linear):
         return layer
     assert isinstance(layer, QuantizedLinear)
@@ -125,7 +117,7 @@ def decoded(layer: nn.Module) -> nn.Linear:
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """A linear layer with this weight [outputs, inputs] and bias, which are not copied."""
+    """Wrap a weight [outputs, inputs] and a bias in a linear layer, without copying."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

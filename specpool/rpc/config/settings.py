@@ -1,6 +1,6 @@
-"""Configuration of a process from flags, `SPECPOOL_*` variables and a TOML file, in this order of precedence.
+"""Configuration of a process from flags, `SPECPOOL_*` environment variables and a TOML file, in order of precedence.
 
-Every key can be given in any of the three ways; unknown keys are refused.
+Every setting works in all three places. Unknown settings are errors.
 """
 
 import argparse
@@ -31,20 +31,20 @@ from specpool.rpc.security.settings import ServerSecurity
 
 ENV_PREFIX = "SPECPOOL_"
 
-# The text that means "no value" on a command line: one that cannot be typed, since any word may be a real value.
+# Means "no value" on a command line. It cannot be typed, since any word may be a real value.
 NO_VALUE = "\0"
 
 UINT32_MAX, UINT64_MAX, INT32_MIN, INT32_MAX = 2**32 - 1, 2**64 - 1, -(2**31), 2**31 - 1
-"""Limits of the integer fields of messages."""
+"""Limits of integer fields in protobuf messages."""
 MAX_CALLS, MAX_CONNECTIONS = 100_000, 60_000
 
 log = logging.getLogger(__name__)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Seconds = Annotated[float, Field(le=86_400)]
-"""A waiting time of a day at most, which every timer can count."""
+"""A duration of at most a day, which every timer supports."""
 Host = Annotated[str, Field(min_length=1), AfterValidator(lambda host: host.strip("[]"))]
-"""A host name or an address; brackets around an IPv6 address are optional."""
+"""A host name or address. Brackets around an IPv6 address are optional."""
 
 S = TypeVar("S", bound="Settings")
 
@@ -68,10 +68,10 @@ class Settings(BaseSettings):
     )
 
     file_values: ClassVar[dict[str, Any]] = {}
-    """Values from the TOML file."""
+    """Values read from the TOML file."""
 
-    config: Path | None = Field(None, description="TOML file with any of these settings")
-    log_level: LogLevel = Field("info", description="least severe messages logged")
+    config: Path | None = Field(None, description="TOML file with settings")
+    log_level: LogLevel = Field("info", description="minimum level of logged messages")
 
     @classmethod
     def settings_customise_sources(
@@ -85,46 +85,43 @@ class Settings(BaseSettings):
         return init_settings, env_settings, InitSettingsSource(settings_cls, cls.file_values)
 
     @classmethod
-    def load(cls, program: str, arguments: list[str] | None = None, neighbours: Iterable[str] = ()) -> Self:
-        """Reads the settings of this process; on bad ones says which and why, and exits with status 2.
+    def load(cls, program: str, arguments: list[str] | None = None, other_settings: Iterable[str] = ()) -> Self:
+        """Load the settings of this process. Print invalid settings with the reason and exit with status 2.
 
-        `neighbours`: settings of other processes, whose variables may stand in our environment.
+        `other_settings`: settings of other processes, whose variables may be set in this environment.
         """
         arguments = sys.argv[1:] if arguments is None else arguments
         try:
-            _refuse_what_is_no_text(arguments)
-            _refuse_unknown_variables(cls.keys() | set(neighbours))
+            _check_utf8(arguments)
+            _check_variable_names(cls.keys() | set(other_settings))
             resolved = _with_file(cls, program, _config_file(arguments))
             source: CliSettingsSource[Any] = CliSettingsSource(resolved, formatter_class=_HelpFormatter)
             return CliApp.run(resolved, arguments, cli_settings_source=source)
         except ValidationError as error:
             for problem in error.errors():
-                key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")  # none if several disagree
-                print(
-                    ": ".join(filter(None, (program, key, problem["msg"].removeprefix("Value error, ")))),
-                    file=sys.stderr,
-                )
+                key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")  # empty if settings conflict
+                reason = problem["msg"].removeprefix("Value error, ")
+                print(": ".join(filter(None, (program, key, reason))), file=sys.stderr)
         except (SettingsError, OSError, ValueError) as error:
             print(f"{program}: {error}", file=sys.stderr)
         raise SystemExit(2)
 
     @classmethod
     def keys(cls) -> set[str]:
-        """Names of the settings in a file, former names included. Environment variables have them in capitals."""
+        """Return the names of the settings in a TOML file, deprecated names included."""
         return names_of_settings(cls)
 
     def log_resolved(self) -> None:
-        """Logs the settings that the process runs with, wherever each value came from."""
         log.info("settings: %s", self.model_dump_json(exclude={"config"}))
 
 
 class ListeningSettings(Settings):
-    """Settings of a process that listens: where, and how it stops."""
+    """Settings of a process that listens."""
 
     host: Host = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
-    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
-    drain_seconds: Seconds = Field(30.0, ge=0, description="time that running calls get after SIGTERM")
-    log_format: LogFormat = Field("text", description="format of the log's lines: text, or json: one object per line")
+    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0: any free port")
+    drain_seconds: Seconds = Field(30.0, ge=0, description="time for running calls to finish after SIGTERM")
+    log_format: LogFormat = Field("text", description="log format: text, or json with one object per line")
 
 
 class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
@@ -134,26 +131,26 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
         None,
         ge=1,
         le=65535,
-        description="a second port, for health checks alone, without TLS and with bounds of its own; default: none",
+        description="second port for health checks only, without TLS and with its own limits; default: none",
     )
     metrics_port: int | None = Field(
-        None, ge=1, le=65535, description="a port for Prometheus: GET /metrics, over HTTP without TLS; default: none"
+        None, ge=1, le=65535, description="Prometheus port: GET /metrics over HTTP without TLS; default: none"
     )
     max_connections: int = Field(
-        1024, ge=1, le=MAX_CONNECTIONS, description="connections open at a time; further ones are closed at once"
+        1024, ge=1, le=MAX_CONNECTIONS, description="maximum number of open connections; others are closed at once"
     )
-    max_calls: int = Field(4096, ge=1, le=MAX_CALLS, description="calls in progress; requests beyond them are refused")
+    max_calls: int = Field(
+        4096, ge=1, le=MAX_CALLS, description="maximum number of calls in progress; others are refused"
+    )
     max_calls_per_client: int | None = Field(
-        None, ge=1, le=MAX_CALLS, description="calls of one client in progress; default: max_calls"
+        None, ge=1, le=MAX_CALLS, description="maximum number of calls in progress of one client; default: max_calls"
     )
     request_memory: ByteSize = Field(
-        ByteSize(128 * 2**20), ge=1, description="memory for the requests of all calls; requests beyond it are refused"
+        ByteSize(128 * 2**20), ge=1, description="memory for the requests of all calls; further requests are refused"
     )
-    receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive, once it is being read")
+    receive_seconds: Seconds = Field(10.0, gt=0, description="time for a request to arrive once the server reads it")
 
-    parent_pid: int | None = Field(
-        None, ge=1, description="stop as soon as this process, which started this one, is gone; default: never"
-    )
+    parent_pid: int | None = Field(None, ge=1, description="stop when this parent process exits; default: never")
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
@@ -164,7 +161,7 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
 
 
 def names_of_settings(model: type[BaseModel]) -> set[str]:
-    """Every name by which a field of the model can be set: its own or its alias, and its former names."""
+    """Return every name that sets a field of the model, deprecated names included."""
     names = set()
     for name, field in model.model_fields.items():
         alias = field.validation_alias
@@ -174,7 +171,7 @@ def names_of_settings(model: type[BaseModel]) -> set[str]:
 
 @contextmanager
 def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[None]:
-    """Ends the command with one line if what a setting names cannot be used."""
+    """Exit with one line on stderr if the value of a setting cannot be used."""
     try:
         yield
     except errors as error:
@@ -183,13 +180,13 @@ def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[Non
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A help text without defaults that say nothing: None, and names of functions."""
+    """Omits defaults that say nothing, such as None and names of functions."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         return re.sub(rf" \(default: {NO_VALUE}\)| \(default factory: .*\)| \(default: \(\)\)", "", action.help or "")
 
 
-def _refuse_what_is_no_text(arguments: list[str]) -> None:
+def _check_utf8(arguments: list[str]) -> None:
     variables = [f"{name}={value}" for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)]
     for word in (*arguments, *variables):
         try:
@@ -198,7 +195,7 @@ def _refuse_what_is_no_text(arguments: list[str]) -> None:
             raise ValueError(f"{word!a} is not UTF-8") from None
 
 
-def _refuse_unknown_variables(keys: set[str]) -> None:
+def _check_variable_names(keys: set[str]) -> None:
     known = {ENV_PREFIX + key.upper() for key in keys}
     unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
     if unknown:
@@ -230,5 +227,5 @@ def _read_file(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"config: {path}: {error}") from None
     if "config" in values:
-        raise ValueError(f"config: {path}: a file cannot name another one")
+        raise ValueError(f"config: {path}: a config file cannot name another config file")
     return values

@@ -1,6 +1,6 @@
-"""The log of a process: one event per line on stderr, as text or as JSON, with the requests and the trace of each.
+"""The log of a process: one event per line on stderr, as text or JSON, with the event's requests and trace.
 
-No text from a client or another process can begin a line of its own.
+Text from clients or other processes cannot forge a line.
 """
 
 import json
@@ -18,31 +18,30 @@ from specpool.rpc.observability.native_lines import follow_native_lines
 
 LogFormat = Literal["text", "json"]
 
-MOST_ID_CHARACTERS = 128
-MOST_IDS = 64
-"""Most request ids in one line."""
+MAX_ID_CHARACTERS = 128
+MAX_IDS = 64
+"""Maximum number of request ids in one line."""
 
 _NO_REQUESTS: Callable[[], Iterable[str]] = tuple
 _requests: ContextVar[Callable[[], Iterable[str]]] = ContextVar("requests", default=_NO_REQUESTS)
-"""The ids of the requests that the running task serves."""
+"""Ids of the requests that the running task serves."""
 _trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 
 _PLAIN_ID = re.compile(r"[\w.:/+-]+", re.ASCII)
-# Characters that could end a line or control a terminal, except for the tab.
+# Characters that could end a line or control a terminal, except the tab.
 _CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(9), *range(10, 32), *range(127, 160), 0x2028, 0x2029)}
 _CONTROLS_IN_TRACES = {code: text for code, text in _CONTROLS.items() if code != ord("\n")}
 
 
-def serves_request(request_id: str) -> None:
-    """Notes, for the rest of the running task, that its lines belong to a request."""
+def bind_request(request_id: str) -> None:
+    """Attach a request to all further log lines of the running task."""
     _requests.set(lambda: (request_id,))
 
 
-class ServesRequests:
-    """A context whose lines belong to requests. The ids of the requests are looked up only when a line is logged.
+class BoundRequests:
+    """Context manager that attaches requests to log lines. The ids are computed only when a line is logged.
 
-    Tasks begun in the context may outlive it, such as a stream that stays open: once the context has ended, their lines
-    belong to no request.
+    Tasks started in the context may outlive it, such as an open stream. Their later lines belong to no request.
     """
 
     def __init__(self, request_ids: Callable[[], Iterable[str]]) -> None:
@@ -60,8 +59,8 @@ class ServesRequests:
 
 
 @contextmanager
-def traced(trace_id: str) -> Iterator[None]:
-    """A context whose lines belong to a trace."""
+def bound_trace(trace_id: str) -> Iterator[None]:
+    """Context manager that attaches a trace to log lines."""
     token = _trace_id.set(trace_id)
     try:
         yield
@@ -69,27 +68,27 @@ def traced(trace_id: str) -> Iterator[None]:
         _trace_id.reset(token)
 
 
-def is_traced(trace_id: str) -> None:
-    """Notes, for the rest of the running task, that its lines belong to a trace."""
+def bind_trace(trace_id: str) -> None:
+    """Attach a trace to all further log lines of the running task."""
     _trace_id.set(trace_id)
 
 
 def about(*request_ids: str) -> dict[str, Any]:
-    """The argument `extra` of a line that belongs to these requests, whatever the running task serves."""
+    """Return the argument `extra` of a log line that belongs to these requests."""
     return {"request_ids": request_ids}
 
 
 class WithheldError(Exception):
-    """Stands in for an error whose message is not logged; its own message is the name of that error's type."""
+    """Replaces an error whose message must not be logged. Its message is the type of that error."""
 
 
 def without_message(error: BaseException) -> Any:
-    """The argument `exc_info` of a line about an error whose message may quote what a client sent."""
+    """Return the argument `exc_info` for an error whose message may quote a client."""
     return WithheldError, WithheldError(type(error).__qualname__), error.__traceback__
 
 
 def configure_logging(level: str, log_format: LogFormat = "text") -> None:
-    """Logs to stderr, one event per line; also what libraries log on their own."""
+    """Log to stderr, one event per line, including the loggers of libraries."""
     handler = StderrHandler()
     handler.setFormatter(TextFormatter())
     if log_format == "json":
@@ -97,7 +96,7 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
         handler.setFormatter(JsonFormatter())
         sys.excepthook = _log_uncaught
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("grpc._cython").setLevel(logging.INFO)  # at level debug it logs each step of its event loop
+    logging.getLogger("grpc._cython").setLevel(logging.INFO)  # at debug level it logs each step of its event loop
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and any(isinstance(h, logging.StreamHandler) for h in logger.handlers):
             logger.handlers.clear()
@@ -105,44 +104,43 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr, and drops what cannot be written: a complaint about it there would become another line."""
+    """Writes to stderr and drops lines that cannot be written. Reporting them on stderr would loop."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Reports a line that could not be made."""
+        """Report records that cannot be formatted."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
 
 class TextFormatter(logging.Formatter):
-    """`TIME LEVEL LOGGER: MESSAGE [request_id=... trace_id=...]`; lines of a stack trace are indented."""
+    """Formats as `TIME LEVEL LOGGER: MESSAGE [request_id=... trace_id=...]` and indents stack traces."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The first line."""
         line = super().formatMessage(record).translate(_CONTROLS)
-        fields = " ".join(f"{name}={_shown(value)}" for name, value in _fields(record).items())
+        fields = " ".join(f"{name}={_quoted(value)}" for name, value in _fields(record).items())
         return f"{line} [{fields}]" if fields else line
 
     def formatException(self, exc_info: Any) -> str:
-        """The lines that follow."""
         return _indented(super().formatException(exc_info))
 
     def formatStack(self, stack_info: str) -> str:
-        """The lines that follow."""
         return _indented(stack_info)
 
 
 class JsonFormatter(logging.Formatter):
-    """An object per line: timestamp (RFC 3339, UTC), level, logger and message; where they apply, request_id (or
-    request_ids, if there are several), trace_id and exception."""
+    """Formats as one JSON object per line.
+
+    Keys: timestamp (RFC 3339, UTC), level, logger, message; where they apply, request_id or request_ids, trace_id and
+    exception.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
+        timestamp = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
         event: dict[str, Any] = {
-            "timestamp": moment.replace("+00:00", "Z"),
+            "timestamp": timestamp.replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -156,17 +154,17 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The requests and the trace that a line belongs to, by the names of their fields."""
-    ids = [request_id[:MOST_ID_CHARACTERS] for request_id in getattr(record, "request_ids", None) or _requests.get()()]
-    ids = list(dict.fromkeys(ids))[:MOST_IDS]
+    """Return the request and trace fields of a record."""
+    ids = [request_id[:MAX_ID_CHARACTERS] for request_id in getattr(record, "request_ids", None) or _requests.get()()]
+    ids = list(dict.fromkeys(ids))[:MAX_IDS]
     fields: dict[str, Any] = {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids} if ids else {}
     if trace_id := _trace_id.get():
         fields["trace_id"] = trace_id
     return fields
 
 
-def _shown(value: str | list[str]) -> str:
-    """The value of a field in the text format: quoted where it could be mistaken for something else."""
+def _quoted(value: str | list[str]) -> str:
+    """Format a field value as text, quoted where it would be ambiguous."""
     values = [value] if isinstance(value, str) else value
     return ",".join(each if _PLAIN_ID.fullmatch(each) else json.dumps(each) for each in values)
 
@@ -176,4 +174,4 @@ def _indented(trace: str) -> str:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logging.getLogger(__name__).critical("uncaught", exc_info=(kind, error, trace))
+    logging.getLogger(__name__).critical("uncaught exception", exc_info=(kind, error, trace))

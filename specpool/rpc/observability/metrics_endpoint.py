@@ -1,7 +1,7 @@
-"""The port on which Prometheus reads the metrics of a process: `GET /metrics`, and nothing else.
+"""The Prometheus port of a process. It serves `GET /metrics` and nothing else.
 
-Scrapes are answered on the event loop, which owns everything that collectors read. However many arrive, they take
-little time from other work: connections are accepted slowly, and scrapes soon after another get the same answer.
+Scrapes run on the event loop, which owns everything that collectors read. Floods of scrapes take little time from other
+work: connections are accepted at a limited rate, and responses are cached briefly.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from specpool.rpc.security.channel import join_address
 log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-# Time between two connections that are accepted. The system keeps a few waiting, and refuses the rest.
-ACCEPT_SECONDS, MOST_WAITING = 0.05, 16
-# An answer is reused for this many times as long as it took to make, so that answers take 1% of the time at most; but
-# no longer than this many seconds, however long the process was held up while it made one.
-KEPT_FOR, MOST_KEPT_SECONDS = 100, 5.0
-# A connection that takes longer to ask and read is closed; if there are more connections than this, so is the oldest.
-REQUEST_SECONDS, MOST_CONNECTIONS = 10.0, 16
-MOST_REQUEST_BYTES = 16 * 2**10
+# Pause between two accepted connections, and the listen backlog.
+ACCEPT_SECONDS, BACKLOG = 0.05, 16
+# A response is cached for this multiple of the time it took, so that scrapes take at most 1% of the time, and at most
+# for this many seconds.
+CACHE_FACTOR, MAX_CACHE_SECONDS = 100, 5.0
+# Time for a connection to send its request and read the response. Beyond the limit, the oldest connection is closed.
+REQUEST_SECONDS, MAX_CONNECTIONS = 10.0, 16
+MAX_REQUEST_BYTES = 16 * 2**10
 
 
 class MetricsEndpoint:
@@ -37,15 +37,14 @@ class MetricsEndpoint:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._text = b""
-        self._kept_until = 0.0
-        """Time until which `_text` is reused."""
+        self._cached_until = 0.0
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._open: dict[asyncio.Task[None], None] = {}
-        """The tasks that serve connections, the oldest first."""
+        """Tasks that serve connections, oldest first."""
 
     def start(self, host: str, port: int) -> None:
-        """Listens. OSError says why if it cannot."""
+        """Listen. Raises OSError with the reason."""
         try:
             self._socket = _listen(host, port)
         except OSError as error:
@@ -55,7 +54,6 @@ class MetricsEndpoint:
         log.info("metrics at http://%s%s", join_address(host, port), PATH)
 
     async def close(self) -> None:
-        """Ends all connections."""
         tasks = [*self._open, *([self._accepting] if self._accepting is not None else [])]
         for task in tasks:
             task.cancel()
@@ -65,9 +63,9 @@ class MetricsEndpoint:
 
     async def _accept(self, listening: socket.socket) -> None:
         while True:
-            with contextlib.suppress(OSError):  # the client has left already, or no descriptor is free
+            with contextlib.suppress(OSError):  # client disconnected, or out of file descriptors
                 connection, _ = await asyncio.get_running_loop().sock_accept(listening)
-                if len(self._open) >= MOST_CONNECTIONS:
+                if len(self._open) >= MAX_CONNECTIONS:
                     next(iter(self._open)).cancel()
                 task = asyncio.create_task(self._serve(connection))
                 self._open[task] = None
@@ -75,26 +73,26 @@ class MetricsEndpoint:
             await asyncio.sleep(ACCEPT_SECONDS)
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Answers one request, and closes the connection."""
-        reader, writer = await asyncio.open_connection(sock=connection, limit=MOST_REQUEST_BYTES)
+        """Serve one request and close the connection."""
+        reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_REQUEST_BYTES)
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 try:
                     request = await reader.readuntil(b"\r\n\r\n")
                 except asyncio.IncompleteReadError:
-                    return  # a port that is only probed
+                    return  # a port scan or a TCP probe
                 except asyncio.LimitOverrunError:
                     writer.write(_response("431 Request Header Fields Too Large"))
                 else:
-                    writer.write(self._answer(request))
+                    writer.write(self._respond(request))
                 writer.close()
-                await writer.wait_closed()  # once all is sent
+                await writer.wait_closed()
         except (OSError, TimeoutError):
-            log.debug("a scrape was given up")
+            log.debug("scrape abandoned")
         finally:
             writer.transport.abort()
 
-    def _answer(self, request: bytes) -> bytes:
+    def _respond(self, request: bytes) -> bytes:
         try:
             method, path, version = request.split(b"\r\n", 1)[0].decode("ascii").split()
         except ValueError:
@@ -106,18 +104,18 @@ class MetricsEndpoint:
         if method != "GET":
             return _response("405 Method Not Allowed", {"Allow": "GET"})
         try:
-            # Whatever format the scraper accepts: the library's OpenMetrics turns colons in names into underscores.
+            # Ignore the Accept header: the library's OpenMetrics format turns colons in names into underscores.
             return _response("200 OK", {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}, self._metrics())
         except Exception:
-            log.exception("the metrics could not be collected")
+            log.exception("could not collect metrics")
             return _response("500 Internal Server Error")
 
     def _metrics(self) -> bytes:
         began = time.monotonic()
-        if began >= self._kept_until:
+        if began >= self._cached_until:
             self._text = generate_latest(self._registry)
             ended = time.monotonic()
-            self._kept_until = ended + min(KEPT_FOR * (ended - began), MOST_KEPT_SECONDS)
+            self._cached_until = ended + min(CACHE_FACTOR * (ended - began), MAX_CACHE_SECONDS)
         return self._text
 
 
@@ -129,7 +127,7 @@ def _response(status: str, headers: Mapping[str, str] = MappingProxyType({}), bo
 
 def _listen(host: str, port: int) -> socket.socket:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    listening = socket.create_server(address, family=family, backlog=MOST_WAITING, dualstack_ipv6=both)
+    dual_stack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    listening = socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
     listening.setblocking(False)
     return listening

@@ -1,7 +1,7 @@
-"""Logs what libraries in C++ and Rust write to stderr, past Python's logging, as events of the logger "stderr".
+"""Captures lines that C++ and Rust libraries write to stderr, and logs them with the logger "stderr".
 
-Used only where every line of the log must be JSON. When native code ends the process, its last words may be lost:
-instead, the stack of each thread is written, as text.
+Only used when every line of the log must be JSON. If native code aborts the process, its last lines may be lost; the
+stack of each thread is written as text instead.
 """
 
 import atexit
@@ -16,24 +16,24 @@ from typing import TextIO
 log = logging.getLogger("stderr")
 
 STDERR = 2
-END_SECONDS = 1.0
-# How gRPC's own lines begin; the letter is their severity.
+FLUSH_SECONDS = 1.0
+# Prefix of gRPC's own lines; the letter is the severity.
 _SEVERITY = re.compile(r"([IWEF])\d{4} ")
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 
 
 def follow_native_lines() -> TextIO:
-    """Logs each line that is written to stderr from now on; returns the real stderr, for the log itself."""
+    """Start to log everything written to stderr. Return the real stderr, for the log itself."""
     real = os.fdopen(os.dup(STDERR), "w", buffering=1, errors="backslashreplace")
     faulthandler.enable(real)
     reading, writing = os.pipe()
-    # A library that fills the pipe while it keeps Python from reading loses lines, instead of waiting for ever.
+    # A library that fills the pipe while it holds the GIL loses lines instead of deadlocking.
     os.set_blocking(writing, False)
     os.dup2(writing, STDERR)
     os.close(writing)
     thread = threading.Thread(target=_log_lines, args=(reading,), name="stderr", daemon=True)
     thread.start()
-    atexit.register(_end, real, thread)
+    atexit.register(_restore, real, thread)
     return real
 
 
@@ -45,8 +45,8 @@ def _log_lines(reading: int) -> None:
                 log.log(_LEVELS[severity[1]] if severity else logging.WARNING, "%s", text)
 
 
-def _end(real: TextIO, thread: threading.Thread) -> None:
-    """Restores stderr, once the last lines written to it are logged."""
+def _restore(real: TextIO, thread: threading.Thread) -> None:
+    """Restore stderr after the last lines are logged."""
     sys.stderr.flush()
     os.dup2(real.fileno(), STDERR)
-    thread.join(END_SECONDS)
+    thread.join(FLUSH_SECONDS)

@@ -1,4 +1,4 @@
-"""Settings of traces."""
+"""Trace settings."""
 
 from importlib.util import find_spec
 from typing import Annotated
@@ -14,11 +14,11 @@ def _check_endpoint(endpoint: str) -> str:
     try:
         parts = urlsplit(endpoint)
         known = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
-    except ValueError:  # the port is no number
+    except ValueError:  # invalid port
         known = False
     if not known or endpoint.split() != [endpoint]:
         raise ValueError("must be a URL of a collector, such as http://localhost:4317")
-    if parts.path.strip("/") or parts.query or parts.fragment:  # a URL for OTLP over HTTP, most likely
+    if parts.path.strip("/") or parts.query or parts.fragment:  # probably OTLP over HTTP
         raise ValueError("must end with the port of a collector, since traces go over gRPC: http://localhost:4317")
     if not all(map(_is_installed, _PACKAGES)):
         raise ValueError("needs OpenTelemetry: pip install 'specpool[otel]'")
@@ -28,21 +28,21 @@ def _check_endpoint(endpoint: str) -> str:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 class TraceSettings(BaseModel, frozen=True):
-    """Settings of where traces go and how many there are."""
+    """Where traces go, and how many."""
 
     otlp_traces_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = Field(
         None,
-        description="send traces to the OTLP collector at this URL, over gRPC: http://HOST:4317, or https:// with TLS; "
+        description="send traces to this OTLP collector over gRPC: http://HOST:4317, or https:// for TLS; "
         "default: no traces",
     )
     trace_sample_rate: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="share of the requests that are traced; a caller that brings a trace of its own decides instead",
+        description="share of requests to trace; the trace context of a caller takes precedence",
     )

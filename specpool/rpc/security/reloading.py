@@ -1,4 +1,4 @@
-"""The content of files, read anew when they change: certificates and tokens are replaced while a process runs."""
+"""Contents of files that are reloaded when they change, such as certificates and tokens."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,26 +13,26 @@ Signature: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class Reloaded(Generic[T]):
-    """What `load` makes of files. If changed files cannot be used, the last good content stays."""
+    """The loaded contents of files. If changed files are invalid, the last valid contents stay."""
 
     def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
-        """Loads once, and raises what `load` raises: a ValueError whose text may be logged."""
+        """Loads the files once. `load` raises a ValueError, whose text may be logged, for invalid files."""
         self._paths, self._load = paths, load
         self._seen = self._signature()
         self._loaded = load()
 
     def current(self) -> T:
-        """What the files hold now. Costs one `stat` for each file unless they have changed; never raises."""
+        """Return the current contents. Never raises, and costs one `stat` per file unless files have changed."""
         while (signature := self._signature()) != self._seen:
             self._seen = signature
             try:
                 loaded = self._load()
             except ValueError as error:
-                log.error("changed files cannot be used, what was read before stays: %s", error)
+                log.error("cannot use changed files; keeping the previous contents: %s", error)
                 continue
-            if self._signature() == signature:  # else they changed while they were read, and may not fit together
+            if self._signature() == signature:  # otherwise they changed while being read, and may not match
                 self._loaded = loaded
-                log.info("read anew: %s", ", ".join(map(str, self._paths)))
+                log.info("reloaded %s", ", ".join(map(str, self._paths)))
         return self._loaded
 
     def _signature(self) -> Signature:
@@ -40,8 +40,7 @@ class Reloaded(Generic[T]):
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
-    """A value that differs after every change of a file, also if a link now leads to another file; None if there is no
-    file."""
+    """Return a value that changes with the file, or with the target of a link. None if there is no file."""
     try:
         status = path.stat()
     except OSError:

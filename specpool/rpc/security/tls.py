@@ -1,4 +1,4 @@
-"""TLS of servers and clients from PEM files, which are read anew when they change."""
+"""TLS credentials of servers and clients, from PEM files that are reloaded when they change."""
 
 import ssl
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from specpool.rpc.security.reloading import Reloaded
 
 @dataclass(frozen=True)
 class Pem:
-    """The content of the files of one end of a connection."""
+    """Contents of the PEM files of one endpoint."""
 
     ca: bytes | None
     cert: bytes | None
@@ -21,8 +21,10 @@ class Pem:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of one end of a connection: the CA that signs the other end's certificate, and a certificate with its
-    key. `prefix` stands before the names of the settings in errors."""
+    """PEM files of one endpoint: the CA that signs its peers' certificates, and its certificate and key.
+
+    `prefix`: prefix of the names of settings in errors.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
@@ -35,14 +37,14 @@ class TlsFiles:
             raise ValueError(f"{self.prefix}tls_{missing}: must be given with {self.prefix}tls_{given}")
 
     def load(self) -> Pem:
-        """Reads the files. ValueError, which names the setting, for one that cannot be used."""
+        """Read the files. Raises ValueError with the setting's name for an unusable file."""
         pem = Pem(self._certificates("ca", self.ca), self._certificates("cert", self.cert), self._key())
         if self.cert is not None:
             self._check_pair(self.cert)
         return pem
 
     def reloaded(self) -> Reloaded[Pem]:
-        """The content of the files, now and after each change. ValueError as from `load`."""
+        """Return the contents, reloaded after each change. Raises ValueError as `load` does."""
         return Reloaded([path for path in (self.ca, self.cert, self.key) if path is not None], self.load)
 
     def _certificates(self, part: str, path: Path | None) -> bytes | None:
@@ -53,7 +55,7 @@ class TlsFiles:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.load_verify_locations(cadata=content.decode("ascii", errors="ignore"))
         except (ssl.SSLError, ValueError):
-            raise ValueError(f"{self.prefix}tls_{part}: {path} holds no certificate in PEM") from None
+            raise ValueError(f"{self.prefix}tls_{part}: {path} contains no PEM certificate") from None
         return content
 
     def _key(self) -> bytes | None:
@@ -72,19 +74,21 @@ class TlsFiles:
             reason = f" ({error.reason})" if error.reason else ""
             raise ValueError(f"{self.prefix}tls_key: {self.key} is not the key of {cert}{reason}") from None
         except _EncryptedError:
-            raise ValueError(f"{self.prefix}tls_key: {self.key} is encrypted; give one without a passphrase") from None
+            raise ValueError(f"{self.prefix}tls_key: {self.key} is encrypted; remove its passphrase") from None
         except OSError as error:
             raise ValueError(f"{self.prefix}tls_key: {self.key}: {error.strerror}") from None
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials of a server. Every handshake uses the files as they are then; with a CA, clients must show a
-    certificate that it has signed. ValueError as from `TlsFiles.load`."""
+    """Return the credentials of a server. Every handshake uses the current files.
+
+    With a CA, clients must present a certificate signed by it. Raises ValueError as `TlsFiles.load` does.
+    """
     files_now = files.reloaded()
     served = files_now.current()
 
     def changed() -> Any:
-        """What the next handshake uses; None for the same as before."""
+        """Return the new configuration, or None if nothing changed."""
         nonlocal served
         if (current := files_now.current()) == served:
             return None
@@ -97,7 +101,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
-    """Credentials of a client, which trusts servers whose certificate the CA has signed."""
+    """Return the credentials of a client."""
     return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
 
@@ -108,7 +112,7 @@ def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
 
 
 class _EncryptedError(Exception):
-    """A key that needs a passphrase, which nobody is there to type."""
+    """The key needs a passphrase."""
 
 
 def _refuse_encrypted() -> str:

@@ -1,4 +1,4 @@
-"""API tokens: the file of a server that names its callers, and the one token that a client sends."""
+"""API tokens: the server's file of callers, and the token that a client sends."""
 
 import hmac
 import re
@@ -13,61 +13,57 @@ from specpool.rpc.security.reloading import Reloaded
 HEADER = "authorization"
 MIN_TOKEN_LENGTH, MAX_TOKEN_LENGTH = 16, 1024
 MAX_TOKENS = 1000
-"""Every call is compared with all of them."""
+"""Every call is compared with all tokens."""
 
-# What RFC 6750 allows after "Bearer".
+# Token syntax of RFC 6750.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _KINDS_OF_CALLS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 C = TypeVar("C")
 Token: TypeAlias = Callable[[], str]
-"""The token that a client sends now."""
+"""Returns the current token of a client."""
 
 
 class ApiTokens:
-    """The callers that a server knows by their tokens, from a file with lines `NAME TOKEN`.
+    """Known callers, from a file with lines `NAME TOKEN`. Only digests of tokens are kept.
 
-    A name may have several tokens, so that one can be replaced while both are valid. No token is kept, only digests.
+    A name may have several tokens, so that tokens can be rotated.
     """
 
     def __init__(self, path: Path, setting: str = "api_tokens") -> None:
-        """ValueError, which names the `setting` and the line but no token, if the file cannot be used."""
+        """Raises ValueError with the `setting` and the line, but without tokens, if the file is invalid."""
         self._callers = Reloaded([path], partial(_read_callers, path, setting))
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-        """The name of the caller with this metadata; None if it has no known token.
-
-        The time it takes tells nothing about the tokens that are known.
-        """
+        """Return the name of the caller, or None without a known token. Runs in constant time."""
         presented = [value for key, value in metadata or () if key == HEADER]
         if len(presented) != 1:
             return None
         [value] = presented
         scheme, _, token = (value.decode(errors="replace") if isinstance(value, bytes) else value).partition(" ")
         digest = _digest(token.strip())
-        found = None
+        caller = None
         for known, name in self._callers.current():
             if hmac.compare_digest(digest, known):
-                found = name
-        return found if scheme.lower() == "bearer" else None
+                caller = name
+        return caller if scheme.lower() == "bearer" else None
 
 
 def token_of(token: str | None, file: Path | None, setting: str = "token_file") -> Token | None:
-    """The token that a client sends: the given one, or that of a file, read anew when it changes; None if there is
-    neither.
+    """Return the token of a client, from `token` or from a file that is reloaded when it changes. None without either.
 
-    ValueError, which names `token` or the `setting` of the file and never the token, for one that cannot be sent.
+    Raises ValueError with "token" or the `setting` of the file, but without the token itself, if the token is invalid.
     """
     if token is not None and file is not None:
         raise ValueError(f"token: must not be given with {setting}")
     if token is not None:
-        given = _checked(token, "token")
-        return lambda: given
+        checked = _checked(token, "token")
+        return lambda: checked
     return Reloaded([file], partial(_read_token, file, setting)).current if file is not None else None
 
 
 def bearing(channel: C, token: Token) -> C:
-    """The channel, of asyncio or for threads, with the token in the metadata of every call."""
+    """Return the channel, blocking or asyncio, with the token in the metadata of every call."""
     for kind in _KINDS_OF_CALLS:
         setattr(channel, kind, partial(_bearing_calls, getattr(channel, kind), token))
     return channel
@@ -78,7 +74,7 @@ def _bearing_calls(make: Callable[..., Any], token: Token, *method: Any, **optio
 
 
 class _Calls:
-    """The calls of one method, begun in any of the ways that the channel offers (`with_call`, `future`)."""
+    """Calls of one method, started in any way the channel offers (`with_call`, `future`)."""
 
     def __init__(self, begin: Any, token: Token) -> None:
         self._begin, self._token = begin, token
@@ -92,7 +88,7 @@ class _Calls:
 
 
 def _read_callers(path: Path, setting: str) -> list[tuple[bytes, str]]:
-    """Digests of all tokens, with the names of their callers."""
+    """Return the digest and the caller's name of every token."""
     callers: dict[bytes, str] = {}
     for number, line in enumerate(_read(path, setting).splitlines(), 1):
         words = line.split()
@@ -100,14 +96,14 @@ def _read_callers(path: Path, setting: str) -> list[tuple[bytes, str]]:
             continue
         where = f"{setting}: {path}: line {number}"
         if len(words) != 2:
-            raise ValueError(f"{where}: must be a name and a token")
+            raise ValueError(f"{where}: must be NAME TOKEN")
         name, token = words
         if callers.setdefault(_digest(_checked(token, where)), name) != name:
-            raise ValueError(f"{where}: {name} has the token of another name")
+            raise ValueError(f"{where}: {name} has the same token as another name")
     if not callers:
-        raise ValueError(f"{setting}: {path} has no token: nobody could call")
+        raise ValueError(f"{setting}: {path} contains no tokens")
     if len(callers) > MAX_TOKENS:
-        raise ValueError(f"{setting}: {path} has {len(callers)} tokens, more than {MAX_TOKENS}")
+        raise ValueError(f"{setting}: {path} has {len(callers)} tokens, more than the maximum of {MAX_TOKENS}")
     return [*callers.items()]
 
 
@@ -126,10 +122,10 @@ def _read(path: Path, setting: str) -> str:
 
 def _checked(token: str, where: str) -> str:
     if not MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH:
-        limits = f"{MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH}"
-        raise ValueError(f"{where}: a token has {limits} characters, not {len(token)}")
+        limits = f"{MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} characters"
+        raise ValueError(f"{where}: a token must have {limits}, not {len(token)}")
     if not _TOKEN.fullmatch(token):
-        raise ValueError(f"{where}: a token has letters, digits and -._~+/ only, and may end with =")
+        raise ValueError(f"{where}: a token must consist of letters, digits and -._~+/, and may end with =")
     return token
 
 

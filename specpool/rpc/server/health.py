@@ -1,4 +1,4 @@
-"""`grpc.health.v1.Health`. Neither a change of status nor a drain ever waits for a client that watches."""
+"""`grpc.health.v1.Health`. Status changes and drains never wait for a client that watches."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
 from specpool.protocol.errors import NotFoundError
-from specpool.rpc.errors import STATUS_CODES
+from specpool.rpc.status import STATUS_CODES
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
@@ -17,17 +17,16 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {}
         self._changed = asyncio.Event()
-        """Set at the next change, and then replaced by another event."""
+        """Set on the next change, then replaced."""
         self._ending = False
 
     def set(self, service: str, serving: bool) -> None:
-        """Sets the status of a service."""
         status = pb.HealthCheckResponse.SERVING if serving else pb.HealthCheckResponse.NOT_SERVING
         self._statuses[service] = status
         self._wake()
 
     def end_watches(self) -> None:
-        """Ends every watch once it has sent the last status."""
+        """End every watch after it has sent the last status."""
         self._ending = True
         self._wake()
 
@@ -36,14 +35,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         self._changed = asyncio.Event()
 
     async def Check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
-        """The status of a service now."""
+        """Return the current status of a service."""
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(STATUS_CODES[NotFoundError])
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, request: pb.HealthCheckRequest, context: Any) -> AsyncIterator[pb.HealthCheckResponse]:
-        """The status of a service now and after each change; a slow client may miss some between."""
+        """Send the status of a service now and after each change. Slow clients may miss intermediate changes."""
         sent = None
         while True:
             changed = self._changed

@@ -1,10 +1,11 @@
-"""Bounds of a server's calls: how many are in progress, and how much of their requests is in memory.
+"""Limits on the calls in progress and on the memory of their requests.
 
-A request is read when the bounds allow it, not when it arrives: until then gRPC holds a flow-control window of it.
+A request is read when the limits allow it, not when it arrives. Until then gRPC holds one flow-control window of it.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -14,21 +15,20 @@ from specpool.protocol.errors import InvalidArgumentError, SlowRequestError, Too
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.server.callers import client_of
 
-REQUESTS_READ_AT_ONCE = 16
-REQUESTS_READ_AT_ONCE_PER_CLIENT = 4
-# A request that takes longer to arrive leaves its place to the next one and counts as slow; beyond the number of slow
-# ones, the slowest is ended. So clients that send nothing, or nothing more, hold up nobody, and memory is bounded.
-PLACE_SECONDS, MOST_SLOW_REQUESTS = 0.25, 64
-# Calls of health and reflection have bounds of their own, so that no flood of requests holds up a health check.
+MAX_CONCURRENT_READS = 16
+MAX_CONCURRENT_READS_PER_CLIENT = 4
+# After this time, a request that is still arriving gives its read slot to the next one and counts as slow. Beyond the
+# maximum number of slow requests, the slowest fails. Idle senders therefore block nobody, and memory stays bounded.
+READ_SLOT_SECONDS, MAX_SLOW_REQUESTS = 0.25, 64
+# Health and reflection have limits of their own, so that a flood of requests cannot delay a health check.
 HEALTH_CALLS_PER_CLIENT, HEALTH_RECEIVE_SECONDS = 256, 1.0
-# For a client that has nothing in progress, the limits of all clients together are larger by this factor, so that no
-# other client can use them up.
-NEWCOMERS = 2
-# Delay after which a refused client is told to try again.
+# Factor on the shared limits for a client with nothing in progress, so that no other client can exhaust them.
+NEW_CLIENT_FACTOR = 2
+# Retry delay for refused clients.
 RETRY_AFTER_SECONDS = 1.0
-# A call that its client cancelled, or whose request is too large, is ended by gRPC within this time.
+# gRPC ends a cancelled call, or one whose request is too large, within this time.
 ENDING_SECONDS = 1.0
-# Most memory that protobuf takes for an element of a repeated field: an empty one has two bytes on the wire.
+# Upper bound on protobuf's memory for an element of a repeated field. An empty message takes two bytes on the wire.
 MESSAGE_BYTES, SCALAR_BYTES = 64, 16
 
 T = TypeVar("T")
@@ -36,24 +36,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Limits of the calls in progress. `specpool.rpc.server.callers.client_of` says which client a call belongs to."""
+    """Limits on the calls in progress."""
 
     calls: int
     calls_per_client: int
     memory: int
-    """Bytes that the requests and responses of all calls in progress may take."""
+    """Bytes of the requests and responses of all calls."""
     receive_seconds: float
     """Time for a request to arrive."""
 
     @classmethod
     def of_services(cls, settings: ServerSettings) -> Self:
-        """The limits that a server's settings name."""
+        """Limits of all services except health and reflection."""
         per_client = settings.max_calls_per_client or settings.max_calls
         return cls(settings.max_calls, per_client, settings.request_memory, settings.receive_seconds)
 
     @classmethod
     def of_health(cls, settings: ServerSettings) -> Self:
-        """The limits of the calls of health and reflection."""
         return cls(settings.max_calls, HEALTH_CALLS_PER_CLIENT, settings.request_memory, HEALTH_RECEIVE_SECONDS)
 
 
@@ -61,7 +60,7 @@ class CallLimits:
 class _Client:
     calls: int = 0
     memory: int = 0
-    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REQUESTS_READ_AT_ONCE_PER_CLIENT))
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT_READS_PER_CLIENT))
 
 
 @dataclass(eq=False)
@@ -74,27 +73,27 @@ class Call:
 
 
 class Calls:
-    """The calls in progress, each until its client has got the whole answer."""
+    """The calls in progress. A call ends when its client has received the whole response."""
 
     def __init__(self, limits: CallLimits) -> None:
         self.idle = asyncio.Event()
         """Set while no call is in progress."""
         self.idle.set()
         self.cut_off = False
-        """Whether the calls were told to end."""
+        """Whether all calls have been cancelled."""
         self._limits = limits
         self._clients: dict[str, _Client] = {}
         self._calls: set[Call] = set()
         self._memory = 0
-        self._reading = asyncio.Semaphore(REQUESTS_READ_AT_ONCE)
+        self._reading = asyncio.Semaphore(MAX_CONCURRENT_READS)
         self._slow: dict[asyncio.Timeout, None] = {}
-        """The time limits of the requests that have left their places, the slowest first."""
+        """Timeouts of the slow requests, slowest first."""
 
     def begin(self, context: Any) -> Call:
-        """Counts the call of the running task as in progress. TooManyCallsError."""
+        """Count the call of the running task as in progress. Raises TooManyCallsError."""
         name = client_of(context)
         is_new = name not in self._clients
-        if len(self._calls) >= self._limits.calls * (NEWCOMERS if is_new else 1):
+        if len(self._calls) >= self._limits.calls * (NEW_CLIENT_FACTOR if is_new else 1):
             raise _too_many(f"the server has {len(self._calls)} calls in progress (max_calls)")
         client = self._clients.setdefault(name, _Client())
         if client.calls >= self._limits.calls_per_client:
@@ -118,25 +117,27 @@ class Calls:
             self.idle.set()
 
     def cancel(self) -> None:
-        """Tells all calls to end."""
         self.cut_off = True
         for call in self._calls:
             call.task.cancel()
 
     async def read(self, call: Call, messages: AsyncIterator[bytes], parse: Callable[[bytes], T]) -> T:
-        """The one request of a call. TooManyCallsError, SlowRequestError, InvalidArgumentError; what `parse` raises."""
-        payload = await self._payload(call.client, await self._place(call.client), messages)
+        """Read the single request of a call.
+
+        Raises TooManyCallsError, SlowRequestError, InvalidArgumentError, and the errors of `parse`.
+        """
+        payload = await self._payload(call.client, await self._read_slot(call.client), messages)
         if payload is None:
             await asyncio.sleep(ENDING_SECONDS)
             raise InvalidArgumentError("request", "the call has no request")
         request = parse(payload)
         needed = memory_of(request, len(payload))
-        self._require_memory(call.client, needed)
+        self._check_memory(call.client, needed)
         self._hold(call, needed)
         return request
 
-    def answer(self, call: Call, response: Any) -> None:
-        """Notes the response of a call, which is in memory until the client has read it."""
+    def hold_response(self, call: Call, response: Any) -> None:
+        """Count the memory of a response until the client has read it."""
         if isinstance(response, Message) and call in self._calls:
             self._hold(call, response.ByteSize())
 
@@ -145,69 +146,52 @@ class Calls:
         call.client.memory += memory
         self._memory += memory
 
-    async def _payload(self, client: _Client, place: "_Place", messages: AsyncIterator[bytes]) -> bytes | None:
-        """The next message, in time; None if there is none."""
-        seconds, ending = self._limits.receive_seconds, None
+    async def _payload(self, client: _Client, slot: ExitStack, messages: AsyncIterator[bytes]) -> bytes | None:
+        """Return the next message, or None at the end of the stream. Raises SlowRequestError."""
+        seconds, slow_timer = self._limits.receive_seconds, None
         try:
-            self._require_memory(client, 0)
-            async with asyncio.timeout(seconds) as limit:
-                ending = asyncio.get_running_loop().call_later(PLACE_SECONDS, self._leave_place, place, limit)
+            self._check_memory(client, 0)
+            async with asyncio.timeout(seconds) as timeout:
+                slow_timer = asyncio.get_running_loop().call_later(READ_SLOT_SECONDS, self._mark_slow, slot, timeout)
                 return await anext(messages, None)
         except TimeoutError:
-            raise SlowRequestError(f"the request did not arrive in {seconds:g} s (receive_seconds)") from None
+            raise SlowRequestError(f"the request did not arrive within {seconds:g} s (receive_seconds)") from None
         finally:
-            place.leave()
-            if ending is not None:
-                ending.cancel()
-                self._slow.pop(limit, None)
+            slot.close()
+            if slow_timer is not None:
+                slow_timer.cancel()
+                self._slow.pop(timeout, None)
 
-    def _leave_place(self, place: "_Place", limit: asyncio.Timeout) -> None:
-        place.leave()
-        self._slow[limit] = None
-        if len(self._slow) > MOST_SLOW_REQUESTS:
+    def _mark_slow(self, slot: ExitStack, timeout: asyncio.Timeout) -> None:
+        slot.close()
+        self._slow[timeout] = None
+        if len(self._slow) > MAX_SLOW_REQUESTS:
             slowest = next(iter(self._slow))
             del self._slow[slowest]
             slowest.reschedule(asyncio.get_running_loop().time())
 
-    def _require_memory(self, client: _Client, needed: int) -> None:
-        most = self._limits.memory * (1 if client.memory else NEWCOMERS)
-        if self._memory and self._memory + needed >= most:  # one alone is always served
-            raise _too_many(
-                f"the requests in progress take {self._memory} of {self._limits.memory} bytes (request_memory)"
-            )
+    def _check_memory(self, client: _Client, needed: int) -> None:
+        limit = self._limits.memory * (1 if client.memory else NEW_CLIENT_FACTOR)
+        if self._memory and self._memory + needed >= limit:  # a single request is always served
+            used = f"{self._memory} of {self._limits.memory} bytes"
+            raise _too_many(f"the requests in progress take {used} (request_memory)")
 
-    async def _place(self, client: _Client) -> "_Place":
-        """The place of one of the few requests that are read at a time. TooManyCallsError if none is free in time."""
+    async def _read_slot(self, client: _Client) -> ExitStack:
+        """Acquire a slot to read a request, until it is closed. Raises TooManyCallsError if none becomes free."""
         seconds = self._limits.receive_seconds
         try:
             async with asyncio.timeout(seconds):
-                await client.reading.acquire()
-                try:
-                    await self._reading.acquire()
-                except BaseException:
-                    client.reading.release()
-                    raise
+                with ExitStack() as slot:
+                    for semaphore in (client.reading, self._reading):
+                        await semaphore.acquire()
+                        slot.callback(semaphore.release)
+                    return slot.pop_all()
         except TimeoutError:
-            reason = f"requests are arriving too slowly for another to be read within {seconds:g} s (receive_seconds)"
-            raise _too_many(reason) from None
-        return _Place(self._reading, client.reading)
-
-
-class _Place:
-    """A place of a request that is being read, which can be left once."""
-
-    def __init__(self, *semaphores: asyncio.Semaphore) -> None:
-        self._held = semaphores
-
-    def leave(self) -> None:
-        """Leaves it to the next request."""
-        held, self._held = self._held, ()
-        for semaphore in held:
-            semaphore.release()
+            raise _too_many(f"no request slot became free within {seconds:g} s (receive_seconds)") from None
 
 
 def memory_of(request: object, size: int) -> int:
-    """Bytes that a request of `size` bytes takes, at most: many small elements take more than on the wire."""
+    """Return an upper bound on the memory of a request of `size` bytes. Small elements grow when they are parsed."""
     return size + (_elements_memory(request) if isinstance(request, Message) else 0)
 
 

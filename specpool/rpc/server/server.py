@@ -1,4 +1,4 @@
-"""A gRPC server as every Specpool process runs it: health, reflection, error mapping, and a drain on SIGTERM."""
+"""The gRPC server of every Specpool process, with health checks, reflection, TLS and a drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -27,19 +27,19 @@ from specpool.rpc.server.signals import StopSignals
 log = logging.getLogger(__name__)
 
 LIVE = "live"
-"""The health-check name that is SERVING as long as a restart of the process would not help, whatever it waits for."""
+"""Name of the liveness check: SERVING unless a restart of the process would help."""
 
 PARENT_CHECK_SECONDS = 0.5
-# Time that calls of health and reflection get to end by themselves after the last call of a service.
+# Time for health and reflection calls to end by themselves after the last call of a service.
 LAST_CALLS_SECONDS = 0.5
 
-# The request of a health check has the name of a service.
+# A health check request holds only the name of a service.
 HEALTH_MESSAGE = ("grpc.max_receive_message_length", 4096)
 
 SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a surprise
+    ("grpc.so_reuseport", 0),  # fail if another server uses the port
     ("grpc.keepalive_permit_without_calls", 1),
-    # A peer that vanished without a word holds no stream open for longer.
+    # Close the streams of a vanished peer after this time.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -47,17 +47,17 @@ SERVER_OPTIONS = [
 
 
 def process_name(pid: int) -> str:
-    """The health-check name that only the process with this id has; another server on its port does not know it."""
+    """Return the health check name of one process, which no other server on its port knows."""
     return f"process-{pid}"
 
 
 class Server:
-    """A server with health checks, reflection, TLS and a drain. Starts NOT_SERVING; its owner says when it serves."""
+    """A gRPC server that starts NOT_SERVING. Its owner decides when it serves."""
 
     def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
-        """`max_message_bytes`: larger requests are refused with RESOURCE_EXHAUSTED before they are read.
+        """Raises ValueError for unusable TLS or token files.
 
-        ValueError for a file of TLS or tokens that cannot be used.
+        `max_message_bytes`: larger requests fail with RESOURCE_EXHAUSTED before they are read.
         """
         self._settings = settings
         self._health = HealthServicer()
@@ -67,35 +67,29 @@ class Server:
         self._signals: StopSignals | None = None
         self.on_drain: Callable[[], None] | None = None
         """Called when the drain begins."""
-        options = [*SERVER_OPTIONS, *connection_options(settings)]
-        interceptor = CallInterceptor(settings)
-        self._calls, self.refusals = interceptor.calls, interceptor.refusals
-        authenticator = Authenticator(
-            settings.api_tokens, with_certificates=settings.tls_ca is not None, allowed_names=settings.allowed_names
-        )
         self._credentials = server_credentials(settings.tls_files) if settings.tls_files is not None else None
-        self._counter = CallCounter()
-        counting = [self._counter] if settings.metrics_port is not None else []
+        self._counter = CallCounter() if settings.metrics_port is not None else None
         self.registry = server_registry(self._counter)
-        """Collectors of metrics, used only if the settings have a `metrics_port`."""
+        """Collectors of metrics. Only read if the settings have a `metrics_port`."""
         self._metrics = MetricsEndpoint(self.registry)
-        self._server = grpc.aio.server(
-            interceptors=[*counting, authenticator, interceptor],
-            options=[*options, ("grpc.max_receive_message_length", max_message_bytes)],
-        )
+        authenticator = Authenticator(settings.api_tokens, settings.tls_ca is not None, settings.allowed_names)
+        interceptor = CallInterceptor(settings, authenticator, self._counter)
+        self._calls, self.refusals = interceptor.calls, interceptor.refusals
+        options = [*SERVER_OPTIONS, *connection_options(settings)]
+        message_limit = ("grpc.max_receive_message_length", max_message_bytes)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=[*options, message_limit])
         self._health_server: grpc.aio.Server | None = None
-        if settings.health_port is not None:  # neither TLS nor a flood of connections keeps a probe from an answer
-            self._health_server = grpc.aio.server(
-                interceptors=[*counting, CallInterceptor(settings)], options=[*options, HEALTH_MESSAGE]
-            )
+        if settings.health_port is not None:  # probes get through without TLS and during connection floods
+            interceptor = CallInterceptor(settings, Authenticator(), self._counter)
+            self._health_server = grpc.aio.server(interceptors=[interceptor], options=[*options, HEALTH_MESSAGE])
 
     def add(self, name: str, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
-        """Adds the service of full `name` by the `add_..._to_server` function of its stubs."""
+        """Add a service. `register`: the `add_..._to_server` function of its stubs."""
         register(servicer, self._server)
         self._services.append(name)
 
     async def start(self) -> int:
-        """Listens, and returns the port. OSError says why if it cannot."""
+        """Listen, and return the port. Raises OSError with the reason if the server cannot listen."""
         for server in self._servers():
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
@@ -107,14 +101,14 @@ class Server:
         port = _listen(host, self._settings.port, self._add_port)
         if self._health_server is not None and health_port is not None:
             _listen(host, health_port, self._health_server.add_insecure_port)
-        if self._settings.metrics_port is not None:
+        if self._counter is not None and self._settings.metrics_port is not None:
             self._counter.add_services(names)
             self._metrics.start(host, self._settings.metrics_port)
         for server in self._servers():
             await server.start()
         log.info("listening on %s%s", join_address(host, port), " with TLS" if self._credentials is not None else "")
         if self._settings.api_tokens is not None and self._credentials is None:
-            log.warning("api_tokens without tls_cert: whoever sees the traffic can read the tokens")
+            log.warning("api_tokens is set without tls_cert: tokens travel in plain text")
         return port
 
     def _servers(self) -> list[grpc.aio.Server]:
@@ -126,42 +120,43 @@ class Server:
         return self._server.add_secure_port(address, self._credentials)
 
     def set_serving(self, serving: bool) -> None:
-        """Sets what health checks answer, for the process ("" and its own name) and for each of its services."""
+        """Set the health of the process ("" and its own name) and of each of its services."""
         for name in ("", process_name(os.getpid()), *self._services):
             self._health.set(name, serving and not self.stopping)
 
     def set_live(self, live: bool) -> None:
-        """Sets what health checks named `LIVE` answer: False asks for a restart of the process."""
+        """Set the liveness check. False asks for a restart of the process."""
         self._health.set(LIVE, live)
 
     def stop_on_signals(self) -> StopSignals:
-        """Drains on SIGTERM and SIGINT. Stops at once on a second signal, and when the parent process that the settings
-        name has ended. The process, too, has to end soon after `wait_stopped`."""
+        """Drain on SIGTERM and SIGINT. Stop at once on a second signal, or when the `parent_pid` of the settings exits.
+
+        The process must exit soon after `wait_stopped`.
+        """
         self._signals = StopSignals(self.stop, lambda: self.stop(drain=False))
         if self._settings.parent_pid is not None:
             self._orphaned = asyncio.create_task(self._stop_when_orphaned(self._settings.parent_pid))
         return self._signals
 
     def stop(self, drain: bool = True) -> None:
-        """Begins the drain, or ends running calls at once, also those of a drain; `wait_stopped` sees it through."""
+        """Begin the drain, or without `drain` end running calls at once. `wait_stopped` completes the stop."""
         if not drain:
             self._cut_off.set()
         self._stopping.set()
 
     @property
     def stopping(self) -> bool:
-        """Whether the drain has begun: new work is refused."""
+        """Whether the drain has begun. New work is refused from then on."""
         return self._stopping.is_set()
 
     async def wait_stopping(self) -> None:
-        """Waits until the drain begins."""
         await self._stopping.wait()
 
     async def wait_stopped(self) -> None:
-        """Serves until `stop`, then gives running calls their time to end, and ends the rest as UNAVAILABLE."""
+        """Serve until `stop`, let running calls finish within `drain_seconds`, and fail the rest as UNAVAILABLE."""
         await self._stopping.wait()
         seconds = self._settings.drain_seconds
-        log.info("draining for at most %g s", 0 if self._cut_off.is_set() else seconds)
+        log.info("draining for up to %g s", 0 if self._cut_off.is_set() else seconds)
         self.set_serving(False)
         self._health.end_watches()
         if self.on_drain is not None:
@@ -182,7 +177,7 @@ class Server:
             self._signals.server_stopped()
 
     async def _calls_ended(self) -> None:
-        """Returns once all calls have ended, except those of health and reflection, which clients may keep open."""
+        """Wait for the end of all calls except health and reflection, which clients may keep open."""
         while True:
             await self._calls.idle.wait()
             await asyncio.sleep(LAST_CALLS_SECONDS)
@@ -193,21 +188,21 @@ class Server:
         while True:
             await asyncio.sleep(PARENT_CHECK_SECONDS)
             if os.getppid() != parent_pid:
-                log.warning("the process that started this one is gone")
+                log.warning("parent process %d exited; stopping", parent_pid)
                 return self.stop(drain=False)
 
 
 def _listen(host: str, port: int, add_port: Callable[[str], int]) -> int:
-    """Adds a port, and returns it. OSError says why it cannot be used."""
+    """Add a port and return it. Raises OSError with the reason."""
     try:
         return add_port(join_address(host, port))
     except RuntimeError as error:
-        reason = _reason_not_to_listen(host, port) or error
+        reason = _bind_error(host, port) or error
         raise OSError(f"cannot listen on {join_address(host, port)}: {reason}") from None
 
 
-def _reason_not_to_listen(host: str, port: int) -> str | None:
-    """The system's own error, which gRPC does not pass on; None if listening would work by now."""
+def _bind_error(host: str, port: int) -> str | None:
+    """Return the system's error for a bind, which gRPC does not pass on. None if a bind works now."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

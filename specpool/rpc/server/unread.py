@@ -1,4 +1,4 @@
-"""Ending a stream that its client does not read: its handler waits for a message to be sent, and cannot end it."""
+"""Ends streams that clients do not read. Their handlers block in a send and cannot end the call themselves."""
 
 import asyncio
 import logging
@@ -8,16 +8,16 @@ from typing import Any
 import grpc
 
 from specpool.protocol.errors import ServiceError
-from specpool.rpc.errors import ANSWERED, status_of
+from specpool.rpc.status import ANSWERED, status_of
 
 log = logging.getLogger(__name__)
 
 _ENDING: dict[int, asyncio.Task[None]] = {}
-"""The tasks that end streams, by the identity of the call."""
+"""Tasks that send a final status, by the identity of the call."""
 
 
 class UnreadStream:
-    """The call of the handler that creates this object; `end` may be called from anywhere in its event loop."""
+    """The stream of the handler that creates this object. `end` may be called from any task of the event loop."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -25,12 +25,12 @@ class UnreadStream:
         self._variables = copy_context()
 
     def end(self, error: ServiceError) -> None:
-        """Cancels the handler. The client gets the status of the error once it has read what was sent before."""
-        self._variables.run(log.info, "a stream of %s is ended: %s", self._context.peer(), error)
+        """Cancel the handler. The client gets the error's status after it has read what was already sent."""
+        self._variables.run(log.info, "ending a stream of %s: %s", self._context.peer(), error)
         call = id(self._context)
         _ENDING[call] = ending = asyncio.create_task(self._send_status(error))
         ending.add_done_callback(lambda _: _ENDING.pop(call, None))
-        if self._handler is not None:  # only after the status is on its way: a cancelled call sends none
+        if self._handler is not None:  # after the status is on its way: a cancelled call sends none
             asyncio.get_running_loop().call_soon(self._handler.cancel)
 
     async def _send_status(self, error: ServiceError) -> None:
@@ -39,12 +39,14 @@ class UnreadStream:
             await self._context.abort(code, text, (*metadata, ANSWERED))
         except grpc.aio.AbortError:
             pass  # sent
-        except Exception as failure:  # the client has left, or the server stops
-            log.debug("the status of an unread stream was not sent: %s", failure)
+        except Exception as failure:  # client disconnected, or server stopping
+            log.debug("could not send the status of an unread stream: %s", failure)
 
 
 async def status_sent(context: Any) -> None:
-    """Waits until the status of a call that was ended is sent, which may be as long as the client keeps the connection;
-    returns at once for other calls."""
+    """Wait until the status of an ended stream is sent, at most until the client disconnects.
+
+    Returns at once for other calls.
+    """
     if (ending := _ENDING.get(id(context))) is not None:
         await asyncio.wait([ending])

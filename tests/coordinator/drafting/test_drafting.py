@@ -1,4 +1,4 @@
-"""Who drafts what: adaptive and fixed, by the model and by prompt lookup, and what is learned from a round."""
+"""Draft plans, adaptive and fixed, by the model and by prompt lookup, and what a round teaches."""
 
 import pytest
 from hypothesis import given
@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from coordinator.drafting.acceptance import Calibration
 from coordinator.drafting.costs import StepTimes
-from coordinator.drafting.draft_lengths import PLAIN_EVERY, ROUNDS_OF_A_PLAN
-from coordinator.drafting.drafting import Drafting, DraftWorker
-from coordinator.drafting.trials import FIRST_TRIALS
-from coordinator.scheduling.commits import Commit, DraftOrder
+from coordinator.drafting.draft_lengths import PLAIN_EVERY, PLAN_ROUNDS
+from coordinator.drafting.drafting import Drafting, DraftWorker, RoundOutcome
+from coordinator.drafting.trials import FREE_TRIALS
+from coordinator.scheduling.commits import Commit, DraftPlan
 from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.round import Round
 from coordinator.scheduling.sequence import DraftMethod, GenerationRequest, Sequence
@@ -21,7 +21,7 @@ LOOP = (5, 6, 7, 8) * 4
 
 
 def make_sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 1, k: int = 8, **fields: object) -> Sequence:
-    """One that decodes: both workers have all but its last token."""
+    """A decoding sequence: both workers lack only its last token."""
     fields = {"adaptive": True, "method": DraftMethod.BEST, **fields}
     sequence = Sequence(number, GenerationRequest(str(number), prompt, 200, frozenset(), k, **fields))  # type: ignore[arg-type]
     sequence.num_cached_tokens = sequence.num_draft_cached_tokens = len(prompt) - 1
@@ -29,19 +29,19 @@ def make_sequence(prompt: tuple[int, ...] = (1, 2, 3), number: int = 1, k: int =
 
 
 def make_drafting(rate: float | None = None, number: int = 1) -> Drafting:
-    """Cheap drafts; past the first trials. `rate`: how often the model was right about a sequence so far."""
-    drafting = Drafting(longest=8)
+    """Cheap drafts, after the free trials. `rate`: acceptance rate of a sequence so far."""
+    drafting = Drafting(max_num_draft_tokens=8)
     drafting.costs.draft = StepTimes({1: 0.001, 64: 0.002})
     drafting.costs.verify = StepTimes({1: 0.02, 64: 0.04})
     for i in range(200 if rate is not None else 0):
         drafting.lengths.acceptance.add(number, 1, int((i + 1) * rate) - int(i * rate))  # type: ignore[operator]
-    for _ in range(FIRST_TRIALS + ROUNDS_OF_A_PLAN):
-        drafting.orders([make_sequence(number=number)], WORKER)
+    for _ in range(FREE_TRIALS + PLAN_ROUNDS):
+        drafting.plan_round([make_sequence(number=number)], WORKER)
     return drafting
 
 
-def order_of(drafting: Drafting, sequence: Sequence, worker: DraftWorker | None = WORKER) -> DraftOrder:
-    return drafting.orders([sequence], worker)[sequence.sequence_id]
+def plan_of(drafting: Drafting, sequence: Sequence, worker: DraftWorker | None = WORKER) -> DraftPlan:
+    return drafting.plan_round([sequence], worker)[sequence.sequence_id]
 
 
 def commit_of(sequence: Sequence, gained: tuple[int, ...], proposal: Proposal | None = None) -> Commit:
@@ -53,147 +53,133 @@ def proposal_of(sequence: Sequence, tokens: tuple[int, ...], confidences: tuple[
     return Proposal(sequence.sequence_id, ItemStatus.OK, tokens, len(sequence.token_ids), confidences)
 
 
-def test_a_good_model_drafts_as_long_as_it_is_sure() -> None:
-    order = order_of(make_drafting(rate=0.8), make_sequence())
-    assert order.num_draft_tokens == 8
-    assert 0 < order.min_chance < order.next_chance < 1
+def test_a_good_model_drafts_while_its_tokens_are_likely() -> None:
+    plan = plan_of(make_drafting(rate=0.8), make_sequence())
+    assert plan.num_draft_tokens == 8
+    assert 0 < plan.min_chance < plan.next_chance < 1
 
 
-def test_a_bad_model_is_not_asked() -> None:
-    drafting = make_drafting(rate=0.01)
-    assert order_of(drafting, make_sequence()).num_draft_tokens == 0
+def test_a_bad_model_does_not_draft() -> None:
+    assert plan_of(make_drafting(rate=0.01), make_sequence()).num_draft_tokens == 0
 
 
-def test_drafting_ends_early_even_where_verification_seems_to_cost_nothing() -> None:
-    """A chance of 0 would mean that it never does, and below that is none."""
+def test_unlikely_tokens_end_a_draft_even_if_verification_is_free() -> None:
     drafting, sequence = make_drafting(rate=0.8), make_sequence()
     drafting.costs.verify = StepTimes({1: 0.02, 64: 0.02}, cached=500, per_cached=1e-5)
-    for _ in range(2 * ROUNDS_OF_A_PLAN):
-        order = order_of(drafting, sequence)
-    assert order.num_draft_tokens == 8
-    assert 0 < order.min_chance < 0.1
+    for _ in range(2 * PLAN_ROUNDS):
+        plan = plan_of(drafting, sequence)
+    assert plan.num_draft_tokens == 8
+    assert 0 < plan.min_chance < 0.1
 
 
-def test_samples_are_drafted_as_far_as_the_average_pays() -> None:
-    order = order_of(make_drafting(rate=0.6), make_sequence(sampling=SamplingParams(temperature=1.0)))
-    assert 1 <= order.num_draft_tokens < 8
-    assert order.min_chance == 0
+def test_sampled_drafts_have_the_length_that_pays_on_average() -> None:
+    plan = plan_of(make_drafting(rate=0.6), make_sequence(sampling=SamplingParams(temperature=1.0)))
+    assert 1 <= plan.num_draft_tokens < 8
+    assert plan.min_chance == 0
 
 
-def test_without_a_worker_prompt_lookup_drafts() -> None:
-    order = order_of(make_drafting(), make_sequence(LOOP), worker=None)
-    assert order.num_draft_tokens == 0
-    assert order.lookup_ids == (5, 6, 7, 8, 5, 6, 7, 8)[: len(order.lookup_ids)]
-    assert order.lookup_ids
+def test_without_a_draft_worker_prompt_lookup_drafts() -> None:
+    plan = plan_of(make_drafting(), make_sequence(LOOP), worker=None)
+    assert plan.num_draft_tokens == 0
+    assert plan.lookup_ids
+    assert plan.lookup_ids == (5, 6, 7, 8, 5, 6, 7, 8)[: len(plan.lookup_ids)]
 
 
 def test_prompt_lookup_wins_where_it_was_right() -> None:
     drafting, sequence = make_drafting(rate=0.5), make_sequence(LOOP)
     for _ in range(50):
-        order = order_of(drafting, sequence)
+        plan = plan_of(drafting, sequence)
         drafting.observe(commit_of(sequence, (5, 6, 7, 8, 5)))
-    assert order.num_draft_tokens == 0
-    assert len(order.lookup_ids) == 8
+    assert plan.num_draft_tokens == 0
+    assert len(plan.lookup_ids) == 8
 
 
-def test_what_prompt_lookup_would_have_drafted_is_learned_without_verifying_it() -> None:
+def test_prompt_lookup_learns_from_tokens_that_were_not_verified() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    before = drafting.lookup.acceptance[4].rate_of_all
+    before = drafting.lookup.acceptance[4].overall_rate
     for _ in range(20):
-        drafting.orders([sequence], WORKER)
+        drafting.plan_round([sequence], WORKER)
         drafting.observe(commit_of(sequence, (9,)))
-    assert drafting.lookup.acceptance[4].rate_of_all < before / 2
+    assert drafting.lookup.acceptance[4].overall_rate < before / 2
 
 
 @pytest.mark.parametrize("method", [DraftMethod.MODEL, DraftMethod.NGRAM])
-def test_a_request_says_who_drafts(method: DraftMethod) -> None:
-    drafting = make_drafting(rate=0.9)
-    order = order_of(drafting, make_sequence(LOOP, method=method))
-    assert (order.num_draft_tokens > 0) is (method is DraftMethod.MODEL)
-    assert bool(order.lookup_ids) is (method is DraftMethod.NGRAM)
+def test_requests_choose_the_draft_method(method: DraftMethod) -> None:
+    plan = plan_of(make_drafting(rate=0.9), make_sequence(LOOP, method=method))
+    assert (plan.num_draft_tokens > 0) is (method is DraftMethod.MODEL)
+    assert bool(plan.lookup_ids) is (method is DraftMethod.NGRAM)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_a_fixed_length_is_what_the_request_says(k: int) -> None:
+def test_requests_can_fix_the_draft_length(k: int) -> None:
     drafting = make_drafting(rate=0.01)
-    order = order_of(drafting, make_sequence(adaptive=False, k=k, method=DraftMethod.MODEL))
-    assert order == DraftOrder(k)
-    assert len(order_of(drafting, make_sequence(LOOP, adaptive=False, k=k, method=DraftMethod.NGRAM)).lookup_ids) == k
+    assert plan_of(drafting, make_sequence(adaptive=False, k=k, method=DraftMethod.MODEL)) == DraftPlan(k)
+    assert len(plan_of(drafting, make_sequence(LOOP, adaptive=False, k=k, method=DraftMethod.NGRAM)).lookup_ids) == k
 
 
 @pytest.mark.parametrize("method", [DraftMethod.MODEL, DraftMethod.NGRAM])
 @pytest.mark.parametrize("rate", [0.01, 0.9])
-def test_a_long_fixed_length_is_for_rounds_without_requests_that_fix_none(method: DraftMethod, rate: float) -> None:
-    """They would wait for draft steps that save them no time."""
+def test_fixed_lengths_are_limited_beside_adaptive_ones(method: DraftMethod, rate: float) -> None:
     drafting = make_drafting(rate)
-    greedy = make_sequence(LOOP, number=2, k=16, adaptive=False, method=method)
+    fixed = make_sequence(LOOP, number=2, k=16, adaptive=False, method=method)
 
     def length(*others: Sequence) -> int:
-        order = drafting.orders([greedy, *others], WORKER)[2]
-        return order.num_draft_tokens or len(order.lookup_ids)
+        plan = drafting.plan_round([fixed, *others], WORKER)[2]
+        return plan.num_draft_tokens or len(plan.lookup_ids)
 
-    most = max(4, len(drafting.lengths.plan.steps))
-    assert length(make_sequence()) == length(make_sequence(), make_sequence(number=3, adaptive=False)) == most
+    limit = max(4, len(drafting.lengths.plan.steps))
+    assert length(make_sequence()) == length(make_sequence(), make_sequence(number=3, adaptive=False)) == limit
     assert length() == length(make_sequence(number=3, k=16, adaptive=False)) == 16
     short = make_sequence(number=4, k=2, adaptive=False, method=DraftMethod.MODEL)
-    assert drafting.orders([make_sequence(), short], WORKER)[4].num_draft_tokens == 2
+    assert drafting.plan_round([make_sequence(), short], WORKER)[4].num_draft_tokens == 2
 
 
-def test_a_round_now_and_then_is_plain() -> None:
+def test_now_and_then_a_round_is_plain() -> None:
     drafting, sequence = make_drafting(rate=0.9), make_sequence()
-    plain = sum(order_of(drafting, sequence).num_draft_tokens == 0 for _ in range(10 * PLAIN_EVERY))
+    plain = sum(plan_of(drafting, sequence).num_draft_tokens == 0 for _ in range(10 * PLAIN_EVERY))
     assert 8 <= plain <= 12
 
 
-def test_a_newcomer_is_worked_off_by_the_draft_only_where_it_would_draft() -> None:
+@pytest.mark.parametrize(("rate", "prefills"), [(0.9, True), (0.01, False)])
+def test_the_draft_prefills_only_sequences_that_it_will_draft_for(rate: float, prefills: bool) -> None:
     sequence = make_sequence(tuple(range(40)))
     sequence.num_cached_tokens = sequence.num_draft_cached_tokens = 0
-    for rate, asked in ((0.9, True), (0.01, False)):
-        drafting = make_drafting(rate, number=7)
-        orders = drafting.orders([sequence], WORKER)
-        items = Round(1, [sequence], 128, orders).propose_items(1000, 1000)
-        assert bool(items) is asked
-        assert all(item.num_draft_tokens == 0 for item in items)
+    plans = make_drafting(rate, number=7).plan_round([sequence], WORKER)
+    items = Round(1, [sequence], 128, plans).propose_items(1000, 1000)
+    assert bool(items) is prefills
+    assert all(item.num_draft_tokens == 0 for item in items)
 
 
-def test_a_draft_far_behind_is_caught_up_only_where_that_pays_off() -> None:
+def test_a_large_draft_lag_is_caught_up_only_where_it_pays() -> None:
     drafting = make_drafting(rate=0.5)
     drafting.costs.draft = StepTimes({1: 0.003, 1000: 3.0})
-    for _ in range(ROUNDS_OF_A_PLAN):
-        near = order_of(drafting, make_sequence(tuple(range(900))))
+    for _ in range(PLAN_ROUNDS):
+        near = plan_of(drafting, make_sequence(tuple(range(900))))
     assert near.num_draft_tokens
     far = make_sequence(tuple(range(900)))
     far.num_draft_cached_tokens = 0
-    assert order_of(drafting, far).num_draft_tokens == 0
+    assert plan_of(drafting, far).num_draft_tokens == 0
 
 
-# --- Confidence
+# --- Verification of drafts
 
 
 def test_only_likely_tokens_are_verified() -> None:
     sequence = make_sequence()
-    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, min_chance=0.3, next_chance=0.5)})
-    (asked,) = round_.propose_items(1000, 1000)
-    assert (asked.num_draft_tokens, asked.min_chance, asked.next_chance) == (8, 0.3, 0.5)
+    round_ = Round(1, [sequence], 128, {1: DraftPlan(8, min_chance=0.3, next_chance=0.5)})
+    (proposed,) = round_.propose_items(1000, 1000)
+    assert (proposed.num_draft_tokens, proposed.min_chance, proposed.next_chance) == (8, 0.3, 0.5)
     round_.take_proposals([proposal_of(sequence, (4, 5, 6), (0.9, 0.6, 0.4))], 1000)
     (item,) = round_.verify_items()
     assert item.draft_token_ids == (4, 5)
     (commit,) = round_.commit([Verdict(1, ItemStatus.OK, (4, 5, 6), 5)])
     assert (commit.drafted, commit.accepted) == (2, 2)
-    assert sequence.num_draft_cached_tokens == 3, "cached as far as the proposal says, all of which turned out right"
+    assert sequence.num_draft_cached_tokens == 3, "the proposal says so, and all of its tokens were right"
 
 
-def test_a_token_that_was_not_verified_counts_as_the_draft_believes() -> None:
-    drafting, sequence = make_drafting(), make_sequence()
-    proposal = proposal_of(sequence, (4, 5), (0.9, 0.1))
-    for _ in range(200):
-        drafting.observe(Commit(sequence, (4, 9), str, (), 1, 1, DraftMethod.MODEL, proposal))
-    assert drafting.lengths.acceptance.rate(1) == pytest.approx(0.55, abs=0.03)
-
-
-def test_prompt_lookup_stands_in_for_a_draft_that_fails() -> None:
+def test_prompt_lookup_replaces_a_failed_draft() -> None:
     sequence = make_sequence()
-    round_ = Round(1, [sequence], 128, {1: DraftOrder(8, lookup_ids=(5, 6))})
+    round_ = Round(1, [sequence], 128, {1: DraftPlan(8, lookup_ids=(5, 6))})
     assert round_.propose_items(1000, 1000)
     (item,) = round_.verify_items()
     assert item.draft_token_ids == (5, 6)
@@ -201,32 +187,40 @@ def test_prompt_lookup_stands_in_for_a_draft_that_fails() -> None:
     assert (commit.drafted, commit.accepted, commit.method) == (2, 1, DraftMethod.NGRAM)
 
 
-# --- Costs
+# --- Learning
+
+
+def test_an_unverified_token_counts_as_its_probability_says() -> None:
+    drafting, sequence = make_drafting(), make_sequence()
+    proposal = proposal_of(sequence, (4, 5), (0.9, 0.1))
+    for _ in range(200):
+        drafting.observe(Commit(sequence, (4, 9), str, (), 1, 1, DraftMethod.MODEL, proposal))
+    assert drafting.lengths.acceptance.rate(1) == pytest.approx(0.55, abs=0.03)
 
 
 def test_costs_are_learned_from_rounds() -> None:
-    drafting, sequence = Drafting(longest=8), make_sequence()
+    drafting, sequence = Drafting(max_num_draft_tokens=8), make_sequence()
     items = [VerifyItem(1, 2, (3,), draft_token_ids=(4, 5, 6))]
-    asked = [ProposeItem(1, 2, (3,), num_draft_tokens=3)]
+    proposals = [ProposeItem(1, 2, (3,), num_draft_tokens=3)], [proposal_of(sequence, (4, 5, 6))], Timed(0.0303, 0.03)
     for _ in range(60):
-        drafting.observe_verification(items, Timed(0.0503, 0.05, 0.0))
-        drafting.observe_proposals(asked, [proposal_of(sequence, (4, 5, 6))], Timed(0.0303, 0.03, 0.0))
+        drafting.observe_round(RoundOutcome(items, Timed(0.0503, 0.05), [], [proposals]))
     assert drafting.costs.verify(4) == pytest.approx(0.05, rel=0.02)
     assert drafting.costs.draft(1) == pytest.approx(0.01, rel=0.02)
     assert drafting.costs.exchange == pytest.approx(0.0003, rel=0.1)
 
 
-def test_prompts_teach_nothing_about_draft_tokens() -> None:
-    drafting, sequence = Drafting(longest=8), make_sequence()
+def test_prefill_teaches_nothing_about_draft_tokens() -> None:
+    drafting, sequence = Drafting(max_num_draft_tokens=8), make_sequence()
     before = dict(drafting.costs.verify.points), dict(drafting.costs.draft.points)
-    drafting.observe_verification([VerifyItem(1, 0, tuple(range(99)), prefill_only=True)], Timed(9.0, 9.0, 0.0))
-    drafting.observe_proposals([ProposeItem(1, 0, tuple(range(99)))], [proposal_of(sequence, ())], Timed(9.0, 9.0))
+    items = [VerifyItem(1, 0, tuple(range(99)), prefill_only=True)]
+    proposals = [ProposeItem(1, 0, tuple(range(99)))], [proposal_of(sequence, ())], Timed(9.0, 9.0)
+    drafting.observe_round(RoundOutcome(items, Timed(9.0, 9.0), [], [proposals]))
     assert (drafting.costs.verify.points, drafting.costs.draft.points) == before
 
 
-def test_what_has_ended_is_forgotten() -> None:
+def test_finished_sequences_are_forgotten() -> None:
     drafting, sequence = make_drafting(), make_sequence(LOOP)
-    drafting.orders([sequence], WORKER)
+    drafting.plan_round([sequence], WORKER)
     drafting.observe(commit_of(sequence, (5, 6), proposal_of(sequence, (5,))))
     drafting.forget([sequence.sequence_id])
     assert not drafting.lookup._indexes
@@ -234,7 +228,7 @@ def test_what_has_ended_is_forgotten() -> None:
     assert not any(acceptance._sequences for acceptance in drafting.lookup.acceptance.values())
 
 
-def test_the_state_explains_the_choice() -> None:
+def test_the_state_explains_the_plan() -> None:
     state = make_drafting(rate=0.8).state()
     assert state.draft_steps > 0
     assert state.expected_tokens_per_s > state.plain_tokens_per_s > 0
@@ -242,19 +236,16 @@ def test_the_state_explains_the_choice() -> None:
     assert set(state.ngram_acceptance_rates) == {2, 3, 4}
 
 
-# --- What a draft's own probabilities are worth
-
-
-def test_a_draft_that_is_too_sure_is_found_out() -> None:
+def test_calibration_corrects_an_overconfident_draft() -> None:
     calibration = Calibration()
     for _ in range(100):
         calibration.add((0.95, 0.95), accepted=0)
     assert calibration.chance(0.97) < 0.15
-    assert calibration.chance(0.55) == pytest.approx(0.55), "of others nothing was learned"
+    assert calibration.chance(0.55) == pytest.approx(0.55), "other confidences keep their chances"
 
 
 @given(rounds=st.lists(st.tuples(st.lists(st.floats(0, 1), max_size=6), st.integers(0, 6)), max_size=30))
-def test_chances_are_chances(rounds: list[tuple[list[float], int]]) -> None:
+def test_calibrated_chances_are_probabilities(rounds: list[tuple[list[float], int]]) -> None:
     calibration = Calibration()
     for confidences, accepted in rounds:
         calibration.add(confidences, min(accepted, len(confidences)))

@@ -1,90 +1,139 @@
-"""Tokens that make no text, or never a whole character: bounded time and memory, and no word lost around them."""
+"""Incremental detokenization: whole characters, no lost text, bounded time and memory for invalid bytes."""
 
 import logging
+import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import BYTES, FALLBACK, REPLACEMENT, make_tokenizer, pieces_of
+from tokenizers import Tokenizer
 
-from coordinator.prompts.detokenizer import MOST_PENDING, Detokenizer
-from specpool.testing import EOS_TOKEN_ID
+from coordinator.prompts.detokenizer import MAX_PENDING, Detokenizer
+from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE
 
-# Ids of the tokens for the bytes of "€", for bytes that continue a character, and for two letters.
+# Ids of the bytes of "€", of bytes that continue a character, and of two letters.
 EURO, CONTINUATIONS, LETTERS = BYTES.encode("€").ids, BYTES.encode("€é").ids[1::2], BYTES.encode("ab").ids
-UNFINISHED = CONTINUATIONS[0]
+INVALID = CONTINUATIONS[0]
+
+
+def random_groups(ids: list[int], seed: int) -> list[list[int]]:
+    """Split ids into groups of zero to four."""
+    rng, groups, start = random.Random(seed), [], 0
+    while start < len(ids):
+        end = start + rng.randint(0, 4)
+        groups.append(ids[start:end])
+        start = end
+    return groups
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=60), seed=st.integers(0, 2**32))
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["bytes", "byte fallback"])
+def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer, text: str, seed: int) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    decoded = tokenizer.decode(ids)
+    pieces = pieces_of(tokenizer, random_groups(ids, seed))
+    assert "".join(pieces) == decoded
+    if REPLACEMENT not in decoded:
+        assert pieces[-1] == ""
+        assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60), seed=st.integers(0, 2**32))
+def test_pieces_of_arbitrary_bytes_join_to_their_decoding(ids: list[int], seed: int) -> None:
+    pieces = pieces_of(BYTES, random_groups(ids, seed))
+    assert "".join(pieces) == BYTES.decode(ids)
+    assert not any(piece.endswith(REPLACEMENT) for piece in pieces[:-1])
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([*EURO, *CONTINUATIONS, *CONTINUATIONS, LETTERS[0]]), max_size=150))
-def test_pieces_of_long_runs_of_broken_characters_join_to_what_decoding_gives(ids: list[int]) -> None:
+def test_long_runs_of_invalid_bytes_join_to_their_decoding(ids: list[int]) -> None:
     assert "".join(pieces_of(BYTES, [[token] for token in ids])) == BYTES.decode(ids)
 
 
 @settings(deadline=None)
+@given(ids=st.lists(st.sampled_from([0xC3, 0xA9, 0xE2, 0x82, 0xAC, 256, 257, 258, 260]), max_size=30))
+@example(ids=[0xC3, 0xA9, 0xE2, 258])  # "é" is out before the next byte turns it into replacement characters
+def test_byte_fallback_loses_no_words_around_invalid_bytes(ids: list[int]) -> None:
+    text = "".join(pieces_of(FALLBACK, [[token] for token in ids]))
+    assert [c for c in text if c in "ab"] == [c for c in FALLBACK.decode(ids) if c in "ab"]
+
+
+@settings(deadline=None)
 @given(
-    ids=st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xAC, 0xF0]), min_size=MOST_PENDING + 1, max_size=100),
+    ids=st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xAC, 0xF0]), min_size=1, max_size=100),
     words=st.lists(st.sampled_from([258, 260, 261]), min_size=1),
 )
-def test_words_before_and_after_broken_bytes_keep_their_spaces(ids: list[int], words: list[int]) -> None:
-    """With byte fallback: how the broken bytes look depends on when they are shown, and that is all."""
+def test_byte_fallback_keeps_spaces_around_invalid_bytes(ids: list[int], words: list[int]) -> None:
     text = "".join(pieces_of(FALLBACK, [[token] for token in [*words, *ids, *words]]))
     assert text.startswith(FALLBACK.decode(words))
-    after = FALLBACK.decode([258, *words])[1:]  # with the space before the first word
-    assert text.endswith(after)
+    with_space = FALLBACK.decode([258, *words])[1:]
+    assert text.endswith(with_space)
 
 
-def test_text_that_never_completes_a_character_is_shown_all_the_same() -> None:
+@given(st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT), min_size=1, max_size=20))
+def test_every_character_is_emitted_as_soon_as_it_is_complete(text: str) -> None:
     detokenizer = Detokenizer(BYTES)
-    shown = [detokenizer.feed([UNFINISHED]) for _ in range(1000)]
-    assert "".join(shown) in [REPLACEMENT * count for count in range(1000 - MOST_PENDING, 1001)]
-    assert max(map(len, shown)) <= MOST_PENDING
-    assert "".join([*shown, detokenizer.flush()]) == BYTES.decode([UNFINISHED] * 1000)
+    for character in text:
+        ids = BYTES.encode(character).ids
+        assert [detokenizer.feed([token]) for token in ids] == [""] * (len(ids) - 1) + [character]
 
 
-def test_a_character_that_ends_such_a_run_is_whole() -> None:
-    for length in range(3 * MOST_PENDING):
-        ids = [UNFINISHED] * length + EURO
+def test_incomplete_characters_are_flushed_once() -> None:
+    detokenizer = Detokenizer(BYTES)
+    assert detokenizer.feed(BYTES.encode("a€").ids[:-1]) == "a"
+    assert [detokenizer.flush(), detokenizer.flush()] == [REPLACEMENT, ""]
+
+
+def test_endless_invalid_bytes_are_emitted_in_bounded_pieces() -> None:
+    detokenizer = Detokenizer(BYTES)
+    pieces = [detokenizer.feed([INVALID]) for _ in range(1000)]
+    assert len("".join(pieces)) >= 1000 - MAX_PENDING
+    assert max(map(len, pieces)) <= MAX_PENDING
+    assert "".join([*pieces, detokenizer.flush()]) == BYTES.decode([INVALID] * 1000)
+
+
+def test_character_after_invalid_bytes_is_whole() -> None:
+    for length in range(3 * MAX_PENDING):
+        ids = [INVALID] * length + EURO
         assert "".join(pieces_of(BYTES, [[token] for token in ids])) == REPLACEMENT * length + "€"
 
 
-def test_special_tokens_cost_nothing_and_change_nothing() -> None:
-    """However many: a stream that keeps them would decode all of them again with each of them."""
+def test_special_tokens_have_no_text_and_no_cost() -> None:
+    """A stream that kept them would decode all of them again for each of them."""
     detokenizer = make_tokenizer().detokenizer()
     ids = [EURO[0], *[EOS_TOKEN_ID] * 1000, EURO[1], *[EOS_TOKEN_ID] * 1000, EURO[2]]
     assert [detokenizer.feed([token]) for token in ids] == [""] * (len(ids) - 1) + ["€"]
 
 
 class PanicException(BaseException):
-    """As the library's: no `Exception`."""
+    """Like the library's, not an `Exception`."""
 
 
 class Broken:
-    """A tokenizer that panics at each token of its own, and knows no stream."""
+    """A tokenizer that fails on token 13 and supports no stream."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         if 13 in token_ids:
-            raise PanicException("index out of bounds")
+            raise self.error
         return "".join(map(chr, token_ids))
 
 
-def test_tokens_that_the_library_cannot_decode_do_not_end_the_request(caplog: pytest.LogCaptureFixture) -> None:
-    broken: Any = Broken()
-    detokenizer = Detokenizer(broken)
+def test_undecodable_tokens_do_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    broken: Any = Broken(PanicException("index out of bounds"))
     with caplog.at_level(logging.WARNING):
-        assert detokenizer.feed([65, 13, 66, 13]) == f"A{REPLACEMENT}B{REPLACEMENT}"
+        assert Detokenizer(broken).feed([65, 13, 66, 13]) == f"A{REPLACEMENT}B{REPLACEMENT}"
     assert [record.getMessage() for record in caplog.records] == ["the tokenizer cannot decode some tokens: PanicError"]
 
 
-class Interrupted:
-    """A tokenizer during which the process is told to stop."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        raise KeyboardInterrupt
-
-
-def test_a_signal_is_no_panic() -> None:
-    interrupted: Any = Interrupted()
+def test_signals_are_not_panics() -> None:
+    interrupted: Any = Broken(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        Detokenizer(interrupted).feed([65])
+        Detokenizer(interrupted).feed([13])

@@ -1,4 +1,4 @@
-"""Prompts that would take much time or memory, over real sockets: refused soon, while other clients are served."""
+"""Prompts that would take much time or memory fail quickly, while other clients are served."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ TWO_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor
 
 
 class TemplateTarget(RecordingTarget):
-    """A target with a chat template of its own."""
+    """A target with the given chat template."""
 
     def __init__(self, chat_template: str = CHAT_TEMPLATE, max_model_len: int = LONG) -> None:
         super().__init__(max_model_len=max_model_len)
@@ -35,7 +35,7 @@ class TemplateTarget(RecordingTarget):
 
 @pytest_asyncio.fixture
 async def served() -> AsyncIterator[Serving]:
-    """A server for long prompts that takes large messages."""
+    """A server for long prompts and large messages."""
     async with serving(
         TemplateTarget(), with_draft=False, max_request_bytes=4 * 2**20, request_memory=2**30, prefill_tokens=LONG
     ) as serving_:
@@ -61,19 +61,19 @@ HOSTILE = {
     ),
     "a long role": (chat("hi", role="u" * 65), "chat.messages[0].role", "has more than 64 characters"),
     "a million characters": (chat("x" * 1_000_000), "chat.messages", "the prompt has 1000000 bytes, more than 655355"),
-    "half of them": (chat("x" * 600_000), "chat.messages", "the prompt has more than 131071 tokens"),
+    "many tokens": (chat("x" * 600_000), "chat.messages", "the prompt has more than 131071 tokens"),
     "in 1,024 messages": (chat(*["x" * 500] * 1024), "chat.messages", "tokens, more than 131071"),
     "a long text": (pb.GenerateRequest(text="é" * 1_000_000), "text", "the prompt has 2000000 bytes"),
     "a text of many tokens": (pb.GenerateRequest(text="x" * 600_000), "text", "the prompt has more than 131071 tokens"),
     "four million ids": (make_request([1] * 4_000_000), "tokenized.input_ids", "4000000 tokens, more than 131071"),
-    "a wrong id at the end": (make_request([1] * 100_000 + [VOCAB_SIZE]), "tokenized.input_ids", "257 is not below"),
+    "a wrong id at the end": (make_request([1] * 100_000 + [VOCAB_SIZE]), "tokenized.input_ids", "257 must be below"),
     "a long salt": (make_request(), "cache_salt", "has more than 128 characters"),
 }
 HOSTILE["a long salt"][0].cache_salt = "x" * 129
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-async def test_prompts_that_cannot_fit_are_refused_and_others_are_served_meanwhile(served: Serving, case: str) -> None:
+async def test_prompts_that_cannot_fit_fail_while_others_are_served(served: Serving, case: str) -> None:
     request, field, limit = HOSTILE[case]
     hostile = [asyncio.create_task(refused(served.stub.Generate(request))) for _ in range(3)]
     slowest = 0.0
@@ -104,14 +104,12 @@ async def test_prompts_at_the_limits_are_served(served: Serving) -> None:
     [
         (TWO_LOOPS.replace("WORK", ""), "takes more than 0.2 s"),
         (TWO_LOOPS.replace("WORK", "xxxxxxxx"), "more than 655355 characters"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ 1 + messages[0].content }}", "TypeError"),
         ("{{ 'a' * 10 ** 12 }}", "OverflowError"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ],
 )
-async def test_whatever_a_template_does_the_chat_is_refused_and_others_are_served(template: str, reason: str) -> None:
-    with mock.patch.object(templates, "MOST_SECONDS", 0.2):
+async def test_hostile_templates_fail_the_chat_while_others_are_served(template: str, reason: str) -> None:
+    with mock.patch.object(templates, "MAX_SECONDS", 0.2):
         async with serving(TemplateTarget(template), with_draft=False) as served:
             calls = [asyncio.create_task(refused(served.stub.Generate(chat("hi")))) for _ in range(3)]
             await asyncio.gather(*(served.expect(make_request()) for _ in range(8)))
@@ -122,7 +120,7 @@ async def test_whatever_a_template_does_the_chat_is_refused_and_others_are_serve
                 assert "Traceback" not in error.details()
 
 
-async def test_what_the_queue_has_no_place_for_is_not_tokenized() -> None:
+async def test_full_queue_refuses_before_tokenization() -> None:
     async with serving(TemplateTarget(), with_draft=False, max_num_seqs=1, queue_size=1) as served:
         served.target.open.clear()
         calls = [served.stub.Generate(make_request(request_id=f"r{i}")) for i in range(2)]
@@ -139,7 +137,7 @@ async def test_what_the_queue_has_no_place_for_is_not_tokenized() -> None:
             assert (await call).finish_reason == "length"
 
 
-async def test_everything_else_is_checked_before_the_prompt_is_tokenized(served: Serving) -> None:
+async def test_other_fields_are_checked_before_tokenization(served: Serving) -> None:
     with mock.patch.object(TargetTokenizer, "_encode", side_effect=AssertionError("tokenized")):
         for params, field in (
             (pb.SamplingParams(max_tokens=LONG), "max_tokens"),

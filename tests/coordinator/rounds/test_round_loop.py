@@ -1,4 +1,4 @@
-"""The round loop when the choice of a group fails: it costs the requests concerned, and nothing else."""
+"""Errors in group selection fail the requests involved, and nothing else."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def fail(*_: object) -> Any:
     raise ZeroDivisionError("told to fail")
 
 
-def choose_a_stranger(*_: object) -> Group:
+def choose_unknown_sequence(*_: object) -> Group:
     return Group([Sequence(0, GenerationRequest("?", (1,), 1, frozenset(), 0))])
 
 
@@ -25,12 +25,12 @@ def choose_a_stranger(*_: object) -> Group:
     ("owner", "method", "broken", "trace"),
     [
         (Ragged, "choose", fail, "ZeroDivisionError: told to fail"),
-        (Ragged, "choose", choose_a_stranger, "ValueError: a group"),
+        (Ragged, "choose", choose_unknown_sequence, "ValueError: a group"),
         (Ragged, "admissible", fail, "ZeroDivisionError: told to fail"),
         (PrefixIndex, "find", fail, "ZeroDivisionError: told to fail"),
     ],
 )
-async def test_a_fault_of_grouping_ends_the_requests_of_its_round_and_not_the_service(
+async def test_errors_in_group_selection_fail_their_requests_and_not_the_service(
     owner: type,
     method: str,
     broken: Callable[..., Any],
@@ -56,8 +56,8 @@ async def test_a_fault_of_grouping_ends_the_requests_of_its_round_and_not_the_se
         assert dict(info.counters.finished) == {"error": 3, "length": 1}
 
 
-async def test_a_fault_of_admission_ends_the_sequences_that_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would have been in that round; the requests that no longer find a place in the window stay in the queue."""
+async def test_errors_in_admission_fail_running_sequences_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have been in that round. Requests that stay in the queue are unaffected."""
     async with serving(max_num_seqs=2) as served:
         served.target.open.clear()
         running = [asyncio.ensure_future(served.expect(make_request([i], 100))) for i in (1,)]
@@ -75,5 +75,5 @@ async def test_a_fault_of_admission_ends_the_sequences_that_run_too(monkeypatch:
         ended = await asyncio.gather(*running, *newcomers, return_exceptions=True)
         failed, *others = [isinstance(end, grpc.aio.AioRpcError) for end in ended]
         assert failed
-        assert sorted(others) == [False, False, True]  # requests sent together arrive in any order
+        assert sorted(others) == [False, False, True]  # concurrent requests arrive in any order
         await served.until_idle()

@@ -1,4 +1,4 @@
-"""Which waiting sequence enters the window next: the queue against a model that looks at everything; its promises."""
+"""The fair queue against a naive model, and its promises."""
 
 from collections import Counter
 from unittest import mock
@@ -29,9 +29,9 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-def test_the_next_is_the_one_that_the_rule_says(steps: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_the_next_sequence_is_the_one_of_the_naive_rule(steps: list[tuple]) -> None:  # type: ignore[type-arg]
     queue, rule, ids = FairQueue(), FairRule(), 0
-    with mock.patch.object(ranking, "FEW_OUTDATED", 2):
+    with mock.patch.object(ranking, "MAX_STALE", 2):
         for step in steps:
             if step[0] == "add":
                 new = samples(ids, *step[1:])
@@ -65,8 +65,8 @@ def test_the_next_is_the_one_that_the_rule_says(steps: list[tuple]) -> None:  # 
     demand=st.dictionaries(st.sampled_from("abcde"), st.integers(1, 4), min_size=1),
 )
 @settings(max_examples=30)
-def test_clients_that_always_wait_get_the_same_number_of_places(window: int, demand: dict[str, int]) -> None:
-    """Whatever number of samples their requests have."""
+def test_clients_that_always_wait_get_equal_shares(window: int, demand: dict[str, int]) -> None:
+    """However many samples their requests have."""
     queue, running, ids = FairQueue(), [], 0
     entered: Counter[str] = Counter()
     for _ in range(40 * len(demand)):
@@ -85,14 +85,14 @@ def test_clients_that_always_wait_get_the_same_number_of_places(window: int, dem
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_nobody_starves_behind_those_that_keep_coming(window: int) -> None:
-    """A request waits for its turn: once for each client, and for each request of its own that came before it."""
+def test_no_request_starves_behind_new_arrivals(window: int) -> None:
+    """A request waits for one turn of each client, and of each earlier request of its own client."""
     queue, running, ids = FairQueue(), [], 100
     (patient,) = samples(0, client="patient")
     queue.add([patient])
     for turn in range(4 * window + 4):
-        for _ in range(2):  # strangers that come and go, and a neighbour of many samples
-            queue.add(samples(ids, client=f"stranger {turn % 2}"))
+        for _ in range(2):  # other clients come and go, and its own client sends many samples
+            queue.add(samples(ids, client=f"other {turn % 2}"))
             queue.add(samples(ids + 1, 8, client="patient"))
             ids += 9
         while len(running) < window:
@@ -101,11 +101,10 @@ def test_nobody_starves_behind_those_that_keep_coming(window: int) -> None:
         if patient in running:
             return
         queue.leave(running.pop(0).sequence_id)
-    raise AssertionError("it never entered")
+    raise AssertionError("it never entered the window")
 
 
-def test_a_client_that_comes_again_and_again_is_not_new_each_time() -> None:
-    """One place: a client whose requests come one at a time takes turns with one that has many waiting."""
+def test_a_client_with_one_request_at_a_time_takes_turns_with_a_busy_one() -> None:
     queue, entered = FairQueue(), []
     for i in range(10):
         queue.add(samples(i, client="many"))
@@ -120,12 +119,12 @@ def test_a_client_that_comes_again_and_again_is_not_new_each_time() -> None:
     assert entered == ["many", "one"] * 3
 
 
-def test_ranks_that_change_leave_a_heap_no_larger_than_its_items() -> None:
+def test_the_heap_of_a_ranking_stays_small() -> None:
     turns: Ranking[int] = Ranking()
     for i in range(10_000):
         turns.put(i % 50, (i * 7919 % 1000, i))
-        turns.put(10_000 + i, (10**6, i))  # comes last, and leaves before its turn
+        turns.put(10_000 + i, (10**6, i))  # leaves before its turn
         turns.discard(10_000 + i)
     assert len(turns) == 50
-    assert len(turns._heap) <= 2 * 51 + ranking.FEW_OUTDATED
+    assert len(turns._heap) <= 2 * 51 + ranking.MAX_STALE
     assert turns.first == min(turns._ranks, key=turns._ranks.__getitem__)

@@ -1,4 +1,4 @@
-"""Every policy gives the tokens of plain decoding, in every KV layout, whatever the batch and the draft length."""
+"""Every policy gives the tokens of plain decoding, in every KV layout, batch size and draft length."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from specpool.engine.cache.layout import LAYOUTS
 from specpool.v1 import generation_pb2 as pb
 
 EVERY_POLICY, EVERY_LAYOUT = sorted(POLICIES), sorted(LAYOUTS)
-# Two pairs of equal lengths, and others.
+# Some equal lengths, and others.
 LENGTHS = (20, 20, 5, 63, 5, 130, 20, 41)
 
 
 class Workers:
-    """A pair of workers for each layout; coordinators of any kind come and go before them."""
+    """A pair of workers for each layout, shared by short-lived coordinators."""
 
     def __init__(self, runner: asyncio.Runner, services: dict[str, PairService], taps: list[LogitsTap]) -> None:
         self.runner, self.services, self._taps = runner, services, taps
@@ -34,11 +34,11 @@ class Workers:
 
     @property
     def different(self) -> list[tuple[int, ...]]:
-        """Contexts whose logits were not the same bits in every batch, policy and layout."""
+        """Contexts whose logits differed between batches, policies or layouts."""
         return [context for tap in self._taps for context in tap.different]
 
     async def plain(self, case: Case) -> list[int]:
-        """What the target alone gives in slots, with nothing beside it."""
+        """Plain decoding of the target, alone in its batch, in slots."""
         key = (case.prompt, case.ignore_eos)
         if key not in self._plain:
             alone = make_request(Case(case.prompt, MAX_TOKENS, 0, case.ignore_eos, 0, None))
@@ -46,7 +46,7 @@ class Workers:
         return self._plain[key][: case.max_tokens]
 
     async def check(self, layout: str, mix: list[Case], **coordinator: Any) -> pb.ServerCounters:
-        """Plays a mix with a coordinator of its own, and compares."""
+        """Plays a mix with a new coordinator, and compares the tokens."""
         expected = [await self.plain(case) for case in mix]
         links = self.services[layout].process.coordinator
         assert links.draft is not None
@@ -79,8 +79,13 @@ def workers(tiny_pair: tuple[Path, Path]) -> Iterator[Workers]:
             runner.run(context.__aexit__(None, None, None))
 
 
-@pytest.mark.parametrize("k", [0, 1, 4, 7])
-@pytest.mark.parametrize("batch", [1, 3, 8])
+SIZES = [
+    (3, 4),
+    *(pytest.param(batch, k, marks=pytest.mark.slow) for batch, k in [(1, 0), (1, 7), (3, 1), (8, 0), (8, 7)]),
+]
+
+
+@pytest.mark.parametrize(("batch", "k"), SIZES)
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("policy", EVERY_POLICY)
 def test_tokens_are_those_of_plain_decoding(workers: Workers, policy: str, layout: str, batch: int, k: int) -> None:
@@ -93,38 +98,47 @@ def test_tokens_are_those_of_plain_decoding(workers: Workers, policy: str, layou
     assert bool(counters.draft_tokens) == bool(k)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     policy=st.sampled_from(EVERY_POLICY),
     layout=st.sampled_from(EVERY_LAYOUT),
     batch=st.sampled_from([1, 3, 8]),
     window=st.integers(1, 12),
-    least=st.integers(1, 8),
-    wait=st.integers(0, 5),
+    min_group_size=st.integers(1, 8),
+    max_wait_rounds=st.integers(0, 5),
     prefer=st.sampled_from(["largest", "oldest"]),
     admission=st.sampled_from(["arrival", "length"]),
     mix=st.lists(cases, min_size=1, max_size=12),
 )
-def test_whatever_the_settings_the_lengths_and_the_arrivals(
+def test_tokens_are_equal_for_any_settings_lengths_and_arrivals(
     workers: Workers,
     policy: str,
     layout: str,
     batch: int,
     window: int,
-    least: int,
-    wait: int,
+    min_group_size: int,
+    max_wait_rounds: int,
     prefer: str,
     admission: str,
     mix: list[Case],
 ) -> None:
-    grouping = {"min_group_size": min(least, batch), "max_wait_rounds": wait, "prefer_group": prefer}
-    pool = {"max_batch_size": batch, "max_num_seqs": window, "admission": admission, "prefill_tokens": 16}
-    workers.runner.run(workers.check(layout, mix, policy=policy, **grouping, **pool))
+    coordinator = {
+        "policy": policy,
+        "min_group_size": min(min_group_size, batch),
+        "max_wait_rounds": max_wait_rounds,
+        "prefer_group": prefer,
+        "max_batch_size": batch,
+        "max_num_seqs": window,
+        "admission": admission,
+        "prefill_tokens": 16,
+    }
+    workers.runner.run(workers.check(layout, mix, **coordinator))
     assert not workers.different
 
 
 def test_logits_were_compared_across_layouts(workers: Workers) -> None:
-    """The tests above are about something: the same contexts came in both layouts."""
+    """The tests above compare the same contexts in both layouts."""
     before = workers.compared
     mix = [Case(make_prompt((0, 33)), MAX_TOKENS, 4, True, 0, None)]
     for layout in EVERY_LAYOUT:
@@ -140,8 +154,8 @@ def test_realignment_is_timed(workers: Workers, layout: str) -> None:
     assert all(spent > 0 for spent in seconds.values())
 
 
-def test_exspec_finds_sequences_of_the_same_length(workers: Workers) -> None:
-    """Prompts of equal length without drafts stay equal to the end; ragged lengths beside them make it fall back."""
+def test_exspec_groups_sequences_of_equal_length(workers: Workers) -> None:
+    """Without drafts, prompts of equal length stay equally long; unequal ones fall back to mixed groups."""
     equal = [Case(make_prompt((i, 20)), MAX_TOKENS, 0, True, 0, None) for i in range(3)]
     limits = {"policy": "exspec", "max_batch_size": 4, "min_group_size": 2, "prefill_tokens": 512}
     counters = workers.runner.run(workers.check("padded", equal, **limits))

@@ -1,7 +1,6 @@
-"""The pool against a model of itself: arbitrary arrivals, rounds, endings and aborts, in any order."""
+"""The pool against a model: arrivals, rounds, finishes and aborts in any order."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -12,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.scheduling.capacity import KVCapacity, PoolFullError, QueueLimits
+from coordinator.scheduling.capacity import DuplicateRequestError, KVCapacity, PoolFullError, QueueLimits
 from coordinator.scheduling.grouping import GroupingLimits, Ragged
-from coordinator.scheduling.pool import DuplicateRequestError, Pool
+from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
-# Few, so that ids are used again, as clients do: also while an aborted namesake is still in its round.
+# Few, so that ids are reused, even while an aborted request of the same id is in its round.
 REQUEST_IDS = st.sampled_from("abcdefgh")
 CLIENTS = st.sampled_from("xyz")
-
-
-# Prompts that begin alike or do not, in lengths around the blocks in which that is noticed.
+# Prompts with shared prefixes, in lengths around the block size.
 PROMPTS = st.tuples(st.integers(0, 1), st.sampled_from([1, 15, 17, 40])).map(lambda prompt: (prompt[0],) * prompt[1])
 
 
@@ -38,7 +35,7 @@ def make_sequence(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`waiting` and `inside` are what the pool should hold, `left` what still has a slot; `group` plays a round."""
+    """The model: `waiting` and `inside` sequences, `left` ones that still hold a slot, and the `group` in a round."""
 
     @initialize(
         max_num_seqs=st.integers(1, 4),
@@ -48,7 +45,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def start(self, max_num_seqs: int, queue_size: int, positions: int, multiple: int) -> None:
         self.pool = Pool(max_num_seqs, QueueLimits(queue_size), preempts=False)
-        self.pool.kv_capacity = KVCapacity(positions, multiple)
+        self.pool.reservations.capacity = KVCapacity(positions, multiple)
         self.kept: dict[int, int] = {}
         self.ids = count(1)
         self.rule = FairRule()
@@ -72,13 +69,13 @@ class PoolMachine(RuleBasedStateMachine):
         entering: list[Sequence] = []
         taken = sum(self.kept.values())
         for sequence in waiting[: self.room()]:
-            taken += self.pool.kv_capacity.taken_by(sequence)
-            if (self.kept or entering) and 0 < self.pool.kv_capacity.positions < taken:
+            taken += self.pool.reservations.capacity.needed_by(sequence)
+            if (self.kept or entering) and 0 < self.pool.reservations.capacity.positions < taken:
                 break
             entering.append(sequence)
         return entering
 
-    def most_waiting(self, client: str, n: int, entering: int) -> int:
+    def max_waiting(self, client: str, n: int, entering: int) -> int:
         size, window = self.pool.limits.samples, self.pool.max_num_seqs
         has_others = any(sequence.request.client == client for sequence in self.waiting)
         return size if has_others or n - entering > size else size + min(size, window)
@@ -99,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
         if any(other.request.key == (client, request_id) for other in self.in_flight()):
             with pytest.raises(DuplicateRequestError):
                 self.pool.submit(samples)
-        elif len(self.waiting) + n - entering > self.most_waiting(client, n, entering):
+        elif len(self.waiting) + n - entering > self.max_waiting(client, n, entering):
             with pytest.raises(PoolFullError):
                 self.pool.submit(samples)
         else:
@@ -111,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         expected: list[Sequence] = []
         while self.waiting and self.next_to_enter([self.rule.next]):
             sequence = self.rule.next
-            self.kept[sequence.sequence_id] = self.pool.kv_capacity.taken_by(sequence)
+            self.kept[sequence.sequence_id] = self.pool.reservations.capacity.needed_by(sequence)
             self.inside.append(sequence)
             self.rule.enter(sequence)
             expected.append(sequence)
@@ -169,7 +166,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.left.clear()
 
     @invariant()
-    def holds_what_it_should(self) -> None:
+    def agrees_with_the_model(self) -> None:
         self.pool.check_integrity()
         assert self.pool.queued == len(self.waiting)
         assert self.pool.running == len(self.in_flight()) - len(self.waiting)
@@ -181,130 +178,51 @@ class PoolMachine(RuleBasedStateMachine):
             assert sequence in self.pool.find(*sequence.request.key)
 
     def teardown(self) -> None:
-        """Whatever happened before, rounds of one sequence at a time finish all."""
+        """Rounds of one sequence at a time finish everything."""
         if not hasattr(self, "pool"):
             return
-        everybody = self.in_flight()
+        unfinished = self.in_flight()
         if self.group:
             self.end_round(1)
-        for sequence in everybody:
+        for sequence in unfinished:
             self.pool.resume(sequence)
-        for _ in range(5 * len(everybody) + 1):
+        for _ in range(5 * len(unfinished) + 1):
             self.release()
             self.admit()
             self.begin_round(1)
             if self.group:
                 self.end_round(1)
-            self.holds_what_it_should()
-        assert all(sequence.finish is not None for sequence in everybody)
+            self.agrees_with_the_model()
+        assert all(sequence.finish is not None for sequence in unfinished)
         assert (self.pool.running, self.pool.queued) == (0, 0)
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def filled(max_num_seqs: int, number: int, queue_size: int = 100) -> tuple[Pool, list[Sequence]]:
     pool = Pool(max_num_seqs, QueueLimits(queue_size))
-    sequences = [make_sequence(i, max_tokens=1000) for i in range(number)]
+    return pool, submit(pool, *(make_sequence(i, max_tokens=1000) for i in range(number)))
+
+
+def submit(pool: Pool, *sequences: Sequence) -> list[Sequence]:
+    """Submits each sequence as a request of its own."""
     for sequence in sequences:
         pool.submit([sequence])
-    return pool, sequences
+    return list(sequences)
 
 
-def test_admission_is_first_come_first_served() -> None:
-    pool, sequences = filled(max_num_seqs=3, number=7)
-    assert pool.admit() == sequences[:3]
-    assert pool.admit() == []
-    pool.abort(sequences[1])
-    pool.abort(sequences[4])
+def release(pool: Pool) -> None:
     pool.released(pool.leaving)
-    assert pool.admit() == [sequences[3]]
-    assert list(pool.ready) == [sequences[0], sequences[2], sequences[3]]
 
 
-@pytest.mark.parametrize(("window", "limit"), [(1, 1), (5, 2), (7, 3), (4, 8)])
-def test_nobody_waits_longer_than_one_turn_of_the_others(window: int, limit: int) -> None:
-    pool, sequences = filled(window, number=window)
-    pool.admit()
-    last_played = dict.fromkeys(sequences, 0)
-    for turn in range(1, 40):
-        group = Ragged(GroupingLimits(limit)).choose(pool.ready, pool.rounds).sequences
-        pool.begin_round(group)
-        pool.end_round(group)
-        last_played.update(dict.fromkeys(group, turn))
-        assert turn - min(last_played.values()) <= math.ceil(window / limit)
-
-
-def test_a_leaving_sequence_counts_until_its_slot_is_free() -> None:
-    pool, sequences = filled(max_num_seqs=1, number=2)
-    pool.admit()
-    pool.abort(sequences[0])
-    assert pool.admit() == []
-    assert (pool.running, pool.queued, pool.leaving) == (0, 1, {0})
-    pool.released({0})
-    assert pool.admit() == [sequences[1]]
-
-
-def test_an_abort_in_a_round_leaves_at_its_end() -> None:
-    pool, (sequence,) = filled(max_num_seqs=1, number=1)
-    pool.admit()
-    pool.begin_round([sequence])
-    pool.abort(sequence)
-    assert pool.leaving == set()
-    pool.end_round([sequence])
-    assert pool.leaving == {0}
-    assert list(pool.ready) == []
-
-
-def test_a_request_id_can_be_used_again_while_its_aborted_namesake_is_in_a_round() -> None:
-    pool, (old,) = filled(max_num_seqs=2, number=1)
-    pool.admit()
-    pool.begin_round([old])
-    pool.abort(old)
-    new = make_sequence(1, old.request.request_id)
-    pool.submit([new])
-    pool.end_round([old])
-    assert pool.find(*new.request.key) == [new]
-    assert (pool.running, pool.queued) == (0, 1)
-
-
-def test_a_duplicate_request_id_is_refused_and_changes_nothing() -> None:
-    pool, (sequence,) = filled(max_num_seqs=1, number=1)
-    with pytest.raises(DuplicateRequestError):
-        pool.submit([make_sequence(7, sequence.request.request_id)])
-    assert pool.find(*sequence.request.key) == [sequence]
-    assert pool.queued == 1
-
-
-def test_without_a_queue_the_window_still_serves() -> None:
-    pool, sequences = filled(max_num_seqs=2, number=2, queue_size=0)
-    with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(9)])
-    assert pool.admit() == sequences
-    with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(9)])
-
-
-def test_aborting_twice_or_after_the_end_does_nothing() -> None:
-    pool, (sequence,) = filled(max_num_seqs=1, number=1)
-    pool.admit()
-    pool.begin_round([sequence])
-    sequence.commit([0] * 1000)
-    pool.abort(sequence)
-    pool.end_round([sequence])
-    pool.abort(sequence)
-    assert sequence.finish is not None
-    assert sequence.finish.reason is FinishReason.LENGTH
-    assert pool.leaving == {0}
+# --- Prefixes
 
 
 def sharing(pool: Pool, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40) -> list[Sequence]:
-    """Sequences of the same prompt, submitted."""
-    sequences = [make_sequence(i, max_tokens=2, prompt=prompt) for i in ids]
-    for sequence in sequences:
-        pool.submit([sequence])
-    return sequences
+    """Submits sequences with the same prompt."""
+    return submit(pool, *(make_sequence(i, max_tokens=2, prompt=prompt) for i in ids))
 
 
 def prefill(pool: Pool, sequence: Sequence, length: int) -> None:
@@ -313,7 +231,7 @@ def prefill(pool: Pool, sequence: Sequence, length: int) -> None:
     pool.end_round([sequence])
 
 
-def test_who_begins_as_another_does_waits_until_the_shared_part_was_worked_off() -> None:
+def test_sequences_wait_for_a_shared_prefix_to_be_prefilled() -> None:
     pool = Pool(4, QueueLimits(9))
     first, second, longer = [*sharing(pool, [1, 2]), *sharing(pool, [3], (5,) * 20 + (6,) * 20)]
     pool.admit()
@@ -327,17 +245,19 @@ def test_who_begins_as_another_does_waits_until_the_shared_part_was_worked_off()
     assert (second.target_base_length, longer.target_base_length) == (32, 16)
 
 
-def test_nobody_waits_for_one_that_was_aborted() -> None:
+@pytest.mark.parametrize("interrupt", [Pool.abort, Pool.pause])
+def test_no_sequence_waits_for_an_aborted_or_paused_prefix(interrupt: Callable[[Pool, Sequence], None]) -> None:
     pool = Pool(4, QueueLimits(9))
     first, second = sharing(pool, [1, 2])
     pool.admit()
-    pool.abort(first)
+    assert list(pool.ready) == [first]
+    interrupt(pool, first)
     pool.admit()
     assert list(pool.ready) == [second]
     assert second.target_base_length == 0
 
 
-def test_without_prefix_reuse_nobody_waits_and_nothing_is_copied() -> None:
+def test_without_prefix_caching_nothing_waits_or_is_copied() -> None:
     pool = Pool(4, QueueLimits(9), prefix_caching=False)
     sequences = sharing(pool, [1, 2])
     pool.admit()
@@ -345,7 +265,7 @@ def test_without_prefix_reuse_nobody_waits_and_nothing_is_copied() -> None:
     assert [sequence.target_prefix for sequence in sequences] == [None, None]
 
 
-def test_finished_sequences_are_prefixes_while_there_are_slots_for_them() -> None:
+def test_finished_sequences_serve_as_prefixes_while_there_are_slots() -> None:
     pool = Pool(1, QueueLimits(9), slots=2)
     sources = []
     for i, prompt in enumerate([(5,) * 40, (6,) * 40, (7,) * 40]):
@@ -355,130 +275,96 @@ def test_finished_sequences_are_prefixes_while_there_are_slots_for_them() -> Non
         pool.begin_round([sequence])
         sequence.commit([1, 1])
         pool.end_round([sequence])
-        pool.released({i})
+        release(pool)
+        assert sequence.target_prefix is sequence.draft_prefix is None, "otherwise whole histories stay alive"
         sources.append(sequence)
     again = [*sharing(pool, [8], (7,) * 40 + (1, 1, 2)), *sharing(pool, [9], (5,) * 40)]
     pool.admit()
     assert again[0].target_prefix == Prefix(sources[2], 32)
     assert again[0].target_base_length == 32
     pool.abort(again[0])
-    pool.released({8})
+    release(pool)
     pool.admit()
     assert again[1].target_prefix is None
 
 
-def test_finished_sequences_keep_no_others_alive() -> None:
-    """A prefix names its source, which had a source of its own: whole histories would never be freed."""
-    pool = Pool(1, QueueLimits(9), slots=9)
-    for i in range(3):
-        (sequence,) = sharing(pool, [i])
-        pool.admit()
-        prefill(pool, sequence, 39)
-        pool.abort(sequence)
-        pool.released({i})
-        assert sequence.target_prefix is sequence.draft_prefix is None
+# --- Fairness between clients; test_fair_queue.py tests the rule itself
 
 
-# --- Fair between clients: the rule itself is tested in test_fair_queue.py
-
-
-def admit_all(pool: Pool, rounds: int) -> list[Sequence]:
-    """The order in which sequences enter where each leaves as soon as another one needs its place."""
-    entered: list[Sequence] = []
+def admit_all(pool: Pool, rounds: int) -> list[int]:
+    """The order in which sequences enter, if each leaves as soon as another needs its place."""
+    entered: list[int] = []
     for _ in range(rounds):
-        entered += pool.admit()
+        entered += [sequence.sequence_id for sequence in pool.admit()]
         pool.abort(next(iter(pool.members)))
-        pool.released(pool.leaving)
+        release(pool)
     return entered
 
 
-def test_two_hundred_requests_of_one_client_delay_one_of_another_by_one_place() -> None:
-    pool = Pool(4, QueueLimits(300))
-    for i in range(200):
-        pool.submit([make_sequence(i, max_tokens=1000, client="many")])
-    pool.admit()
-    pool.submit([make_sequence(999, client="one")])
-    assert [s.sequence_id for s in admit_all(pool, 3)][:2] == [999, 4]
-
-
-def test_a_request_of_many_samples_lets_others_of_its_client_pass() -> None:
+def test_other_requests_of_a_client_overtake_one_with_many_samples() -> None:
     pool = Pool(8, QueueLimits(100))
     pool.submit([make_sequence(i, "many") for i in range(64)])
     pool.admit()
-    pool.submit([make_sequence(100)])
-    pool.submit([make_sequence(101)])
-    assert [s.sequence_id for s in admit_all(pool, 5)][:4] == [100, 101, 8, 9]
+    submit(pool, make_sequence(100), make_sequence(101))
+    assert admit_all(pool, 5)[:4] == [100, 101, 8, 9]
 
 
-def test_priority_orders_the_requests_of_one_client_and_not_those_of_others() -> None:
+def test_priority_applies_within_a_client() -> None:
     pool = Pool(1, QueueLimits(9))
-    for i, (client, priority) in enumerate([("a", 5), ("a", 0), ("b", 9), ("a", -1), ("b", 8)]):
-        pool.submit([make_sequence(i, client=client, priority=priority)])
-    assert [s.sequence_id for s in admit_all(pool, 5)] == [3, 4, 1, 2, 0]
+    arrivals = [("a", 5), ("a", 0), ("b", 9), ("a", -1), ("b", 8)]
+    submit(pool, *(make_sequence(i, client=client, priority=priority) for i, (client, priority) in enumerate(arrivals)))
+    assert admit_all(pool, 5) == [3, 4, 1, 2, 0]
 
 
-def test_a_client_keeps_no_other_out_of_a_full_queue() -> None:
+def test_no_client_locks_others_out_of_the_queue() -> None:
     pool = Pool(2, QueueLimits(5))
-    for i in range(7):
-        pool.submit([make_sequence(i, client="greedy")])
+    submit(pool, *(make_sequence(i, client="greedy") for i in range(7)))
     pool.admit()
     with pytest.raises(PoolFullError, match="5 samples wait"):
         pool.submit([make_sequence(7, client="greedy")])
-    pool.submit([make_sequence(8, client="modest")])
+    submit(pool, make_sequence(8, client="modest"))
     with pytest.raises(PoolFullError):
         pool.submit([make_sequence(9, client="modest")])
-    pool.submit([make_sequence(10, client="third")])
+    submit(pool, make_sequence(10, client="third"))
     with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(11, client="fourth")])  # what is kept free for others has an end too
+        pool.submit([make_sequence(11, client="fourth")])  # the reserve is limited too
     pool.check_integrity()
 
 
-def test_samples_of_a_client_are_limited_where_the_settings_say_so() -> None:
+def test_samples_per_client_can_be_limited() -> None:
     pool = Pool(2, QueueLimits(9, per_client=3))
-    for i in range(3):
-        pool.submit([make_sequence(i, client="a")])
+    submit(pool, *(make_sequence(i, client="a") for i in range(3)))
     pool.admit()
     with pytest.raises(PoolFullError, match="3 samples of this client are in flight, of at most 3") as caught:
         pool.submit([make_sequence(7, client="a"), make_sequence(8, client="a", request_id="7")])
     assert caught.value.places == 2
-    pool.submit([make_sequence(9, client="b")])
+    submit(pool, make_sequence(9, client="b"))
     pool.abort(next(iter(pool.ready)))
-    pool.released(pool.leaving)
-    pool.submit([make_sequence(7, client="a")])
+    release(pool)
+    submit(pool, make_sequence(7, client="a"))
 
 
-def test_the_prompts_that_wait_are_limited_by_their_tokens() -> None:
+def test_queued_prompt_tokens_are_limited() -> None:
     pool = Pool(1, QueueLimits(99, tokens=100))
-    pool.submit([make_sequence(0, prompt=(1,) * 500, client="a")])  # enters at once
+    submit(pool, make_sequence(0, prompt=(1,) * 500, client="a"))  # enters at once
     pool.admit()
-    pool.submit([make_sequence(1, prompt=(1,) * 90, client="a")])
+    submit(pool, make_sequence(1, prompt=(1,) * 90, client="a"))
     with pytest.raises(PoolFullError, match="90 prompt tokens wait, of at most 100"):
         pool.submit([make_sequence(2, prompt=(1,) * 11, client="a")])
-    pool.submit([make_sequence(3, prompt=(1,) * 10, client="a")])
-    pool.submit([make_sequence(4, prompt=(1,) * 100, client="b")])
+    submit(pool, make_sequence(3, prompt=(1,) * 10, client="a"), make_sequence(4, prompt=(1,) * 100, client="b"))
     with pytest.raises(PoolFullError):
-        pool.submit([make_sequence(5, prompt=(1,) * 1, client="c")])
-    for i in (1, 3, 4):
-        pool.abort(next(s for client in "ab" for s in pool.find(client, str(i))))
-    pool.submit([make_sequence(6, prompt=(1,) * 500, client="a")])  # alone any request may wait
+        pool.submit([make_sequence(5, client="c")])
+    for client, i in (("a", 1), ("a", 3), ("b", 4)):
+        pool.abort(*pool.find(client, str(i)))
+    submit(pool, make_sequence(6, prompt=(1,) * 500, client="a"))  # a single request may always wait
     pool.check_integrity()
 
 
-def test_request_ids_are_the_clients_own() -> None:
-    pool = Pool(2, QueueLimits(9))
-    mine, others = make_sequence(1, "id", client="me"), make_sequence(2, "id", client="other")
-    pool.submit([mine])
-    pool.submit([others])
-    assert pool.find("me", "id") == [mine]
-    pool.abort(mine)
-    assert (pool.find("me", "id"), pool.find("other", "id")) == ([], [others])
+# --- Paused sequences
 
 
-# --- Readers that lag behind
-
-
-def test_a_paused_sequence_is_in_no_round_and_keeps_its_place() -> None:
-    pool, (one, other, waits) = filled(max_num_seqs=2, number=3)
+def test_a_paused_sequence_joins_no_round_and_keeps_its_place() -> None:
+    pool, (one, other, waiting) = filled(max_num_seqs=2, number=3)
     pool.admit()
     pool.pause(one)
     assert (list(pool.ready), pool.running, pool.schedulable, pool.capacity) == ([other], 2, 1, 0)
@@ -493,93 +379,77 @@ def test_a_paused_sequence_is_in_no_round_and_keeps_its_place() -> None:
     assert list(pool.ready) == [other, one]
     pool.pause(one)
     pool.abort(one)
-    pool.released(pool.leaving)
-    assert pool.admit() == [waits]
+    release(pool)
+    assert pool.admit() == [waiting]
 
 
-def paused_and_waiting(waiting: int) -> tuple[Pool, list[Sequence], list[Sequence]]:
-    """A pool of two paused sequences and of some that wait, after an admission."""
-    pool, (one, other, *others) = filled(max_num_seqs=2, number=2 + waiting)
+def paused_and_waiting(number: int) -> tuple[Pool, list[Sequence], list[Sequence]]:
+    """A pool with two paused sequences and `number` waiting ones, after an admission."""
+    pool, (one, other, *waiting) = filled(max_num_seqs=2, number=2 + number)
     pool.admit(2)
     for sequence in (one, other):
         sequence.num_cached_tokens = sequence.num_draft_cached_tokens = 1
         pool.pause(sequence)
     assert pool.admit() == []
     pool.check_integrity()
-    return pool, [one, other], others
+    return pool, [one, other], waiting
 
 
-def test_paused_sequences_give_their_places_to_those_that_wait_and_queue_again() -> None:
-    pool, (one, other), (waits,) = paused_and_waiting(1)
+def test_paused_sequences_are_preempted_only_for_waiting_ones_and_queue_again() -> None:
+    pool, (one, other), _ = paused_and_waiting(0)
+    assert (pool.leaving, list(pool.members), one.num_cached_tokens) == (set(), [one, other], 1)
+    pool, (one, other), (waiting,) = paused_and_waiting(1)
     assert (pool.leaving, list(pool.members), one.num_cached_tokens) == ({one.sequence_id}, [other], 0)
-    pool.released(pool.leaving)
-    assert (pool.admit(), pool.is_empty) == ([waits], False)
+    release(pool)
+    assert (pool.admit(), pool.is_empty) == ([waiting], False)
     pool.resume(one)
     assert pool.queued == 1
     assert pool.admit() == []
-    assert pool.leaving == {other.sequence_id}, "it is paused, and one waits that is read"
-    pool.released(pool.leaving)
+    assert pool.leaving == {other.sequence_id}
+    release(pool)
     assert pool.admit() == [one]
-    assert set(pool.ready) == {waits, one}
+    assert set(pool.ready) == {waiting, one}
     pool.check_integrity()
 
 
-def test_paused_sequences_keep_their_places_while_nobody_waits() -> None:
-    pool, (one, other), _ = paused_and_waiting(0)
-    assert (pool.leaving, list(pool.members), one.num_cached_tokens) == (set(), [one, other], 1)
-
-
-@pytest.mark.parametrize("read_again", [False, True])
-def test_one_that_is_read_again_before_its_place_is_free_queues_afterwards(read_again: bool) -> None:
-    pool, (one, other), (waits,) = paused_and_waiting(1)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_preempted_sequence_queues_once_its_slot_is_released(resumed: bool) -> None:
+    pool, (one, other), (waiting,) = paused_and_waiting(1)
     pool.resume(one)
     assert pool.queued == 1
-    if not read_again:
+    if not resumed:
         pool.pause(one)
-    pool.released(pool.leaving)
-    assert pool.queued == 1 + read_again
+    release(pool)
+    assert pool.queued == 1 + resumed
     pool.check_integrity()
-    assert pool.admit() == [waits]
+    assert pool.admit() == [waiting]
     assert other.paused
 
 
-def test_one_that_was_set_aside_can_be_aborted_at_any_time() -> None:
-    for released_first in (False, True):
-        pool, (one, other), (waits,) = paused_and_waiting(1)
-        if released_first:
-            pool.released(pool.leaving)
-        pool.abort(one)
-        pool.resume(one)
-        pool.released(pool.leaving)
-        assert pool.admit() == [waits]
-        for sequence in (other, waits):
-            pool.abort(sequence)
-        pool.released(pool.leaving)
-        assert (pool.is_empty, pool.find(*one.request.key)) == (True, [])
-        pool.check_integrity()
+@pytest.mark.parametrize("released", [False, True])
+def test_a_preempted_sequence_can_be_aborted(released: bool) -> None:
+    pool, (one, other), (waiting,) = paused_and_waiting(1)
+    if released:
+        release(pool)
+    pool.abort(one)
+    pool.resume(one)
+    release(pool)
+    assert pool.admit() == [waiting]
+    pool.abort(other)
+    pool.abort(waiting)
+    release(pool)
+    assert (pool.is_empty, pool.find(*one.request.key)) == (True, [])
+    pool.check_integrity()
 
 
-def test_nobody_waits_for_a_prefix_of_one_that_is_paused() -> None:
-    """After the target lost its caches the source has yet to prefill again, but it will not until its reader reads."""
-    pool = Pool(4, QueueLimits(9))
-    first, second = sharing(pool, [1, 2])
-    pool.admit()
-    assert list(pool.ready) == [first]
-    pool.pause(first)
-    pool.admit()
-    assert list(pool.ready) == [second]
+# --- Large pools
 
 
-# --- Ten thousand waiting
-
-
-def test_admitting_and_aborting_look_at_few_of_ten_thousand() -> None:
+def test_admitting_and_aborting_examine_few_of_ten_thousand_sequences() -> None:
     pool = Pool(8, QueueLimits(20_000))
     ranks = mock.Mock(side_effect=lambda owner: (owner.priority, owner.running, owner.since))
     with mock.patch("coordinator.scheduling.fair_queue._Request.rank", property(ranks)):
-        sequences = [make_sequence(i, client=str(i % 100)) for i in range(10_000)]
-        for sequence in sequences:
-            pool.submit([sequence])
+        sequences = submit(pool, *(make_sequence(i, client=str(i % 100)) for i in range(10_000)))
         assert ranks.call_count <= 2 * len(sequences)
         ranks.reset_mock()
         for sequence in sequences[::2]:
@@ -589,111 +459,89 @@ def test_admitting_and_aborting_look_at_few_of_ten_thousand() -> None:
     pool.check_integrity()
 
 
-def test_submitting_to_a_large_window_looks_at_each_sequence_a_few_times() -> None:
-    pool, taken_by = Pool(2000, QueueLimits(2000)), KVCapacity.taken_by
-    with mock.patch.object(KVCapacity, "taken_by", autospec=True, side_effect=taken_by) as looked:
-        for i in range(2000):
-            pool.submit([make_sequence(i)])
-        assert len(pool.admit()) == 2000
-    assert looked.call_count <= 3 * 2000
-
-
-# --- Places that are given to others
+# --- Preemption for clients and requests without a place
 
 
 def crowded(max_num_seqs: int, **settings: Any) -> tuple[Pool, list[Sequence]]:
-    """A pool whose window is full of one client's sequences, each further than the one before."""
+    """A pool full of one client's sequences, each with more cached tokens than the one before."""
     pool = Pool(max_num_seqs, QueueLimits(100), **settings)
-    sequences = [make_sequence(i, max_tokens=1000, client="anne") for i in range(max_num_seqs)]
-    for sequence in sequences:
-        pool.submit([sequence])
+    sequences = submit(pool, *(make_sequence(i, max_tokens=1000, client="anne") for i in range(max_num_seqs)))
     pool.admit()
     for sequence in sequences:
         sequence.num_cached_tokens = 1 + sequence.sequence_id
     return pool, sequences
 
 
-def test_a_client_without_a_place_gets_that_of_the_sequence_with_least_to_lose() -> None:
+def test_a_client_without_a_place_preempts_the_sequence_with_the_least_progress() -> None:
     pool, anne = crowded(3)
-    bob = make_sequence(9, client="bob")
-    pool.submit([bob])
-    assert pool.admit() == []
-    assert (pool.leaving, anne[0].num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
-    assert pool.admit() == []
-    assert pool.leaving == {0}, "one place is on its way already"
-    pool.released({0})
+    (bob,) = submit(pool, make_sequence(9, client="bob"))
+    for _ in range(2):
+        assert pool.admit() == []
+        assert (pool.leaving, anne[0].num_cached_tokens, anne[0].is_preempted) == ({0}, 0, True)
+    release(pool)
     assert (pool.admit(), pool.queued) == ([bob], 1)
     assert pool.admit() == []
-    assert pool.leaving == set(), "the sequence that was set aside does not take places from its own client"
+    assert pool.leaving == set(), "a preempted sequence preempts none of its own client"
     pool.check_integrity()
     pool.abort(bob)
-    pool.released(pool.leaving)
+    release(pool)
     assert (pool.admit(), anne[0].is_preempted) == ([anne[0]], False)
 
 
-def test_a_client_with_one_place_keeps_it() -> None:
-    pool, anne = crowded(1)
-    pool.submit([make_sequence(9, client="bob")])
+@pytest.mark.parametrize(("max_num_seqs", "preempts"), [(1, True), (3, False)])
+def test_the_last_place_of_a_client_and_fixed_batches_are_never_preempted(max_num_seqs: int, preempts: bool) -> None:
+    pool, anne = crowded(max_num_seqs, preempts=preempts)
+    submit(pool, make_sequence(9, client="bob"))
     assert pool.admit() == []
     assert (pool.leaving, list(pool.ready)) == (set(), anne)
 
 
-def test_a_fixed_batch_gives_no_places_away() -> None:
-    pool, anne = crowded(3, preempts=False)
-    pool.submit([make_sequence(9, client="bob")])
-    assert pool.admit() == []
-    assert (pool.leaving, list(pool.ready)) == (set(), anne)
-
-
-def test_samples_of_one_request_give_places_to_other_requests_and_come_back_as_its_samples() -> None:
+def test_requests_of_one_client_preempt_each_others_samples() -> None:
     pool = Pool(3, QueueLimits(100))
     samples = [make_sequence(i, request_id="many", client="anne") for i in range(5)]
     for sample in samples:
         sample.first_sample_id = 0
     pool.submit(samples)
     assert pool.admit() == samples[:3]
-    single = make_sequence(9, client="anne")
-    pool.submit([single])
+    (single,) = submit(pool, make_sequence(9, client="anne"))
     assert pool.admit() == []
-    (aside,) = pool.leaving
-    pool.released({aside})
+    assert len(pool.leaving) == 1
+    release(pool)
     assert pool.admit() == [single]
     for _ in range(3):
         assert pool.admit() == []
-        assert pool.leaving == set(), "its own samples are no other request"
+        assert pool.leaving == set(), "a preempted sample preempts none of its own request"
     pool.check_integrity()
     pool.abort(single)
-    pool.released(pool.leaving)
+    release(pool)
     assert len(pool.admit()) == 1
 
 
-def test_sequences_that_were_set_aside_count_for_their_client_and_keep_no_newcomer_out() -> None:
+def test_preempted_sequences_count_for_their_client_and_lock_nobody_out() -> None:
     pool = Pool(2, QueueLimits(4, per_client=6))
     anne = [make_sequence(i, client="anne") for i in range(6)]
-    for sequence in anne[:2]:
-        pool.submit([sequence])
+    submit(pool, *anne[:2])
     pool.admit()
-    for sequence in anne[2:]:
-        pool.pause(anne[sequence.sequence_id - 2])
-        pool.submit([sequence])
+    for earlier, sequence in zip(anne, anne[2:], strict=False):
+        pool.pause(earlier)
+        submit(pool, sequence)
         pool.admit()
-        pool.released(pool.leaving)
+        release(pool)
         pool.admit()
-    assert (len(pool._preempted), pool.queued) == (4, 0)
-    with pytest.raises(PoolFullError, match="of this client"):
+    assert pool.queued == 0
+    with pytest.raises(PoolFullError, match="6 samples of this client"):
         pool.submit([make_sequence(7, client="anne")])
     for sequence in anne:
         pool.resume(sequence)
     assert pool.queued == 4
-    for i in range(10, 14):
-        pool.submit([make_sequence(i, client=str(i))])
+    submit(pool, *(make_sequence(i, client=str(i)) for i in range(10, 14)))
     pool.check_integrity()
 
 
-def test_sequences_in_a_round_stay() -> None:
+def test_sequences_in_a_round_are_not_preempted() -> None:
     pool, anne = crowded(2)
     pool.begin_round(anne)
-    pool.submit([make_sequence(9, client="bob")])
+    submit(pool, make_sequence(9, client="bob"))
     pool.admit()
     assert pool.leaving == set()
     pool.end_round(anne)
@@ -701,29 +549,26 @@ def test_sequences_in_a_round_stay() -> None:
     assert len(pool.leaving) == 1
 
 
+@settings(max_examples=50)
 @given(st.data())
-def test_whoever_gives_places_to_whom_all_finish(data: st.DataObject) -> None:
+def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
     pool = Pool(data.draw(st.integers(1, 4)), QueueLimits(1000))
-    ids, left, ended = count(), 12, 0
-    flying: list[Sequence] = []
-    while left or flying:
-        if left and (not flying or data.draw(st.booleans())):
+    ids, left = count(), 12
+    unfinished: list[Sequence] = []
+    while left or unfinished:
+        if left and (not unfinished or data.draw(st.booleans())):
             left -= 1
-            client, first = data.draw(st.sampled_from("ab")), next(ids)
-            samples = [make_sequence(first, request_id=str(first), max_tokens=2, client=client)]
-            samples += [
-                make_sequence(next(ids), request_id=str(first), max_tokens=2, client=client)
-                for _ in range(data.draw(st.sampled_from([0, 0, 3])))
-            ]
+            client, first, n = data.draw(st.sampled_from("ab")), next(ids), data.draw(st.sampled_from([1, 1, 4]))
+            numbers = [first, *(next(ids) for _ in range(n - 1))]
+            samples = [make_sequence(i, request_id=str(first), max_tokens=2, client=client) for i in numbers]
             for sample in samples:
                 sample.first_sample_id = first
             pool.submit(samples)
-            flying += samples
-        if data.draw(st.booleans()) and flying:
-            (pool.resume if flying[0].paused else pool.pause)(flying[0])
-        if not left:
-            for sequence in flying:
-                pool.resume(sequence)
+            unfinished += samples
+        if data.draw(st.booleans()) and unfinished:
+            (pool.resume if unfinished[0].paused else pool.pause)(unfinished[0])
+        for sequence in unfinished if not left else ():
+            pool.resume(sequence)
         pool.admit()
         group = list(pool.ready)[: data.draw(st.integers(1, 4))]
         pool.begin_round(group)
@@ -731,8 +576,7 @@ def test_whoever_gives_places_to_whom_all_finish(data: st.DataObject) -> None:
             sequence.commit([7])
             sequence.num_cached_tokens = len(sequence.token_ids) - 1
         pool.end_round(group)
-        pool.released(pool.leaving)
+        release(pool)
         pool.check_integrity()
-        ended += sum(sequence.finish is not None for sequence in flying)
-        flying = [sequence for sequence in flying if sequence.finish is None]
+        unfinished = [sequence for sequence in unfinished if sequence.finish is None]
     assert (pool.is_empty, pool.queued, pool.running) == (True, 0, 0)

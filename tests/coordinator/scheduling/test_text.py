@@ -1,4 +1,4 @@
-"""Stop strings against a naive reference: the plain output, cut where the first of them begins."""
+"""Streamed text with stop strings, against a naive reference."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -31,11 +31,10 @@ stops = st.lists(st.text("abcé", min_size=1, max_size=5), max_size=4).map(tuple
 
 
 def reference(token_ids: list[int], stop: tuple[str, ...], min_tokens: int) -> tuple[str, int, bool]:
-    """The text, the number of tokens, and whether a stop string ended it: by looking at the whole text every time."""
+    """The text, the number of tokens, and whether a stop string ended it, by searching the whole text every time."""
     free = len("".join(PIECES[token] for token in token_ids[: max(0, min_tokens - 1)]))
     for count in range(len(token_ids) + 1):
         text = "".join(PIECES[token] for token in token_ids[:count])
-        # What is complete before may begin before it too.
         begins = {s: text.find(s, max(0, free - len(s) + 1)) for s in stop}
         found = [at for at in begins.values() if at >= 0] if count >= min_tokens else []
         if found:
@@ -44,10 +43,10 @@ def reference(token_ids: list[int], stop: tuple[str, ...], min_tokens: int) -> t
 
 
 @given(token_ids=tokens, stop=stops, cuts=st.lists(st.integers(1, 5)), min_tokens=st.integers(0, 5), late=st.booleans())
-def test_the_output_ends_exactly_where_the_naive_one_does(
+def test_output_ends_where_the_reference_ends(
     token_ids: list[int], stop: tuple[str, ...], cuts: list[int], min_tokens: int, late: bool
 ) -> None:
-    """Whatever runs of tokens are accepted at a time; and no part of a stop string is ever shown."""
+    """For any sizes of commits. No part of a stop string is ever shown."""
     request = GenerationRequest("r", (0,), 99, frozenset(), 4, SamplingParams(min_tokens=min_tokens), stop)
     sequence = Sequence(0, request, TextStream(Pieces(), stop))
     text, count, stopped = reference(token_ids, stop, min_tokens)
@@ -79,8 +78,8 @@ def found_in(text: str, stop: tuple[str, ...]) -> list[int]:
 
 
 @given(text=st.text("abcé\U0001f600x", max_size=30), stop=stops)
-def test_streamed_text_is_the_decoded_text_up_to_the_stop(text: str, stop: tuple[str, ...]) -> None:
-    """With a real tokenizer, one token per byte: characters of several bytes come whole."""
+def test_streamed_text_is_the_decoded_text_before_the_stop(text: str, stop: tuple[str, ...]) -> None:
+    """With one token per byte, so that characters of several bytes must be held back."""
     tokenizer = byte_tokenizer()
     stream = TextStream(Detokenizer(tokenizer), stop)
     shown = []
@@ -94,7 +93,7 @@ def test_streamed_text_is_the_decoded_text_up_to_the_stop(text: str, stop: tuple
     assert "".join(shown) == text[:cut]
 
 
-def test_of_several_stop_strings_the_one_that_begins_first_counts_and_of_these_the_longest() -> None:
+def test_the_stop_string_that_begins_first_wins_and_then_the_longest() -> None:
     stream = TextStream(Pieces(), ("c", "bc", "b"))
     assert stream.feed(4) == ""  # "bca"
     assert stream.matched == "bc"

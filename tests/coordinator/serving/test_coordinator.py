@@ -1,4 +1,4 @@
-"""The public API over real sockets, with fakes for workers."""
+"""The public API over real sockets, with fake workers."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ SERVICE = "specpool.v1.GenerationService"
 
 
 def request_with_text(target: FakeTarget, text: str, **params: Any) -> tuple[pb.GenerateRequest, list[int]]:
-    """A request for a text, and the tokens it must give."""
+    """A request for a text, and the expected tokens."""
     count = params.setdefault("max_tokens", 12)
     expected = target.continuation(byte_tokenizer().encode(text).ids, count)
     return pb.GenerateRequest(text=text, sampling_params=pb.SamplingParams(**params)), expected
@@ -41,7 +41,7 @@ def check_statistics(response: pb.GenerateResponse) -> None:
     assert sum(histogram) == stats.num_spec_steps
     assert sum(i * rounds for i, rounds in enumerate(histogram)) == stats.num_accepted_draft_tokens
     assert stats.num_accepted_draft_tokens <= stats.num_draft_tokens
-    # A round gains one token beyond the accepted ones, unless it was cut at a stop token.
+    # A round gains one token beyond the accepted ones, unless a stop token cut it.
     cut = response.finish_reason == "stop"
     assert stats.num_spec_steps + stats.num_accepted_draft_tokens <= response.usage.completion_tokens + cut
     if stats.num_spec_steps:
@@ -75,7 +75,7 @@ async def test_tokens_are_those_of_plain_decoding_for_every_k(k: int) -> None:
     ],
     ids=str,
 )
-async def test_tokens_do_not_depend_on_the_company(settings: dict[str, int]) -> None:
+async def test_tokens_do_not_depend_on_other_requests(settings: dict[str, int]) -> None:
     rng = random.Random(1)
     requests = [random_request(rng) for _ in range(30)]
     async with serving(target=RecordingTarget(eos_rate=0.02), **settings) as served:
@@ -90,7 +90,7 @@ async def test_tokens_do_not_depend_on_the_company(settings: dict[str, int]) -> 
         assert sum(info.counters.finished.values()) == info.counters.requests == 30
 
 
-async def test_no_round_is_larger_than_the_batch_or_the_window() -> None:
+async def test_rounds_keep_the_batch_and_window_limits() -> None:
     async with serving(max_num_seqs=6, max_batch_size=4) as served:
         await asyncio.gather(*(served.expect(make_request([i], 10)) for i in range(20)))
         sizes = {len(request.items) for request in served.target.requests}
@@ -98,7 +98,7 @@ async def test_no_round_is_larger_than_the_batch_or_the_window() -> None:
         assert max(served.target.held) == 6
 
 
-async def test_text_and_chat_are_tokenized_as_the_target_does() -> None:
+async def test_text_and_chat_use_the_tokenizer_of_the_target() -> None:
     async with serving() as served:
         request, expected = request_with_text(served.target, "Grüße, 世界")
         response = await served.stub.Generate(request)
@@ -112,7 +112,7 @@ async def test_text_and_chat_are_tokenized_as_the_target_does() -> None:
         assert list((await served.stub.Generate(request)).token_ids) == served.target.continuation(prompt, 5)
 
 
-async def test_streamed_text_is_the_whole_text_also_where_bytes_make_no_character() -> None:
+async def test_streamed_text_equals_the_whole_text_despite_invalid_utf8() -> None:
     async with serving() as served:
         for i in range(20):
             request = make_request([i], max_tokens=30 + i)
@@ -123,7 +123,7 @@ async def test_streamed_text_is_the_whole_text_also_where_bytes_make_no_characte
 
 
 class EuroTarget(RecordingTarget):
-    """Says nothing but euro signs."""
+    """Generates only euro signs."""
 
     def choose(self, context: Any) -> int:
         euro = byte_tokenizer().encode("€").ids
@@ -131,7 +131,7 @@ class EuroTarget(RecordingTarget):
 
 
 @pytest.mark.parametrize("max_tokens", [30, 31, 32])
-async def test_a_reader_who_lags_behind_gets_the_same_text(max_tokens: int) -> None:
+async def test_a_lagging_reader_gets_the_same_text(max_tokens: int) -> None:
     async with serving(target=EuroTarget(), with_draft=False) as served:
         generate = served.process.coordinator.generate
         served.process.coordinator.generate = lambda *request: Lagging(generate(*request))  # type: ignore[method-assign]
@@ -140,14 +140,14 @@ async def test_a_reader_who_lags_behind_gets_the_same_text(max_tokens: int) -> N
 
 
 class Lagging:
-    """A generation whose caller looks only after it has ended."""
+    """A generation whose caller starts to read after its end."""
 
     def __init__(self, generation: Any) -> None:
         self._generation = generation
 
     async def __aenter__(self) -> Any:
         entered = await self._generation.__aenter__()
-        while entered.samples[0].sequence.finish is None:  # noqa: ASYNC110 - nothing tells when a generation ends but its pieces
+        while entered.samples[0].sequence.finish is None:  # noqa: ASYNC110 - only the stream itself tells
             await asyncio.sleep(0.001)
         return entered
 
@@ -156,12 +156,12 @@ class Lagging:
 
 
 def prompt_that_ends(target: FakeTarget, within: int) -> list[int]:
-    """A prompt after which the sequence ends, but not at once."""
+    """A prompt whose continuation ends soon, but not at once."""
     return next([i, j] for i in range(256) for j in range(256) if 3 < len(target.continuation([i, j], within)) < within)
 
 
 @pytest.mark.parametrize("k", [0, 4])
-async def test_the_end_of_the_sequence_stops_and_is_no_text(k: int) -> None:
+async def test_the_end_of_sequence_token_stops_and_has_no_text(k: int) -> None:
     async with serving(target=RecordingTarget(eos_rate=0.1)) as served:
         prompt = prompt_that_ends(served.target, 30)
         response = await served.expect(make_request(prompt, 30, k))
@@ -170,20 +170,15 @@ async def test_the_end_of_the_sequence_stops_and_is_no_text(k: int) -> None:
         assert response.text == byte_tokenizer().decode(list(response.token_ids[:-1]))
         _, complete = await stream(served, make_request(prompt, 30, k))
         assert complete.text == response.text
-
-
-async def test_ignore_eos_goes_on() -> None:
-    async with serving(target=RecordingTarget(eos_rate=0.1)) as served:
-        prompt = prompt_that_ends(served.target, 30)
-        response = await served.expect(make_request(prompt, 30, ignore_eos=True))
-        assert EOS_TOKEN_ID in response.token_ids
-        assert (response.finish_reason, len(response.token_ids)) == ("length", 30)
+        ignoring = await served.expect(make_request(prompt, 30, k, ignore_eos=True))
+        assert EOS_TOKEN_ID in ignoring.token_ids
+        assert (ignoring.finish_reason, len(ignoring.token_ids)) == ("length", 30)
 
 
 @pytest.mark.parametrize("k", [0, 3, 8])
 @pytest.mark.parametrize("ignore_eos", [False, True])
 async def test_stop_tokens_stop_where_they_first_occur(k: int, ignore_eos: bool) -> None:
-    async with serving(draft=None, target=RecordingTarget()) as served:
+    async with serving() as served:
         expected = served.target.continuation([9, 9], 40)
         stop = expected[17]
         request = make_request([9, 9], 40, k, stop_token_ids=[stop, 256], ignore_eos=ignore_eos)
@@ -195,14 +190,16 @@ async def test_stop_tokens_stop_where_they_first_occur(k: int, ignore_eos: bool)
         assert chunks[-1].token_ids[-1] == stop
 
 
-async def test_max_tokens_of_one_never_asks_the_draft() -> None:
+@pytest.mark.parametrize(("k", "max_tokens"), [(0, 24), (8, 1)])
+async def test_the_draft_is_not_asked_without_speculation_or_for_one_token(k: int, max_tokens: int) -> None:
     async with serving() as served:
-        response = await served.expect(make_request(max_tokens=1, k=8))
+        response = await served.expect(make_request(max_tokens=max_tokens, k=k))
         assert response.finish_reason == "length"
         assert served.draft.requests == []
+        assert response.speculative_decoding == pb.SpeculativeDecodingStats()
 
 
-async def test_unset_max_tokens_is_the_default_or_what_the_prompt_leaves() -> None:
+async def test_max_tokens_defaults_to_the_setting_within_the_remaining_positions() -> None:
     async with serving(target=RecordingTarget(max_model_len=64), default_max_tokens=20) as served:
         for prompt_tokens, expected in [(4, 20), (50, 14), (63, 1)]:
             request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[7] * prompt_tokens))
@@ -211,7 +208,7 @@ async def test_unset_max_tokens_is_the_default_or_what_the_prompt_leaves() -> No
             assert response.finish_reason == "length"
 
 
-async def test_the_whole_length_of_the_model_can_be_used() -> None:
+async def test_requests_can_use_all_positions_of_the_model() -> None:
     target = RecordingTarget(max_model_len=64)
     async with serving(target=target, draft=RecordingDraft(target, max_model_len=64, acceptance=1.0)) as served:
         await served.expect(make_request([5] * 10, 54, k=8))
@@ -221,7 +218,7 @@ async def test_the_whole_length_of_the_model_can_be_used() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 4, 7])
-async def test_full_acceptance_gains_k_plus_one_tokens_a_round(k: int) -> None:
+async def test_full_acceptance_gains_k_plus_one_tokens_per_round(k: int) -> None:
     target = RecordingTarget()
     async with serving(target=target, draft=FakeDraft(target, acceptance=1.0)) as served:
         chunks, complete = await stream(served, make_request(max_tokens=1 + 5 * (k + 1), k=k))
@@ -234,7 +231,7 @@ async def test_full_acceptance_gains_k_plus_one_tokens_a_round(k: int) -> None:
         check_statistics(complete)
 
 
-async def test_no_acceptance_gains_one_token_a_round() -> None:
+async def test_rejection_gains_one_token_per_round() -> None:
     target = RecordingTarget()
     async with serving(target=target, draft=FakeDraft(target, acceptance=0.0)) as served:
         chunks, complete = await stream(served, make_request(max_tokens=10, k=4))
@@ -243,21 +240,14 @@ async def test_no_acceptance_gains_one_token_a_round() -> None:
         assert list(complete.speculative_decoding.acceptance_histogram) == [8]  # not in the first nor the last round
 
 
-async def test_k_of_zero_never_asks_the_draft() -> None:
-    async with serving() as served:
-        response = await served.expect(make_request(k=0))
-        assert served.draft.requests == []
-        assert response.speculative_decoding == pb.SpeculativeDecodingStats()
-
-
-async def test_the_configured_k_is_the_default() -> None:
+async def test_k_defaults_to_the_setting() -> None:
     async with serving(num_speculative_tokens=2) as served:
         await served.expect(make_request())
         asked = [item.num_draft_tokens for request in served.draft.requests for item in request.items]
         assert max(asked) == 2
 
 
-async def test_adaptive_lengths_explain_themselves() -> None:
+async def test_server_info_explains_adaptive_lengths() -> None:
     async with serving(num_speculative_tokens=None, draft_method="best") as served:
         requests = [make_request([i, 1], max_tokens=60) for i in range(4)]
         await asyncio.gather(*(served.expect(request) for request in requests))
@@ -275,7 +265,7 @@ async def test_adaptive_lengths_explain_themselves() -> None:
 
 
 class LoopingTarget(RecordingTarget):
-    """Says the same few tokens over and over."""
+    """Repeats the same few tokens."""
 
     def choose(self, context: Sequence[int]) -> int:
         return 65 + len(context) % 5
@@ -290,20 +280,22 @@ async def test_without_a_draft_worker_prompt_lookup_drafts(method: pb.DraftMetho
         assert set(drafts) == {"ngram"}
 
 
-async def test_a_request_for_the_model_alone_gets_no_prompt_lookup() -> None:
+async def test_without_a_draft_worker_requests_for_the_model_decode_plainly() -> None:
     async with serving(LoopingTarget(), with_draft=False) as served:
         response = await served.expect(make_request(max_tokens=60, k=4, method=pb.DRAFT_METHOD_MODEL))
         assert response.speculative_decoding == pb.SpeculativeDecodingStats()
+        assert not (await served.info()).HasField("draft")
+        assert not (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).HasField("draft")
 
 
-async def test_the_request_id_and_the_seed_come_back() -> None:
+async def test_responses_carry_the_request_id_and_the_seed() -> None:
     async with serving() as served:
         response = await served.stub.Generate(make_request(request_id="mine", seed=0))
         assert response.request_id == "mine"
         assert response.HasField("seed")
         assert response.seed == 0
         drawn = [await served.stub.Generate(make_request()) for _ in range(2)]
-        assert drawn[0].seed != drawn[1].seed, "a request without a seed gets one, and is told which"
+        assert drawn[0].seed != drawn[1].seed
         assert len({"", "mine", drawn[0].request_id, drawn[1].request_id}) == 4
 
 
@@ -315,15 +307,17 @@ async def test_timings_add_up() -> None:
         assert timings.time_to_first_token_s + timings.decode_s == pytest.approx(timings.total_s)
 
 
-async def test_timings_of_what_never_began_are_all_queue() -> None:
-    async with serving(RecordingTarget(slots=1), with_draft=False) as served:
+async def test_a_queued_request_can_be_aborted() -> None:
+    async with serving(max_num_seqs=1, with_draft=False) as served:
         served.target.open.clear()
-        running = served.stub.Generate(make_request())
+        running = asyncio.ensure_future(served.expect(make_request()))
         await served.until(lambda info: info.running == 1)
         waiting = served.stub.Generate(make_request(request_id="waits"))
         await served.until(lambda info: info.queued == 1)
         await served.stub.Abort(pb.AbortRequest(request_id="waits"))
-        timings = (await waiting).timings
+        response = await waiting
+        assert (response.finish_reason, list(response.token_ids), response.text) == ("abort", [], "")
+        timings = response.timings
         assert timings.queue_s == timings.total_s > 0
         assert timings.prefill_s == timings.decode_s == timings.time_to_first_token_s == 0
         served.target.open.set()
@@ -331,12 +325,12 @@ async def test_timings_of_what_never_began_are_all_queue() -> None:
 
 
 async def begun(served: Serving, request: pb.GenerateRequest) -> tuple[Any, pb.GenerateStreamResponse]:
-    """A stream whose first message has come."""
+    """A stream and its first message."""
     call = served.stub.GenerateStream(request)
     return call, await anext(aiter(call))
 
 
-async def test_abort_gives_what_was_generated_so_far() -> None:
+async def test_abort_returns_the_tokens_so_far() -> None:
     async with serving() as served:
         request = make_request(max_tokens=3000, k=0, request_id="long")
         call, first = await begun(served, request)
@@ -353,21 +347,7 @@ async def test_abort_gives_what_was_generated_so_far() -> None:
         assert dict(info.counters.finished) == {"abort": 1}
 
 
-async def test_a_queued_request_can_be_aborted() -> None:
-    async with serving(max_num_seqs=1) as served:
-        served.target.open.clear()
-        first = asyncio.ensure_future(served.expect(make_request()))
-        await served.until(lambda info: info.running == 1)
-        second = asyncio.ensure_future(served.stub.Generate(make_request(request_id="waits")))
-        await served.until(lambda info: info.queued == 1)
-        await served.stub.Abort(pb.AbortRequest(request_id="waits"))
-        response = await second
-        assert (response.finish_reason, list(response.token_ids), response.text) == ("abort", [], "")
-        served.target.open.set()
-        await first
-
-
-async def test_an_aborted_request_id_can_be_used_again_at_once() -> None:
+async def test_an_aborted_request_id_can_be_reused_at_once() -> None:
     async with serving() as served:
         served.target.open.clear()
         old = asyncio.ensure_future(served.stub.Generate(make_request(request_id="again", max_tokens=50)))
@@ -383,37 +363,31 @@ async def test_an_aborted_request_id_can_be_used_again_at_once() -> None:
         await served.until_idle()
 
 
-async def test_a_cancelled_call_frees_its_slots() -> None:
+async def test_cancelled_and_expired_calls_free_their_slots() -> None:
     async with serving() as served:
         call, _ = await begun(served, make_request(max_tokens=4000, k=3))
         unary = served.stub.Generate(make_request([8], max_tokens=4000, k=3))
         await served.until(lambda info: info.running == 2 and len(served.draft.caches) == 2)
         call.cancel()
         unary.cancel()
+        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+            await served.stub.Generate(make_request(max_tokens=4000, k=1), timeout=0.2)
         info = await served.until_idle()
-        assert dict(info.counters.finished) == {"abort": 2}
+        assert dict(info.counters.finished) == {"abort": 3}
         await served.expect(make_request())
 
 
-async def test_a_passed_deadline_frees_the_slots() -> None:
-    async with serving() as served:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await served.stub.Generate(make_request(max_tokens=4000, k=1), timeout=0.2)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await served.until_idle()
-
-
-async def drain(call: Any, most: int | None = None) -> None:
-    """Reads a stream, or the first `most` messages of it."""
+async def drain(call: Any, limit: int | None = None) -> None:
+    """Reads a stream, or its first `limit` messages."""
     read = 0
     async for _ in call:
         read += 1
-        if read == most:
+        if read == limit:
             break
 
 
 async def cancelled_sometime(served: Serving, request: pb.GenerateRequest, rng: random.Random) -> None:
-    """A call that its client gives up: at once, after some time, or after some messages."""
+    """A call cancelled after a random time or number of messages."""
     match rng.randrange(3):
         case 0:
             call = served.stub.Generate(request)
@@ -427,7 +401,7 @@ async def cancelled_sometime(served: Serving, request: pb.GenerateRequest, rng: 
     call.cancel()
 
 
-async def test_three_hundred_requests_of_which_half_are_cancelled_leave_nothing_behind() -> None:
+async def test_many_cancelled_requests_leave_nothing_behind() -> None:
     rng = random.Random(3)
     async with serving(max_num_seqs=8, queue_size=300) as served:
 
@@ -438,7 +412,7 @@ async def test_three_hundred_requests_of_which_half_are_cancelled_leave_nothing_
             else:
                 await served.expect(random_request(rng, max_tokens=30))
 
-        await asyncio.gather(*(one() for _ in range(300)))
+        await asyncio.gather(*(one() for _ in range(150)))
         info = await served.until_idle()
         assert sum(info.counters.finished.values()) == info.counters.requests
         assert "error" not in info.counters.finished
@@ -446,7 +420,7 @@ async def test_three_hundred_requests_of_which_half_are_cancelled_leave_nothing_
         await served.expect(make_request())
 
 
-async def test_model_info_names_models_and_limits() -> None:
+async def test_model_info_has_models_and_limits() -> None:
     target = RecordingTarget(max_model_len=128)
     async with serving(target=target, num_speculative_tokens=3, max_num_speculative_tokens=5) as served:
         info = await served.stub.GetModelInfo(pb.GetModelInfoRequest())
@@ -458,7 +432,7 @@ async def test_model_info_names_models_and_limits() -> None:
         assert list(info.eos_token_ids) == [EOS_TOKEN_ID]
 
 
-async def test_server_info_counts_and_describes() -> None:
+async def test_server_info_has_counters_and_workers() -> None:
     async with serving(max_num_seqs=4, queue_size=7) as served:
         responses = await asyncio.gather(*(served.expect(make_request([i], k=2)) for i in range(5)))
         info = await served.until_idle()
@@ -485,40 +459,25 @@ async def test_server_info_counts_and_describes() -> None:
         assert all(seconds >= 0 for seconds in counters.stage_seconds.values())
 
 
-async def test_server_info_passes_on_what_workers_note() -> None:
-    async with serving(target=RecordingTarget(notes=["runs slowly"])) as served:
-        await served.expect(make_request())
-        info = await served.info()
-        assert list(info.target.model.notes) == ["runs slowly"]
-        assert list(info.draft.model.notes) == []
-        assert list((await served.stub.GetModelInfo(pb.GetModelInfoRequest())).target.notes) == ["runs slowly"]
-
-
-async def test_the_ranks_of_a_divided_target_are_passed_on() -> None:
+async def test_server_info_forwards_notes_and_ranks_of_workers() -> None:
     devices = ["cuda:0", "cuda:1"]
-    async with serving(target=RecordingTarget(rank_devices=devices), with_draft=False) as served:
-        model = (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).target
-        assert (model.tensor_parallel, model.tensor_parallel_sums) == (2, "whole")
+    async with serving(target=RecordingTarget(notes=["runs slowly"], rank_devices=devices)) as served:
+        await served.expect(make_request())
         info = await served.until(lambda info: info.target.HasField("load"))
+        assert (list(info.target.model.notes), list(info.draft.model.notes)) == (["runs slowly"], [])
         assert [rank.device for rank in info.target.load.ranks] == devices
+        model = (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).target
+        assert list(model.notes) == ["runs slowly"]
+        assert (model.tensor_parallel, model.tensor_parallel_sums) == (2, "whole")
 
 
-async def test_without_a_draft_worker_decoding_is_plain() -> None:
-    async with serving(with_draft=False) as served:
-        response = await served.expect(make_request(k=4))
-        assert response.speculative_decoding.num_spec_steps == 0
-        info = await served.info()
-        assert not info.HasField("draft")
-        assert not (await served.stub.GetModelInfo(pb.GetModelInfoRequest())).HasField("draft")
-
-
-async def test_health_says_serving_for_the_process_and_the_service() -> None:
+async def test_health_covers_the_process_and_the_service() -> None:
     async with serving() as served:
         for service in ("", SERVICE):
             assert await served.status(service) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_reflection_lists_the_services_and_describes_them() -> None:
+async def test_reflection_lists_and_describes_services() -> None:
     async with serving() as served:
         stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
         asked = [
@@ -531,7 +490,7 @@ async def test_reflection_lists_the_services_and_describes_them() -> None:
         assert described.file_descriptor_response.file_descriptor_proto
 
 
-async def test_running_calls_end_and_new_ones_are_refused_while_the_server_drains() -> None:
+async def test_a_drain_finishes_running_calls_and_refuses_new_ones() -> None:
     requests = [make_request([i], 60) for i in range(3)]
     async with serving(drain_seconds=20.0) as served:
         calls = [(await begun(served, request))[0] for request in requests]
@@ -548,7 +507,8 @@ async def test_running_calls_end_and_new_ones_are_refused_while_the_server_drain
         await stopping
 
 
-async def test_a_drain_cuts_off_what_takes_too_long() -> None:
+async def test_a_drain_cuts_off_long_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.server.RELEASE_SECONDS", 0.1)
     async with serving(drain_seconds=0.1) as served:
         call, _ = await begun(served, make_request(max_tokens=100))
         served.target.open.clear()

@@ -1,5 +1,4 @@
-"""The real gateway and OpenAI's own client over HTTP, before a coordinator with the tiny pair: the answers are those of
-our own client."""
+"""OpenAI's client, the real gateway and a coordinator with the tiny pair give the results of our own client."""
 
 import asyncio
 import contextlib
@@ -37,7 +36,7 @@ RULES: list[dict[str, Any]] = [{"temperature": 0}, {**SAMPLED, **IN_EXTRA_BODY}]
 
 @dataclass
 class Fronted:
-    """A running service, our own client, and OpenAI's client of the gateway in front."""
+    """A running service, our own client, and OpenAI's client of the gateway."""
 
     service: PairService
     openai: openai.AsyncOpenAI
@@ -53,7 +52,7 @@ class Fronted:
         return await self.openai.completions.create(model=MODEL, prompt=TEXT, **as_extra(options))
 
     async def aborted(self) -> int:
-        """Waits until nothing is in flight; returns the number of samples that were aborted."""
+        """Wait until nothing is in flight. Return the number of aborted samples."""
         await self.service.wait_idle()
         info = await self.ours.server_info()
         assert (info.running, info.queued) == (0, 0)
@@ -62,7 +61,7 @@ class Fronted:
 
 
 def as_extra(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with those that OpenAI's client does not know in the body beside its own."""
+    """Move the options that OpenAI's client does not know to `extra_body`."""
     return {
         **{name: value for name, value in options.items() if name not in IN_EXTRA_BODY},
         "extra_body": {name: value for name, value in options.items() if name in IN_EXTRA_BODY},
@@ -84,9 +83,7 @@ async def fronted(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize("rules", RULES, ids=["greedy", "sampled"])
-async def test_the_text_of_chats_and_completions_is_that_of_our_own_client(
-    fronted: Fronted, rules: dict[str, Any]
-) -> None:
+async def test_text_equals_that_of_our_own_client(fronted: Fronted, rules: dict[str, Any]) -> None:
     for ask, prompt in ((fronted.chat, CHAT), (fronted.completion, TEXT)):
         ours = await fronted.ours.generate(prompt, max_tokens=40, **rules)
         answer = await ask(max_tokens=40, **rules)
@@ -102,14 +99,14 @@ async def test_the_text_of_chats_and_completions_is_that_of_our_own_client(
 
 
 def text_of(choice: Any) -> str:
-    """The text of a choice, whatever kind of answer it belongs to."""
+    """Return the text of a choice of any endpoint."""
     if hasattr(choice, "text"):
         return str(choice.text)
     part = choice.message if hasattr(choice, "message") else choice.delta
     return part.content or ""
 
 
-async def test_the_usage_counts_drafts_and_comes_with_a_stream_too(fronted: Fronted) -> None:
+async def test_usage_of_a_stream_counts_draft_tokens(fronted: Fronted) -> None:
     options = {"max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
     chunks = [chunk async for chunk in await fronted.chat(stream=True, **options)]
     usage = chunks[-1].usage
@@ -117,16 +114,11 @@ async def test_the_usage_counts_drafts_and_comes_with_a_stream_too(fronted: Fron
     assert usage.completion_tokens_details.accepted_prediction_tokens > 0
 
 
-async def test_an_unset_temperature_is_that_of_openai(fronted: Fronted) -> None:
-    ours = await fronted.ours.generate(TEXT, max_tokens=20, temperature=1, seed=3)
-    assert (await fronted.completion(max_tokens=20, seed=3)).choices[0].text == ours.text
-
-
 async def test_stop_strings_end_the_text_where_they_begin(fronted: Fronted) -> None:
-    whole = (await fronted.ours.generate(CHAT, max_tokens=40)).text
-    stop = whole[11:14]
+    unstopped = (await fronted.ours.generate(CHAT, max_tokens=40)).text
+    stop = unstopped[11:14]
     ours = await fronted.ours.generate(CHAT, max_tokens=40, stop=stop)
-    assert ours.text == whole[: whole.index(stop)]
+    assert ours.text == unstopped[: unstopped.index(stop)]
     (choice,) = (await fronted.chat(max_tokens=40, temperature=0, stop=[stop, "never"])).choices
     assert (choice.message.content, choice.finish_reason) == (ours.text, "stop")
     stream = await fronted.completion(max_tokens=40, temperature=0, stop="e", stream=True)
@@ -135,7 +127,7 @@ async def test_stop_strings_end_the_text_where_they_begin(fronted: Fronted) -> N
     assert ("".join(map(text_of, pieces)), pieces[-1].finish_reason) == (expected.text, expected.finish_reason)
 
 
-async def test_log_probabilities_are_ours(fronted: Fronted) -> None:
+async def test_logprobs_equal_those_of_our_own_client(fronted: Fronted) -> None:
     ours = await fronted.ours.generate(CHAT, max_tokens=12, logprobs=3)
     answer = await fronted.chat(max_tokens=12, temperature=0, logprobs=True, top_logprobs=3)
     stream = await fronted.chat(max_tokens=12, temperature=0, logprobs=True, top_logprobs=3, stream=True)
@@ -148,7 +140,7 @@ async def test_log_probabilities_are_ours(fronted: Fronted) -> None:
         assert top == [pytest.approx(list(entry.top_logprobs)) for entry in ours.logprobs]
 
 
-async def test_samples_are_those_of_our_own_client(fronted: Fronted) -> None:
+async def test_samples_equal_those_of_our_own_client(fronted: Fronted) -> None:
     ours = await fronted.ours.generate(CHAT, n=3, max_tokens=16, temperature=0.9, seed=11)
     texts = [sample.text for sample in (ours, *ours.other_samples)]
     answer = await fronted.chat(n=3, max_tokens=16, temperature=0.9, seed=11)
@@ -163,9 +155,9 @@ async def test_samples_are_those_of_our_own_client(fronted: Fronted) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "reason"),
     [
-        ({"max_tokens": 9999}, "sampling_params.max_tokens: 9999 is beyond"),
+        ({"max_tokens": 9999}, "sampling_params.max_tokens: 9999 exceeds"),
         ({"temperature": 0.001}, "sampling_params.temperature: 0.001 is out of range"),
         ({"temperature": 0, "n": 2}, "sampling_params.n: 2 samples need a temperature above 0"),
         ({"stop": "x" * 300}, "sampling_params.stop[0]: has 300 characters"),
@@ -174,28 +166,25 @@ async def test_samples_are_those_of_our_own_client(fronted: Fronted) -> None:
     ],
     ids=str,
 )
-async def test_bad_parameters_are_a_client_error_that_names_them(
-    fronted: Fronted, options: dict[str, Any], said: str, stream: bool
+async def test_bad_parameters_are_named_in_client_errors(
+    fronted: Fronted, options: dict[str, Any], reason: str, stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await fronted.chat(stream=stream, **options)
-    assert said in refused.value.message
+    assert reason in refused.value.message
 
 
-async def test_an_unknown_model_is_not_found(fronted: Fronted) -> None:
+async def test_unsupported_endpoints_do_not_trip_the_gateways_circuit_breaker(fronted: Fronted) -> None:
     with pytest.raises(openai.NotFoundError):
         await fronted.openai.chat.completions.create(model="another", messages=CHAT)
-
-
-async def test_what_we_do_not_offer_does_no_harm(fronted: Fronted) -> None:
-    for _ in range(12):  # more errors than the gateway's circuit breaker takes
+    for _ in range(12):  # above the threshold of the circuit breaker
         with pytest.raises(openai.InternalServerError, match="Embed: this server generates text"):
             await fronted.openai.embeddings.create(model=MODEL, input="hi")
     assert (await fronted.chat(max_tokens=1)).choices
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_frees_the_slots(fronted: Fronted, stream: bool) -> None:
+async def test_disconnected_client_frees_its_slots(fronted: Fronted, stream: bool) -> None:
     before = await fronted.aborted()
     asking = asyncio.create_task(fronted.chat(max_tokens=400, ignore_eos=True, stream=stream))
     if stream:
@@ -211,7 +200,7 @@ async def test_a_client_that_leaves_frees_the_slots(fronted: Fronted, stream: bo
     assert await fronted.aborted() == before + 1
 
 
-async def test_other_endpoints_give_the_same_text(fronted: Fronted) -> None:
+async def test_responses_and_messages_endpoints_give_the_same_text(fronted: Fronted) -> None:
     expected = (await fronted.ours.generate(CHAT, max_tokens=12)).text
     response = await fronted.openai.responses.create(model=MODEL, input=CHAT, max_output_tokens=12, temperature=0)
     assert response.output_text == expected
@@ -221,8 +210,8 @@ async def test_other_endpoints_give_the_same_text(fronted: Fronted) -> None:
     assert [block["text"] for block in message["content"]] == [expected]
 
 
-async def test_what_this_version_of_the_gateway_does_not_pass_on(fronted: Fronted) -> None:
-    """If this fails, a new version does better: docs/smg.md has to be changed."""
+async def test_known_limits_of_this_gateway_version(fronted: Fronted) -> None:
+    """If this fails, a newer gateway has fixed a limit: update docs/smg.md."""
     plain = await fronted.completion(max_tokens=12, temperature=0, logprobs=2)
     assert plain.choices[0].logprobs is None
     biased = await fronted.chat(max_tokens=12, temperature=0, logit_bias={"1": 100})
@@ -232,7 +221,7 @@ async def test_what_this_version_of_the_gateway_does_not_pass_on(fronted: Fronte
         assert (await fronted.completion(max_tokens=12, seed=seed)).choices[0].text == largest.text
 
 
-async def test_the_commands_and_examples_of_the_page(fronted: Fronted) -> None:
+async def test_commands_and_examples_of_the_docs(fronted: Fronted) -> None:
     base = str(fronted.openai.base_url).removesuffix("/v1/")
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     commands = [["bash", "-c", command] for command in re.findall(r"^    (curl (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)]
@@ -247,7 +236,7 @@ async def test_the_commands_and_examples_of_the_page(fronted: Fronted) -> None:
         assert '"error"' not in done.stdout
 
 
-async def test_the_gateway_takes_the_flags_of_the_page() -> None:
+async def test_gateway_accepts_the_flags_of_the_docs() -> None:
     commands = re.findall(r"^    smg launch ((?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
     assert commands
     for command in commands:

@@ -1,4 +1,4 @@
-"""The gateway's requests in our own words."""
+"""Conversion of the gateway's requests."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
 
-def params(**asked: Any) -> pb.SamplingParams:
-    request = smg.GenerateRequest(tokenized=smg.TokenizedInput(), sampling_params=smg.SamplingParams(**asked))
+def params(**fields: Any) -> pb.SamplingParams:
+    request = smg.GenerateRequest(tokenized=smg.TokenizedInput(), sampling_params=smg.SamplingParams(**fields))
     return generate_request(request).sampling_params
 
 
-def test_what_is_set_means_the_same() -> None:
+def test_set_fields_keep_their_values() -> None:
     same = {
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5,
         "frequency_penalty": -0.5, "presence_penalty": 0.5, "max_tokens": 9, "min_tokens": 2, "stop": ["a", "b"],
@@ -24,17 +24,17 @@ def test_what_is_set_means_the_same() -> None:
     assert params(**same) == pb.SamplingParams(**same)
 
 
-def test_what_is_not_set_is_neutral_but_for_the_temperature() -> None:
+def test_unset_fields_are_neutral_except_the_temperature() -> None:
     assert params() == pb.SamplingParams(temperature=1)
     unset = {"top_p": 0, "top_k": 0, "repetition_penalty": 0, "n": 0}
     assert params(**unset, skip_special_tokens=True, include_stop_str_in_output=True) == params()
     assert params(temperature=0) == pb.SamplingParams(temperature=0)
 
 
-def test_numbers_of_other_ranges() -> None:
+def test_numbers_of_other_ranges_are_mapped() -> None:
     assert params(seed=-1).seed == 2**64 - 1
     assert params(top_k=2**32 - 1).top_k == 2**31 - 1
-    assert params(logprobs=-1).logprobs == -1  # refused by name later
+    assert params(logprobs=-1).logprobs == -1  # validation rejects it
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_numbers_of_other_ranges() -> None:
         ("logit_bias", {-1: 1.0}),
     ],
 )
-def test_parameters_that_we_do_not_have_are_refused_by_name(field: str, value: Any) -> None:
+def test_unsupported_parameters_are_rejected_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^sampling_params.{field}: "):
         params(**{field: value})
 
@@ -67,7 +67,7 @@ def test_parameters_that_we_do_not_have_are_refused_by_name(field: str, value: A
         ("data_parallel_rank", 0),
     ],
 )
-def test_fields_that_we_do_not_have_are_refused_by_name(field: str, value: Any) -> None:
+def test_unsupported_fields_are_rejected_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{field}: is not supported$"):
         generate_request(smg.GenerateRequest(text="a", **{field: value}))
 
@@ -77,5 +77,5 @@ def test_prompts() -> None:
     tokenized = smg.TokenizedInput(original_text="a", input_ids=[1, 2])
     assert generate_request(smg.GenerateRequest(tokenized=tokenized)).tokenized.input_ids == [1, 2]
     empty = generate_request(smg.GenerateRequest(tokenized=smg.TokenizedInput()))
-    assert empty.WhichOneof("input") == "tokenized"  # so that it is refused as empty
+    assert empty.WhichOneof("input") == "tokenized"  # validation rejects it as empty
     assert generate_request(smg.GenerateRequest()).WhichOneof("input") is None

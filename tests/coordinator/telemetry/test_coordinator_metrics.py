@@ -1,4 +1,4 @@
-"""The coordinator's metrics over real scrapes: counts after known requests, vLLM's names, and refused settings."""
+"""The coordinator's metrics: counts after known requests, vLLM's names, and invalid settings."""
 
 import asyncio
 from itertools import accumulate
@@ -13,7 +13,7 @@ from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb
 
 SPEC = "specpool:spec_decode_num_"
-# Read by production-stack's router, and by the endpoint picker of the Gateway API's inference extension.
+# Read by the router of production-stack, and by the endpoint picker of the Gateway API inference extension.
 READ_BY_ROUTERS = (
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc",
     "vllm:gpu_prefix_cache_hits_total", "vllm:gpu_prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
@@ -22,14 +22,14 @@ READ_BY_ROUTERS = (
 
 
 async def scraped(served: Serving) -> Scrape:
-    """A scrape once the slots of all requests are released."""
+    """A scrape after all slots are released."""
     await served.until_idle()
     port = served.process.coordinator.settings.metrics_port
     assert port is not None
     return await scrape(port)
 
 
-async def test_counts_are_those_of_the_responses() -> None:
+async def test_counters_agree_with_the_responses() -> None:
     kinds = [(4, 1), (2, 3), (0, 1)]
     requests = [make_request([1, 2, 3, i], 24, k=k, n=n, temperature=1) for i, (k, n) in enumerate(kinds)]
     async with serving(metrics_port=free_port()) as served:
@@ -40,10 +40,10 @@ async def test_counts_are_those_of_the_responses() -> None:
     stats = [sample.speculative_decoding for sample in samples]
     tokens = sum(sample.usage.completion_tokens for sample in samples)
 
-    assert seen.value(f"{SPEC}drafts_total") == sum(its.num_spec_steps for its in stats) > 0
-    assert seen.value(f"{SPEC}draft_tokens_total") == sum(its.num_draft_tokens for its in stats)
-    assert seen.value(f"{SPEC}accepted_tokens_total") == sum(its.num_accepted_draft_tokens for its in stats) > 0
-    assert seen.values(f"{SPEC}accepted_tokens_per_pos_total") == per_position(stats, longest=4)
+    assert seen.value(f"{SPEC}drafts_total") == sum(stat.num_spec_steps for stat in stats) > 0
+    assert seen.value(f"{SPEC}draft_tokens_total") == sum(stat.num_draft_tokens for stat in stats)
+    assert seen.value(f"{SPEC}accepted_tokens_total") == sum(stat.num_accepted_draft_tokens for stat in stats) > 0
+    assert seen.values(f"{SPEC}accepted_tokens_per_pos_total") == per_position(stats, limit=4)
     assert seen.value("specpool:prompt_tokens_total") == sum(sample.usage.prompt_tokens for sample in samples) == 20
     assert seen.value("specpool:prefix_cache_queries_total") == 20
     cached = sum(sample.usage.cached_tokens for sample in samples)
@@ -69,11 +69,11 @@ async def test_counts_are_those_of_the_responses() -> None:
     assert stages == pytest.approx(dict(info.counters.stage_seconds))
 
 
-def per_position(stats: list[pb.SpeculativeDecodingStats], longest: int) -> dict[tuple[tuple[str, str], ...], float]:
-    """Accepted draft tokens by position, from the histograms of the responses."""
+def per_position(stats: list[pb.SpeculativeDecodingStats], limit: int) -> dict[tuple[tuple[str, str], ...], float]:
+    """Accepted draft tokens by position, from the responses."""
     return {
-        (("position", str(position)),): sum(sum(its.acceptance_histogram[position + 1 :]) for its in stats)
-        for position in range(longest)
+        (("position", str(position)),): sum(sum(stat.acceptance_histogram[position + 1 :]) for stat in stats)
+        for position in range(limit)
     }
 
 
@@ -94,13 +94,13 @@ async def test_latencies_are_observed_once_per_sample_and_commit() -> None:
     }
     assert {name: seen.value(f"specpool:{name}_sum") for name in sums} == pytest.approx(sums)
     assert {seen.value(f"specpool:{name}_count") for name in sums} == {1}
-    # The tokens of a round come together: their sample waited once for all of them.
+    # All tokens of a commit are one observation.
     between = "specpool:inter_token_latency_seconds"
     assert seen.value(f"{between}_count") == len(chunks) - 1 < 23
     assert seen.value(f"{between}_sum") == pytest.approx(timings.decode_s, abs=0.005)
 
 
-async def test_gauges_show_what_waits_and_runs_and_how_it_ended() -> None:
+async def test_gauges_show_waiting_and_running_samples() -> None:
     target = RecordingTarget()
     async with serving(target, max_num_seqs=2, queue_size=5, metrics_port=free_port()) as served:
         target.open.clear()
@@ -121,15 +121,16 @@ async def test_gauges_show_what_waits_and_runs_and_how_it_ended() -> None:
         await asyncio.gather(*calls[:2])
         seen = await scraped(served)
     ends = {
-        dict(labels)["finished_reason"]: its for labels, its in seen.values("specpool:request_success_total").items()
+        dict(labels)["finished_reason"]: count
+        for labels, count in seen.values("specpool:request_success_total").items()
     }
     assert ends == {"length": 2, "abort": 1, "stop": 0, "error": 0}
     assert seen.value("specpool:kv_cache_usage_perc") == seen.value("specpool:window_used") == 0
     assert seen.value("specpool:e2e_request_latency_seconds_count") == 2
-    assert seen.value("specpool:prompt_tokens_total") == 4  # of those that got a first token
+    assert seen.value("specpool:prompt_tokens_total") == 4  # samples with a first token
 
 
-async def test_calls_and_links_are_there_before_the_target_is() -> None:
+async def test_calls_and_links_have_metrics_before_the_target_is_ready() -> None:
     async with serving(with_target=False, metrics_port=free_port()) as served:
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await served.stub.Generate(make_request())
@@ -150,7 +151,7 @@ async def test_calls_and_links_are_there_before_the_target_is() -> None:
     assert "specpool:num_requests_running" not in seen.families
 
 
-async def test_a_draft_that_does_not_fit_shows_as_refused() -> None:
+async def test_a_mismatched_draft_shows_as_refused() -> None:
     target = FakeTarget()
     async with serving(
         target, FakeDraft(target, fingerprint="other"), wait_for_draft=False, metrics_port=free_port()
@@ -162,7 +163,7 @@ async def test_a_draft_that_does_not_fit_shows_as_refused() -> None:
     assert seen.value("specpool:worker_link_state", worker="target", state="ready") == 1
 
 
-async def test_vllm_names_have_the_same_values() -> None:
+async def test_metrics_under_vllm_names_have_the_same_values() -> None:
     async with serving(metrics_port=free_port(), metrics_compat="vllm") as served:
         await served.expect(make_request(k=3))
         seen = await scraped(served)
@@ -177,7 +178,7 @@ async def test_vllm_names_have_the_same_values() -> None:
     assert seen.families["vllm:num_requests_running"].samples[0].labels["model_name"] == "fake"
 
 
-async def test_without_the_port_nothing_is_observed() -> None:
+async def test_without_a_metrics_port_nothing_is_observed() -> None:
     async with serving() as served:
         await served.expect(make_request())
         assert served.process.coordinator.in_flight.latencies is None
@@ -195,9 +196,7 @@ async def test_without_the_port_nothing_is_observed() -> None:
         (["--metrics-port", "9000", "--health-port", "9000"], "port, health_port and metrics_port must differ"),
     ],
 )
-def test_wrong_flags_are_refused_in_one_line(
-    flags: list[str], refusal: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_flags_fail_with_one_line(flags: list[str], refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         CoordinatorSettings.load("specpool-coordinator", flags)
     (line,) = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""What a coordinator logs of requests: their ids, and nothing that they say."""
+"""Request logs have request ids, and no prompts or outputs."""
 
 import asyncio
 import io
@@ -11,7 +11,7 @@ import grpc
 import pytest
 from serving import RecordingTarget, make_request, serving, stream
 
-from coordinator.prompts.reading import PromptReader
+from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.scheduling.round import Round
 from specpool.rpc.observability.logs import JsonFormatter
 from specpool.v1 import generation_pb2 as pb
@@ -25,7 +25,7 @@ INJECTED = "one\n2026-01-01T00:00:00 ERROR two"
 
 
 class QuotingTarget(RecordingTarget):
-    """A target whose chat template fails with words of the prompt."""
+    """A target whose chat template quotes the prompt in its errors."""
 
     async def GetTokenizer(self, request: Any, context: Any) -> Any:
         response = await super().GetTokenizer(request, context)
@@ -35,7 +35,7 @@ class QuotingTarget(RecordingTarget):
 
 @pytest.fixture
 def written() -> Iterator[io.StringIO]:
-    """All lines of this process, as JSON."""
+    """All log lines of this process, as JSON."""
     log, lines = logging.getLogger(), io.StringIO()
     handler, level = logging.StreamHandler(lines), log.level
     handler.setFormatter(JsonFormatter())
@@ -60,7 +60,7 @@ async def refusal(call: Any) -> str:
     return str(caught.value.details())
 
 
-async def test_no_prompt_gets_into_the_log(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_are_never_logged(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.rpc.server.interceptor.LOG_SECONDS", 0.0)  # each refusal is logged
     async with serving(QuotingTarget()) as served:
         for role in ("odd", "user"):
@@ -82,7 +82,7 @@ async def test_no_prompt_gets_into_the_log(written: io.StringIO, monkeypatch: py
     assert "WithheldError: KeyError" in broken["exception"]
 
 
-async def test_lines_name_the_requests_they_belong_to(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lines_have_the_ids_of_their_requests(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     target = RecordingTarget()
     async with serving(target) as served:
         await served.stub.Generate(make_request(request_id=INJECTED))
@@ -103,22 +103,22 @@ async def test_lines_name_the_requests_they_belong_to(written: io.StringIO, monk
     for event in events(written):
         ids = event.get("request_ids", [event["request_id"]] if "request_id" in event else [])
         named.setdefault(event["message"].split(":")[0], []).append(ids)
-    assert sorted(named.pop("the request has ended")) == [[INJECTED], ["r0"], ["r1"]]
-    failed = [each for ids in named.pop("a round failed") for each in ids]
+    assert sorted(named.pop("request finished")) == [[INJECTED], ["r0"], ["r1"]]
+    failed = [each for ids in named.pop("round failed") for each in ids]
     assert sorted(failed) == ["r0", "r1"]
     assert named.pop("1 calls ended in an error; the last one in INTERNAL") in ([["r0"]], [["r1"]])
     assert not any(ids for all_ids in named.values() for ids in all_ids)
 
 
-async def test_a_stream_that_is_ended_since_nobody_reads_it_is_named(written: io.StringIO) -> None:
+async def test_the_line_of_a_stalled_stream_has_its_request_id(written: io.StringIO) -> None:
     async with serving(with_draft=False, stream_stall_seconds=0.1) as served:
         options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(served.address, options=options) as channel:
             method = "/specpool.v1.GenerationService/GenerateStream"
-            request = make_request([1], 3000, k=0, request_id="unread")
+            request = make_request([1], 1200, k=0, request_id="unread")
             call = channel.unary_stream(method)(request.SerializeToString(), timeout=20)
             await anext(aiter(call))
             await served.until(lambda info: info.running == 0)
             call.cancel()
-    (ended,) = [event for event in events(written) if event["message"].startswith("a stream of")]
+    (ended,) = [event for event in events(written) if event["message"].startswith("ending a stream of")]
     assert ended["request_id"] == "unread"

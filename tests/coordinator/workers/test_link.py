@@ -1,4 +1,4 @@
-"""Step times of a worker as its link learns them from the worker."""
+"""What a link learns from the worker's description."""
 
 import asyncio
 from typing import Any
@@ -12,14 +12,13 @@ from specpool.v1 import common_pb2
 
 
 class CuttingTarget(FakeTarget):
-    """A target that tells how it cuts passes."""
+    """A target with the given step costs."""
 
     def __init__(self, costs: common_pb2.StepCosts) -> None:
         super().__init__()
         self._costs = costs
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
-        """Describes the fake, with these costs."""
         response = await super().GetWorkerInfo(request, context)
         response.costs.CopyFrom(self._costs)
         return response
@@ -30,11 +29,11 @@ class CuttingTarget(FakeTarget):
     [
         (common_pb2.StepCosts(rows=[1, 16], seconds=[0.02, 0.035], max_rows=16), 2 * 0.035 + 0.027),
         (common_pb2.StepCosts(rows=[1, 16], seconds=[0.02, 0.035]), 0.059),  # an older worker
-        (common_pb2.StepCosts(max_rows=1), 40 * 0.02),  # not measured, with a layout that moves sequences
-        (common_pb2.StepCosts(rows=[0, 16], seconds=[0.02, 0.035], max_rows=1), 40 * 0.02),  # nonsense
+        (common_pb2.StepCosts(max_rows=1), 40 * 0.02),  # not measured
+        (common_pb2.StepCosts(rows=[0, 16], seconds=[0.02, 0.035], max_rows=1), 40 * 0.02),  # impossible
     ],
 )
-async def test_a_worker_tells_how_its_passes_are_cut(costs: common_pb2.StepCosts, seconds: float) -> None:
+async def test_step_times_follow_the_reported_costs(costs: common_pb2.StepCosts, seconds: float) -> None:
     target = CuttingTarget(costs)
     link = TargetLink(Connector(await target.start()), "coordinator", timeout_seconds=60)
     try:
@@ -46,12 +45,12 @@ async def test_a_worker_tells_how_its_passes_are_cut(costs: common_pb2.StepCosts
         await target.stop()
 
 
-async def test_however_many_ask_for_the_load_the_worker_is_asked_once_at_a_time() -> None:
+async def test_concurrent_load_queries_share_one_call() -> None:
     class Counting(FakeTarget):
-        asked = 0
+        queries = 0
 
         async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
-            self.asked += 1
+            self.queries += 1
             await asyncio.sleep(0.1)
             return await super().GetWorkerInfo(request, context)
 
@@ -61,9 +60,9 @@ async def test_however_many_ask_for_the_load_the_worker_is_asked_once_at_a_time(
         loads = await asyncio.gather(*(link.load() for _ in range(100)))
         assert {load.slots_total for load in loads if load is not None} == {16}
         assert len(loads) == 100
-        assert target.asked == 1
+        assert target.queries == 1
         await link.load()
-        assert target.asked == 2
+        assert target.queries == 2
     finally:
         await link.close()
         await target.stop()

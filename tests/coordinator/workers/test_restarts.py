@@ -1,4 +1,4 @@
-"""Workers that are replaced, by the same or by another one, and what a link makes sure of before it uses them again."""
+"""Replaced workers: links check them before use, and release what is left."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ BITS_OF_TWO = {"weights_fingerprint": "weights", "numerics_fingerprint": "two"}
 
 
 class OtherTarget(RecordingTarget):
-    """Chooses other tokens."""
+    """Chooses different tokens."""
 
     def choose(self, context: Any) -> int:
         return (super().choose(context) + 1) % 250
 
 
 class ServiceTarget(RecordingTarget):
-    """A target at an address that another worker can take over at once, as behind the name of a service."""
+    """A target whose address another worker can take over at once, like a service name."""
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
         self._behind = await super().start()
@@ -39,7 +39,7 @@ class ServiceTarget(RecordingTarget):
         return f"127.0.0.1:{self._proxy.sockets[0].getsockname()[1]}"
 
     async def replace(self, other: FakeTarget) -> None:
-        """Has `other` answer from now on, and ends this target."""
+        """Route new connections to `other` and stop this target."""
         self._replaced_by, self._behind = other, await other.start()
         await super().stop()
 
@@ -65,7 +65,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def tokens_until_the_end(served: Serving, request: Any, act_after: int, act: Any) -> list[int]:
-    """The tokens streamed until the call ends or fails; calls `act` once there are some."""
+    """Return the tokens streamed until the call ends or fails. Calls `act` after `act_after` tokens."""
     tokens: list[int] = []
     acting: asyncio.Task[None] | None = None
     with suppress(grpc.aio.AioRpcError):
@@ -79,8 +79,8 @@ async def tokens_until_the_end(served: Serving, request: Any, act_after: int, ac
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap": "on"}], ids=str)
-async def test_no_answer_mixes_tokens_of_two_models(settings: dict[str, Any]) -> None:
-    """The second model is there before the first one is gone, and no probe is due."""
+async def test_responses_never_mix_tokens_of_two_models(settings: dict[str, Any]) -> None:
+    """The second model takes over before the first one stops, and no probe is due."""
     target, other = ServiceTarget(pass_seconds=lambda _: 0.002), OtherTarget(fingerprint="other")
     with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
         async with serving(target, probe_seconds=NEVER, **settings) as served:
@@ -96,7 +96,7 @@ async def test_no_answer_mixes_tokens_of_two_models(settings: dict[str, Any]) ->
             await stopped
 
 
-async def test_a_target_that_was_replaced_while_nothing_was_asked_of_it_is_noticed_before_it_is() -> None:
+async def test_target_replaced_while_idle_is_checked_before_use() -> None:
     target, other = ServiceTarget(), OtherTarget(fingerprint="other")
     with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
         async with serving(target, with_draft=False, probe_seconds=NEVER) as served:
@@ -109,7 +109,7 @@ async def test_a_target_that_was_replaced_while_nothing_was_asked_of_it_is_notic
 
 
 @pytest.mark.parametrize("act_after", [0, 50])
-async def test_a_target_that_is_replaced_by_one_of_the_same_model_loses_nothing(act_after: int) -> None:
+async def test_target_replaced_by_the_same_model_loses_nothing(act_after: int) -> None:
     target, same = ServiceTarget(pass_seconds=lambda _: 0.002), RecordingTarget()
     async with serving(target, probe_seconds=NEVER) as served:
         request = make_request(max_tokens=300, ignore_eos=True)
@@ -124,7 +124,7 @@ async def test_a_target_that_is_replaced_by_one_of_the_same_model_loses_nothing(
 
 
 class DescribedTarget(FakeTarget):
-    """A target that describes its model as `changes` say, or with `rank_devices`, which are the fake's own."""
+    """A target with changes to its model description."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class DescribedTarget(FakeTarget):
         (BITS_OF_ONE, BITS_OF_TWO | {"rank_devices": ["cpu", "cpu"]}, "numerics_fingerprint was one, is two"),
     ],
 )
-async def test_a_target_must_come_back_as_sequences_in_flight_have_found_it(
+async def test_restarted_target_must_run_the_same_model(
     before: dict[str, Any], now: dict[str, Any], reason: str | None
 ) -> None:
     target = DescribedTarget(**before)
@@ -177,8 +177,8 @@ async def test_a_target_must_come_back_as_sequences_in_flight_have_found_it(
         await target.stop()
 
 
-async def test_a_draft_is_asked_only_once_the_target_is_known() -> None:
-    """Its answer would be old: another draft worker may be there when it is compared."""
+async def test_draft_is_described_after_the_target() -> None:
+    """An earlier description could be of a draft worker that was since replaced."""
     target = FakeTarget()
     draft = FakeDraft(target, fingerprint="fake")
     target_link = TargetLink(Connector(await target.start()), "c", PATIENCE_SECONDS)
@@ -199,7 +199,7 @@ async def test_a_draft_is_asked_only_once_the_target_is_known() -> None:
 
 
 class SlowToRelease(RecordingDraft):
-    """Frees sequences only while `may_release` is set."""
+    """Serves releases only once `may_release` is set."""
 
     def __init__(self, *arguments: Any, **knobs: Any) -> None:
         super().__init__(*arguments, **knobs)
@@ -210,7 +210,7 @@ class SlowToRelease(RecordingDraft):
         return await super().Release(request, context)
 
 
-async def test_slots_of_the_target_do_not_wait_for_the_draft() -> None:
+async def test_target_slots_are_freed_without_waiting_for_the_draft() -> None:
     target = RecordingTarget()
     draft = SlowToRelease(target)
     async with serving(target, draft, max_num_seqs=1) as served:
@@ -220,10 +220,10 @@ async def test_slots_of_the_target_do_not_wait_for_the_draft() -> None:
         assert (draft.releases, len(draft.caches)) == (0, 5)
         draft.may_release.set()
         await served.until_idle()
-        assert draft.releases == 2, "the first sequence, and all that followed"
+        assert draft.releases == 2, "the first sequence, then all others"
 
 
-async def test_a_draft_is_told_once_of_sequences_that_the_target_cannot_free_now() -> None:
+async def test_failing_releases_of_the_target_do_not_repeat_those_of_the_draft() -> None:
     async with serving() as served:
         served.target.open.clear()
         call = served.stub.Generate(make_request())
@@ -239,7 +239,7 @@ async def test_a_draft_is_told_once_of_sequences_that_the_target_cannot_free_now
         await served.until_idle()
 
 
-async def test_a_coordinator_that_stops_frees_the_slots_of_the_draft_too() -> None:
+async def test_stopping_coordinator_frees_draft_slots() -> None:
     class Counting(RecordingDraft):
         async def stop(self) -> None:
             left.update(self.caches)

@@ -1,4 +1,4 @@
-"""Rounds over a stream that stays open, with a server that misbehaves in every way."""
+"""Rounds over long-lived streams, with a misbehaving server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
+from secure_service import until
 from serving import PATIENCE_SECONDS, RecordingTarget, make_request, serving
 
 from coordinator.workers.streams import RoundCalls
@@ -16,7 +17,7 @@ from specpool.rpc.security.channel import open_channel
 
 
 class Echo(grpc.GenericRpcHandler):
-    """Answers `x` with `x!`, except what it knows as commands."""
+    """Responds to `x` with `x!`, except to commands."""
 
     def __init__(self, has_streams: bool = True) -> None:
         self.streams = self.singles = self.ended = 0
@@ -64,19 +65,17 @@ async def echoing(timeout_seconds: float = PATIENCE_SECONDS, **knobs: Any) -> As
     await server.stop(None)
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - the state is beyond a connection
-            await asyncio.sleep(0.01)
-
-
-async def test_one_stream_is_enough_for_rounds_one_after_the_other() -> None:
+@pytest.mark.parametrize("open_first", [False, True])
+async def test_consecutive_rounds_share_a_stream(open_first: bool) -> None:
     async with echoing() as (echo, calls):
+        if open_first:
+            calls.open()
+            await until(lambda: echo.streams == 1)
         assert [await calls(request) for request in (b"a", b"b", b"c")] == [b"a!", b"b!", b"c!"]
         assert (echo.streams, echo.singles) == (1, 0)
 
 
-async def test_rounds_at_the_same_time_have_a_stream_each_and_share_them_later() -> None:
+async def test_concurrent_rounds_have_a_stream_each() -> None:
     async with echoing() as (echo, calls):
         for _ in range(3):
             assert await asyncio.gather(calls(b"a"), calls(b"b")) == [b"a!", b"b!"]
@@ -91,22 +90,20 @@ async def test_rounds_at_the_same_time_have_a_stream_each_and_share_them_later()
         (b"hang", StatusCode.DEADLINE_EXCEEDED),
     ],
 )
-async def test_a_round_that_fails_says_why_and_the_next_one_has_a_stream_of_its_own(
-    command: bytes, code: StatusCode
-) -> None:
+async def test_failed_rounds_close_their_stream(command: bytes, code: StatusCode) -> None:
     async with echoing(timeout_seconds=0.5) as (echo, calls):
         await calls(b"a")
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await calls(command)
         assert failed.value.code() is code
         assert await calls(b"b") == b"b!"
-        await until(lambda: echo.ended == echo.streams - 1)  # also the one that hung
+        await until(lambda: echo.ended == echo.streams - 1)  # including the hanging one
         assert (echo.streams, echo.singles) == (2, 0)
 
 
 @pytest.mark.parametrize("command", [b"last", b"last and fail"])
-async def test_a_stream_that_ended_while_it_waited_is_unavailable(command: bytes) -> None:
-    """Whatever it ended with is no answer to the round. Another worker may be there now: the caller must look."""
+async def test_idle_stream_that_ended_is_unavailable(command: bytes) -> None:
+    """Its status is not an answer to the round. Another worker may be at the address now."""
     async with echoing() as (echo, calls):
         await calls(command)
         await until(calls._idle[0].done)
@@ -118,10 +115,8 @@ async def test_a_stream_that_ended_while_it_waited_is_unavailable(command: bytes
 
 
 @pytest.mark.parametrize("open_first", [False, True])
-async def test_a_failed_write_is_unavailable_also_on_a_fresh_stream(
-    open_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gRPC gives a stream that ends during a write a status of its own, INTERNAL."""
+async def test_failed_writes_are_unavailable(open_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC itself ends such a stream with INTERNAL."""
     async with echoing() as (_, calls):
         open_stream = calls._open_stream
 
@@ -143,16 +138,8 @@ async def test_a_failed_write_is_unavailable_also_on_a_fresh_stream(
         assert failed.value.code() is StatusCode.UNAVAILABLE
 
 
-async def test_a_stream_that_was_opened_before_is_used() -> None:
-    async with echoing() as (echo, calls):
-        calls.open()
-        await until(lambda: echo.streams == 1)
-        assert await calls(b"a") == b"a!"
-        assert echo.streams == 1
-
-
 @pytest.mark.parametrize("open_first", [False, True])
-async def test_a_worker_without_streams_is_called_singly(open_first: bool) -> None:
+async def test_workers_without_streams_get_unary_calls(open_first: bool) -> None:
     async with echoing(has_streams=False) as (echo, calls):
         if open_first:
             calls.open()
@@ -161,7 +148,7 @@ async def test_a_worker_without_streams_is_called_singly(open_first: bool) -> No
         assert (echo.streams, echo.singles) == (0, 2)
 
 
-async def test_a_cancelled_round_ends_its_stream() -> None:
+async def test_cancelled_round_ends_its_stream() -> None:
     async with echoing() as (echo, calls):
         task = asyncio.create_task(calls(b"hang"))
         await until(lambda: echo.streams == 1)
@@ -172,9 +159,7 @@ async def test_a_cancelled_round_ends_its_stream() -> None:
         assert await calls(b"a") == b"a!"
 
 
-async def test_nobody_there_is_unavailable() -> None:
-    async with echoing() as (_, calls):
-        pass
+async def test_unreachable_worker_is_unavailable() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         calls = RoundCalls(channel.stream_stream("/echo/Stream"), channel.unary_unary("/echo/Single"), 5.0)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -182,25 +167,20 @@ async def test_nobody_there_is_unavailable() -> None:
         assert failed.value.code() is StatusCode.UNAVAILABLE
 
 
-async def test_a_stream_in_use_when_all_are_closed_does_not_wait_for_another_round() -> None:
-    async with echoing() as (echo, calls):
-        task = asyncio.create_task(calls(b"slow"))
-        await until(lambda: echo.streams == 1)
-        calls.close()
-        assert await task == b"slow!"
-        await until(lambda: echo.ended == 1)
-        assert not calls._idle
-
-
-async def test_closing_ends_what_waits() -> None:
+async def test_close_ends_idle_streams_now_and_busy_ones_after_their_round() -> None:
     async with echoing() as (echo, calls):
         await calls(b"a")
         calls.close()
         await until(lambda: echo.ended == 1)
-        assert await calls(b"b") == b"b!"
+        task = asyncio.create_task(calls(b"slow"))
+        await until(lambda: echo.streams == 2)
+        calls.close()
+        assert await task == b"slow!"
+        await until(lambda: echo.ended == 2)
+        assert not calls._idle
 
 
-async def test_a_worker_that_drains_need_not_wait_for_a_coordinators_stream() -> None:
+async def test_draining_worker_does_not_wait_for_idle_streams() -> None:
     target = RecordingTarget()
     async with serving(target) as served:
         await served.expect(make_request([1, 2, 3], 5))

@@ -1,4 +1,4 @@
-"""The connections from a coordinator to its workers: mutual TLS and tokens, end to end."""
+"""Connections from a coordinator to its workers: mutual TLS and tokens."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -52,7 +52,7 @@ async def test_mutual_tls_on_every_hop(ca: Authority, certificates: dict[str, Ce
     async with secure_service(workers, **mutual(ca, certificates["coordinator"])) as service:
         await service.until_ready()
         assert await generated(service, **mutual(ca, certificates["client"]))
-        # A client of the coordinator is not one of its workers, and learns nothing from them.
+        # Clients of the coordinator cannot call its workers.
         target = Connector(service.links[0].address, **mutual(ca, certificates["client"]))
         async with target.open() as channel:
             stub = target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
@@ -61,7 +61,7 @@ async def test_mutual_tls_on_every_hop(ca: Authority, certificates: dict[str, Ce
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_the_workers_have_files_and_a_name_of_their_own(
+async def test_workers_can_use_another_ca_and_name(
     ca: Authority, certificates: dict[str, Certificate], tmp_path: Path
 ) -> None:
     inner = Authority(tmp_path, "inner")
@@ -70,25 +70,21 @@ async def test_the_workers_have_files_and_a_name_of_their_own(
     hop = {"worker_tls_ca": inner.path, "worker_tls_cert": shown.cert, "worker_tls_key": shown.key}
     async with secure_service(workers, **certificates["coordinator"].options, **hop) as service:
         await until(lambda: "UNAVAILABLE" in service.links[0].reason)
-        assert not service.links[0].is_ready, "the address is none of the certificate's names"
+        assert not service.links[0].is_ready, "the certificate does not name the address"
     hop["worker_tls_name"] = "worker.inner"
     async with secure_service(workers, **certificates["coordinator"].options, **hop) as service:
         await service.until_ready()
         assert await generated(service, tls_ca=ca.path)
 
 
-async def test_workers_without_tls_behind_a_coordinator_with_it(
-    ca: Authority, certificates: dict[str, Certificate]
-) -> None:
+async def test_worker_tls_can_be_disabled(ca: Authority, certificates: dict[str, Certificate]) -> None:
     own = mutual(ca, certificates["coordinator"])
     async with secure_service({}, **own, worker_tls=False) as service:
         await service.until_ready()
         assert await generated(service, **mutual(ca, certificates["client"]))
 
 
-async def test_a_coordinator_that_is_not_allowed_says_so_and_waits(
-    ca: Authority, certificates: dict[str, Certificate]
-) -> None:
+async def test_disallowed_coordinator_reports_the_reason(ca: Authority, certificates: dict[str, Certificate]) -> None:
     workers = mutual(ca, certificates["worker"], allowed_names=["coordinator.specpool"])
     async with secure_service(workers, **mutual(ca, certificates["client"])) as service:
         await until(lambda: "PERMISSION_DENIED" in service.links[0].reason)
@@ -96,7 +92,7 @@ async def test_a_coordinator_that_is_not_allowed_says_so_and_waits(
         assert not service.links[0].is_ready
 
 
-async def test_a_token_opens_the_workers_and_a_new_one_is_read(tmp_path: Path) -> None:
+async def test_worker_tokens_are_reloaded(tmp_path: Path) -> None:
     known, sent = tmp_path / "known", tmp_path / "sent"
     known.write_text(f"coordinator {TOKEN}")
     sent.write_text(OTHER_TOKEN)
@@ -107,7 +103,7 @@ async def test_a_token_opens_the_workers_and_a_new_one_is_read(tmp_path: Path) -
         assert await generated(service)
 
 
-async def test_workers_come_back_with_new_certificates(
+async def test_workers_can_restart_with_new_certificates(
     ca: Authority, certificates: dict[str, Certificate], tmp_path: Path
 ) -> None:
     target = FakeTarget()
@@ -123,36 +119,24 @@ async def test_workers_come_back_with_new_certificates(
                 assert await generated(service, **mutual(ca, certificates["client"]))
 
 
-def test_settings_of_the_hop_that_do_not_fit_together_are_refused_by_name(
-    ca: Authority, certificates: dict[str, Certificate], tmp_path: Path
-) -> None:
-    shown = certificates["coordinator"]
-    for settings, named in {
-        (("worker_tls", True),): "worker_tls: must be given with worker_tls_ca",
-        (("worker_tls_name", "a"),): "worker_tls_name: must be given with worker_tls_ca",
-        (
-            ("worker_tls_ca", ca.path),
-            ("worker_tls", False),
-        ): "worker_tls_ca: must be given with worker_tls, which is off",
-        (
-            ("worker_tls_ca", ca.path),
-            ("worker_tls_cert", shown.cert),
-        ): "worker_tls_key: must be given with worker_tls_cert",
-        (
-            ("worker_tls_ca", ca.path),
-            ("worker_tls_key", shown.key),
-        ): "worker_tls_cert: must be given with worker_tls_key",
-        (("worker_tls_ca", tmp_path / "none"),): "worker_tls_ca: ",
-        (("worker_token", tmp_path / "none"),): "worker_token: ",
-    }.items():
+def test_conflicting_settings_are_named(ca: Authority, certificates: dict[str, Certificate], tmp_path: Path) -> None:
+    shown, missing = certificates["coordinator"], tmp_path / "missing"
+    invalid: list[tuple[dict[str, Any], str]] = [
+        ({"worker_tls": True}, "worker_tls: must be given with worker_tls_ca"),
+        ({"worker_tls_name": "a"}, "worker_tls_name: must be given with worker_tls_ca"),
+        ({"worker_tls_ca": ca.path, "worker_tls": False}, "worker_tls_ca: must be given with worker_tls, which is off"),
+        ({"worker_tls_ca": ca.path, "worker_tls_cert": shown.cert}, "worker_tls_key: must be given with"),
+        ({"worker_tls_ca": ca.path, "worker_tls_key": shown.key}, "worker_tls_cert: must be given with"),
+        ({"worker_tls_ca": missing}, "worker_tls_ca: "),
+        ({"worker_token": missing}, "worker_token: "),
+    ]
+    for settings, error in invalid:
         with pytest.raises(ValidationError) as caught:
-            CoordinatorSettings(**dict(settings))
-        assert named in str(caught.value)
+            CoordinatorSettings(**settings)
+        assert error in str(caught.value)
 
 
-def test_the_hop_takes_the_files_of_the_server_unless_told_otherwise(
-    ca: Authority, certificates: dict[str, Certificate]
-) -> None:
+def test_worker_tls_defaults_to_the_servers_files(ca: Authority, certificates: dict[str, Certificate]) -> None:
     own, other = certificates["coordinator"], certificates["client"]
     pair = {"tls_cert": own.cert, "tls_key": own.key, "tls_name": None, "token_file": None}
     assert CoordinatorSettings().worker_security == {"token_file": None}

@@ -15,7 +15,7 @@ from test_client import CLIENTS
 from specpool.client import Client, DivergedError
 from specpool.client.retries import Replay, Retries
 from specpool.protocol.errors import QueueFullError
-from specpool.rpc.errors import retry_delay, status_of
+from specpool.rpc.status import retry_delay, status_of
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 

@@ -22,8 +22,8 @@ from specpool.distill.replay import acceptance_by_position, mean_acceptance_leng
 from specpool.distill.student import Student, check_weights, most_frequent
 from specpool.distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of
 from specpool.engine.cache.spans import Span
-from specpool.engine.models.compact import load_compact, load_trained, save_compact
-from specpool.engine.models.trained_draft import save_draft
+from specpool.engine.models.draft_folder import save_draft
+from specpool.engine.models.draft_weights import load_compact, load_trained, save_compact
 from specpool.engine.run.engine import Engine
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from specpool.distill import corpus, evaluate, main
 from specpool.distill.student import Student, check_weights
-from specpool.engine.models.compact import load_trained
+from specpool.engine.models.draft_weights import load_trained
 
 TINY = ["--held-out", "8", "--dialogues", "64", "--output-tokens", "256", "--epochs", "0.3", "--batch-tokens", "200"]
 

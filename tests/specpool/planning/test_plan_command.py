@@ -102,7 +102,7 @@ ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"
         (PAIR[:2], "draft: required with a target"),
         ([*PAIR, "--prompts", "/nowhere"], "prompts: [Errno 2]"),
         ([*PAIR, "--max-tokens", "511"], "prompts: prompt "),
-        ([*PAIR, "--max-model-len", "9999"], "target: max_model_len 9999 is beyond the model's 512 positions"),
+        ([*PAIR, "--max-model-len", "9999"], "target: max_model_len 9999 exceeds the model's 512 positions"),
         (ADDRESSES, "target-address: 127.0.0.1:1: UNAVAILABLE: "),
         (ADDRESSES[:4], "acceptance: must be given with target-address"),
         (ADDRESSES[4:], "target-address: must be given with acceptance"),
@@ -176,7 +176,7 @@ async def test_plans_for_running_workers(
     [
         ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "has another tokenizer than fake"),
         ({}, "the worker has not measured its passes"),
-        ({"max_model_len": 0}, "its sequences have 0 positions"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
         ({"pass_seconds": lambda rows: 0.01, "rank_devices": ["cuda:0", "cuda:1"]}, "sharded over 2 ranks"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Descriptions of workers as messages, which say nothing of what is not known."""
+"""Round trips of worker descriptions."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specpool.protocol.answers import check_worker_info, read_step_costs
 from specpool.protocol.codec import worker_info_response
+from specpool.protocol.responses import check_worker_info, read_step_costs
 from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, RankMemory, StepCosts, WorkerInfo
 
 REQUIRED = [field for field in fields(WorkerInfo) if field.default is MISSING]
@@ -18,9 +18,7 @@ TEXTS = {field.name: "x" for field in REQUIRED if field.type in (str, "str")}
 @pytest.mark.parametrize(
     ("step_seconds", "max_rows", "known"), [({}, 0, False), ({}, 8, True), ({1: 0.5, 8: 0.75}, 0, True)]
 )
-def test_costs_are_unset_if_nothing_is_known_of_them(
-    step_seconds: Mapping[int, float], max_rows: int, known: bool
-) -> None:
+def test_unknown_costs_are_unset(step_seconds: Mapping[int, float], max_rows: int, known: bool) -> None:
     described: dict[str, Any] = {
         **NUMBERS, **TEXTS, "bitwise": True, "step_seconds": step_seconds, "step_cached": 3 if step_seconds else 0,
         "seconds_per_cached": 0.25 if step_seconds else 0.0, "max_rows": max_rows,
@@ -36,7 +34,7 @@ def described(**changes: Any) -> WorkerInfo:
     return WorkerInfo(**{**NUMBERS, **TEXTS, **more, **changes})
 
 
-def test_a_model_that_is_not_divided_has_one_rank_and_describes_none() -> None:
+def test_unsharded_model_describes_no_ranks() -> None:
     response = worker_info_response(described())
     check_worker_info(response)
     assert (response.model.tensor_parallel, response.model.tensor_parallel_sums) == (1, "")
@@ -44,7 +42,7 @@ def test_a_model_that_is_not_divided_has_one_rank_and_describes_none() -> None:
 
 
 @pytest.mark.parametrize("sums", TENSOR_PARALLEL_SUMS)
-def test_ranks_are_described_in_their_order(sums: str) -> None:
+def test_ranks_are_described_in_order(sums: str) -> None:
     ranks = tuple(RankMemory(f"cuda:{rank} (GPU)", 100 + rank, 200 + rank, 2**40 + rank) for rank in range(3))
     response = worker_info_response(described(tensor_parallel=3, tensor_parallel_sums=sums, ranks=ranks))
     check_worker_info(response)

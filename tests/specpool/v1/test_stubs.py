@@ -1,4 +1,4 @@
-"""The committed stubs are what the .proto files generate, and the .proto files keep the rules of `buf`."""
+"""The committed stubs are up to date, and the .proto files pass `buf lint`."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PROTOS = ROOT / "protos"
-# Compilers and plugins are installed beside the interpreter, which need not be on the path of whoever runs the tests.
+# Compilers and plugins are installed beside the interpreter, which may not be on the PATH.
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"}
 
@@ -25,14 +25,14 @@ def run(*command: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_committed_stubs_are_fresh(tmp_path: Path) -> None:
+def test_committed_stubs_are_up_to_date(tmp_path: Path) -> None:
     run(sys.executable, ".ci/generate_stubs.py", str(tmp_path))
     committed, generated = stubs(ROOT), stubs(tmp_path)
     assert sorted(committed) == sorted(generated)
     assert [name for name in generated if generated[name] != committed[name]] == []
 
 
-def test_every_proto_has_its_four_stubs() -> None:
+def test_every_proto_has_four_stubs() -> None:
     expected = {
         f"{path.relative_to(PROTOS).with_suffix('')}_pb2{ending}"
         for path in PROTOS.rglob("*.proto")
@@ -42,5 +42,5 @@ def test_every_proto_has_its_four_stubs() -> None:
     assert set(stubs(ROOT)) == expected
 
 
-def test_protos_pass_the_linter() -> None:
+def test_protos_pass_buf_lint() -> None:
     run(str(BIN / "buf"), "lint")

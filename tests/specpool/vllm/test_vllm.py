@@ -210,8 +210,8 @@ async def test_lost_draft_caches_are_rebuilt(serve: Serve) -> None:
 
 
 async def test_a_slow_draft_worker_causes_backoff(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PROBE_SECONDS", 30)
     async with serve(draft_timeout="0.2") as served:
-        monkeypatch.setattr(link, "PROBE_SECONDS", 30)
         row = served.vllm.add([7, 1])
         await served.until(lambda: row.accepted > 3)
         served.draft.delay = PATIENCE_SECONDS

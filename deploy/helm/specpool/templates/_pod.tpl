@@ -34,7 +34,7 @@ exec:
   command:
     - sh
     - -c
-    - python -m specpool.rpc.server.healthcheck "{{ ternary "$LWS_LEADER_ADDRESS" "127.0.0.1" (not (not .follower)) }}:50060" && sleep {{ include "specpool.preStopSeconds" . }} || true
+    - python -m specpool.healthcheck "{{ ternary "$LWS_LEADER_ADDRESS" "127.0.0.1" (not (not .follower)) }}:50060" && sleep {{ include "specpool.preStopSeconds" . }} || true
 {{- else -}}
 sleep:
   seconds: {{ include "specpool.preStopSeconds" . }}

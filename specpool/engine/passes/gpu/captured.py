@@ -28,7 +28,7 @@ class CapturedModel(ForwardPass):
         self.model, self.compute_dtype, self.rows_per_tile = model, model.compute_dtype, model.rows_per_tile
         divided = model.group.ranks > 1
         self._graphs: CapturedGraphs[PackedBatch] = CapturedGraphs(capture, needed=divided)
-        model.group.before_leaving(self._graphs.clear)
+        model.group.on_leave(self._graphs.clear)
         self._logits: torch.Tensor | None = None
         """Where all recordings leave their logits, so that only one of them takes memory for that."""
 

@@ -41,7 +41,7 @@ def try_kernels(fused: FusedModel) -> None:
     weight, kv_heads = fused.dense_embedding, fused.kv_heads
     arena = KVArena(1, kv_heads, rows, fused.head_dim, weight.dtype, weight.device)
     batch = pack([Span(0, 0, [0], 1)], [Location(0)], arena, lambda count: count)
-    layer(fused.group.embedded(weight, batch.input_ids), None, batch, fused.rotary(rows)).parts.sum().item()
+    layer(fused.group.embed(weight, batch.input_ids), None, batch, fused.rotary(rows)).parts.sum().item()
 
 
 class GpuModel(ForwardPass):
@@ -66,12 +66,12 @@ class GpuModel(ForwardPass):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
-        hidden, added = self.group.embedded(self.embedding, batch.input_ids), None
+        hidden, added = self.group.embed(self.embedding, batch.input_ids), None
         for layer in self.layers:
             added = layer(hidden, added, batch, self.rotary)
         normed = add_and_norm(hidden, added, self.norm, self.eps)
         logits: torch.Tensor = self.head(normed[batch.logit_rows])[0]
-        return self.group.gathered(logits, "tokens")
+        return self.group.gather(logits, "tokens")
 
     def products(self) -> list[Product]:
         """All products, in the order of the pass."""
@@ -145,9 +145,9 @@ class GpuLayer(nn.Module):
     ) -> Addend:
         """A product that is added to the hidden states."""
         if not self.group.in_parts or bias is None:
-            return Addend(self.group.terms(product, x, inputs), bias, norm)
+            return Addend(self.group.project_terms(product, x, inputs), bias, norm)
         # Only one rank has the bias. All of them have to add it, so it travels as a part of that rank's term.
-        return Addend(self.group.terms(lambda x: product(x).add_(bias), x, inputs), None, norm)
+        return Addend(self.group.project_terms(lambda x: product(x).add_(bias), x, inputs), None, norm)
 
     def _product(self, linear: nn.Linear, outputs: Dimension) -> Product:
         """A product with this rank's share of outputs.
@@ -157,8 +157,8 @@ class GpuLayer(nn.Module):
         sends no more, and each sum here is rounded once, not once for each rank that adds to it.
         """
         divided = not (self.group.in_parts and outputs == "hidden")
-        return Product(linear.weight, divided, self.group.whole(len(linear.weight), outputs))
+        return Product(linear.weight, divided, self.group.unsharded_outputs(len(linear.weight), outputs))
 
     def _whole_bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The bias of what is added to the hidden states, of which a rank has its share of features."""
-        return bias if bias is None or self.group.in_parts else self.group.gathered(bias.detach(), "hidden")
+        return bias if bias is None or self.group.in_parts else self.group.gather(bias.detach(), "hidden")

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from specpool.engine.passes.native.folders import check_file, keep, places, private_folder, read_kept, write
 
@@ -107,9 +108,13 @@ def _build(command: tuple[str, ...], sources: tuple[tuple[str, str], ...], folde
     return unfinished.rename(folder / LIBRARY)
 
 
-def _load(library: Path) -> ctypes.CDLL:
-    check_file(library)
-    return ctypes.CDLL(str(library))
+def _load(file: Path) -> ctypes.CDLL:
+    """Loads a library; its `digest` is the SHA-256 of its code."""
+    check_file(file)
+    library: Any = ctypes.CDLL(str(file))
+    library.digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    loaded: ctypes.CDLL = library
+    return loaded
 
 
 def _openmp() -> list[str]:

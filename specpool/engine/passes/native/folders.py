@@ -56,8 +56,7 @@ def keep(code: bytes, kept: Path, most: int) -> None:
     file is damaged: it is to be read, and loaded from another.
     """
     try:
-        kept.parent.mkdir(mode=0o700, exist_ok=True)
-        _check_folder(kept.parent)
+        make_private(kept.parent)
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
             unfinished = write(_digest(code) + code, Path(folder) / kept.name)
             with unfinished.open("rb") as written:
@@ -68,6 +67,12 @@ def keep(code: bytes, kept: Path, most: int) -> None:
             old.unlink(missing_ok=True)
     except OSError as error:
         log.info("compiled code is not kept for later starts: %s", error)
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder that only this user can open, unless it exists. OSError if others could write or replace it."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _check_folder(folder)
 
 
 def read_kept(kept: Path) -> bytes | None:

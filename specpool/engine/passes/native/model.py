@@ -19,7 +19,7 @@ from specpool.engine.passes.native.packed_weights import PackedWeights, Products
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, NUMBERS, segments_of
 from specpool.engine.passes.native.structures import NORMS, PRODUCTS, Batch, Layer, Linear, Model
 from specpool.engine.passes.packing import PackedBatch
-from specpool.engine.weights.kinds import INT8, KINDS
+from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Weight
 
 # As in decoder.c.
@@ -109,6 +109,13 @@ class NativeModel(ForwardPass):
         return arguments, logits
 
     @property
+    def library_digest(self) -> str:
+        """SHA-256 of the compiled code."""
+        library: Any = self._library
+        digest: str = library.digest
+        return digest
+
+    @property
     def compiled_products(self) -> "NativeModel":
         """The model itself: all its products are compiled."""
         return self
@@ -121,7 +128,10 @@ class NativeModel(ForwardPass):
     @property
     def weight_kinds(self) -> Mapping[str, int]:
         """Bytes of the weights of products by the kind in which they are kept."""
-        return {kind if kind in KINDS and kind != INT8.name else kind.lower(): its for kind, its in self._kinds.items()}
+        return {
+            kind if kind in QUANTIZATION_TYPES and kind != INT8.name else kind.lower(): its
+            for kind, its in self._kinds.items()
+        }
 
     @property
     def kinds(self) -> Mapping[str, int]:
@@ -217,7 +227,7 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel]) -> NativeMode
 def _suits(fused: FusedModel) -> bool:
     layer: Any = fused.layers[0]
     # Of the whole model, so that all ranks that share it find the same.
-    intermediate = fused.group.total(layer.gate_up.out_features // 2, "intermediate")
+    intermediate = fused.group.full_size(layer.gate_up.out_features // 2, "intermediate")
     sizes = (layer.head_dim, fused.norm.numel(), intermediate)
     layers: list[Any] = list(fused.layers)
     shapes = {tuple((its.out_features, its.in_features) for its in map(partial(getattr, x), PRODUCTS)) for x in layers}

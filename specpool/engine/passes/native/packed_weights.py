@@ -14,7 +14,7 @@ from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.panels import NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.passes.native.structures import NORMS, PRODUCTS, Linear, Panel
-from specpool.engine.weights.quantized import parts_of, same_memory
+from specpool.engine.weights.quantized import parts_of, shares_memory
 
 ALIGNMENT = 128
 """Bytes: two cache lines, which processors fetch together."""
@@ -50,7 +50,7 @@ class Products:
 def products_of(fused: FusedModel) -> Products:
     """The products of a model, with its weights as they are stored, or in the smaller dtype that holds them."""
     layers: list[Any] = list(fused.layers)
-    tied = same_memory(fused.embedding, fused.head)
+    tied = shares_memory(fused.embedding, fused.head)
     return Products(
         [{name: segments_of(parts_of(getattr(layer, name))) for name in PRODUCTS} for layer in layers],
         segments_of(parts_of(fused.head)),

@@ -7,13 +7,13 @@ from functools import cached_property
 import torch
 from torch.nn.functional import pad
 
-from specpool.engine.weights.kinds import INT8, KINDS, Fields, Kind
+from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES, Fields, QuantizationType
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor, slice_of
-from specpool.engine.weights.threads import in_pieces
+from specpool.engine.weights.threads import run_in_slices
 
 PANEL, PART = 32, 32
 FLOAT32, BFLOAT16 = "FLOAT32", "BFLOAT16"
-NUMBERS = {name: i for i, name in enumerate((FLOAT32, BFLOAT16, *KINDS))}
+NUMBERS = {name: i for i, name in enumerate((FLOAT32, BFLOAT16, *QUANTIZATION_TYPES))}
 """The kinds of panels, as in the enum of panels.h."""
 
 
@@ -42,11 +42,11 @@ class Segment:
         def write(some: slice) -> None:
             to[some] = self._written(slice_of(self.weight, some.start * PANEL, some.stop * PANEL))
 
-        in_pieces(write, self.panels, PANEL * self.weight.shape[1])
+        run_in_slices(write, self.panels, PANEL * self.weight.shape[1])
 
     def _written(self, weight: Weight) -> torch.Tensor:
         if isinstance(weight, Quantized):
-            return coded_panels(weight.kind, weight.fields())
+            return coded_panels(weight.qtype, weight.fields())
         return dense_panels(self.kind, weight)
 
 
@@ -77,7 +77,7 @@ def _rows(parts: Sequence[Weight]) -> int:
 
 def _segment(weight: Weight) -> Segment:
     if isinstance(weight, Quantized) and weight.shape[1] % PART == 0:
-        return Segment(weight.kind.name, weight)
+        return Segment(weight.qtype.name, weight)
     numbers = as_tensor(weight)
     held = torch.equal(numbers.bfloat16().to(numbers.dtype), numbers)
     return Segment(BFLOAT16 if held else FLOAT32, numbers)
@@ -91,7 +91,7 @@ def dense_panels(kind: str, weight: torch.Tensor) -> torch.Tensor:
     return panels.float().transpose(1, 2).flatten(1).view(torch.uint8)
 
 
-def coded_panels(kind: Kind, fields: Fields) -> torch.Tensor:
+def coded_panels(kind: QuantizationType, fields: Fields) -> torch.Tensor:
     """Bytes [panels, bytes of a panel]; outputs are filled up with zeros."""
     codes = _words(kind, _by_panel(fields.codes.view(torch.uint8)))  # [panels, parts, bytes]
     scales = [_by_panel(its).transpose(1, 2) for its in (fields.scale, fields.offset) if its is not None]
@@ -130,7 +130,7 @@ def _factors(fields: Fields, parts: int) -> torch.Tensor:
     return halves.permute(0, 3, 2, 4, 1).flatten(2)
 
 
-def _words(kind: Kind, codes: torch.Tensor) -> torch.Tensor:
+def _words(kind: QuantizationType, codes: torch.Tensor) -> torch.Tensor:
     """Bytes [panels, parts, bytes] of codes [panels, PANEL, inputs]."""
     parts = codes.shape[2] // PART
     if kind.bits == 8:

@@ -28,24 +28,24 @@ class DividedNativeModel(NativeModel):
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits [R, rows of the head] of the rows that the batch asks for."""
         group, model, library = self.group, byref(self._model), self._library
-        own_tokens = group.own_tokens(batch.input_ids)
+        own_tokens = group.local_tokens(batch.input_ids)
         arguments, logits = self._prepared(batch)
         arguments.token_ids = own_tokens.data_ptr()
         numbers, rows = byref(arguments), batch.tokens
         space = library.space_of(model, numbers)
         hidden = self._view(space.hidden, rows, self._model.hidden)
-        attended = self._view(space.attended, rows, group.own("attended"))
+        attended = self._view(space.attended, rows, group.local_size("attended"))
         gated = self._view(space.gated, rows, self._model.intermediate)
         library.embed_part(model, numbers, c_void_p(space.hidden))
-        hidden.copy_(group.chosen(hidden, batch.input_ids[:rows]))
+        hidden.copy_(group.select_rows(hidden, batch.input_ids[:rows]))
         branch: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             library.attend_part(model, numbers, c_int64(index), _address(branch))
-            branch = group.added(partial(self._product, layer.out), attended, "attended")
+            branch = group.project(partial(self._product, layer.out), attended, "attended")
             library.activate_part(model, numbers, c_int64(index), _address(branch))
-            branch = group.added(partial(self._product, layer.down), gated, "intermediate")
+            branch = group.project(partial(self._product, layer.down), gated, "intermediate")
         library.judge_part(model, numbers, _address(branch))
-        return group.gathered(logits[:, : self._outputs], "tokens")
+        return group.gather(logits[:, : self._outputs], "tokens")
 
     def _product(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         return self._multiplied(linear, x)[:, : self._added_features]

@@ -1,4 +1,4 @@
-"""Devices: which one a setting names, and that weights are read right onto it. CUDA is imitated; none is needed."""
+"""Devices are resolved by name, and weights are read straight onto them. CUDA is faked."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,27 +10,28 @@ from tiny_models import save_model
 from tiny_pair import tiny_config
 from transformers import AutoModelForCausalLM
 
-from specpool.engine.config.devices import pick_device
+from specpool.engine.config.devices import pick_device, pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.models import loading
+from specpool.engine.models import weights
 from specpool.engine.models.loading import load_model
+from specpool.engine.models.weights import read_weights
 from specpool.engine.startup.loading import load_engine
 
 COUNT, CURRENT = 2, 1
 
 
 class ReadWeights(Exception):
-    """Reading weights is the first thing that needs a GPU."""
+    """Raised instead of reading weights, the first step that needs a GPU."""
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A machine with `COUNT` GPUs, as torch presents them; `current` is the device that was set last."""
+    """A machine with `COUNT` GPUs; `current` is the device that was set last."""
     machine = SimpleNamespace(current=CURRENT, count=COUNT)
 
     def set_device(device: torch.device) -> None:
-        if device.index is None:  # as the real one does
+        if device.index is None:  # like the real one
             raise ValueError(f"Expected a torch.device with a specified index or an integer, but got: {device}")
         machine.current = device.index
 
@@ -47,7 +48,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "device_count": lambda: machine.count,
         "current_device": lambda: machine.current,
         "set_device": set_device,
-        "get_device_name": lambda device: "Imitated GPU",
+        "get_device_name": lambda device: "Fake GPU",
         "mem_get_info": lambda device: (2**30, 2**31),
     }
     for name, fake in fakes.items():
@@ -58,30 +59,30 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The arguments with which weights would be read."""
+    """The arguments for reading weights."""
     arguments: dict[str, Any] = {}
 
     def from_pretrained(**given: Any) -> None:
         arguments.update(given)
         raise ReadWeights
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(weights.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     return arguments
 
 
 @pytest.mark.parametrize(
-    ("wanted", "index"), [("cuda", CURRENT), ("auto", CURRENT), ("cuda:0", 0), ("cuda:1", 1)], ids=str
+    ("name", "index"), [("cuda", CURRENT), ("auto", CURRENT), ("cuda:0", 0), ("cuda:1", 1)], ids=str
 )
 @pytest.mark.parametrize(
     "load", [load_model, lambda options: load_engine(options, exact=True)], ids=["model", "engine"]
 )
-def test_a_worker_on_a_gpu_reads_its_weights_right_onto_it(
-    tiny_pair: tuple[Path, Path], gpus: SimpleNamespace, read: dict[str, Any], wanted: str, index: int, load: Any
+def test_weights_are_read_onto_the_gpu(
+    tiny_pair: tuple[Path, Path], gpus: SimpleNamespace, read: dict[str, Any], name: str, index: int, load: Any
 ) -> None:
     device = torch.device("cuda", index)
-    assert pick_device(wanted) == device
+    assert pick_device(name) == device
     with pytest.raises(UnsupportedModelError, match="ReadWeights"):
-        load(EngineOptions(model=str(tiny_pair[0]), device=wanted))
+        load(EngineOptions(model=str(tiny_pair[0]), device=name))
     assert gpus.current == index
     assert read["device_map"] == {"": device}
     assert read["dtype"] == torch.float32  # as stored
@@ -89,24 +90,52 @@ def test_a_worker_on_a_gpu_reads_its_weights_right_onto_it(
     assert read["ignore_mismatched_sizes"]
 
 
-@pytest.mark.parametrize("wanted", ["cpu", "auto"])
-def test_without_a_gpu_weights_are_read_by_the_cpu(
-    tiny_pair: tuple[Path, Path], gpus: SimpleNamespace, read: dict[str, Any], wanted: str
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+def test_weights_are_read_onto_the_cpu_without_a_gpu(
+    tiny_pair: tuple[Path, Path], gpus: SimpleNamespace, read: dict[str, Any], name: str
 ) -> None:
     gpus.count = 0
     with pytest.raises(UnsupportedModelError, match="ReadWeights"):
-        load_model(EngineOptions(model=str(tiny_pair[0]), device=wanted))
+        load_model(EngineOptions(model=str(tiny_pair[0]), device=name))
     assert "device_map" not in read
 
 
 @pytest.mark.parametrize(("count", "names"), [(1, "cuda:0"), (2, "cuda:0 to cuda:1")])
-def test_a_gpu_beyond_those_that_are_there_is_refused_in_one_line(
-    tiny_pair: tuple[Path, Path], gpus: SimpleNamespace, count: int, names: str
-) -> None:
+def test_a_missing_gpu_is_refused_in_one_line(gpus: SimpleNamespace, count: int, names: str) -> None:
     gpus.count = count
     with pytest.raises(UnsupportedModelError) as caught:
-        load_model(EngineOptions(model=str(tiny_pair[0]), device="cuda:2"))
+        pick_device("cuda:2")
     assert str(caught.value) == f"device cuda:2 cannot be used: this machine has {names}"
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "no such device"])
+def test_unknown_devices_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"device {name} cannot be used"):
+        pick_device(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"device": "auto"}, ["cuda:0", "cuda:1"]),
+        ({"device": "cuda:1, cuda:0"}, ["cuda:1", "cuda:0"]),
+        ({"device": "cpu"}, ["cpu", "cpu"]),
+        ({"device": "cpu,cpu,cpu"}, "device names 3 devices for 2 ranks: cpu,cpu,cpu"),
+        ({"device": "cuda:0,cpu"}, "ranks must be all on GPUs or all on the CPU, not on cuda:0,cpu"),
+        ({"device": "cuda:0,cuda:0"}, "each rank needs a GPU of its own, not cuda:0,cuda:0"),
+        ({"device": "cuda:0"}, "device cuda:0 is one GPU for 2 ranks: name one per rank"),
+        ({"device": "cpu,gpu"}, "device gpu cannot be used"),
+        ({"device": "cuda", "tensor_parallel": 3}, "tensor_parallel: 3 ranks need 3 GPUs, but this machine has 2"),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_every_rank_gets_a_device(options: dict[str, Any], expected: list[str] | str) -> None:
+    parallel = EngineOptions(**{"model": "m", "tensor_parallel": 2, **options})
+    if isinstance(expected, str):
+        with pytest.raises(UnsupportedModelError, match=expected):
+            pick_rank_devices(parallel)
+    else:
+        assert pick_rank_devices(parallel) == expected
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -117,25 +146,12 @@ def test_a_device_map_gives_the_same_weights(tmp_path: Path, stored: torch.dtype
     AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(folder, max_shard_size="200KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     usual = load_model(EngineOptions(model=str(folder), device="cpu"))
-    mapped, report = loading.read_weights(
+    mapped, report = read_weights(
         str(folder), usual.config, torch.device("cpu"), torch.float32, device_map={"": torch.device("cpu")}
     )
-    weights = mapped.state_dict()
-    assert weights.keys() == usual.model.state_dict().keys()
-    assert all(torch.equal(weights[name], weight) for name, weight in usual.model.state_dict().items())
+    tensors = mapped.state_dict()
+    assert tensors.keys() == usual.model.state_dict().keys()
+    assert all(torch.equal(tensors[name], weight) for name, weight in usual.model.state_dict().items())
     assert not report["missing_keys"]
     assert not report["mismatched_keys"]
     assert (mapped.lm_head.weight is mapped.get_input_embeddings().weight) == tied
-
-
-def test_a_device_map_still_reports_weights_that_are_missing_or_misshapen(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, tiny_config())
-    wanted = tiny_config(num_hidden_layers=4, intermediate_size=32)
-    wanted.save_pretrained(folder)
-    _, report = loading.read_weights(
-        str(folder), wanted, torch.device("cpu"), torch.float32, device_map={"": torch.device("cpu")}
-    )
-    assert "model.layers.3.mlp.down_proj.weight" in report["missing_keys"]
-    assert {name for name, *_ in report["mismatched_keys"]} >= {"model.layers.0.mlp.down_proj.weight"}
-    with pytest.raises(UnsupportedModelError, match="lack 18 of the weights"):
-        loading.refuse_made_up_weights(report)

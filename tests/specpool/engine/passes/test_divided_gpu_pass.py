@@ -113,7 +113,7 @@ def test_terms_are_in_the_order_of_the_ranks_and_take_one_exchange(tmp_path: Pat
 
     def terms(fused: FusedModel, group: GroupInTurns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         layer = GpuModel(fused, LONGEST).layers[0]
-        own = x[:, : group.own("attended")]
+        own = x[:, : group.local_size("attended")]
         added = layer._addend(layer.out, own, "attended", layer.out_bias, None)
         assert group.exchanged == [(1, 3, 96)]
         assert added.bias is None

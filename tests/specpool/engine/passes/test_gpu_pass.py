@@ -45,7 +45,7 @@ def test_what_the_kernels_lack_is_noted(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(forward, "runs_kernels", lambda device: True)
     monkeypatch.setattr(model, "attend_extents", refuse)
     engine = load_engine(save_random(tmp_path, *VARIANTS["qwen3"]), native=False, max_model_len=64)
-    reason = "runs slowly, by torch's operations, because its kernels cannot run here: no such instruction"
+    reason = "runs slowly, on torch operations, because its kernels cannot run here: no such instruction"
     assert engine.info().notes == (reason,)
     assert engine.bitwise
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_recorded_is_launched(
     engine = load_engine(save_random(tmp_path, *VARIANTS["llama"]), native=False, max_sequences=4, max_model_len=64)
     assert engine.bitwise
     assert "cannot be captured, and are launched: operation not permitted" in caplog.text
-    assert "passes cannot be recorded here" in engine.info().notes[0]
+    assert "CUDA graph capture failed" in engine.info().notes[0]
 
 
 def test_batches_have_few_shapes_of_which_the_last_used_stay_recorded(

@@ -12,7 +12,7 @@ from specpool.engine.passes.native.packed_weights import ALIGNMENT, Kept
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, NUMBERS, PANEL, Segment, segments_of
 from specpool.engine.passes.native.structures import Batch, Linear, Model
 from specpool.engine.probes.inputs import ProbeInputs
-from specpool.engine.weights.kinds import INT8, KINDS, SCALE_BYTES
+from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES, SCALE_BYTES
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 NEVER = 1 << 20
@@ -66,15 +66,15 @@ class Product:
 def random_weight(kind: str, outputs: int, inputs: int = INPUTS) -> Weight:
     """Of a kind, with scales of both signs and some below what float16 can have without losing digits."""
     numbers = ProbeInputs(torch.empty(0))
-    if kind not in KINDS:
+    if kind not in QUANTIZATION_TYPES:
         weight = numbers.normal(outputs, inputs)
         return weight.bfloat16().float() if kind == BFLOAT16 else weight
-    weight = numbers.coded(KINDS[kind], outputs, inputs)
+    weight = numbers.coded(QUANTIZATION_TYPES[kind], outputs, inputs)
     if kind == INT8.name:
         weight.data[::3, SCALE_BYTES - 1] |= 0x80
         return weight
-    for at in KINDS[kind].halves:
-        blocks = weight.data.unflatten(1, (-1, KINDS[kind].block_bytes))
+    for at in QUANTIZATION_TYPES[kind].halves:
+        blocks = weight.data.unflatten(1, (-1, QUANTIZATION_TYPES[kind].block_bytes))
         blocks[::3, :, at + 1] |= 0x80
         blocks[1::4, :, at + 1] &= 0x83
     return weight
@@ -161,8 +161,8 @@ def test_rows_that_are_no_whole_parts_are_kept_in_float32(inputs: int) -> None:
     assert torch.equal(torch.cat([as_tensor(segment.weight) for segment in segments]), weight.dequantized())
 
 
-def test_what_is_written_in_pieces_is_the_same(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_written_in_slices_are_the_same(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight("Q4_1", 5 * PANEL + 1), random_rows(1)
     expected = Product(library, segments_of([weight]))(x)
-    monkeypatch.setattr("specpool.engine.weights.threads.AT_A_TIME", 2 * PANEL * INPUTS)
+    monkeypatch.setattr("specpool.engine.weights.threads.SLICE_WEIGHTS", 2 * PANEL * INPUTS)
     assert torch.equal(Product(library, segments_of([weight]))(x), expected)

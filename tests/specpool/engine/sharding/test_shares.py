@@ -1,7 +1,7 @@
-"""How a model is divided: every part exactly once, no rank much more than another, and refusals with numbers."""
+"""Shards cover every weight exactly once and evenly; impossible shardings are refused with numbers."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import small_config
 
@@ -10,6 +10,7 @@ from specpool.engine.sharding.shares import Share, Sums, deal, piece_of, shard
 WEIGHTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 64))
 def test_every_index_is_dealt_once_and_evenly(total: int, ranks: int, unit: int) -> None:
     shares = deal(total, ranks, unit)
@@ -20,7 +21,7 @@ def test_every_index_is_dealt_once_and_evenly(total: int, ranks: int, unit: int)
 
 @pytest.mark.parametrize("sums", ["whole", "parts"])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_the_pieces_of_a_weight_are_the_weight(name: str, sums: Sums) -> None:
+def test_pieces_cover_a_weight(name: str, sums: Sums) -> None:
     config = small_config("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3, intermediate_size=80)
     sharding = shard(config, 2, sums)
     pieces = [piece_of(f"model.layers.0.x.{name}.weight", config, Share(sharding, rank)) for rank in range(2)]
@@ -28,25 +29,25 @@ def test_the_pieces_of_a_weight_are_the_weight(name: str, sums: Sums) -> None:
     inputs = {"o_proj": 96, "down_proj": 80}
     by_inputs = sums == "parts" and name in inputs
     size = inputs[name] if by_inputs else sizes.get(name, 96)
-    assert [index for piece in pieces if piece for its in piece.ranges for index in its] == list(range(size))
+    assert [index for piece in pieces if piece for part in piece.ranges for index in part] == list(range(size))
     assert {piece.dimension for piece in pieces if piece} == {int(by_inputs)}
 
 
-def test_gate_and_up_in_one_weight_are_divided_alike() -> None:
+def test_fused_gate_and_up_are_sharded_alike() -> None:
     config = small_config("glm4")
     piece = piece_of("model.layers.0.mlp.gate_up_proj.weight", config, Share(shard(config, 2, "whole"), 1))
     assert piece is not None
     assert piece.ranges == (range(48, 96), range(144, 192))
 
 
-def test_every_rank_has_all_of_the_norms() -> None:
+def test_norms_are_replicated() -> None:
     config = small_config("llama")
     assert piece_of("model.layers.0.input_layernorm.weight", config, Share(shard(config, 2, "whole"), 0)) is None
 
 
-def test_what_cannot_be_divided_is_named_with_its_number() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel 3 is more than its 2 KV heads"):
+def test_impossible_shardings_are_refused_with_numbers() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel 3 is more than the 2 KV heads"):
         shard(small_config("llama"), 3, "whole")
     few = small_config("llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
-    with pytest.raises(ValueError, match="tensor_parallel 8 is too much for its 64 hidden features in multiples of 16"):
+    with pytest.raises(ValueError, match="tensor_parallel 8 is too much for 64 hidden features in multiples of 16"):
         shard(few, 8, "whole")

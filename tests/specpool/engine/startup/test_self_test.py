@@ -1,6 +1,6 @@
-"""The self-test has power: it notices whatever protection is undone, or thousands of rows have the same bits anyway."""
+"""The self-test has power: if a protection is disabled, it fails, unless thousands of rows keep their bits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from specpool.engine.run.engine import Engine
 
 Undo = Callable[[pytest.MonkeyPatch], None]
 
-# Sizes of passes whose rows are compared with those of passes of one token, and how many rows of each at most.
+# Sizes of passes to compare with passes of one token, and the maximum rows of each.
 SIZES = {**dict.fromkeys((2, 3, 5, 7, 12), 120), **dict.fromkeys((97, 130, 271, 389, 500), 500)}
 
 
@@ -42,13 +42,18 @@ def _restored_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def slow(values: Iterable[Any]) -> list[Any]:
+    """Parameters of second proofs."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def different_rows(engine: Engine, length: int = 500) -> int:
-    """How many of thousands of rows of logits are not those of passes of one token, bit for bit."""
+    """Number of rows of logits, out of thousands, whose bits differ from those of passes of one token."""
     tokens = random_tokens(length, seed=3)
     alone = torch.cat([engine.forward([Span(0, at, [token], 1)]) for at, token in enumerate(tokens)])
     different = 0
-    for size, most in SIZES.items():
-        compared = tokens[: min(most, length)] if size <= length else []
+    for size, max_rows in SIZES.items():
+        compared = tokens[: min(max_rows, length)] if size <= length else []
         for at in range(0, len(compared), size):
             piece = compared[at : at + size]
             logits = engine.forward([Span(1, at, piece, len(piece))])
@@ -56,7 +61,7 @@ def different_rows(engine: Engine, length: int = 500) -> int:
     return different
 
 
-# --- Passes of torch's operations
+# --- Passes of torch operations
 
 
 def _no_pieces(patch: pytest.MonkeyPatch) -> None:
@@ -113,9 +118,9 @@ UNDONE: list[Undo] = [
 
 @pytest.mark.cpus
 @pytest.mark.thorough
-@pytest.mark.parametrize("undo", UNDONE)
-@pytest.mark.parametrize("features", [160, 192])
-def test_an_undone_protection_is_noticed_or_does_no_harm(
+@pytest.mark.parametrize("undo", [_no_tiles, *slow(undo for undo in UNDONE if undo is not _no_tiles)])
+@pytest.mark.parametrize("features", [160, *slow([192])])
+def test_a_disabled_protection_fails_the_self_test_or_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: Undo, features: int, cpu_threads: int
 ) -> None:
     undo(monkeypatch)
@@ -125,16 +130,16 @@ def test_an_undone_protection_is_noticed_or_does_no_harm(
 
 
 @pytest.mark.cpus
-@pytest.mark.parametrize("features", [160, 192])
-def test_nothing_is_noticed_where_nothing_is_undone(tmp_path: Path, features: int, cpu_threads: int) -> None:
+@pytest.mark.parametrize("features", [160, *slow([192])])
+def test_an_intact_pass_succeeds(tmp_path: Path, features: int, cpu_threads: int) -> None:
     folder = save_model(tmp_path, small_config("llama", intermediate_size=features))
     engine = load_engine(folder, threads=cpu_threads, native=False)
     assert engine.bitwise
     assert different_rows(engine) == 0
 
 
-def test_one_element_of_thousands_is_noticed() -> None:
-    """Where some values round otherwise in one place of one row: passes of random tokens rarely have them there."""
+def test_one_differing_element_of_thousands_is_found() -> None:
+    """Some values round differently in one place of one row, which passes of random tokens rarely hit."""
 
     def scalar_rest(x: torch.Tensor) -> torch.Tensor:
         whole = silu(x)
@@ -155,12 +160,12 @@ def test_one_element_of_thousands_is_noticed() -> None:
         assert list(probe.unequal) == ["specpool_test::silu"]
 
 
-# --- What the probe of operations finds, and what it does not mistake for a find
+# --- The probe of operations
 
 
-def unequal(operation: Callable[[torch.Tensor], Any], *kept: torch.Tensor, width: int = 96) -> list[str]:
-    """Names of operations found, in passes of 1, 2, 7, 97 and 271 rows."""
-    with torch.inference_mode(), OperationProbe(kept) as probe:
+def unequal(operation: Callable[[torch.Tensor], Any], *constants: torch.Tensor, width: int = 96) -> list[str]:
+    """Names of batch-dependent operations, in passes of 1, 2, 7, 97 and 271 rows."""
+    with torch.inference_mode(), OperationProbe(constants) as probe:
         for rows in (1, 2, 7, 97, 271):
             operation(torch.ones(rows, width))
     return list(probe.unequal)
@@ -182,12 +187,12 @@ def unequal(operation: Callable[[torch.Tensor], Any], *kept: torch.Tensor, width
         lambda x: x.half().float(),
     ],
 )
-def test_operations_that_mix_rows_or_move_numbers_are_no_find(operation: Callable[[torch.Tensor], Any]) -> None:
+def test_operations_that_mix_rows_or_move_data_are_ignored(operation: Callable[[torch.Tensor], Any]) -> None:
     assert unequal(operation) == []
 
 
 def matmul_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A product that adds up from the other end where there are many rows."""
+    """A GEMM that sums in reverse order for many rows."""
     order = slice(None) if len(x) < 50 else torch.arange(x.shape[1] - 1, -1, -1)
     total = torch.zeros(len(x), weight.shape[1])
     for i in torch.arange(x.shape[1])[order].tolist():
@@ -196,7 +201,7 @@ def matmul_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """A softmax whose sum is from the other end where there are many rows."""
+    """A softmax that sums in reverse order for many rows."""
     exponentials = (x - x.amax(-1, keepdim=True)).exp()
     total = torch.zeros(len(x), 1)
     for i in range(x.shape[1]) if len(x) < 50 else reversed(range(x.shape[1])):
@@ -211,7 +216,7 @@ def uneven(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def operations() -> Iterator[Any]:
-    """Operations of our own, as a library of kernels may have them."""
+    """Custom operations, such as a library of kernels may define."""
     library = torch.library.Library("specpool_uneven", "DEF")
     for schema, function in (
         ("matmul(Tensor x, Tensor weight) -> Tensor", matmul_by_rows),
@@ -241,13 +246,13 @@ def operations() -> Iterator[Any]:
         ("matmul", lambda own, x, weight: own.matmul(x, weight[:, ::2])),
     ],
 )
-def test_rows_that_depend_on_others_are_found(operations: Any, name: str, call: Callable[..., Any]) -> None:
+def test_batch_dependent_operations_are_found(operations: Any, name: str, call: Callable[..., Any]) -> None:
     weight = torch.randn(96, 32)
     assert unequal(lambda x: call(operations, x, weight), weight) == [f"specpool_uneven::{name}"]
 
 
-def test_the_operation_that_failed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """GPT-2 has products that are no linear layers: no grid is looked for, and torch's kernels differ by their rows."""
+def test_the_failed_operation_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-2 has GEMMs outside linear layers, for which no grid is searched."""
     engine = load_engine(save_model(tmp_path, small_config("gpt2", n_layer=2, n_head=4)), threads=1)
     assert engine.bitwise or "equal rows do not have equal bits after aten::addmm" in caplog.text
     assert not engine.bitwise or different_rows(engine) == 0
@@ -265,14 +270,13 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     return torch.zeros(1, 1, 16)
 
 
-def test_attention_agrees_at_joins_of_splits(cache: torch.Tensor) -> None:
+@pytest.mark.slow
+def test_attention_agrees_at_split_boundaries(cache: torch.Tensor) -> None:
     assert kernels.attention_agrees(cache, query_groups=3, longest=50)
 
 
-@pytest.mark.parametrize("split", [16, 64])
-def test_splits_that_depend_on_the_batch_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int
-) -> None:
+@pytest.mark.parametrize("split", [16, *slow([64])])
+def test_batch_dependent_splits_are_found(monkeypatch: pytest.MonkeyPatch, cache: torch.Tensor, split: int) -> None:
     def attend(query: torch.Tensor, *others: Any) -> torch.Tensor:
         monkeypatch.setattr(gpu_attention, "SPLIT", 32 if len(query) == 1 else split)
         return gpu_attention.attend_extents(query, *others[:-1], 8)
@@ -289,7 +293,7 @@ def products_of(folder: Path, exact: bool = True, **options: Any) -> list[Produc
 
 
 @pytest.mark.parametrize("differs", [lambda rows: rows == 320, lambda rows: rows == 8, lambda rows: rows > 8])
-def test_products_that_depend_on_the_number_of_rows_are_not_chosen(
+def test_batch_dependent_gemms_are_not_chosen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
 ) -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -301,7 +305,7 @@ def test_products_that_depend_on_the_number_of_rows_are_not_chosen(
     assert {product.kind for product in products_of(tmp_path)} == {"triton"}
 
 
-def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_fastest_exact_gemm_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "choose_products", choose_products)
     monkeypatch.setattr(gpu_products, "linear", lambda x, weight: gpu_products.multiply(x, weight, 1)[0])
@@ -309,9 +313,7 @@ def test_of_exact_products_the_fastest_are_chosen(monkeypatch: pytest.MonkeyPatc
     assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
 
 
-def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gemms_with_different_bits_are_chosen_consistently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
     monkeypatch.setattr(forward, "choose_products", choose_products)
     monkeypatch.setattr(
@@ -323,7 +325,7 @@ def test_of_products_with_other_bits_the_same_are_chosen_after_every_start(
     assert {product.kind for product in products_of(tmp_path, exact=False)} == {"cublas"}
 
 
-def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failing_gemms_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise RuntimeError("out of resource")
 
@@ -335,7 +337,7 @@ def test_products_that_fail_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_
     assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
 
 
-def test_without_an_exact_product_all_passes_have_one_shape(
+def test_without_an_exact_gemm_all_passes_have_one_shape(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     imitate_kernels(monkeypatch)
@@ -345,7 +347,7 @@ def test_without_an_exact_product_all_passes_have_one_shape(
     assert "64 rows at a time" in engine.notes[0]
 
 
-def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_probes_attention_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     imitate_kernels(monkeypatch)
     folder = save_model(tmp_path, small_config("llama"))
@@ -360,7 +362,7 @@ def test_an_engine_asks_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Changes the sources of the compiled pass; each change is of a text that one of its files has."""
+    """Replaces texts in the sources of the compiled pass. Exactly one file has each text."""
     sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.INCLUDED)}
     for before, after in changes.items():
         (name,) = (name for name, source in sources.items() if before in source)
@@ -374,7 +376,7 @@ TERM = "sums[r][p] += w * x[r * inputs + k];"
 
 
 def _backwards(rows: int) -> dict[str, str]:
-    """Products of this number of rows are added up from the other end."""
+    """GEMMs of this number of rows sum in reverse order."""
     return {
         "wide w = dense_weight(kind, weight, p);": f"int64_t j = rows == {rows} ? count - 1 - k : k;"
         "wide w = dense_weight(kind, weight + (j - k) * dense_bytes(kind), p);",
@@ -407,9 +409,9 @@ NATIVE_MUTANTS = {
 
 @pytest.mark.cpus
 @pytest.mark.thorough
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NATIVE_MUTANTS)
-def test_a_change_of_the_compiled_pass_is_noticed_or_does_no_harm(
+@pytest.mark.parametrize("weights", ["float32", *slow(["bfloat16"])])
+@pytest.mark.parametrize("name", ["1 rows backwards", *slow([*NATIVE_MUTANTS][1:])])
+def test_a_mutated_compiled_pass_fails_the_self_test_or_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, cpu_threads: int
 ) -> None:
     changes, harmless = NATIVE_MUTANTS[name]
@@ -444,7 +446,7 @@ WIDENING_MUTANTS = {
 
 
 def products_with(folder: Path, kind: str) -> NativeModel:
-    """The compiled pass of a model with weights of a kind."""
+    """The compiled pass of a model with weights of one kind."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
     folder.mkdir()
     options = EngineOptions(model=str(save_random_gguf(folder, lambda name: kind, **sizes)), device="cpu")
@@ -456,15 +458,13 @@ def products_with(folder: Path, kind: str) -> NativeModel:
 
 @pytest.mark.cpus
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", WIDENING_MUTANTS)
-def test_weights_that_are_widened_wrongly_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["codes have another middle", *slow([*WIDENING_MUTANTS][1:])])
+def test_wrong_dequantization_fails_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     kind, changes = WIDENING_MUTANTS[name]
     change_source(changes, monkeypatch, tmp_path)
     assert not products_agree(products_with(tmp_path / "model", kind))
 
 
 @pytest.mark.cpus
-def test_weights_that_are_widened_rightly_pass(tmp_path: Path) -> None:
+def test_correct_dequantization_passes_the_self_test(tmp_path: Path) -> None:
     assert products_agree(products_with(tmp_path / "model", "Q4_K"))

@@ -1,4 +1,4 @@
-"""Work on weights is spread over threads without a trace: same results, same settings afterwards."""
+"""Parallel work on weights gives the same results and leaves torch's thread settings alone."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from specpool.engine.weights.threads import on_threads
+from specpool.engine.weights.threads import map_on_threads
 
 
 @pytest.fixture(autouse=True)
@@ -18,53 +18,46 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_results_come_in_the_order_of_their_items_from_as_many_threads_as_torch_has() -> None:
+def test_results_keep_their_order_and_use_all_threads() -> None:
     together = threading.Barrier(3, timeout=60)
 
     def square(number: int) -> tuple[int, int]:
         if number < 3:
-            together.wait()  # ends only if three threads are at work
+            together.wait()  # passes only if three threads are running
         return number**2, torch.get_num_threads()
 
-    assert on_threads(square, range(20)) == [(number**2, 1) for number in range(20)]
+    assert map_on_threads(square, range(20)) == [(number**2, 1) for number in range(20)]
 
 
-def test_later_operations_have_their_threads_again_here_and_in_new_threads() -> None:
-    def fails(_: int) -> None:
+def test_callers_and_new_threads_keep_their_thread_count() -> None:
+    def fail(_: int) -> None:
         raise ValueError("not this one")
 
     with pytest.raises(ValueError, match="not this one"):
-        on_threads(fails, range(4))
-    found = [torch.get_num_threads()]
-    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        map_on_threads(fail, range(4))
+    counts = [torch.get_num_threads()]
+    later = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
     later.start()
     later.join()
-    assert found == [3, 3]
+    assert counts == [3, 3]
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_inference_mode_is_that_of_the_caller(inference: bool) -> None:
+def test_inference_mode_is_inherited(inference: bool) -> None:
     with torch.inference_mode(inference):
-        made = on_threads(torch.zeros, range(1, 5))
-    assert [tensor.is_inference() for tensor in made] == [inference] * 4
+        tensors = map_on_threads(torch.zeros, range(1, 5))
+    assert [tensor.is_inference() for tensor in tensors] == [inference] * 4
 
 
-def test_a_single_thread_needs_no_other_one() -> None:
-    def where(_: int) -> threading.Thread:
-        return threading.current_thread()
-
+def test_one_thread_works_in_the_caller() -> None:
     torch.set_num_threads(1)
-    assert on_threads(where, range(3)) == [threading.current_thread()] * 3
-    assert on_threads(where, []) == []
+    assert map_on_threads(lambda _: threading.current_thread(), range(3)) == [threading.current_thread()] * 3
+    assert map_on_threads(abs, []) == []
 
 
-def test_threads_that_began_without_an_operation_keep_one_torch_thread_each() -> None:
-    """Torch gives a thread the number of all in its first operation, however late that is."""
-    torch.set_num_threads(7)  # as in no other test, so that the threads are new ones
-    on_threads(lambda _: time.sleep(0.001), range(20))
-    assert set(on_threads(lambda _: torch.get_num_threads(), range(20))) == {1}
-    assert on_threads(lambda size: on_threads(abs, range(size)), range(20)) == [[*range(size)] for size in range(20)]
-
-
-def test_work_that_is_spread_may_spread_work() -> None:
-    assert on_threads(lambda size: on_threads(abs, range(size)), range(40)) == [[*range(size)] for size in range(40)]
+def test_new_pool_threads_use_one_torch_thread_each_and_can_nest() -> None:
+    """Torch assigns the full thread count in a thread's first operation, however late that is."""
+    torch.set_num_threads(7)  # a count that no other test uses, so the pool is new
+    map_on_threads(lambda _: time.sleep(0.001), range(20))
+    assert set(map_on_threads(lambda _: torch.get_num_threads(), range(20))) == {1}
+    assert map_on_threads(lambda size: map_on_threads(abs, range(size)), range(20)) == [[*range(n)] for n in range(20)]

@@ -1,4 +1,4 @@
-"""The log's two formats, and what cannot get into them."""
+"""Log formats, forged lines, and lines from native libraries."""
 
 import io
 import json
@@ -21,7 +21,7 @@ FORGED = "2026-01-01T00:00:00 ERROR specpool.rpc.server.server: forged"
 
 @contextmanager
 def logging_as(formatter: logging.Formatter) -> Iterator[tuple[logging.Logger, Callable[[], list[str]]]]:
-    """A logger, and its lines so far."""
+    """Yield a logger, and a function that returns its lines."""
     written, log = io.StringIO(), logging.getLogger("tests.logs")
     handler = logging.StreamHandler(written)
     handler.setFormatter(formatter)
@@ -37,7 +37,7 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_a_line_of_json_says_when_where_and_what() -> None:
+def test_json_lines_have_timestamp_level_logger_and_message() -> None:
     with logging_as(JsonFormatter()) as (log, lines):
         log.warning("%d of %s", 3, "ü\n}", exc_info=raised(ValueError("a\nb")))
         (line,) = lines()
@@ -49,7 +49,7 @@ def test_a_line_of_json_says_when_where_and_what() -> None:
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()], ids=["json", "text"])
-def test_no_line_can_be_forged(formatter: logging.Formatter) -> None:
+def test_lines_cannot_be_forged(formatter: logging.Formatter) -> None:
     for end in ("\n", "\r", "\r\n", "\x0b", "\x85", "\u2028", "\x1b[2J"):
         with logging_as(formatter) as (log, lines):
             log.warning("a %s", f"{end}{FORGED}", extra=logs.about(f"b{end}{FORGED}"))
@@ -60,7 +60,7 @@ def test_no_line_can_be_forged(formatter: logging.Formatter) -> None:
         assert sum(not line.startswith("    ") for line in written) == 2
 
 
-def test_lines_in_text_name_the_requests_at_their_end() -> None:
+def test_text_lines_end_with_their_requests() -> None:
     def end_of(*request_ids: str) -> str:
         with logging_as(TextFormatter()) as (log, lines):
             log.warning("it", extra=logs.about(*request_ids))
@@ -70,12 +70,12 @@ def test_lines_in_text_name_the_requests_at_their_end() -> None:
     assert end_of("a-1") == "it [request_id=a-1]"
     assert end_of("a", "b", "a") == "it [request_ids=a,b]"
     assert end_of('x] "y') == 'it [request_id="x] \\"y"]'
-    assert end_of("a" * 200) == f"it [request_id={'a' * logs.MOST_ID_CHARACTERS}]"
+    assert end_of("a" * 200) == f"it [request_id={'a' * logs.MAX_ID_CHARACTERS}]"
 
 
-def test_what_outlives_a_round_does_not_belong_to_its_requests() -> None:
+def test_requests_and_trace_end_with_their_context() -> None:
     with logging_as(JsonFormatter()) as (log, lines):
-        with logs.ServesRequests(lambda: ["a", "b"]), logs.traced("f00"):
+        with logs.BoundRequests(lambda: ["a", "b"]), logs.bound_trace("f00"):
             log.warning("within")
         log.warning("after")
         within, after = map(json.loads, lines())
@@ -83,7 +83,7 @@ def test_what_outlives_a_round_does_not_belong_to_its_requests() -> None:
     assert not {"request_ids", "request_id", "trace_id"} & after.keys()
 
 
-def test_an_error_without_its_message_says_what_and_where() -> None:
+def test_withheld_errors_keep_type_and_traceback() -> None:
     with logging_as(JsonFormatter()) as (log, lines):
         log.error("it", exc_info=logs.without_message(raised(KeyError("secret"))))
         event = json.loads(lines()[0])
@@ -101,19 +101,19 @@ logging.getLogger("chatty").warning("by a library")
 os.write(2, b"I1122 18:07:39.248465 26806 chttp2_transport.cc:1403] gone\\nW1122 2 3 a.cc:1] odd\\npanicked\\n")
 print("printed", file=sys.stderr)
 """
-ENDINGS = {"sys.exit('the end')": "the end", "raise ValueError('the end')": "uncaught"}
+ENDINGS = {"sys.exit('the end')": "the end", "raise ValueError('the end')": "uncaught exception"}
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_every_line_of_a_process_is_json_whoever_writes_it(ending: str) -> None:
+def test_all_lines_of_a_process_are_json(ending: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM + ending], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 1
     events = [json.loads(line) for line in ended.stderr.splitlines()]
-    found = {event["message"].split("] ")[-1]: (event["logger"], event["level"]) for event in events}
-    assert found.pop(ENDINGS[ending])[1] == ("CRITICAL" if "raise" in ending else "WARNING")
-    assert found == {
+    by_message = {event["message"].split("] ")[-1]: (event["logger"], event["level"]) for event in events}
+    assert by_message.pop(ENDINGS[ending])[1] == ("CRITICAL" if "raise" in ending else "WARNING")
+    assert by_message == {
         "by a library": ("chatty", "WARNING"),
         "gone": ("stderr", "INFO"),
         "odd": ("stderr", "WARNING"),
@@ -122,7 +122,7 @@ def test_every_line_of_a_process_is_json_whoever_writes_it(ending: str) -> None:
     }
 
 
-def test_a_crash_in_native_code_leaves_the_stack_in_the_log() -> None:
+def test_native_crashes_log_the_stack() -> None:
     crash = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.abort()"
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM + crash], capture_output=True, text=True, timeout=60, check=False
@@ -143,8 +143,8 @@ print(len(lines))
 """
 
 
-def test_a_log_that_cannot_be_written_is_not_written_about() -> None:
-    """Nobody may read stderr any more, or its disk be full: what is said about that on stderr is logged in turn."""
+def test_write_errors_are_not_logged() -> None:
+    """Reporting a closed stderr or a full disk on stderr would loop."""
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
             [sys.executable, "-c", LOGS_ONE_LINE], stdout=subprocess.PIPE, stderr=full, timeout=60, check=True

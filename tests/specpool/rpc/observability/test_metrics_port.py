@@ -1,4 +1,4 @@
-"""The metrics port: what it answers, that nobody can hold it up or make it large, and how calls are counted."""
+"""The metrics port: responses, limits, and counts of calls."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -19,22 +19,23 @@ from scraping import Scrape, free_port, http, scrape
 
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import Families
-from specpool.rpc.observability.metrics_endpoint import MOST_CONNECTIONS, MOST_REQUEST_BYTES
+from specpool.rpc.observability.metrics_endpoint import MAX_CONNECTIONS, MAX_REQUEST_BYTES
 from specpool.rpc.server.server import Server
 
+ENDPOINT = "specpool.rpc.observability.metrics_endpoint"
 HANDLED = "specpool:grpc_server_handled_total"
 GET = "GET /metrics HTTP/1.1\r\n\r\n"
 
 
 @pytest.fixture(autouse=True)
 def _accept_at_once() -> Iterator[None]:
-    with mock.patch("specpool.rpc.observability.metrics_endpoint.ACCEPT_SECONDS", 0):
+    with mock.patch(f"{ENDPOINT}.ACCEPT_SECONDS", 0):
         yield
 
 
 @asynccontextmanager
 async def running(**changes: Any) -> AsyncIterator[tuple[int, grpc.aio.Channel, Server]]:
-    """A server without services of its own: its metrics port, and a channel to it."""
+    """Run a server without services. Yields its metrics port, a channel and the server."""
     metrics = free_port()
     server = Server(ServerSettings(metrics_port=metrics, drain_seconds=0, **changes), 2**20)
     port = await server.start()
@@ -47,8 +48,8 @@ async def running(**changes: Any) -> AsyncIterator[tuple[int, grpc.aio.Channel, 
 
 
 @pytest.mark.parametrize("accepted", ["*/*", "application/openmetrics-text; version=1.0.0,text/plain;q=0.5"])
-async def test_a_scrape_has_the_version_and_the_process(accepted: str) -> None:
-    """Names are the same whatever Prometheus says that it accepts."""
+async def test_scrapes_have_version_and_process_metrics(accepted: str) -> None:
+    """The Accept header does not change the names."""
     async with running() as (port, _, _):
         seen = await scrape(port)
         status, fields, body = await http(port, f"GET /metrics HTTP/1.1\r\nAccept: {accepted}\r\n\r\n")
@@ -70,73 +71,67 @@ async def test_a_scrape_has_the_version_and_the_process(accepted: str) -> None:
         ("GET /metrics\r\n\r\n", "400 Bad Request"),
         ("PRI * HTTP/2.0\r\n\r\n", "400 Bad Request"),
         (b"\xff\xfe \x00 HTTP/1.1\r\n\r\n", "400 Bad Request"),
-        ("x" * (MOST_REQUEST_BYTES + 8), "431 Request Header Fields Too Large"),
+        ("x" * (MAX_REQUEST_BYTES + 8), "431 Request Header Fields Too Large"),
     ],
 )
-async def test_only_the_metrics_are_served(request_: str | bytes, status: str) -> None:
+async def test_only_metrics_are_served(request_: str | bytes, status: str) -> None:
     async with running() as (port, _, _):
         assert (await http(port, request_))[0] == status
 
 
-async def test_clients_that_ask_or_read_nothing_hold_up_nobody() -> None:
+async def test_idle_clients_block_nobody() -> None:
     async with running() as (port, _, _):
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_CONNECTIONS + 4)]
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS + 4)]
         for _, writer in idle[::2]:
             writer.write(GET.encode())
         for _ in range(3):
             assert (await scrape(port)).families
-        assert await idle[1][0].read() == b""  # one of the oldest, closed for the others
+        assert await idle[1][0].read() == b""  # among the oldest: closed
         for _, writer in idle:
             writer.close()
 
 
-async def test_a_request_must_arrive_in_time() -> None:
-    with mock.patch("specpool.rpc.observability.metrics_endpoint.REQUEST_SECONDS", 0.05):
+async def test_requests_must_arrive_in_time() -> None:
+    with mock.patch(f"{ENDPOINT}.REQUEST_SECONDS", 0.05):
         async with running() as (port, _, _):
             assert await http(port, "GET /met") == ("", {}, "")
 
 
-async def test_connections_are_accepted_slowly() -> None:
-    """Whoever floods the port takes little time from the calls that the process serves."""
-    asked = []
-    with mock.patch("specpool.rpc.observability.metrics_endpoint.ACCEPT_SECONDS", 3600):
+def add_collector(server: Server) -> mock.Mock:
+    """Add a collector that only counts its calls."""
+    collect = mock.Mock(return_value=[])
+    server.registry.register(mock.Mock(spec=["collect"], collect=collect))
+    return collect
+
+
+async def test_connections_are_accepted_at_a_limited_rate() -> None:
+    with mock.patch(f"{ENDPOINT}.ACCEPT_SECONDS", 3600):
         async with running() as (port, _, server):
-            server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
+            collect = add_collector(server)
             assert (await scrape(port)).families
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(scrape(port), 0.1)
-    assert len(asked) == 1
+    assert collect.call_count == 1
 
 
-async def test_scrapes_soon_after_another_get_the_same_answer() -> None:
-    asked = []
-    with mock.patch("specpool.rpc.observability.metrics_endpoint.KEPT_FOR", 10**9):
+@pytest.mark.parametrize(("max_seconds", "collected"), [(5.0, 1), (0.0, 3)])
+async def test_responses_are_cached_for_a_limited_time(max_seconds: float, collected: int) -> None:
+    with mock.patch.multiple(ENDPOINT, CACHE_FACTOR=10**9, MAX_CACHE_SECONDS=max_seconds):
         async with running() as (port, _, server):
-            server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
-            assert len({(await http(port, GET))[2] for _ in range(5)}) == 1
-    assert len(asked) == 1
-
-
-async def test_an_answer_that_took_long_is_not_kept_for_long() -> None:
-    """Numbers that stand still for minutes would look like a process that does nothing."""
-    asked = []
-    with mock.patch.multiple("specpool.rpc.observability.metrics_endpoint", KEPT_FOR=10**9, MOST_KEPT_SECONDS=0.0):
-        async with running() as (port, _, server):
-            server.registry.register(mock.Mock(spec=["collect"], collect=lambda: asked.append(1) or []))
-            for _ in range(2):
+            collect = add_collector(server)
+            for _ in range(3):
                 await http(port, GET)
-    assert len(asked) == 2
+    assert collect.call_count == collected
 
 
-async def test_a_collector_that_fails_costs_its_scrape_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_collectors_fail_only_their_scrape(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as (port, _, server):
-        broken = mock.Mock(spec=["collect"], collect=mock.Mock(side_effect=[RuntimeError("broken"), []]))
-        server.registry.register(broken)
+        add_collector(server).side_effect = [RuntimeError("broken"), []]
         assert [(await http(port, GET))[0] for _ in range(2)] == ["500 Internal Server Error", "200 OK"]
-    assert "the metrics could not be collected" in caplog.text
+    assert "could not collect metrics" in caplog.text
 
 
-async def test_a_port_in_use_is_one_line() -> None:
+async def test_used_port_is_reported_in_one_line() -> None:
     async with running() as (port, _, _):
         for host in ("127.0.0.1", "0.0.0.0"):
             server = Server(ServerSettings(drain_seconds=0, metrics_port=port, host=host), 2**20)
@@ -146,7 +141,7 @@ async def test_a_port_in_use_is_one_line() -> None:
             await server.wait_stopped()
 
 
-async def test_an_ipv6_address_will_do() -> None:
+async def test_ipv6_addresses_work() -> None:
     port = free_port()
     server = Server(ServerSettings(metrics_port=port, host="::", drain_seconds=0), 2**20)
     try:
@@ -186,7 +181,7 @@ async def test_calls_are_counted_by_method_and_code() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_what_callers_invent_becomes_no_label(tmp_path: Path) -> None:
+async def test_invented_methods_become_no_labels(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"alice {TOKEN}\n")
     async with running(api_tokens=tokens) as (port, channel, _):
@@ -201,15 +196,6 @@ async def test_what_callers_invent_becomes_no_label(tmp_path: Path) -> None:
         }
 
 
-async def test_without_the_port_calls_are_not_counted() -> None:
-    server = Server(ServerSettings(drain_seconds=0), 2**20)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
-        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-    assert counts(Scrape.of(generate_latest(server.registry).decode())) == {}
-    server.stop()
-    await server.wait_stopped()
-
-
 @settings(deadline=None)
 @given(
     label=st.text(),
@@ -217,9 +203,7 @@ async def test_without_the_port_calls_are_not_counted() -> None:
     counts=st.lists(st.integers(0, 2**40), min_size=4, max_size=4),
     total=st.floats(0, 1e12),
 )
-def test_whatever_a_model_is_called_the_text_can_be_read(
-    label: str, values: dict[str, float], counts: list[int], total: float
-) -> None:
+def test_any_label_can_be_parsed(label: str, values: dict[str, float], counts: list[int], total: float) -> None:
     families = Families("x:", {"model_name": label})
     made = [families.gauge("a", "Text.", values, "by"), families.histogram("b", "Text.", [0.5, 1, 20], counts, total)]
     seen = Scrape.of(text_of(made))
@@ -236,9 +220,9 @@ def text_of(metrics: list[Metric]) -> str:
 
 def counts(seen: Scrape) -> dict[tuple[str, str], float]:
     """Calls by method and code."""
-    found = {}
+    totals = {}
     for labels, value in seen.values(HANDLED).items():
         by = dict(labels)
         assert by["grpc_service"].startswith("grpc.") or by["grpc_service"] == by["grpc_method"] == "unknown"
-        found[by["grpc_method"], by["grpc_code"]] = value
-    return found
+        totals[by["grpc_method"], by["grpc_code"]] = value
+    return totals

@@ -1,4 +1,4 @@
-"""Settings of traces, and variables of OpenTelemetry, that are wrong: each is refused or survived in one line."""
+"""Invalid trace settings and OpenTelemetry variables: each one is a single line."""
 
 from unittest import mock
 
@@ -12,9 +12,7 @@ from specpool.worker.process import run_worker
 from specpool.worker.settings import WorkerSettings
 
 
-def test_without_the_extra_the_setting_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("specpool.rpc.observability.trace_settings.find_spec", lambda package: None)
     with pytest.raises(SystemExit) as ended:
         CoordinatorSettings.load("specpool-coordinator", ["--otlp-traces-endpoint", "http://localhost:4317"])
@@ -23,7 +21,7 @@ def test_without_the_extra_the_setting_says_what_to_install(
     assert capsys.readouterr().err == line
 
 
-NO_ENDPOINTS = [
+INVALID_ENDPOINTS = [
     "localhost:4317",
     "http://",
     "ftp://a:1",
@@ -35,20 +33,20 @@ NO_ENDPOINTS = [
 ]
 
 
-@pytest.mark.parametrize("endpoint", NO_ENDPOINTS)
-def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
+@pytest.mark.parametrize("endpoint", INVALID_ENDPOINTS)
+def test_invalid_endpoints_are_rejected(endpoint: str) -> None:
     with pytest.raises(ValueError, match="must be a URL of a collector"):
         TraceSettings(otlp_traces_endpoint=endpoint)
 
 
 @pytest.mark.parametrize("path", ["/v1/traces", "/?a=b", "#a"])
-def test_a_url_for_traces_over_http_is_refused(path: str) -> None:
+def test_endpoints_for_otlp_over_http_are_rejected(path: str) -> None:
     assert TraceSettings(otlp_traces_endpoint="http://a:4317/").otlp_traces_endpoint == "http://a:4317/"
     with pytest.raises(ValueError, match="must end with the port of a collector"):
         TraceSettings(otlp_traces_endpoint=f"http://a:4318{path}")
 
 
-def test_prompts_without_traces_are_refused() -> None:
+def test_trace_prompts_needs_an_endpoint() -> None:
     with pytest.raises(ValueError, match="trace_prompts needs an otlp_traces_endpoint"):
         CoordinatorSettings(trace_prompts=True)
 
@@ -63,7 +61,7 @@ def test_prompts_without_traces_are_refused() -> None:
         ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"),
     ],
 )
-async def test_variables_that_opentelemetry_refuses_end_a_process_in_one_line(
+async def test_rejected_variables_end_the_process_with_one_line(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -87,7 +85,7 @@ async def test_variables_that_opentelemetry_refuses_end_a_process_in_one_line(
         ("OTEL_EXPORTER_OTLP_HEADERS", "authorization: Bearer s3cret"),
     ],
 )
-async def test_variables_that_opentelemetry_ignores_are_a_line_each(
+async def test_ignored_variables_log_one_line(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(name, value)

@@ -1,79 +1,31 @@
-"""Floods of calls, of bytes and of connections: each is bounded, and whoever is within the bounds is served."""
+"""Limits on calls, request memory and connections. Clients within their limits are served."""
 
 import asyncio
 import gc
-import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
+from call_service import MESSAGE_BYTES, Calls, calls_server
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serving import PATIENCE_SECONDS, detail_of, free_address, make_request, serving
+from secure_service import until
+from serving import detail_of, free_address, make_request, serving
 
-from specpool.protocol.errors import InvalidArgumentError
-from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.server import connections, limits
 from specpool.rpc.server.limits import memory_of
-from specpool.rpc.server.server import Server
 from specpool.v1 import generation_pb2 as pb
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-MESSAGE_BYTES = 2**20
-
-
-class Parsed:
-    """A parsed request."""
-
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
-
-
-class Calls(grpc.GenericRpcHandler):
-    """Methods `One` and `Stream`, which answer once `open` is set, and `Refuse` and `Fail`, which fail."""
-
-    def __init__(self) -> None:
-        self.open = asyncio.Event()
-        self.begun = 0
-        self.requests: list[weakref.ref[Parsed]] = []
-
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        behaviour = {"One": self.one, "Refuse": self.refuse, "Fail": self.fail}.get(details.method.split("/")[-1])
-        if behaviour is not None:
-            return grpc.unary_unary_rpc_method_handler(behaviour, request_deserializer=Parsed)
-        return grpc.unary_stream_rpc_method_handler(self.stream, request_deserializer=Parsed)
-
-    async def one(self, request: Parsed, context: Any) -> bytes:
-        self.begun += 1
-        await self.open.wait()
-        return request.payload[:10]
-
-    async def stream(self, request: Parsed, context: Any) -> AsyncIterator[bytes]:
-        yield await self.one(request, context)
-
-    async def refuse(self, request: Parsed, context: Any) -> bytes:
-        self.requests.append(weakref.ref(request))
-        raise InvalidArgumentError("field", "told to refuse")
-
-    async def fail(self, request: Parsed, context: Any) -> bytes:
-        self.requests.append(weakref.ref(request))
-        raise KeyError("told to fail") from ValueError()
 
 
 @asynccontextmanager
 async def running(**settings: Any) -> AsyncIterator[tuple[Calls, str]]:
-    server, calls = Server(ServerSettings(drain_seconds=0, **settings), MESSAGE_BYTES), Calls()
-    server.add("calls", lambda handler, added_to: added_to.add_generic_rpc_handlers((handler,)), calls)
-    port = await server.start()
-    try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            yield calls, f"127.0.0.1:{port}"
-    finally:
-        server.stop(drain=False)
-        await server.wait_stopped()
+    async with calls_server(**settings) as (_, calls, address):
+        yield calls, address
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -82,7 +34,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 @pytest.fixture
 def clients_by_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several clients on one host: each says its name."""
+    """Identify clients by metadata, to have several clients on one host."""
     monkeypatch.setattr(limits, "client_of", lambda context: dict(context.invocation_metadata()).get("client", ""))
 
 
@@ -92,7 +44,7 @@ def call(channel: grpc.aio.Channel, method: str = "One", payload: bytes = b"a", 
 
 
 def unsent(channel: grpc.aio.Channel, client: str = "") -> Any:
-    """A call whose request never comes."""
+    """A call whose request never arrives."""
     return channel.stream_unary("/calls/One")(metadata=(("client", client),))
 
 
@@ -100,11 +52,6 @@ async def refusal(answer: Awaitable[Any]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await answer
     return caught.value
-
-
-async def until(holds: Callable[[], object]) -> None:
-    while not holds():  # noqa: ASYNC110 - nothing to wait for but the state itself
-        await asyncio.sleep(0.01)
 
 
 async def is_healthy(channel: grpc.aio.Channel) -> bool:
@@ -115,7 +62,7 @@ async def is_healthy(channel: grpc.aio.Channel) -> bool:
 # --- Calls
 
 
-async def test_a_call_beyond_the_limit_is_refused_before_its_request_has_come() -> None:
+async def test_calls_beyond_max_calls_fail_before_their_request_arrives() -> None:
     async with (
         running(max_calls=2) as (calls, address),
         open_channel(address) as channel,
@@ -138,7 +85,7 @@ async def test_a_call_beyond_the_limit_is_refused_before_its_request_has_come() 
 
 
 @pytest.mark.usefixtures("clients_by_metadata")
-async def test_a_client_beyond_its_limit_costs_the_others_nothing() -> None:
+async def test_calls_beyond_max_calls_per_client_fail() -> None:
     async with running(max_calls_per_client=2) as (calls, address), open_channel(address) as channel:
         held = [asyncio.ensure_future(call(channel, client="greedy")) for _ in range(2)]
         await until(lambda: calls.begun == 2)
@@ -153,7 +100,7 @@ async def test_a_client_beyond_its_limit_costs_the_others_nothing() -> None:
 
 
 @pytest.mark.usefixtures("clients_by_metadata")
-async def test_one_that_watches_health_without_end_hides_it_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_health_watches_do_not_block_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEALTH_CALLS_PER_CLIENT", 3)
     async with running() as (_, address), open_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="live")
@@ -167,15 +114,11 @@ async def test_one_that_watches_health_without_end_hides_it_from_nobody(monkeypa
 # --- Requests
 
 
-async def test_a_request_that_does_not_come_is_not_waited_for() -> None:
+async def test_late_and_missing_requests_fail() -> None:
     async with running(receive_seconds=0.2) as (_, address), open_channel(address) as channel:
         error = await refusal(unsent(channel))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "0.2 s (receive_seconds)" in str(error.details())
-
-
-async def test_a_call_without_a_request_is_an_error() -> None:
-    async with running() as (_, address), open_channel(address) as channel:
         ended = unsent(channel)
         await ended.done_writing()
         error = await refusal(ended)
@@ -183,30 +126,31 @@ async def test_a_call_without_a_request_is_an_error() -> None:
         assert error.details() == "request: the call has no request"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clients_by_metadata")
-async def test_clients_that_send_slowly_hold_up_only_themselves() -> None:
+async def test_slow_senders_delay_only_themselves() -> None:
     async with running(receive_seconds=1.5) as (calls, address), open_channel(address) as channel:
         calls.open.set()
-        slow = [unsent(channel, client="slow") for _ in range(3 * limits.REQUESTS_READ_AT_ONCE)]
+        slow = [unsent(channel, client="slow") for _ in range(3 * limits.MAX_CONCURRENT_READS)]
         ends = asyncio.gather(*(refusal(each) for each in slow))
         for _ in range(10):
-            assert await call(channel, payload=bytes(MESSAGE_BYTES // 2), client="fast") == bytes(10)
+            assert await call(channel, payload=bytes(MESSAGE_BYTES // 2), client="fast")
         assert not ends.done()
         assert {error.code() for error in await ends} == {grpc.StatusCode.DEADLINE_EXCEEDED, EXHAUSTED}
         assert await call(channel, client="slow") == b"a"
 
 
 @pytest.mark.usefixtures("clients_by_metadata")
-async def test_calls_that_send_nothing_hold_up_nobody_from_however_many_clients() -> None:
-    """They would be waited for much longer than the test."""
+async def test_idle_senders_of_many_clients_delay_nobody() -> None:
+    """Even with a receive timeout much longer than the test."""
     async with running(receive_seconds=3600) as (calls, address), open_channel(address) as channel:
         calls.open.set()
         idle = [unsent(channel, client=str(i % 5)) for i in range(100)]
         for client in ("fast", "0"):
-            assert await call(channel, payload=bytes(MESSAGE_BYTES // 2), client=client) == bytes(10)
+            assert await call(channel, payload=bytes(MESSAGE_BYTES // 2), client=client)
         assert await is_healthy(channel)
         waiting = {asyncio.create_task(refusal(each)) for each in idle}
-        while len(waiting) > limits.MOST_SLOW_REQUESTS:  # the slowest are ended
+        while len(waiting) > limits.MAX_SLOW_REQUESTS:  # the slowest fail
             ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             assert {end.result().code() for end in ended} == {grpc.StatusCode.DEADLINE_EXCEEDED}
         for each in waiting:
@@ -214,7 +158,7 @@ async def test_calls_that_send_nothing_hold_up_nobody_from_however_many_clients(
 
 
 @pytest.mark.usefixtures("clients_by_metadata")
-async def test_no_client_uses_up_the_calls_or_the_memory_for_others() -> None:
+async def test_no_client_exhausts_the_limits_for_others() -> None:
     size = MESSAGE_BYTES // 2
     settings = {"max_calls": 3, "request_memory": 3 * size}
     async with running(**settings) as (calls, address), open_channel(address) as channel:
@@ -224,11 +168,11 @@ async def test_no_client_uses_up_the_calls_or_the_memory_for_others() -> None:
         await until(lambda: calls.begun >= 3)
         assert (await refusal(call(channel, client="greedy"))).code() is EXHAUSTED
         calls.open.set()
-        assert await modest == bytes(10)
+        assert await modest
         await asyncio.gather(*greedy, return_exceptions=True)
 
 
-async def test_requests_take_no_more_memory_than_they_may() -> None:
+async def test_request_memory_is_limited() -> None:
     size = MESSAGE_BYTES // 2
     async with running(request_memory=2 * MESSAGE_BYTES) as (calls, address), open_channel(address) as channel:
         held = [asyncio.ensure_future(call(channel, payload=bytes(size))) for _ in range(3)]
@@ -239,30 +183,25 @@ async def test_requests_take_no_more_memory_than_they_may() -> None:
         assert detail_of(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
         calls.open.set()
         await asyncio.gather(*held)
-        assert await call(channel, payload=bytes(size)) == bytes(10)
-
-
-async def test_a_request_larger_than_all_memory_is_served_alone() -> None:
+        assert await call(channel, payload=bytes(size))
     async with running(request_memory=1) as (calls, address), open_channel(address) as channel:
         calls.open.set()
-        assert await call(channel, payload=bytes(100)) == bytes(10)
+        assert await call(channel, payload=bytes(100)), "a single request may exceed the limit"
 
 
-def test_small_elements_take_more_memory_than_on_the_wire() -> None:
-    for request, least in (
+def test_memory_of_small_elements_exceeds_their_wire_size() -> None:
+    for request, minimum in (
         (make_request(prompt=[7] * 1000), 16 * 1000),
         (pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage()] * 1000)), 64 * 1000),
         (pb.GenerateRequest(text="x" * 1000), 1000),
     ):
-        assert least <= memory_of(request, request.ByteSize()) < least + 4000
+        assert minimum <= memory_of(request, request.ByteSize()) < minimum + 4000
 
 
 @pytest.mark.parametrize("method", ["Refuse", "Fail"])
-async def test_the_request_of_a_call_that_failed_is_gone_with_the_call(
-    monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    """Frames of errors would keep it until a garbage collection: 60 refused requests of 4 MB took two gigabytes."""
-    monkeypatch.setattr("specpool.rpc.server.interceptor.log.disabled", True)  # pytest keeps what is logged
+async def test_failed_calls_keep_no_reference_to_their_request(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Tracebacks would keep requests alive until a garbage collection."""
+    monkeypatch.setattr("specpool.rpc.server.interceptor.log.disabled", True)  # pytest keeps log records
     async with running() as (calls, address), open_channel(address) as channel:
         gc.collect()
         gc.disable()
@@ -273,11 +212,11 @@ async def test_the_request_of_a_call_that_failed_is_gone_with_the_call(
             gc.enable()
 
 
-async def test_unread_requests_wait_on_the_side_of_their_clients() -> None:
-    """The server grants no more than a window: the rest of a request is sent once it is read."""
+async def test_flow_control_window_bounds_unread_requests() -> None:
+    """Clients send the rest of a request only once it is read."""
     async with running(receive_seconds=60) as (calls, address), open_channel(address) as channel:
         calls.open.set()
-        slow = [unsent(channel) for _ in range(limits.REQUESTS_READ_AT_ONCE_PER_CLIENT)]
+        slow = [unsent(channel) for _ in range(limits.MAX_CONCURRENT_READS_PER_CLIENT)]
         await asyncio.gather(*(each.wait_for_connection() for each in slow))
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -294,7 +233,7 @@ async def test_unread_requests_wait_on_the_side_of_their_clients() -> None:
 # --- Connections
 
 
-async def test_connections_beyond_the_limit_are_closed_and_others_go_on() -> None:
+async def test_connections_beyond_max_connections_are_closed() -> None:
     async with running(max_connections=3) as (calls, address), AsyncExitStack() as stack:
         calls.open.set()
         channels = [await stack.enter_async_context(open_channel(address)) for _ in range(3)]
@@ -311,10 +250,8 @@ async def test_connections_beyond_the_limit_are_closed_and_others_go_on() -> Non
 @pytest.mark.parametrize(
     ("constant", "greeting"), [("HANDSHAKE_SECONDS", b""), ("IDLE_CONNECTION_SECONDS", b"\0\0\0\4\0\0\0\0\0")]
 )
-async def test_connections_that_nobody_uses_are_closed(
-    monkeypatch: pytest.MonkeyPatch, constant: str, greeting: bytes
-) -> None:
-    """Ones that say nothing, and ones that begin no call."""
+async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch, constant: str, greeting: bytes) -> None:
+    """Connections without a handshake, and connections without calls."""
     monkeypatch.setattr(connections, constant, 1)
     async with running() as (_, address):
         host, _, port = address.rpartition(":")
@@ -326,7 +263,7 @@ async def test_connections_that_nobody_uses_are_closed(
         writer.close()
 
 
-def test_connections_are_no_more_than_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_descriptor_limit_bounds_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits: list[tuple[int, int]] = []
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _, both: set_limits.append(both))
     for soft, hard, usable in ((256, 4096, 1000), (256, 512, 384), (2000, 2000, 1000), (1, 1, 1), (-1, -1, 1000)):
@@ -335,10 +272,10 @@ def test_connections_are_no_more_than_descriptors_allow(monkeypatch: pytest.Monk
     assert set_limits == [(1128, 4096), (512, 512), (1, 1)]
 
 
-# --- Health and refusals
+# --- Health and failed calls
 
 
-async def test_health_has_a_port_of_its_own_that_no_flood_of_connections_closes() -> None:
+async def test_health_port_works_during_connection_floods() -> None:
     port = int(free_address().rpartition(":")[2])
     async with running(health_port=port, max_connections=2) as (_, address), AsyncExitStack() as stack:
         connected = [await stack.enter_async_context(open_channel(address)) for _ in range(2)]
@@ -350,7 +287,7 @@ async def test_health_has_a_port_of_its_own_that_no_flood_of_connections_closes(
         assert (await refusal(call(own))).code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_calls_that_fail_are_counted_and_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_calls_are_counted_and_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as served:
         for _ in range(5):
             await refusal(served.stub.Generate(pb.GenerateRequest(text="\n" * 10**6)))

@@ -1,0 +1,112 @@
+"""Converts the prompt of a request to token ids. Cheap checks run before anything is tokenized."""
+
+import asyncio
+from dataclasses import dataclass
+
+from coordinator.prompts.templates import ChatTemplateError
+from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, WorkLimits
+from coordinator.prompts.tokenizer_pool import Check, TokenizerPool
+from specpool.protocol.errors import InvalidArgumentError
+from specpool.v1 import generation_pb2 as pb
+
+MAX_MESSAGES, MAX_ROLE_LENGTH = 1024, 64
+
+# Token ids that are checked before the event loop gets a turn.
+IDS_PER_TURN = 16_384
+
+FIELDS = {"text": "text", "tokenized": "tokenized.input_ids", "chat": "chat.messages"}
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads prompts for one model."""
+
+    tokenizer: TargetTokenizer
+    max_model_len: int
+    vocab_size: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of a prompt. One position is left to generate."""
+        return self.max_model_len - 1
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum bytes of text: `max_tokens` times the longest token of the vocabulary."""
+        return self.max_tokens * self.tokenizer.longest_token_bytes
+
+    def check(self, request: pb.GenerateRequest) -> None:
+        """Check a prompt as far as possible without tokenizing it. Raises InvalidArgumentError."""
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidArgumentError("input", f"one of {', '.join(FIELDS)} must be set")
+        if kind == "tokenized":
+            self._check_length("tokenized.input_ids", len(request.tokenized.input_ids))
+        elif kind == "text":
+            self._check_bytes("text", len(request.text.encode()))
+        else:
+            self._check_chat(request.chat)
+
+    async def read(self, request: pb.GenerateRequest, pool: TokenizerPool, before: Check) -> tuple[int, ...]:
+        """Return the token ids of a checked prompt. `before` runs right before tokenization.
+
+        Raises InvalidArgumentError, QueueFullError, and the errors of `before`.
+        """
+        kind = request.WhichOneof("input")
+        assert kind is not None
+        if kind == "tokenized":
+            return await self._token_ids(request.tokenized)
+        try:
+            return await pool.run(request.ByteSize(), lambda check: self._encode(request, FIELDS[kind], check), before)
+        except (ChatTemplateError, EncodingError) as error:
+            raise InvalidArgumentError(FIELDS[kind], str(error), may_quote=True) from None
+
+    def _encode(self, request: pb.GenerateRequest, field: str, check: Check) -> tuple[int, ...]:
+        limits = WorkLimits(self.max_tokens, self.max_bytes, check)
+        if request.WhichOneof("input") == "text":
+            ids = self.tokenizer.encode_text(request.text, limits)
+        else:
+            messages = [(message.role, message.content) for message in request.chat.messages]
+            ids = self.tokenizer.encode_chat(messages, limits)
+        self._check_length(field, len(ids))
+        self._check_ids(field, ids)
+        return tuple(ids)
+
+    async def _token_ids(self, tokenized: pb.TokenizedInput) -> tuple[int, ...]:
+        ids: list[int] = []
+        for start in range(0, len(tokenized.input_ids), IDS_PER_TURN):
+            if start:
+                await asyncio.sleep(0)
+            chunk = tokenized.input_ids[start : start + IDS_PER_TURN]
+            self._check_ids("tokenized.input_ids", chunk)
+            ids += chunk
+        return tuple(ids)
+
+    def _check_chat(self, chat: pb.ChatInput) -> None:
+        if not chat.messages:
+            raise InvalidArgumentError("chat.messages", "must not be empty")
+        if len(chat.messages) > MAX_MESSAGES:
+            raise InvalidArgumentError("chat.messages", f"has more than {MAX_MESSAGES} entries")
+        size = 0
+        for index, message in enumerate(chat.messages):
+            if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
+                reason = "must not be empty" if not message.role else f"has more than {MAX_ROLE_LENGTH} characters"
+                raise InvalidArgumentError(f"chat.messages[{index}].role", reason)
+            size += len(message.content.encode())
+        self._check_bytes("chat.messages", size)
+
+    def _check_bytes(self, field: str, size: int) -> None:
+        if size > self.max_bytes:
+            why = f"the maximum for {self.max_tokens} tokens"
+            raise InvalidArgumentError(field, f"the prompt has {size} bytes, more than {self.max_bytes}, {why}")
+
+    def _check_length(self, field: str, tokens: int) -> None:
+        if not tokens:
+            raise InvalidArgumentError(field, "the prompt is empty")
+        if tokens > self.max_tokens:
+            raise InvalidArgumentError(field, f"the prompt has {tokens} tokens, more than {self.max_tokens}")
+
+    def _check_ids(self, field: str, ids: list[int]) -> None:
+        if (largest := max(ids)) >= self.vocab_size:
+            reason = f"token id {largest} must be below the vocabulary size {self.vocab_size}"
+            raise InvalidArgumentError(field, reason)

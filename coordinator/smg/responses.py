@@ -1,0 +1,113 @@
+"""Builds the gateway's messages from the coordinator's results and state."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import PurePath
+
+from smg_grpc_proto import vllm_engine_pb2 as smg
+
+from coordinator.requests.generation import Sample
+from coordinator.scheduling.commits import Commit
+from coordinator.serving.coordinator import Coordinator
+from specpool.protocol.sampling import TokenLogprobs
+from specpool.v1 import common_pb2
+
+NO_TOKENIZER = "/dev/null"
+"""A path without a tokenizer, so that smg requests ours. Otherwise it would load one from its own disk or from the hub,
+which may differ."""
+
+
+def chunk(sample: Sample, commit: Commit) -> smg.GenerateResponse:
+    """Build the message of a sample's next tokens."""
+    message = smg.GenerateStreamChunk(
+        token_ids=commit.token_ids,
+        prompt_tokens=sample.sequence.prompt_length,
+        completion_tokens=len(commit.token_ids),
+        cached_tokens=sample.sequence.cached_tokens,
+        index=sample.index,
+    )
+    if commit.logprobs:
+        _add_logprobs(message.output_logprobs, commit.token_ids, commit.logprobs)
+    return smg.GenerateResponse(chunk=message)
+
+
+def end(sample: Sample) -> smg.GenerateResponse:
+    """Build the last message of a streamed sample."""
+    sequence, finish = sample.sequence, sample.sequence.finish
+    assert finish is not None
+    return smg.GenerateResponse(
+        complete=smg.GenerateComplete(
+            finish_reason=finish.reason,
+            index=sample.index,
+            prompt_tokens=sequence.prompt_length,
+            completion_tokens=sequence.num_generated,
+            cached_tokens=sequence.cached_tokens,
+            matched_token_id=finish.matched_token_id,
+            matched_stop_str=finish.matched_stop,
+            spec_accepted_tokens=sequence.speculation.accepted_tokens,
+            spec_draft_tokens=sequence.speculation.draft_tokens,
+        )
+    )
+
+
+async def complete(sample: Sample) -> smg.GenerateResponse:
+    """Build the message of a finished sample, with all of its tokens."""
+    message = end(sample)
+    token_ids, start = sample.sequence.generated_ids, 0
+    message.complete.output_ids.extend(token_ids)
+    async for logprobs in sample.logprobs():
+        _add_logprobs(message.complete.output_logprobs, token_ids[start : start + len(logprobs)], logprobs)
+        start += len(logprobs)
+    return message
+
+
+def _add_logprobs(message: smg.OutputLogProbs, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs]) -> None:
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        message.token_ids.append(token_id)
+        message.token_logprobs.append(entry.logprob)
+        message.top_logprobs.add(token_ids=[token for token, _ in entry.top], values=[value for _, value in entry.top])
+
+
+def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
+    """Describe the target to the gateway. Raises UnavailableError until the target worker was ready."""
+    tokenizer, model = coordinator.tokenizer, coordinator.target.info
+    assert model is not None
+    return smg.GetModelInfoResponse(
+        model_path=model.model,
+        tokenizer_path=NO_TOKENIZER,
+        served_model_name=served_name(model.model),
+        is_generation=True,
+        max_context_length=coordinator.max_model_len,
+        max_req_input_len=coordinator.max_model_len - 1,
+        vocab_size=model.vocab_size,
+        model_type=model.architecture,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+
+
+def served_name(model: str) -> str:
+    """Return the model name for clients: a hub id, or the last part of a path."""
+    path = PurePath(model)
+    return path.name if path.is_absolute() or len(path.parts) > 2 else str(path)
+
+
+def loads(coordinator: Coordinator, load: common_pb2.WorkerLoad | None, version: str) -> smg.GetLoadsResponse:
+    """Describe the load of the pool and, if known, of the target worker."""
+    running, waiting = coordinator.pool.running, coordinator.pool.queued
+    load = load if load is not None else common_pb2.WorkerLoad()
+    used, total = load.kv_positions_total - load.kv_positions_free, load.kv_positions_total
+    prompt_tokens = coordinator.in_flight.prompt_tokens
+    core = smg.SchedulerLoad(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=running + waiting,
+        num_used_tokens=used,
+        max_total_num_tokens=total,
+        token_usage=used / total if total else 0.0,
+        gen_throughput=coordinator.drafting.state().expected_tokens_per_s,
+        cache_hit_rate=coordinator.in_flight.cached_tokens / prompt_tokens if prompt_tokens else 0.0,
+        utilization=running / coordinator.pool.max_num_seqs,
+        max_running_requests=coordinator.pool.max_num_seqs,
+    )
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return smg.GetLoadsResponse(timestamp=now, version=version, dp_rank_count=1, loads=[core])

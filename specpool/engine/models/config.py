@@ -1,0 +1,117 @@
+"""Loads a model's configuration, and refuses models that cannot be served."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
+from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
+from specpool.engine.models.gguf_reader import GgufError, GgufFile
+
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
+    """Types of the values that the engine reads; transformers may accept others."""
+
+    architectures: list[str] | None = None
+    layer_types: list[str] | None = None
+    max_position_embeddings: int | None = None
+    num_attention_heads: int | None = None
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+
+
+def load_config(options: EngineOptions) -> PreTrainedConfig:
+    """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
+    source = source_of(options.model, options.revision)
+    try:
+        if "gguf_file" in source:
+            GgufFile(Path(options.model))  # its errors are clearer than those of transformers
+        config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
+    except GgufError as error:
+        raise UnsupportedModelError(str(error)) from error
+    except Exception as error:  # the files may contain anything
+        message = f"{options.model} is not a model folder, GGUF file or hub id: {explain(error)}"
+        raise UnsupportedModelError(message) from error
+    _check_types(config)
+    max_model_len = resolve_max_model_len(config, options)
+    refusal = (
+        _why_not_a_decoder(config)
+        or _why_not_full_attention(config, max_model_len)
+        or why_unsupported_quantization(config)
+    )
+    if refusal is not None:
+        raise UnsupportedModelError(refusal)
+    return config
+
+
+def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
+    """Return the maximum positions of a sequence. Raises UnsupportedModelError if the model has fewer."""
+    limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_MODEL_LEN
+    if options.max_model_len is not None and options.max_model_len > limit:
+        raise UnsupportedModelError(f"max_model_len {options.max_model_len} exceeds the model's {limit} positions")
+    return options.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+
+
+def explain(error: Exception) -> str:
+    """Return why transformers failed, in our own words where it refuses unsafe files."""
+    reason = first_line(error)
+    if "contains custom code" in reason:
+        return "it needs its own code, which is never run"
+    if "no file named model.safetensors" in reason or "a file named model.safetensors" in reason:
+        return "it has no model.safetensors; only safetensors and GGUF files are read, because others can run code"
+    return reason
+
+
+def _check_types(config: PreTrainedConfig) -> None:
+    try:
+        _ConfigTypes.model_validate(config)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise UnsupportedModelError(f"the configuration has {key} {problem['input']!r}: {problem['msg']}") from None
+
+
+def _why_not_a_decoder(config: PreTrainedConfig) -> str | None:
+    model = f"{config.model_type} model"
+    if config.is_encoder_decoder:
+        return f"a {model} is an encoder-decoder; only decoder-only models are served"
+    architectures = getattr(config, "architectures", None) or []
+    # GGUF files name no architecture; transformers then picks its class for the model type.
+    named = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
+    if not (named if architectures else type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
+        return f"a {model} has no causal language-model head (architectures: {', '.join(architectures) or 'none'})"
+    return None
+
+
+def _why_not_full_attention(config: PreTrainedConfig, max_model_len: int) -> str | None:
+    model = f"{config.model_type} model"
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if others:
+        return f"this {model} has {', '.join(others)} layers; only full attention is served"
+    if not getattr(config, "num_attention_heads", None):
+        return f"a {model} has no attention; only full attention is served"
+    switch = _longrope_switch(config)
+    if switch is not None and switch < max_model_len:
+        return (
+            f"this {model} re-encodes the positions of a whole batch once one exceeds {switch}; "
+            f"serve it with max_model_len <= {switch}"
+        )
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < max_model_len:
+        return f"this {model} has a sliding window of {window} positions; serve it with max_model_len <= {window}"
+    return None
+
+
+def _longrope_switch(config: PreTrainedConfig) -> int | None:
+    """Return the length at which the rotary embedding of a whole batch changes; None if it never does."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    variants = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one per layer type
+    return min(
+        (part["original_max_position_embeddings"] for part in variants if part.get("rope_type") == "longrope"),
+        default=None,
+    )

@@ -1,0 +1,51 @@
+"""Saves a trained draft as a model folder, with the embeddings and tokenizer of its target."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import source_of
+from specpool.engine.models.checkpoint_quantization import INT8_METHOD
+from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_weights import save_named
+from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.stored_weights import EMBEDDING, HEAD
+from specpool.engine.models.weights import read_embeddings
+from specpool.engine.weights.quantized import Weight
+
+
+def count_layers(trained: Mapping[str, Weight]) -> int:
+    return len({name.split(".")[2] for name in trained if name.startswith("body.layers.")})
+
+
+def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Return the target's configuration with another number of layers."""
+    values = {**target.to_dict(), "num_hidden_layers": layers, "tie_word_embeddings": True}
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][:layers]
+    return type(target)(**values)
+
+
+def save_draft(folder: Path, target: str, trained: Mapping[str, Weight]) -> None:
+    """Save a folder that a draft worker can load, with the weights as given and the target's embeddings.
+
+    `trained`: "body.*", named as in the target's architecture; "head", the rows of the output head; and "output_ids",
+    the tokens of these rows.
+    """
+    options = EngineOptions(model=target)
+    config = draft_config(load_config(options), count_layers(trained))
+    with torch.device("meta"):
+        draft: Any = AutoModelForCausalLM.from_config(config)
+    names = [name for name in draft.state_dict() if name not in (EMBEDDING, HEAD)]
+    weights = {name: trained["body." + name.removeprefix("model.")] for name in names}
+    weights[EMBEDDING] = read_embeddings(options)
+    config.quantization_config = {"quant_method": INT8_METHOD}
+    config.save_pretrained(folder)
+    draft.generation_config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source_of(target, None)).save_pretrained(folder)
+    save_named(folder / "model.safetensors", weights)
+    save_named(folder / OUTPUT_HEAD, {"weight": trained["head"], "output_ids": trained["output_ids"]})

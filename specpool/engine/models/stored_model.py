@@ -1,0 +1,99 @@
+"""Builds transformers models around stored weights, and dequantizes them where no pass can use them as stored."""
+
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.stored_weights import EMBEDDING, HEAD, StoredWeights
+from specpool.engine.sharding.weights import ShardConfig, adapt
+from specpool.engine.weights.quantized import (
+    Quantized,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    Weight,
+    as_tensor,
+    linear_of,
+    shares_memory,
+)
+
+
+def build_stored_model(
+    stored: StoredWeights,
+    config: PreTrainedConfig,
+    shard: ShardConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    **arguments: Any,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Build a model with these weights, and a loading report like that of transformers.
+
+    `shard`: build only a rank's shard; `dtype`: the final data type of its weights. `arguments`: passed on to
+    transformers. Raises UnsupportedModelError or ValueError.
+    """
+    with init_empty_weights(include_buffers=False):  # buffers are computed, not stored
+        model: Any = AutoModelForCausalLM.from_config(config, **arguments)
+    model.tie_weights()  # init_empty_weights has untied them
+    if (stored.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(stored.folder)
+    report: dict[str, Any] = {"missing_keys": [], "mismatched_keys": []}
+    for name, expected in list(model.named_parameters()):
+        weight = stored.find(name)
+        if weight is None:
+            report["missing_keys"].append(name)
+        elif tuple(weight.shape) != tuple(expected.shape):
+            report["mismatched_keys"].append((name, tuple(weight.shape), tuple(expected.shape)))
+        else:
+            _place(model, name, weight if shard is None else shard.cut(name, weight, dtype))
+    if config.tie_word_embeddings:
+        _check_tied_head(stored)
+        _place(model, HEAD, model.get_input_embeddings().weight)
+    if shard is not None:
+        adapt(model, shard.share)
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise UnsupportedModelError(f"{config.model_type} does not compute its buffer {empty[0]} at construction")
+    return model, {**report, "unexpected_keys": stored.unread}
+
+
+def dequantize_model(model: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Dequantize the weights of a model one by one, and move it to a device."""
+    # A partial output head is never tied, whatever the configuration says.
+    tied = shares_memory(model.get_input_embeddings().weight, model.get_output_embeddings())
+    for path, module in list(model.named_modules()):
+        if isinstance(module, QuantizedLinear):
+            model.set_submodule(path, linear_of(module.weight.to(device, dtype), module.bias))
+        elif isinstance(module, QuantizedEmbedding):
+            weight = module.weight.dequantized().to(device, dtype)
+            model.set_submodule(path, nn.Embedding.from_pretrained(weight))
+    if tied:
+        model.lm_head.weight = model.get_input_embeddings().weight
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    dense: PreTrainedModel = model.to(device)
+    return dense
+
+
+def _check_tied_head(stored: StoredWeights) -> None:
+    head, embedding = stored.find(HEAD), stored.find(EMBEDDING)
+    if head is None or embedding is None:
+        return
+    if head.shape != embedding.shape or not torch.equal(as_tensor(head), as_tensor(embedding)):
+        raise UnsupportedModelError(
+            "the output head in the file differs from the embeddings, but tie_word_embeddings in the configuration "
+            "says that they are the same"
+        )
+
+
+def _place(model: nn.Module, name: str, weight: Weight) -> None:
+    """Give a model a weight, in a quantized module if necessary. Biases come after the weights of their modules."""
+    path, _, attribute = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    if isinstance(weight, Quantized) and type(module) is nn.Linear:
+        model.set_submodule(path, QuantizedLinear([weight]))
+    elif isinstance(weight, Quantized) and type(module) is nn.Embedding:  # subclasses do more than look up rows
+        model.set_submodule(path, QuantizedEmbedding(weight))
+    else:
+        setattr(module, attribute, nn.Parameter(as_tensor(weight).detach().float(), requires_grad=False))

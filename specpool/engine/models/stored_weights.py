@@ -1,0 +1,140 @@
+"""Weights as their file stores them, quantized or not: GGUF files and trained drafts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
+from specpool.engine.models.checkpoint_quantization import INT8_METHOD, method_of
+from specpool.engine.models.draft_weights import find_named
+from specpool.engine.models.gguf_reader import GgufFile
+from specpool.engine.passes.fused import why_not_fusable
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Architectures whose GGUF tensors match those of transformers, except for names and the row order of Llama's ROTATED.
+GGUF_ARCHITECTURES = {"llama", "qwen2", "qwen3"}
+ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+# Sizes in the metadata of a GGUF file, and their names in a configuration.
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+ROPE_FREQS, ROPE_SCALING = "rope_freqs.weight", "rope.scaling.type"
+
+
+class StoredWeights(ABC):
+    """A model's weights by their transformers names."""
+
+    method: str  # how they are quantized, for messages
+    folder: Path  # folder with the model's files
+
+    def __init__(self, names: Collection[str]) -> None:
+        """`names`: tensors in the file."""
+        self._unread = set(names)
+        self.dequantized: Mapping[str, int] = {}
+        """Number of weights by quantization type, for types that are dequantized when read."""
+
+    @abstractmethod
+    def find(self, name: str) -> Weight | None:
+        """Return a weight; None if it is missing. Raises ValueError if it cannot be read."""
+
+    @property
+    def unread(self) -> list[str]:
+        """Tensors of the file that no `find` has returned yet."""
+        return sorted(self._unread)
+
+
+class GgufWeights(StoredWeights):
+    """The weights of a GGUF file of one of the `GGUF_ARCHITECTURES`."""
+
+    method = "GGUF"
+
+    def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
+        """Raises UnsupportedModelError if the configuration does not match the file."""
+        super().__init__(file.tensors.keys() - {ROPE_FREQS})
+        _check_sizes(file, config)
+        _check_rope_scaling(file, config)
+        self._file, self._config, self.folder = file, config, file.path.parent
+        self.dequantized = file.dequantized
+        (architecture,) = (arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == file.architecture)
+        self._names = get_tensor_name_map(architecture, config.num_hidden_layers)
+
+    def find(self, name: str) -> Weight | None:
+        """Return a weight with its rows in transformers' order."""
+        stem, _, suffix = name.rpartition(".")
+        tensor = f"{self._names.get_name(stem)}.{suffix}"
+        if tensor not in self._file.tensors:
+            return None
+        self._unread.discard(tensor)
+        weight = self._file.read(tensor)
+        module = stem.rpartition(".")[2]
+        if self._file.architecture != "llama" or module not in ROTATED:
+            return weight
+        rows = _rotary_order(weight.shape[0], getattr(self._config, ROTATED[module]))
+        return weight.rows(rows) if isinstance(weight, Quantized) else weight[rows]
+
+
+class DraftWeights(StoredWeights):
+    """The weights of a trained draft (`specpool.engine.models.draft_folder`)."""
+
+    method = "int8"
+
+    def __init__(self, file: Path) -> None:
+        """Raises ValueError or OSError for an invalid file."""
+        self.folder = file.parent
+        self._file = safe_open(file, framework="pt")
+        self._names = tuple(self._file.keys())
+        super().__init__(self._names)
+
+    def find(self, name: str) -> Weight | None:
+        stored = {key for key in self._names if key == name or key.rpartition(".")[0] == name}
+        self._unread -= stored
+        return find_named({key: self._file.get_tensor(key) for key in stored}, name)
+
+
+def stored_weights(options: EngineOptions, config: PreTrainedConfig) -> StoredWeights | None:
+    """Open weights that can stay as stored; None if transformers must read them. Raises ValueError or OSError."""
+    gguf = gguf_file_of(options.model)
+    if gguf is not None:
+        file = GgufFile(gguf)
+        supported = file.architecture in GGUF_ARCHITECTURES and why_not_fusable(config) is None
+        return GgufWeights(file, config) if supported else None
+    return DraftWeights(Path(options.model) / "model.safetensors") if method_of(config) == INT8_METHOD else None
+
+
+def _check_sizes(file: GgufFile, config: PreTrainedConfig) -> None:
+    for key, name in SIZES.items():
+        size, configured = file.metadata.get(f"{file.architecture}.{key}"), getattr(config, name, None)
+        if None not in (size, configured) and size != configured:
+            raise UnsupportedModelError(
+                f"the configuration does not match {file.path.name}: "
+                f"{name} is {configured}, but the file's {key} is {size}"
+            )
+
+
+def _check_rope_scaling(file: GgufFile, config: Any) -> None:
+    """Refuse a file with scaled positions if the configuration has none: transformers ignores scaling in GGUF files."""
+    scaling, key = file.metadata.get(f"{file.architecture}.{ROPE_SCALING}"), ROPE_FREQS
+    if scaling not in (None, "none"):
+        key = f"{file.architecture}.{ROPE_SCALING} ({scaling})"
+    elif ROPE_FREQS not in file.tensors or bool((as_tensor(file.read(ROPE_FREQS)) == 1).all()):
+        return
+    if (config.rope_parameters or {}).get("rope_type", "default") == "default":
+        raise UnsupportedModelError(
+            f"the rotary embedding is scaled, as {key} of {file.path.name} says, but the configuration does not say "
+            "how; serve the folder with the model's own config.json instead"
+        )
+
+
+def _rotary_order(rows: int, heads: int) -> torch.Tensor:
+    """Return the GGUF row for each transformers row; GGUF files interleave the two halves of a rotated head."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

@@ -1,0 +1,109 @@
+"""A model's weights: read from their file as stored, or by transformers; incomplete checkpoints are refused."""
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of, source_of
+from specpool.engine.models.checkpoint_quantization import HINT, dequantization_arguments, is_scale
+from specpool.engine.models.config import load_config
+from specpool.engine.models.stored_model import build_stored_model, dequantize_model
+from specpool.engine.models.stored_weights import EMBEDDING, stored_weights
+from specpool.engine.weights.quantized import Weight
+
+# Keep transformers from asking the hub to convert a checkpoint and loading the proposed conversion.
+os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "true"
+
+MAX_NAMES = 3  # maximum names of weights in a message
+
+
+def read_weights(
+    model: str,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    revision: str | None = None,
+    **arguments: Any,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a model with all weights in one dtype on one device, and the loading report of its weights.
+
+    `arguments`: passed on to transformers, whose errors pass through.
+    """
+    options = EngineOptions(model=model, revision=revision)
+    stored = stored_weights(options, config)
+    if stored is None:
+        return read_with_transformers(options, config, device, dtype, **arguments)
+    loaded, report = build_stored_model(stored, config, **arguments)
+    return dequantize_model(loaded, device, dtype), report
+
+
+def read_embeddings(options: EngineOptions) -> Weight:
+    """Read a model's embeddings as they are stored."""
+    config = load_config(options)
+    stored = stored_weights(options, config)
+    weight = None if stored is None else stored.find(EMBEDDING)
+    if weight is not None:
+        return weight
+    model, _ = read_weights(options.model, config, torch.device("cpu"), torch.bfloat16, options.revision)
+    embeddings: Any = model.get_input_embeddings()
+    dense: torch.Tensor = embeddings.weight.detach()
+    return dense
+
+
+def read_with_transformers(
+    options: EngineOptions, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, **arguments: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a model onto a device with transformers, and its loading report."""
+    source, gguf = source_of(options.model, options.revision), gguf_file_of(options.model)
+    if gguf is not None and "gguf_file" not in source:  # in a folder with a configuration
+        source = {**source, "gguf_file": gguf.name, "config": config}
+    quantization = dequantization_arguments(config, source)
+    # Onto a GPU tensor by tensor, so that the host never holds the whole model. Shards are cut on the host from mapped
+    # files, so that the rest is never read.
+    placement = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in arguments else {}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **{**source, **quantization, **placement, **arguments},
+        dtype=dtype,
+        output_loading_info=True,
+        use_safetensors=True,  # checkpoints in pickle format can run code
+        ignore_mismatched_sizes=True,  # check_complete refuses them; transformers would only warn
+    )
+    model, report = loaded
+    if quantization:
+        for weight in model.parameters():  # unquantized ones keep their stored dtype
+            weight.data = weight.data.to(dtype)
+    return model.to(device), report
+
+
+def check_complete(report: dict[str, Any]) -> None:
+    """Refuse a checkpoint that transformers completed with random weights, or whose scales it ignored.
+
+    Other unused weights, such as those of further heads, are harmless.
+    """
+    lacking = {name: name for name in report["missing_keys"]}
+    for name, stored, expected in report["mismatched_keys"]:
+        lacking[name] = f"{name} (of shape {list(expected)}, not {list(stored)})"
+    if lacking:
+        names = _join([lacking[name] for name in sorted(lacking)])
+        raise UnsupportedModelError(f"the files lack {len(lacking)} of the model's weights: {names}")
+    scales = sorted(filter(is_scale, report["unexpected_keys"]))
+    if scales:
+        raise UnsupportedModelError(
+            f"the weights are quantized, as {scales[0]} shows, but the configuration does not say how; {HINT}"
+        )
+
+
+def check_all_used(report: dict[str, Any]) -> None:
+    """Refuse a stored checkpoint with weights that the model does not use, because it belongs to another model."""
+    unused = report["unexpected_keys"]
+    if unused:
+        raise UnsupportedModelError(
+            f"the files have {len(unused)} weights that the configured model does not use: {_join(unused)}"
+        )
+
+
+def _join(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")

@@ -1,0 +1,63 @@
+"""A fingerprint of a model's weights.
+
+It detects changes such as another revision, another fine-tune or a broken download. It does not detect forgery.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from specpool.engine.models.loading import LoadedModel
+from specpool.engine.weights.checksums import checksum
+from specpool.engine.weights.quantized import Quantized, QuantizedEmbedding, QuantizedLinear, Weight
+from specpool.engine.weights.threads import map_on_threads
+
+
+@torch.inference_mode()
+def weights_fingerprint(loaded: LoadedModel, checksums: Mapping[str, bytes] | None = None) -> str:
+    """Return SHA-256 over the name, dtype, shape and bits of every weight, before a pass takes over the weights.
+
+    The fingerprint depends on the dtype, but not on the number of files or ranks, nor on whether quantized weights are
+    kept or dequantized to float32. `checksums`: by name, those of weights of which this rank has only a shard.
+    """
+    weights, full = weights_of(loaded.model), dict(loaded.full.state_dict())
+    if loaded.output_ids is not None:
+        weights["output_ids"] = full["output_ids"] = loaded.output_ids
+    given = {_memory_of(weights[name]): value for name, value in (checksums or {}).items()}  # tied weights: one name
+    facts = {name: (_dtype_of(weight), tuple(full[name].shape)) for name, weight in weights.items()}
+    keys = {name: (*_memory_of(weight), *facts[name]) for name, weight in weights.items()}
+    distinct = {keys[name]: weight for name, weight in weights.items()}  # tied weights have two names
+    known = {key: given[_memory_of(weight)] for key, weight in distinct.items() if _memory_of(weight) in given}
+    unknown = [key for key in distinct if key not in known]
+    known.update(zip(unknown, _checksums([distinct[key] for key in unknown]), strict=True))
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(repr((name, *facts[name])).encode() + known[keys[name]])
+    return digest.hexdigest()
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Weight]:
+    """Return the weights of a model by name, quantized or not."""
+    weights: dict[str, Weight] = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            (weights[f"{name}.weight"],) = module.parts
+        elif isinstance(module, QuantizedEmbedding):
+            weights[f"{name}.weight"] = module.weight
+    return weights
+
+
+def _dtype_of(weight: Weight) -> str:
+    return str(torch.float32 if isinstance(weight, Quantized) else weight.dtype)
+
+
+def _checksums(weights: Sequence[Weight]) -> list[bytes]:
+    if all(weight.data.device.type == "cpu" for weight in weights):
+        return map_on_threads(checksum, weights)
+    return [checksum(weight) for weight in weights]
+
+
+def _memory_of(weight: Weight) -> tuple[object, ...]:
+    return weight.data.data_ptr(), weight.data.stride()

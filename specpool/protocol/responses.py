@@ -1,0 +1,155 @@
+"""Reads responses of workers. No response is trusted: one that does not fit its request raises InvalidResponseError.
+
+A broken, replaced or desynchronized worker may cost time, but never a wrong token.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, SequenceItem, Verdict, VerifyItem
+from specpool.protocol.sampling import TokenLogprobs
+from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.protocol.worker_info import TENSOR_PARALLEL_SUMS, StepCosts
+from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
+
+STATUSES = {common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}"): status for status in ItemStatus}
+MAX_VOCAB_SIZE, MAX_POSITIONS, MAX_SLOTS = 2**24, 2**31, 2**16
+MAX_DESCRIPTION_BYTES = 2**16
+# Tolerance of a probability above 1, or of a log-probability above 0.
+ROUNDING = 1e-3
+
+M = TypeVar("M")
+
+
+class InvalidResponseError(Exception):
+    """A worker's response does not fit the request."""
+
+
+def read_verdicts(
+    response: target_worker_pb2.VerifyResponse, round_id: int, items: Sequence[VerifyItem], vocab_size: int
+) -> list[Verdict]:
+    """Read the response to a target round: one verdict per item, in order. Raises InvalidResponseError."""
+    statuses = _read_statuses(response, round_id, items)
+    answered = zip(response.results, statuses, items, strict=True)
+    return [_read_verdict(result, status, item, vocab_size) for result, status, item in answered]
+
+
+def _read_verdict(result: Any, status: ItemStatus, item: VerifyItem, vocab_size: int) -> Verdict:
+    if status is not ItemStatus.OK:
+        return Verdict(item.sequence_id, status)
+    tokens, drafts = tuple(result.token_ids), item.draft_token_ids
+    accepted = max(0, len(tokens) - 1)
+    if item.prefill_only:
+        _require(not tokens, "a prompt chunk gained a token")
+    else:
+        gain = f"{len(tokens)} tokens gained from {len(drafts)} draft tokens"
+        _require(0 < len(tokens) <= len(drafts) + 1, gain)
+        _require(max(tokens) < vocab_size, f"token id {max(tokens)} is outside the vocabulary")
+        _require(tokens[:accepted] == drafts[:accepted], "the accepted tokens differ from the draft tokens")
+        recovered, rejected = tokens[accepted:], drafts[accepted : accepted + 1]
+        _require(recovered != rejected, "the recovered token equals the rejected draft token")
+    expected = item.base_length + len(item.token_ids) + accepted
+    _check_cached(result, expected)
+    return Verdict(item.sequence_id, status, tokens, expected, _read_logprobs(result, item, vocab_size))
+
+
+def _read_logprobs(result: Any, item: VerifyItem, vocab_size: int) -> tuple[TokenLogprobs, ...]:
+    if item.logprobs is None:
+        return ()
+    _require(len(result.logprobs) == len(result.token_ids), "a token has no log-probability")
+    expected = min(item.logprobs, vocab_size)
+    for entry in result.logprobs:
+        _require(len(entry.top_token_ids) == len(entry.top_logprobs) == expected, "log-probabilities are missing")
+        _require(all(token < vocab_size for token in entry.top_token_ids), "a top token id is outside the vocabulary")
+        # Comparisons with NaN are false.
+        valid = all(value <= ROUNDING for value in (entry.logprob, *entry.top_logprobs))
+        _require(valid, "a log-probability is positive or NaN")
+    return tuple(
+        TokenLogprobs(entry.logprob, tuple(zip(entry.top_token_ids, entry.top_logprobs, strict=True)))
+        for entry in result.logprobs
+    )
+
+
+def read_proposals(
+    response: draft_worker_pb2.ProposeResponse, round_id: int, items: Sequence[ProposeItem]
+) -> list[Proposal]:
+    """Read the response to a draft round: one proposal per item, in order. Raises InvalidResponseError."""
+    statuses = _read_statuses(response, round_id, items)
+    answered = zip(response.results, statuses, items, strict=True)
+    return [_read_proposal(result, status, item) for result, status, item in answered]
+
+
+def _read_proposal(result: Any, status: ItemStatus, item: ProposeItem) -> Proposal:
+    if status is not ItemStatus.OK:
+        return Proposal(item.sequence_id, status)
+    drafted, confidences = tuple(result.draft_token_ids), tuple(result.confidences)
+    _require(len(drafted) <= item.num_draft_tokens, f"{len(drafted)} draft tokens, {item.num_draft_tokens} requested")
+    _require(len(confidences) in (0, len(drafted)), "a draft token has no confidence")
+    _require(all(0 <= confidence <= 1 + ROUNDING for confidence in confidences), "a confidence is not a probability")
+    expected = item.base_length + len(item.token_ids) + max(0, len(drafted) - 1)
+    _check_cached(result, expected)
+    return Proposal(item.sequence_id, status, drafted, expected, tuple(min(1.0, value) for value in confidences))
+
+
+def _check_cached(result: Any, expected: int) -> None:
+    _require(result.cached_length == expected, f"{result.cached_length} positions cached instead of {expected}")
+
+
+def _read_statuses(response: Any, round_id: int, items: Iterable[SequenceItem]) -> list[ItemStatus]:
+    """Return the status of each item. Checks that the response belongs to the round."""
+    _require(response.round_id == round_id, f"the response is for round {response.round_id} instead of {round_id}")
+    requested, answered = [item.sequence_id for item in items], [result.sequence_id for result in response.results]
+    _require(answered == requested, "the results are not for the sequences of the round, in order")
+    _require(all(result.status in STATUSES for result in response.results), "a status is unknown")
+    return [STATUSES[result.status] for result in response.results]
+
+
+def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
+    """Read the measured durations of a worker's passes. Drops impossible numbers."""
+    costs = response.costs
+    measured = zip(costs.rows, costs.seconds, strict=False)
+    per_cached = costs.seconds_per_cached
+    return StepCosts(
+        step_seconds={rows: seconds for rows, seconds in measured if rows > 0 and 0 < seconds < math.inf},
+        step_cached=costs.cached,
+        seconds_per_cached=per_cached if 0 <= per_cached < math.inf else 0.0,
+        max_rows=costs.max_rows,
+    )
+
+
+def decoded(message: M | None, name: str) -> M:
+    """Return the message. gRPC returns None for bytes that cannot be decoded: raises InvalidResponseError."""
+    if message is None:
+        raise InvalidResponseError(f"its {name} is not a message of the expected type")
+    return message
+
+
+def check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:
+    """Check the description of a worker. Raises InvalidResponseError."""
+    model, load = response.model, response.load
+    size = response.ByteSize()
+    _require(size <= MAX_DESCRIPTION_BYTES, f"{size} bytes, more than the maximum of {MAX_DESCRIPTION_BYTES}")
+    _require(model.equivalence in common_pb2.Equivalence.values(), f"equivalence is {model.equivalence}")
+    _require(0 < model.vocab_size <= MAX_VOCAB_SIZE, f"vocab_size is {model.vocab_size}")
+    _require(0 < model.max_model_len <= MAX_POSITIONS, f"max_model_len is {model.max_model_len}")
+    _require(load.slots_total <= MAX_SLOTS, f"slots_total is {load.slots_total}")
+    ranks, described = max(1, model.tensor_parallel), len(load.ranks)
+    _require(described == (ranks if ranks > 1 else 0), f"it has {ranks} ranks and describes {described}")
+    sums = TENSOR_PARALLEL_SUMS if ranks > 1 else ("",)
+    _require(model.tensor_parallel_sums in sums, f"tensor_parallel_sums is {model.tensor_parallel_sums!r}")
+
+
+def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> TokenizerFiles:
+    """Read the tokenizer of the target worker, unchecked."""
+    return TokenizerFiles(
+        tokenizer_json=response.tokenizer_json,
+        chat_template=response.chat_template,
+        special_tokens=dict(response.special_tokens),
+        eos_token_ids=tuple(response.eos_token_ids),
+    )
+
+
+def _require(fits: bool, reason: str) -> None:
+    if not fits:
+        raise InvalidResponseError(reason)

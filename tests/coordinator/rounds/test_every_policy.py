@@ -1,0 +1,48 @@
+"""Properties that published batch speculative decoders lack, under every policy."""
+
+import asyncio
+
+import pytest
+from serving import RecordingDraft, RecordingTarget, Serving, make_request, serving, stream
+
+from coordinator.scheduling.grouping import POLICIES
+from specpool.testing import EOS_TOKEN_ID
+
+pytestmark = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+
+async def test_full_acceptance_gains_k_plus_one_tokens(policy: str) -> None:
+    target = RecordingTarget()
+    async with serving(target, RecordingDraft(target, acceptance=1.0), policy=policy) as served:
+        results = await asyncio.gather(*(stream(served, make_request([i, i], 1 + 3 * 6, k=5)) for i in range(4)))
+        for chunks, _ in results:
+            assert [len(chunk.token_ids) for chunk in chunks] == [1, 6, 6, 6]
+
+
+async def join(served: Serving) -> None:
+    """Sequences join others that have been generating for a while."""
+    first = [asyncio.create_task(served.expect(make_request([i] * 9, 60, k=3))) for i in range(3)]
+    await served.until(lambda info: info.counters.completion_tokens > 10)
+    for i in range(3, 6):
+        await served.expect(make_request([i] * 40, 5, k=3))
+    await asyncio.gather(*first)
+
+
+async def test_newcomers_cost_no_caches_and_drafts_stay_incremental(policy: str) -> None:
+    async with serving(policy=policy, max_batch_size=3, max_num_seqs=6, prefill_tokens=16) as served:
+        await join(served)
+        for worker in (served.target, served.draft):
+            starts = [item.sequence_id for r in worker.requests for item in r.items if item.base_length == 0]
+            assert len(starts) == len(set(starts)) == 6, "a sequence was sent from its start again"
+        assert (await served.info()).counters.cache_misses == 0
+        # After the prompt, the draft gets at most its own last token and the bonus token per round.
+        lags = [len(item.token_ids) for r in served.draft.requests for item in r.items if item.num_draft_tokens]
+        assert sum(lag > 2 for lag in lags) <= 6, "more than the last chunk of each prompt"
+
+
+async def test_end_of_sequence_tokens_in_the_prompt_end_nothing(policy: str) -> None:
+    prompts = [[EOS_TOKEN_ID, 5, EOS_TOKEN_ID], [7, EOS_TOKEN_ID], [1, 2, 3]]
+    async with serving(policy=policy) as served:
+        responses = await asyncio.gather(*(served.expect(make_request(prompt, 20, k=4)) for prompt in prompts))
+        assert [response.finish_reason for response in responses] == ["length"] * 3
+        assert all(len(response.token_ids) == 20 for response in responses)

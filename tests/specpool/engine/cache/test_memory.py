@@ -1,0 +1,86 @@
+"""The KV cache fits into a memory limit, or the model is refused with the numbers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import load_engine, refusal, save_model, small_config
+from tiny_pair import tiny_config
+
+from specpool.engine.cache import memory
+from specpool.engine.cache.arena import KVArena
+
+
+def test_too_little_memory_is_refused_with_the_numbers(tiny_pair: tuple[Path, Path]) -> None:
+    engine = load_engine(tiny_pair[0], max_sequences=1)
+    needed = engine.info().kv_bytes_total
+    message = refusal(tiny_pair[0], kv_memory=needed - 1)
+    for part in (f"{needed - 1:,} bytes", f"{needed:,} bytes", str(engine.layout.arena.columns), "max_model_len"):
+        assert part in message
+
+
+def test_the_default_is_a_share_of_the_free_memory(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = load_engine(tiny_pair[0], max_sequences=1).info().kv_bytes_total
+    free = SimpleNamespace(available=int(3.5 * one / memory.CPU_SHARE))
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    assert one <= load_engine(tiny_pair[0], max_sequences=4096).info().kv_bytes_total <= 3.5 * one
+    assert "not 4096 sequences of" in caplog.text
+    assert load_engine(tiny_pair[0], max_sequences=5, kv_memory=5 * one).info().kv_bytes_total == 5 * one
+    free.available = one
+    assert "holds no sequence" in refusal(tiny_pair[0])
+
+
+def test_container_limits_count(tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CONTAINER_LIMIT", limit)
+    limit.write_text("max\n")
+    assert load_engine(tiny_pair[0], max_sequences=2).slots.total == 2
+    limit.write_text(f"{2**20}\n")  # less than this process uses already
+    assert "holds no sequence" in refusal(tiny_pair[0])
+
+
+def test_a_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Path, Path]) -> None:
+    options = {"native": False, "max_sequences": 4}
+    footprint = load_engine(tiny_pair[0], **options).footprint
+    one, others = footprint.kv // 4, footprint.weights + footprint.activations
+    files = tiny_pair[0].glob("*.safetensors")
+    stored = sum(weight.nbytes for file in files for weight in load_file(file).values())
+    assert stored <= footprint.weights < 1.01 * stored  # rotary frequencies are not stored
+    for room, expected in ((3, 3), (99, 4)):
+        engine = load_engine(tiny_pair[0], **options, memory_budget=others + room * one)
+        assert engine.footprint.kv == expected * one
+    message = refusal(tiny_pair[0], **options, memory_budget=others + one - 1)
+    for number in (others + one - 1, footprint.weights, footprint.activations, one):
+        assert f"{number:,}" in message
+    assert "raise memory_budget" in message
+
+
+def test_memory_that_cannot_be_allocated_is_refused(tmp_path: Path) -> None:
+    positions = 10**12
+    folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
+    message = refusal(folder, max_model_len=positions, max_sequences=1, kv_memory=10**18)
+    assert "KV cache of 768,000," in message
+    assert "cannot be allocated" in message
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_weight_file_stays_mapped(tmp_path: Path, fused: bool) -> None:
+    engine = load_engine(save_model(tmp_path / "some-model", small_config("llama")), fused=fused)
+    assert "some-model" not in Path("/proc/self/maps").read_text()
+    assert engine.bitwise
+
+
+def test_unused_positions_take_no_memory() -> None:
+    process, before = psutil.Process(), psutil.Process().memory_info().rss
+    arena = KVArena(4, 4, 8 * 4096, 128, torch.bfloat16, torch.device("cpu"))  # 512 MiB
+    assert arena.keys[3].shape == (4, 8 * 4096, 128)
+    row = torch.ones(1, 4, 128, dtype=torch.bfloat16)
+    arena.write(0, torch.tensor([20_487]), row, row)
+    assert process.memory_info().rss - before < 64 * 2**20
+    assert [keys.count_nonzero() for keys in arena.keys] == [row.numel(), 0, 0, 0]

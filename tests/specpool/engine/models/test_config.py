@@ -1,0 +1,136 @@
+"""Unsupported models are refused by their configuration, before any weight is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import decode_alone, load_engine, random_tokens, refusal, save_model, small_config, transformers_logits
+from tiny_pair import MAX_MODEL_LEN, tiny_config
+from transformers import AutoConfig
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.loading import load_model
+
+
+def save_config(folder: Path, config: Any, **changes: Any) -> Path:
+    """Save a configuration without weights."""
+    config.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "changes", "reason"),
+    [
+        ("t5", "T5ForConditionalGeneration", {}, "encoder-decoder"),
+        ("bert", "BertForMaskedLM", {}, "no causal language-model head"),
+        ("llama", "LlamaForSequenceClassification", {}, "no causal language-model head"),
+        ("vit", None, {}, "no causal language-model head"),
+        ("mamba", "MambaForCausalLM", {}, "only full attention"),
+        ("rwkv", "RwkvForCausalLM", {}, "only full attention"),
+        ("qwen3_next", "Qwen3NextForCausalLM", {}, "linear_attention layers"),
+        ("llama4_text", "Llama4ForCausalLM", {}, "chunked_attention layers"),
+        ("gemma2", "Gemma2ForCausalLM", {"sliding_window": 64}, "sliding window of 64 positions"),
+    ],
+)
+def test_unsupported_models_are_refused_before_weights_are_read(
+    tmp_path: Path, model_type: str, architecture: str | None, changes: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(model_type, **changes)
+    message = refusal(save_config(tmp_path, config, architectures=[architecture] if architecture else None))
+    assert reason in message
+    assert model_type in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", [1]),
+        ("architectures", "LlamaForCausalLM"),
+        ("layer_types", [1, 2, 3]),
+        ("layer_types", ["linear_attention", "full_attention", "full_attention"]),
+        ("sliding_window", "x"),
+        ("max_position_embeddings", 0.5),
+        ("num_attention_heads", "6"),
+        ("rope_parameters", [1]),
+    ],
+)
+def test_invalid_values_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    message = refusal(save_config(tmp_path, tiny_config(architectures=["LlamaForCausalLM"]), **{key: value}))
+    assert key in message or str(tmp_path) in message or "linear_attention layers" in message
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model_type": "no such thing"}', "{}"])
+def test_invalid_files_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert str(tmp_path) in refusal(tmp_path)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 64,  # one longer sequence would change the logits of its whole batch
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [small_config("mistral", sliding_window=64), tiny_config(rope_parameters=LONGROPE)],
+    ids=["sliding window", "longrope"],
+)
+def test_models_are_served_up_to_the_length_they_support(tmp_path: Path, config: Any) -> None:
+    folder = save_model(tmp_path, config)
+    assert "max_model_len <= 64" in refusal(folder)
+    assert "max_model_len <= 64" in refusal(folder, max_model_len=65)
+    engine = load_engine(folder, max_model_len=64)
+    tokens = random_tokens(64)
+    torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_a_disabled_sliding_window_is_ignored(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("qwen2", sliding_window=64, use_sliding_window=False))
+    assert load_model(EngineOptions(model=str(folder))).max_model_len == MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(
+    ("positions", "option", "expected"), [(100, None, 100), (9_999, None, 4096), (9_999, 5_000, 5_000)]
+)
+def test_max_model_len_defaults_to_the_models_limit(
+    tmp_path: Path, positions: int, option: int | None, expected: int
+) -> None:
+    folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
+    assert load_model(EngineOptions(model=str(folder), max_model_len=option)).max_model_len == expected
+    message = refusal(folder, max_model_len=positions + 1)
+    assert message == f"max_model_len {positions + 1} exceeds the model's {positions} positions"
+
+
+# --- Missing or foreign files
+
+
+def test_missing_files_are_refused_by_path(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path / "model.gguf"):
+        assert refusal(path) == f"{path}: no such file or folder"
+    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    assert "is not a model folder" in refusal(tmp_path / "model.bin")
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    assert refusal(tmp_path).endswith("it has no config.json; name its GGUF file as the model")
+
+
+@pytest.mark.parametrize("model", ["nobody-at-all/no-such-model", "no-such-model", "not a hub id!", "a/b/c/d"])
+def test_unknown_hub_ids_are_refused(model: str) -> None:
+    message = refusal(model)
+    assert model in message
+    assert "not a model folder, GGUF file or hub id" in message
+
+
+def test_local_models_have_no_revision(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for model in (tiny_pair[0], tmp_path / "model.gguf"):
+        message = refusal(model, revision="main")
+        assert message == f"revision main: {model} is local; only hub models have revisions"

@@ -1,0 +1,226 @@
+"""GGUF files are read as the package reads them; damaged ones are refused in one line that names file and tensor."""
+
+import shutil
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as GGML
+from gguf_files import random_rows, save_random_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import refusal
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.gguf_reader import GgufError, GgufFile
+from specpool.engine.models.loading import load_model
+from specpool.engine.models.weights_fingerprint import weights_fingerprint
+from specpool.engine.weights.quantized import Quantized
+
+UP = "blk.1.ffn_up.weight"
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def tensor_info(name: str, shape: tuple[int, ...], qtype: int, offset: int = 0) -> bytes:
+    """A tensor in a header. `shape`: as in the file, where the first dimension is contiguous."""
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return string(name) + sizes + struct.pack("<IQ", qtype, offset)
+
+
+def header(*tensors: bytes, values: tuple[bytes, ...] = (), version: int = 3) -> bytes:
+    counts = struct.pack("<IQQ", version, len(tensors), len(values))
+    return b"".join((b"GGUF", counts, *values, *tensors))
+
+
+def padded(content: bytes, alignment: int = 32) -> bytes:
+    return content + bytes(-len(content) % alignment)
+
+
+def value(key: str, value_type: int, packed: bytes) -> bytes:
+    return string(key) + struct.pack("<I", value_type) + packed
+
+
+def read(folder: Path, content: bytes) -> GgufFile:
+    (folder / "model.gguf").write_bytes(content)
+    return GgufFile(folder / "model.gguf")
+
+
+def refused(folder: Path, content: bytes) -> str:
+    """The reason for refusing a file, without its name."""
+    with pytest.raises(GgufError) as caught:
+        read(folder, content)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{folder / 'model.gguf'}")
+    return message.removeprefix(f"{folder / 'model.gguf'}").removeprefix(": ")
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A valid file."""
+    return save_random_gguf(tmp_path_factory.mktemp("valid"), lambda name: "Q4_1")
+
+
+# --- Read
+
+
+def test_tensors_of_all_dimensions_and_types_are_read(tmp_path: Path) -> None:
+    floats, halves = np.arange(6, dtype=np.float32), np.arange(24, dtype=np.float16)
+    blocks = random_rows("Q4_1", 3, 64)
+    tensors = (
+        tensor_info("one", (6,), GGML.F32),
+        tensor_info("three", (4, 3, 2), GGML.F16, 32),
+        tensor_info("quantized", (64, 3), GGML.Q4_1, 96),
+    )
+    content = padded(header(*tensors)) + padded(floats.tobytes()) + padded(halves.tobytes()) + blocks.tobytes()
+    file = read(tmp_path, content)
+    one, three, quantized = (file.read(name) for name in ("one", "three", "quantized"))
+    assert isinstance(one, torch.Tensor)
+    assert isinstance(three, torch.Tensor)
+    assert isinstance(quantized, Quantized)
+    assert torch.equal(one, torch.arange(6.0))
+    assert torch.equal(three, torch.arange(24.0).view(2, 3, 4))
+    assert np.array_equal(quantized.data.numpy(), blocks)
+
+
+def test_metadata_is_skipped_and_the_alignment_counts(tmp_path: Path) -> None:
+    numbers = [value(f"n{kind}", kind, bytes(size)) for kind, size in ((0, 1), (3, 2), (5, 4), (6, 4), (7, 1), (12, 8))]
+    strings = struct.pack("<IQ", 8, 2) + string("some") + string("words")
+    nested = struct.pack("<IQ", 9, 2) + 2 * (struct.pack("<IQ", 4, 3) + bytes(12))
+    values = (
+        *numbers,
+        value("general.architecture", 8, string("llama")),
+        value("words", 9, strings),
+        value("nested", 9, nested),
+        value("general.alignment", 4, struct.pack("<I", 256)),
+    )
+    content = padded(header(tensor_info("t", (2,), 0), values=values), 256) + struct.pack("<2f", 1.5, -2)
+    file = read(tmp_path, content)
+    assert file.architecture == "llama"
+    tensor = file.read("t")
+    assert isinstance(tensor, torch.Tensor)
+    assert tensor.tolist() == [1.5, -2]
+
+
+def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:
+    before, file = valid.read_bytes(), GgufFile(valid)
+    weight = file.read(UP)
+    assert isinstance(weight, Quantized)
+    weight.data[:] = 0
+    assert valid.read_bytes() == before
+
+
+# --- Refused
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", " is not a GGUF file: it is empty"),
+        (b"GGML and so on", " is not a GGUF file"),
+        (header(version=1), " is a GGUF file of version 1; versions 2 and 3 are supported"),
+        (header(version=4), " is a GGUF file of version 4; versions 2 and 3 are supported"),
+        (header(tensor_info("up", (32, 1), 99)), "tensor up has the unknown type 99"),
+        (header(tensor_info("up", (48, 2), GGML.Q4_0)), "rows of 48 weights, not whole Q4_0 blocks of 32"),
+        (header(tensor_info("up", (320, 2), GGML.Q6_K)), "rows of 320 weights, not whole Q6_K blocks of 256"),
+        (padded(header(tensor_info("up", (4, 2), 0))) + bytes(31), "tensor up is truncated: 1 of 32 bytes are missing"),
+        (padded(header(tensor_info("up", (2**40, 2**20), 0))), "truncated: 4,611,686,018,427,387,904 of 4,611,"),
+        (header(values=(value("key", 13, b""),)), "its metadata has a value of type 13"),
+        (header(tensor_info("up", (4,), 0))[:-1], "is not a complete GGUF file: it ends within"),
+        (header()[:4] + struct.pack("<IQQ", 3, 2**63, 2**63), "is not a complete GGUF file: it ends within"),
+        (header(struct.pack("<Q", 2**62) + b"name"), "is not a complete GGUF file: it ends within"),
+        (header(struct.pack("<Q", 1) + b"\xff"), " is damaged: its header has a string that is not UTF-8"),
+        (header(values=(value("general.alignment", 4, bytes(4)),)), "its general.alignment is 0"),
+        (header(values=(value("general.alignment", 8, string("x")),)), "its general.alignment is 'x'"),
+        (
+            header(values=(value("general.alignment", 4, struct.pack("<I", 3)),)),
+            "general.alignment is 3, not a power of two",
+        ),
+        (header(values=(value("general.alignment", 7, b"\1"),)), "its general.alignment is True, not a power of two"),
+        (padded(header(tensor_info("up", (8,), 0), tensor_info("up", (4,), 0))) + bytes(32), "it has two tensors up"),
+        (header(tensor_info("up", (4, 0), 0)), "tensor up has a dimension of 0"),
+        (header(tensor_info("up", (1,) * 5, 0)), "tensor up has 5 dimensions; the maximum is 4"),
+        (header(values=(value("deep", 9, 2000 * struct.pack("<IQ", 9, 1)),)), "nests arrays too deeply"),
+        (
+            header(values=(value("split.count", 2, struct.pack("<H", 3)),)),
+            " is one of 3 parts of a model; join them with ",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    assert reason in refused(tmp_path, content)
+
+
+@pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E01])
+def test_an_infinite_or_nan_scale_is_refused(tmp_path: Path, half: int) -> None:
+    blocks = struct.pack("<H16x", 0x3C00) + struct.pack("<H16x", half)
+    content = padded(header(tensor_info("up", (32, 2), GGML.Q4_0))) + blocks
+    with pytest.raises(GgufError, match=r"tensor up has a scale that is infinite or NaN$"):
+        read(tmp_path, content).read("up")
+
+
+def test_an_unsupported_type_is_refused(tmp_path: Path) -> None:
+    content = padded(header(tensor_info("up", (4, 2), GGML.I32))) + bytes(32)
+    with pytest.raises(GgufError, match=r"tensor up has the unsupported type I32$"):
+        read(tmp_path, content).read("up")
+
+
+@settings(max_examples=40, deadline=None)
+@given(end=st.floats(0, 1, exclude_max=True), place=st.integers(0, 1999), byte=st.integers(0, 255))
+def test_truncated_and_corrupted_files_raise_no_other_error(
+    tmp_path_factory: pytest.TempPathFactory, valid: Path, end: float, place: int, byte: int
+) -> None:
+    content, folder = bytearray(valid.read_bytes()), tmp_path_factory.mktemp("damaged")
+    assert refused(folder, bytes(content[: int(end * len(content))]))
+    content[place] = byte
+    with suppress(GgufError):
+        read(folder, bytes(content))
+
+
+# --- In an engine
+
+
+@pytest.mark.parametrize("in_a_folder", [False, True])
+def test_an_engine_refuses_damaged_files_in_one_line(tmp_path: Path, valid: Path, in_a_folder: bool) -> None:
+    if in_a_folder:
+        shutil.copytree(valid.parent / "saved", tmp_path, dirs_exist_ok=True)
+        (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "model.gguf"
+    content = valid.read_bytes()
+    file.write_bytes(content[:-100])
+    message = refusal(tmp_path if in_a_folder else file)
+    assert f"{file}: tensor " in message
+    assert "is truncated" in message
+    for name in (UP, "output_norm.weight"):
+        content = content.replace(string(name), string(name[:-1] + "x"))
+    file.write_bytes(content)
+    missing = "lack 2 of the model's weights: model.layers.1.mlp.up_proj.weight, model.norm.weight"
+    assert missing in refusal(tmp_path if in_a_folder else file)
+
+
+def test_a_folder_with_a_configuration_and_one_gguf_file_is_a_model(tmp_path: Path, valid: Path) -> None:
+    shutil.copytree(valid.parent / "saved", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    shutil.copy(valid, tmp_path / "some.gguf")
+    beside, alone = (load_model(EngineOptions(model=str(model), device="cpu")) for model in (tmp_path, valid))
+    assert weights_fingerprint(beside) == weights_fingerprint(alone)
+    shutil.copy(valid, tmp_path / "other.gguf")
+    message = refusal(tmp_path)
+    assert message.endswith("has several GGUF files (other.gguf, some.gguf); name one of them as the model")
+
+
+def test_the_reader_of_the_gguf_package_agrees(valid: Path) -> None:
+    file = GgufFile(valid)
+    reader = gguf.GGUFReader(valid)
+    assert {tensor.name for tensor in reader.tensors} == file.tensors.keys()
+    for tensor in reader.tensors:
+        ours = file.tensors[tensor.name]
+        assert (ours.qtype, ours.offset, ours.size) == (tensor.tensor_type, tensor.data_offset, tensor.n_bytes)
+        assert ours.shape == tuple(tensor.shape.tolist()[::-1])

@@ -1,0 +1,238 @@
+"""Weights as stored equal those of transformers, and give the logits of dequantized weights bit for bit."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import gguf_config, save_gguf, save_random_gguf
+from test_embedded_pair import random_trained
+from tiny_models import load_engine, random_tokens, rows_that_differ, save_model
+from transformers import AutoModelForCausalLM
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_folder import save_draft
+from specpool.engine.models.draft_weights import load_compact, save_compact
+from specpool.engine.models.loading import load_model
+from specpool.engine.models.stored_model import build_stored_model
+from specpool.engine.models.stored_weights import stored_weights
+from specpool.engine.models.weights import read_weights
+from specpool.engine.models.weights_fingerprint import weights_of
+from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.run.engine import Engine
+from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
+
+K_QUANTS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+def alternate(*qtypes: str | None) -> Callable[[str], str | None]:
+    """Give neighbouring tensors different quantization types."""
+    return lambda name: qtypes[sum(name.encode()) % len(qtypes)]
+
+
+def mix(name: str) -> str | None:
+    """Types as in common files: mostly Q4_K, some Q6_K, and one Q5_K, which is dequantized."""
+    if name == "model.layers.1.mlp.up_proj.weight":
+        return "Q5_K"
+    return "Q6_K" if any(part in name for part in ("v_proj", "down_proj", "lm_head", "embed")) else "Q4_K"
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_gguf(tmp_path_factory.mktemp("mixed"), mix, **K_QUANTS)
+
+
+@pytest.fixture(scope="module")
+def quantized(mixed: Path) -> Engine:
+    return load_engine(mixed)
+
+
+def by_transformers(file: Path) -> dict[str, torch.Tensor]:
+    """Weights dequantized by transformers."""
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).state_dict()
+
+
+def stored_by_us(file: Path) -> dict[str, Any]:
+    """Weights as stored, by their transformers names."""
+    options = EngineOptions(model=str(file))
+    config = load_config(options)
+    stored = stored_weights(options, config)
+    assert stored is not None
+    model, report = build_stored_model(stored, config)
+    assert not any(report.values())
+    return weights_of(model)
+
+
+def logits(engine: Engine) -> torch.Tensor:
+    """Logits of prompts and decode steps in ragged batches."""
+    tokens = random_tokens(90)
+    first = engine.forward([Span(0, 0, tokens[:40], 3), Span(1, 0, tokens[50:53], 1), Span(2, 0, tokens[:1], 1)])
+    second = engine.forward([Span(1, 3, tokens[5:9], 2), Span(0, 40, tokens[40:80], 40), Span(2, 1, tokens[1:2], 1)])
+    return torch.cat([first, second, engine.forward([Span(0, 80, tokens[80:81], 1)])])
+
+
+# --- Weights
+
+
+@pytest.mark.parametrize(
+    ("architecture", "qtype_of", "changes"),
+    [
+        ("llama", alternate("Q4_0", "Q4_1", "Q8_0", None), {}),
+        ("llama", alternate("Q5_0", "Q5_1", "Q8_0"), {"tie_word_embeddings": True, "num_attention_heads": 8}),
+        ("llama", mix, K_QUANTS),
+        ("qwen2", alternate("Q4_1", "Q8_0", "Q5_0"), {}),
+        # transformers 5.17 does not read the head size from such files.
+        ("qwen3", alternate("Q4_K", "Q6_K", "Q8_0"), {**K_QUANTS, "head_dim": 128, "tie_word_embeddings": True}),
+    ],
+    ids=["llama", "tied llama", "mixed llama", "qwen2", "tied qwen3"],
+)
+def test_weights_have_the_bits_of_transformers(
+    tmp_path: Path, architecture: str, qtype_of: Callable[[str], str | None], changes: dict[str, Any]
+) -> None:
+    file = save_random_gguf(tmp_path, qtype_of, architecture, **changes)
+    expected, found = by_transformers(file), stored_by_us(file)
+    assert found.keys() == expected.keys()
+    assert any("bias" in name for name in found) == (architecture == "qwen2")
+    for name, weight in found.items():
+        qtype = qtype_of(name) if weight.shape[1:] else None
+        tied = name == "lm_head.weight" and changes.get("tie_word_embeddings")
+        assert tied or isinstance(weight, Quantized) == (qtype not in (None, "Q5_K"))
+        assert tied or not isinstance(weight, Quantized) or weight.qtype.name == qtype
+        assert as_tensor(weight).dtype == torch.float32
+        assert torch.equal(as_tensor(weight), expected[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_dequantized_models_have_the_bits_of_transformers(tmp_path: Path, tied: bool) -> None:
+    file = save_random_gguf(tmp_path, alternate("Q4_1", "Q8_0"), tie_word_embeddings=tied)
+    expected = by_transformers(file)
+    for dtype in (torch.float32, torch.bfloat16):
+        config = load_config(EngineOptions(model=str(file)))
+        model, _ = read_weights(str(file), config, torch.device("cpu"), dtype)
+        found = model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight.to(dtype)) for name, weight in expected.items())
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+# --- Engines
+
+
+def test_quantized_weights_give_the_bits_of_dequantized_ones(mixed: Path, quantized: Engine) -> None:
+    dense = load_engine(mixed, weights="float32")
+    assert isinstance(quantized.forward_pass, NativeModel)
+    assert isinstance(dense.forward_pass, NativeModel)
+    assert quantized.forward_pass.kinds.keys() == {"Q4_K", "Q6_K", "FLOAT32"}
+    assert dense.forward_pass.kinds.keys() == {"FLOAT32"}
+    assert quantized.bitwise
+    assert dense.bitwise
+    assert torch.equal(logits(quantized), logits(dense))
+    assert rows_that_differ(quantized) == 0
+    assert quantized.weights_fingerprint == dense.weights_fingerprint
+    assert quantized.numerics_fingerprint == dense.numerics_fingerprint != ""
+    assert quantized.info().weight_bytes < dense.info().weight_bytes / 3
+    assert quantized.info().parameters == dense.info().parameters
+
+
+def test_notes_name_dequantized_weights(mixed: Path, quantized: Engine, tmp_path: Path) -> None:
+    assert quantized.notes == ["Q5_K weights (tensors: 1) were dequantized to float32: 4 bytes each"]
+    dense = load_model(EngineOptions(model=str(mixed), device="cpu", weights="float32"))
+    assert dense.notes == ("GGUF weights were dequantized to float32: 4 bytes each",)
+    file = save_random_gguf(tmp_path, lambda name: None)
+    assert load_model(EngineOptions(model=str(file), device="cpu")).notes == ()
+
+
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_mixed_types_in_one_gemm_and_a_tied_head_change_no_bit(tmp_path: Path, tied: bool) -> None:
+    """The fused QKV GEMM has parts of 96 and 48 outputs."""
+    changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": tied}
+    file = save_random_gguf(tmp_path, alternate("Q4_1", "Q8_0"), "qwen2", **changes)
+    engine = load_engine(file)
+    assert isinstance(engine.forward_pass, NativeModel)
+    assert engine.forward_pass.kinds.keys() == {"Q4_1", "Q8_0", "FLOAT32"}
+    dense = load_engine(file, weights="float32")
+    assert torch.equal(logits(engine), logits(dense))
+    assert engine.weights_fingerprint == dense.weights_fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "compiler", "note"),
+    [
+        ({"native": False}, True, "GGUF weights were dequantized to float32: 4 bytes each"),
+        ({"fused": False}, True, "GGUF weights were dequantized to float32: 4 bytes each"),
+        ({}, False, "quantized weights"),
+    ],
+    ids=["torch", "library", "no compiler"],
+)
+def test_passes_that_are_not_compiled_dequantize_weights(
+    mixed: Path, quantized: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiler: bool, note: str
+) -> None:
+    if not compiler:
+        monkeypatch.setenv("CC", "no-such-compiler")
+    engine = load_engine(mixed, **options)
+    assert not isinstance(engine.forward_pass, NativeModel)
+    assert engine.bitwise
+    assert engine.weights_fingerprint == quantized.weights_fingerprint
+    torch.testing.assert_close(logits(engine), logits(quantized), atol=1e-4, rtol=1e-4)
+    assert any(note in text for text in engine.notes)
+
+
+def test_other_dtypes_dequantize_weights(mixed: Path) -> None:
+    engine = load_engine(mixed, dtype="bfloat16")
+    assert isinstance(engine.forward_pass, NativeModel)
+    assert engine.forward_pass.kinds.keys() == {"BFLOAT16"}
+    assert "GGUF weights were dequantized to bfloat16: 2 bytes each" in engine.notes
+    assert engine.bitwise
+    assert isinstance(load_engine(mixed, dtype="float16", exact=False).forward_pass, FusedModel)
+
+
+# --- Trained drafts
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a GGUF file, like the embedded target."""
+    folder = save_model(tmp_path_factory.mktemp("target") / "model", gguf_config(num_hidden_layers=3))
+    save_gguf(folder, folder / "model.gguf", lambda name: "Q4_1")
+    shutil.move(folder / "model.safetensors", folder.parent)
+    return folder
+
+
+def trained_for(target: Path, folder: Path) -> dict[str, Weight]:
+    """Weights as training of a draft would give them."""
+    floats = shutil.copytree(target, folder / "floats", ignore=shutil.ignore_patterns("*.gguf"))
+    shutil.copy(target.parent / "model.safetensors", floats)
+    save_compact(folder / "trained", random_trained(floats, 70))
+    return load_compact(folder / "trained")
+
+
+@pytest.mark.slow
+def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Path, target: Path) -> None:
+    trained = trained_for(target, tmp_path)
+    save_draft(tmp_path / "draft", str(target), trained)
+    draft, dense = load_engine(tmp_path / "draft"), load_engine(tmp_path / "draft", weights="float32")
+    assert draft.loaded.output_ids is not None
+    assert draft.loaded.output_ids.tolist() == list(range(70))
+    assert isinstance(draft.forward_pass, NativeModel)
+    assert isinstance(dense.forward_pass, NativeModel)
+    assert draft.forward_pass.kinds.keys() == {"INT8", "Q4_1"}
+    assert dense.forward_pass.kinds.keys() == {"FLOAT32"}
+    assert draft.notes == []
+    assert dense.notes == ["int8 weights were dequantized to float32: 4 bytes each"]
+    assert rows_that_differ(draft) == 0
+    assert torch.equal(logits(draft), logits(dense))
+    assert draft.weights_fingerprint == dense.weights_fingerprint
+
+    found = stored_by_us(tmp_path / "draft")
+    embedding = by_transformers(target / "model.gguf")["model.embed_tokens.weight"]
+    assert torch.equal(as_tensor(found["model.embed_tokens.weight"]), embedding)
+    body = [name for name in found if "embed" not in name and "lm_head" not in name]
+    assert len(body) + 2 == len(trained)
+    for name in body:
+        assert torch.equal(as_tensor(found[name]), as_tensor(trained["body." + name.removeprefix("model.")]).float())

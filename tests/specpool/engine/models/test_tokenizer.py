@@ -1,0 +1,65 @@
+"""Tokenizer files and their fingerprints."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tiny_models import load_engine, save_model
+from tiny_pair import tiny_config
+from tokenizers import Tokenizer, models
+
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.loading import load_model
+from specpool.protocol.tokenizer import TokenizerFiles
+from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
+
+
+def files_of(tokenizer: Tokenizer, **changes: Any) -> TokenizerFiles:
+    return dataclasses.replace(TokenizerFiles(tokenizer.to_str().encode(), "", {}, ()), **changes)
+
+
+def test_a_folder_gives_its_tokenizer(tiny_pair: tuple[Path, Path]) -> None:
+    files, draft = (load_model(EngineOptions(model=str(folder))).tokenizer for folder in tiny_pair)
+    assert Tokenizer.from_buffer(files.tokenizer_json).encode("Zoë").ids == byte_tokenizer().encode("Zoë").ids
+    assert files.chat_template == CHAT_TEMPLATE
+    assert files.eos_token_ids == (EOS_TOKEN_ID,)
+    assert files.special_tokens == {"eos_token": "<eos>"}
+    assert files.fingerprint == draft.fingerprint
+    assert len(files.fingerprint) == 64
+
+
+def test_all_end_of_sequence_tokens_count(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, tiny_config(eos_token_id=[3, EOS_TOKEN_ID, 7]))
+    assert load_model(EngineOptions(model=str(folder))).tokenizer.eos_token_ids == (3, 7, EOS_TOKEN_ID)
+
+
+def test_a_padded_output_head_does_not_change_the_fingerprint(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:
+    """Target and draft often pad their heads differently."""
+    padded = load_engine(save_model(tmp_path, tiny_config(vocab_size=320)))
+    plain = load_engine(tiny_pair[0])
+    assert (padded.vocab_size, plain.vocab_size) == (320, 257)
+    assert padded.info().tokenizer_fingerprint == plain.info().tokenizer_fingerprint
+
+
+def test_fingerprints_depend_on_ids_alone() -> None:
+    plain = files_of(byte_tokenizer())
+    assert files_of(byte_tokenizer(), chat_template="x", eos_token_ids=(1,)).fingerprint == plain.fingerprint
+    truncating = byte_tokenizer()
+    truncating.enable_truncation(8)
+    assert files_of(truncating).fingerprint == plain.fingerprint
+
+
+def test_different_vocabularies_have_different_fingerprints() -> None:
+    special, added = byte_tokenizer(), byte_tokenizer()
+    special.add_special_tokens(["<pad>"])
+    added.add_tokens(["<pad>"])
+    tokenizers = [
+        byte_tokenizer(),
+        special,
+        Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")),
+        Tokenizer(models.WordLevel({"a": 1, "b": 0}, unk_token="a")),
+        Tokenizer(models.WordLevel({"a": 0, "c": 1}, unk_token="a")),
+        Tokenizer(models.Unigram([("a", 0.0), ("b", 0.0)])),
+    ]
+    assert len({files_of(tokenizer).fingerprint for tokenizer in tokenizers}) == len(tokenizers)
+    assert files_of(special).fingerprint == files_of(added).fingerprint

@@ -1,0 +1,101 @@
+"""Sharded engines give the bits of one device, or are batch-invariant."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from gguf_files import save_random_gguf
+from tiny_models import load_engine, random_tokens, rows_that_differ, save_model, small_config
+
+from specpool.engine.cache.spans import Span
+from specpool.engine.passes.native.sharded import DividedNativeModel
+from specpool.engine.run.engine import Engine
+
+TOKENS = random_tokens(90)
+UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+@contextmanager
+def sharded(folder: Path, ranks: int, **options: Any) -> Iterator[Engine]:
+    engine = load_engine(folder, device="cpu", tensor_parallel=ranks, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def logits(engine: Engine) -> torch.Tensor:
+    """Logits of a prompt in two passes, with a cache copy in between."""
+    first = engine.forward([Span(0, 0, TOKENS[:40], 3), Span(1, 0, TOKENS[50:53], 1)])
+    engine.layout.copy(0, 2, 30)
+    return torch.cat([first, engine.forward([Span(2, 30, TOKENS[30:80], 50), Span(1, 3, TOKENS[5:9], 2)])])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ranks", "changes"),
+    [
+        ("llama", 2, {**UNEVEN, "attention_bias": True, "mlp_bias": True}),
+        pytest.param("qwen3", 3, {**UNEVEN, "tie_word_embeddings": True}, marks=pytest.mark.slow),
+        pytest.param("glm4", 2, {"attention_bias": True}, marks=pytest.mark.slow),
+        # Not whole vectors, so not compiled.
+        pytest.param("llama", 2, {"intermediate_size": 100}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_give_the_bits_of_one_device(
+    architecture: str, ranks: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, small_config(architecture, **changes))
+    alone = load_engine(folder, device="cpu")
+    with sharded(folder, ranks) as engine:
+        assert type(engine.forward_pass).__name__.removeprefix("Divided") == type(alone.forward_pass).__name__
+        assert engine.bitwise
+        assert torch.equal(logits(engine), logits(alone))
+        assert rows_that_differ(engine) == 0
+        assert engine.numerics_fingerprint == alone.numerics_fingerprint
+        assert engine.weights_fingerprint == alone.weights_fingerprint
+
+
+@pytest.mark.slow
+def test_partial_sums_are_batch_invariant(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("glm4", **UNEVEN, attention_bias=True))
+    alone = load_engine(folder, device="cpu")
+    with sharded(folder, 2, tensor_parallel_sums="parts") as engine:
+        assert engine.bitwise
+        assert rows_that_differ(engine) == 0
+        assert torch.allclose(logits(engine), logits(alone), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sums", ["whole", "parts"])
+def test_ranks_keep_weights_quantized(tmp_path: Path, sums: Literal["whole", "parts"]) -> None:
+    """With partial sums, a rank has 48 inputs, not whole blocks: such weights are dequantized."""
+    changes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    file = save_random_gguf(tmp_path, lambda name: "Q4_1" if "layers" in name else "Q8_0", **changes)
+    dense = load_engine(file, device="cpu", weights="float32")
+    with sharded(file, 2, tensor_parallel_sums=sums) as engine:
+        assert isinstance(engine.forward_pass, DividedNativeModel)
+        kinds = engine.forward_pass.kinds
+        assert kinds.keys() - {"FLOAT32"} == {"Q4_1", "Q8_0"}
+        down = 2 * 4 * 128 * 48
+        assert (kinds.get("FLOAT32", 0) >= down) == (sums == "parts")
+        assert engine.bitwise
+        assert rows_that_differ(engine) == 0
+        assert engine.weights_fingerprint == dense.weights_fingerprint
+        if sums == "whole":
+            assert torch.equal(logits(engine), logits(dense))
+            assert engine.numerics_fingerprint == dense.numerics_fingerprint
+        assert torch.allclose(logits(engine), logits(dense), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_torch_pass_is_sharded(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, small_config("llama", **UNEVEN, attention_bias=True, mlp_bias=True))
+    alone = load_engine(folder, device="cpu", native=False)
+    with sharded(folder, 2, native=False) as engine:
+        assert type(engine.forward_pass).__name__ == "FusedModel"
+        assert engine.bitwise
+        assert rows_that_differ(engine) == 0
+        assert torch.allclose(logits(engine), logits(alone), rtol=1e-3, atol=1e-3)

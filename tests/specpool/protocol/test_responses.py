@@ -1,0 +1,171 @@
+"""Responses of workers that do not fit their request are rejected."""
+
+import math
+from typing import Any
+
+import pytest
+
+from specpool.protocol.responses import (
+    InvalidResponseError,
+    check_worker_info,
+    read_proposals,
+    read_step_costs,
+    read_verdicts,
+)
+from specpool.protocol.rounds import ItemStatus, ProposeItem, VerifyItem
+from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
+
+OK, MISS = common_pb2.ITEM_STATUS_OK, common_pb2.ITEM_STATUS_CACHE_MISS
+VOCAB = 100
+
+
+def verdict(**changes: Any) -> Any:
+    """Return a valid result for `ITEM`, with changes."""
+    fields = {"sequence_id": 1, "status": OK, "token_ids": [7, 8, 9], "cached_length": 13} | changes
+    return target_worker_pb2.VerifyResult(**fields)
+
+
+TWO_RANKS = [{"device": "cuda:0"}, {"device": "cuda:1"}]
+ITEM = VerifyItem(1, 10, (5,), draft_token_ids=(7, 8, 4))
+
+
+def read(*results: Any, items: Any = (ITEM,), round_id: int = 3) -> Any:
+    return read_verdicts(target_worker_pb2.VerifyResponse(round_id=round_id, results=results), 3, items, VOCAB)
+
+
+def test_valid_verdicts_are_read() -> None:
+    (valid,) = read(verdict())
+    assert (valid.status, valid.token_ids, valid.num_cached_tokens) == (ItemStatus.OK, (7, 8, 9), 13)
+    (bonus,) = read(verdict(token_ids=[7, 8, 4, 4], cached_length=14))
+    assert bonus.token_ids == (7, 8, 4, 4)
+    (missed,) = read(verdict(status=MISS))
+    assert (missed.status, missed.token_ids) == (ItemStatus.CACHE_MISS, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sequence_id": 2}, "sequences of the round"),
+        ({"status": 0}, "status"),
+        ({"token_ids": [], "cached_length": 11}, "0 tokens gained"),
+        ({"token_ids": [7, 8, 4, 4, 4]}, "5 tokens gained"),
+        ({"token_ids": [7, 6, 9]}, "differ from the draft"),
+        ({"token_ids": [7, 8], "cached_length": 12}, "equals the rejected"),
+        ({"token_ids": [7, 8, VOCAB]}, "vocabulary"),
+        ({"token_ids": [7, 8, 2**31]}, "vocabulary"),
+        ({"cached_length": 12}, "12 positions cached instead of 13"),
+    ],
+)
+def test_impossible_verdicts_are_rejected(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidResponseError, match=reason):
+        read(verdict(**changes))
+
+
+def test_verdicts_must_match_the_round_in_order() -> None:
+    other = VerifyItem(2, 10, (5,), draft_token_ids=(7, 8, 4))
+    assert len(read(verdict(), verdict(sequence_id=2), items=(ITEM, other))) == 2
+    for results in ([], [verdict()], [verdict(sequence_id=2), verdict()], [verdict()] * 2, [verdict()] * 3):
+        with pytest.raises(InvalidResponseError, match="sequences of the round"):
+            read(*results, items=(ITEM, other))
+    with pytest.raises(InvalidResponseError, match="round 2 instead of 3"):
+        read(verdict(), round_id=2)
+
+
+def test_prompt_chunks_gain_no_token() -> None:
+    chunk = VerifyItem(1, 10, (5, 6), prefill_only=True)
+    assert read(verdict(token_ids=[], cached_length=12), items=[chunk])[0].token_ids == ()
+    with pytest.raises(InvalidResponseError, match="prompt chunk"):
+        read(verdict(token_ids=[7], cached_length=12), items=[chunk])
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [],
+        [{"logprob": -1.0, "top_token_ids": [1, 2], "top_logprobs": [-1.0, -2.0]}] * 2,
+        [{"logprob": -1.0, "top_token_ids": [1, 2], "top_logprobs": [-1.0]}],
+        [{"logprob": -1.0, "top_token_ids": [1], "top_logprobs": [-1.0]}],
+        [{"logprob": math.nan, "top_token_ids": [1, 2], "top_logprobs": [-1.0, -2.0]}],
+        [{"logprob": -1.0, "top_token_ids": [1, 2], "top_logprobs": [-1.0, math.nan]}],
+        [{"logprob": -1.0, "top_token_ids": [1, VOCAB], "top_logprobs": [-1.0, -2.0]}],
+        [{"logprob": 1.0, "top_token_ids": [1, 2], "top_logprobs": [-1.0, -2.0]}],
+    ],
+)
+def test_impossible_logprobs_are_rejected(logprobs: list[dict[str, Any]]) -> None:
+    item = VerifyItem(1, 10, (5,), logprobs=2)
+    good = [common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0, -2.0])]
+    assert read(verdict(token_ids=[7], cached_length=11, logprobs=good), items=[item])[0].logprobs[0].logprob == -1.0
+    bad = [common_pb2.TokenLogprobs(**one) for one in logprobs]
+    with pytest.raises(InvalidResponseError):
+        read(verdict(token_ids=[7], cached_length=11, logprobs=bad), items=[item])
+
+
+def propose(**changes: Any) -> Any:
+    fields = {"sequence_id": 1, "status": OK, "draft_token_ids": [7, 8], "cached_length": 12} | changes
+    response = draft_worker_pb2.ProposeResponse(round_id=3, results=[draft_worker_pb2.ProposeResult(**fields)])
+    return read_proposals(response, 3, [ProposeItem(1, 10, (5,), num_draft_tokens=2, min_chance=0.1)])
+
+
+def test_valid_proposals_are_read() -> None:
+    (valid,) = propose(confidences=[0.5, 1.0001])
+    assert (valid.draft_token_ids, valid.confidences) == ((7, 8), (0.5, 1.0))
+    assert propose(draft_token_ids=[], cached_length=11)[0].draft_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"confidences": [0.5, math.nan]},
+        {"confidences": [math.inf, 0.5]},
+        {"confidences": [0.5, -0.1]},
+        {"confidences": [0.5, 2.0]},
+        {"confidences": [0.5]},
+        {"draft_token_ids": [7, 8, 9], "cached_length": 13},
+        {"cached_length": 13},
+        {"cached_length": 0},
+        {"status": 7},
+        {"sequence_id": 9},
+    ],
+)
+def test_impossible_proposals_are_rejected(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidResponseError):
+        propose(**changes)
+
+
+def test_impossible_step_costs_are_dropped() -> None:
+    costs = common_pb2.StepCosts(
+        rows=[0, 1, 2, 4, 8, 16], seconds=[1.0, math.nan, math.inf, -1.0, 0.0, 0.5], seconds_per_cached=math.nan
+    )
+    read = read_step_costs(common_pb2.GetWorkerInfoResponse(costs=costs))
+    assert (dict(read.step_seconds), read.seconds_per_cached) == ({16: 0.5}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "load"),
+    [
+        ({"vocab_size": 0}, {}),
+        ({"vocab_size": 2**31}, {}),
+        ({"max_model_len": 0}, {}),
+        ({"equivalence": 99}, {}),
+        ({"notes": ["n" * 2**15] * 3}, {}),
+        ({"max_model_len": 2**32 - 1}, {}),
+        ({}, {"slots_total": 2**32 - 1}),
+        ({}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 0}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 1}, {"ranks": TWO_RANKS[:1]}),
+        ({"tensor_parallel": 1, "tensor_parallel_sums": "whole"}, {}),
+        ({"tensor_parallel": 2, "tensor_parallel_sums": "whole"}, {}),
+        ({"tensor_parallel": 3, "tensor_parallel_sums": "whole"}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 2**32 - 1, "tensor_parallel_sums": "whole"}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 2}, {"ranks": TWO_RANKS}),
+        ({"tensor_parallel": 2, "tensor_parallel_sums": "backwards"}, {"ranks": TWO_RANKS}),
+    ],
+)
+def test_impossible_descriptions_are_rejected(model: dict[str, Any], load: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"vocab_size": 10, "max_model_len": 10}
+    check_worker_info(common_pb2.GetWorkerInfoResponse(model=common_pb2.ModelInfo(**good)))
+    response = common_pb2.GetWorkerInfoResponse(
+        model=common_pb2.ModelInfo(**(good | model)), load=common_pb2.WorkerLoad(**load)
+    )
+    with pytest.raises(InvalidResponseError):
+        check_worker_info(response)
