@@ -39,7 +39,7 @@ def vllm_command(folder: Path) -> tuple[list[str], dict[str, str]]:
     alias = folder / f"vllm-{version}+cpu.dist-info"
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    (alias / "entry_points.txt").write_text("[vllm.general_plugins]\nmended = mended_vllm:mend\n")
+    (alias / "entry_points.txt").write_text("[vllm.general_plugins]\npatched = patched_vllm:patch\n")
     environment["PYTHONPATH"] += f":{folder}:{ROOT / 'tests/support'}"
     return [str(python.parent / "vllm")], environment
 
