@@ -24,8 +24,8 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
 
 # Commands that import torch: the module that replaces this process, and a summary.
 TORCH_COMMANDS = {
-    "distill": ("specpool.distill.main", "Trains a small draft on dialogues that its target generates."),
-    "plan": ("specpool.planning.main", "Measures a pair and predicts its speed by batch and draft length."),
+    "distill": ("specpool.distill.main", "Train a small draft on dialogues that its target generates."),
+    "plan": ("specpool.planning.main", "Measure a pair and predict its speed by batch and draft length."),
 }
 
 

@@ -36,7 +36,7 @@ STATE_STYLES = {"ready": "green", "refused": "red"}
 
 
 class TopSettings(Settings, ClientSecurity):
-    """Shows a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits."""
+    """Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits."""
 
     address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between updates")

@@ -48,7 +48,7 @@ WORKER: dict[str, Any] = WorkerSettings.model_fields
 
 
 class UpSettings(ListeningSettings):
-    """Runs coordinator, draft worker and target worker on this machine. Without models: the embedded pair."""
+    """Serve a pair on this machine: coordinator, draft worker and target worker. Default: the embedded pair."""
 
     port: int = COORDINATOR["port"]
     target: str | None = Field(None, description="target: hub id, folder or GGUF file; default: the embedded pair's")
@@ -67,7 +67,7 @@ class UpSettings(ListeningSettings):
         default_factory=lambda: len(os.sched_getaffinity(0)),
         ge=1,
         le=1024,
-        description="CPU threads of each worker, divided among the ranks of a CPU target; default: all available",
+        description="CPU threads of each worker, shared by the ranks of a CPU target; default: all available",
     )
     max_num_seqs: int = COORDINATOR["max_num_seqs"]
     max_batch_size: Annotated[int | None, COORDINATOR["max_batch_size"]] = Field(

@@ -196,7 +196,7 @@ class Writer:
         return sampled
 
 
-def packed(dialogues: list[_Dialogue]) -> Dialogues:
+def concatenate(dialogues: list[_Dialogue]) -> Dialogues:
     """Concatenate finished dialogues."""
     tokens = [token for dialogue in dialogues for token in dialogue.token_ids]
     return Dialogues(

@@ -18,9 +18,9 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from specpool.distill.corpus import MAX_ANSWER, ChatTemplate, Writer, packed
+from specpool.distill.corpus import MAX_ANSWER, ChatTemplate, Writer, concatenate
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
-from specpool.distill.training import Example, examples_of
+from specpool.distill.training import Example, split_examples
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
@@ -37,7 +37,7 @@ Chat = list[dict[str, str]]
 
 
 class EvaluateSettings(Settings):
-    """Measures how often a draft predicts its target's tokens, and the resulting acceptance lengths."""
+    """Measure how often a draft predicts its target's tokens, and the resulting acceptance lengths."""
 
     prompts: Path = Field(description="JSONL file of chats or Spec-Bench questions")
     model: str | None = Field(None, description="folder of the draft; default: the embedded one")
@@ -45,7 +45,7 @@ class EvaluateSettings(Settings):
     max_sequences: int = Field(16, ge=1, description="answers generated at a time")
     max_model_len: int = Field(2048, ge=512, description="positions of a dialogue; longer prompts are skipped")
     device: str = Field("cpu", description="device of target and draft")
-    log_level: LogLevel = Field("warning", description="minimum severity of logged messages")
+    log_level: LogLevel = Field("warning", description="minimum level of logged messages")
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
         skipped += len(questions) - len(fitting)
         if fitting:
             answers = track(writer.answer(fitting), category, total=len(fitting), console=console, transient=True)
-            agreed[category] = [_agreement(draft, example) for example in examples_of(packed(list(answers)))]
+            agreed[category] = [_agreement(draft, example) for example in split_examples(concatenate(list(answers)))]
     agreed["all"] = [answer for answers in agreed.values() for answer in answers]
     rows = [{"category": category, **_summary(answers)} for category, answers in agreed.items()]
     return {"model": model, "target": target, "left_out": skipped, "categories": rows}

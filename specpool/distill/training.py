@@ -40,7 +40,7 @@ class Batch:
         return Batch(**{name: value.to(device) for name, value in vars(self).items()})
 
 
-def examples_of(dialogues: Dialogues) -> list[Example]:
+def split_examples(dialogues: Dialogues) -> list[Example]:
     """Split dialogues into examples."""
     lengths, starts = dialogues.lengths.tolist(), dialogues.answer_starts.tolist()
     answers = [length - start for length, start in zip(lengths, starts, strict=True)]
@@ -82,7 +82,7 @@ def collate(examples: Sequence[Example]) -> Batch:
     )
 
 
-def loss_of(student: Student, batch: Batch) -> torch.Tensor:
+def distillation_loss(student: Student, batch: Batch) -> torch.Tensor:
     """Cross-entropy with the target's most probable tokens, restricted to the student's output tokens."""
     batch = batch.to(student.head.device)
     logits = student(batch.token_ids, batch.attention_mask, batch.chosen)

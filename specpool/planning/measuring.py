@@ -23,7 +23,7 @@ from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine
 from specpool.engine.startup.step_times import measure_step_times
-from specpool.planning.prediction import Acceptance, Memory, Model, replayed
+from specpool.planning.prediction import Acceptance, Memory, Model, replay_acceptance
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import naming
@@ -44,7 +44,7 @@ class Answer:
     token_ids: list[int]
 
 
-def measured(settings: PlanSettings, console: Console) -> tuple[Model, list[tuple[Model, Acceptance]]]:
+def measure_pair(settings: PlanSettings, console: Console) -> tuple[Model, list[tuple[Model, Acceptance]]]:
     """Measure the target, then each draft with its acceptance. An invalid setting exits with one line that names it."""
     disable_progress_bar()
     target, drafts = options_of(settings)
@@ -68,7 +68,7 @@ def measured(settings: PlanSettings, console: Console) -> tuple[Model, list[tupl
     for draft in drafts:
         with naming(PROGRAM, "draft", UnsupportedModelError, OSError):
             draft_model, agreed = _measure_draft(draft, model, answers, powers_of_two(max_batch), console)
-        results.append((draft_model, replayed(agreed, max_k)))
+        results.append((draft_model, replay_acceptance(agreed, max_k)))
     return model, results
 
 

@@ -91,13 +91,13 @@ class Acceptance:
     """Mean acceptance length by number of draft tokens; 1 without any."""
 
 
-def replayed(agreed: Sequence[Sequence[bool]], max_k: int) -> Acceptance:
+def replay_acceptance(agreed: Sequence[Sequence[bool]], max_k: int) -> Acceptance:
     """Acceptance for 0 to `max_k` draft tokens, given where a draft agrees with the target's answers."""
     lengths = [mean_acceptance_length(agreed, k) for k in range(max_k + 1)]
     return Acceptance(agreement_rate(agreed), acceptance_by_position(agreed, max_k), lengths)
 
 
-def constant(rate: float, max_k: int) -> Acceptance:
+def constant_acceptance(rate: float, max_k: int) -> Acceptance:
     """Acceptance for 0 to `max_k` draft tokens, each accepted at this rate if all previous ones were."""
     by_position = [rate**k for k in range(1, max_k + 1)]
     return Acceptance(rate, by_position, [1 + sum(by_position[:k]) for k in range(max_k + 1)])

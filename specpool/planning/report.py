@@ -23,7 +23,7 @@ BUSY = 0.75
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print tables and the recommendation."""
+    """Print the tables and the recommendation."""
     for draft in plan.drafts:
         console.print(_speed_table(draft))
     if plan.scaling is not None:

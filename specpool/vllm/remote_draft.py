@@ -39,7 +39,7 @@ class RemoteDraft:
 
     def __init__(self, vllm_config: Any) -> None:
         """Wait for the draft worker. ValueError, in one line, for invalid settings, a worker that does not answer, or
-        a worker with another tokenizer."""
+        a worker with a different tokenizer."""
         self._link: BlockingDraftLink | None = None
         self._step_began = time.perf_counter()
         self._error_logged = -SECONDS_BETWEEN_ERRORS
@@ -74,7 +74,7 @@ class RemoteDraft:
         except (MismatchError, TimeoutError) as error:
             link.close()
             raise ValueError(f"cannot use the draft worker at {settings.draft_address}: {error}") from None
-        log.info("The draft worker at %s drafts for vLLM", settings.draft_address)
+        log.info("draft worker at %s provides drafts for vLLM", settings.draft_address)
         atexit.register(self.close)
         return link
 
@@ -111,7 +111,9 @@ class RemoteDraft:
         except Exception:  # an error here must not fail vLLM's requests
             if began - self._error_logged >= SECONDS_BETWEEN_ERRORS:
                 self._error_logged = began
-                log.exception("No drafts in this step (vLLM %s; tested: %s)", vllm_version(), TESTED_VERSION)
+                log.exception(
+                    "drafting failed; this step has no drafts (vLLM %s, tested: %s)", vllm_version(), TESTED_VERSION
+                )
             self._link.release(self._drafter.forget_rows())
             return _no_drafts(sampled_token_ids)
         finally:

@@ -120,7 +120,7 @@ def test_containers_accept_their_settings(role: str) -> None:
     assert float(service["stop_grace_period"].removesuffix("s")) > settings.drain_seconds
 
 
-def test_coordinator_knows_its_workers_and_is_published_on_this_host_only() -> None:
+def test_coordinator_finds_its_workers_and_is_published_on_loopback() -> None:
     settings, service = service_settings("coordinator"), services()["coordinator"]
     assert settings.target_address == f"target-worker:{service_settings('target-worker').port}"
     assert settings.draft_address == f"draft-worker:{service_settings('draft-worker').port}"

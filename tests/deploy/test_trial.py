@@ -243,7 +243,7 @@ def test_missing_requirements_are_named(user: int, path: str, reason: str, monke
         trial.main()
 
 
-def test_storage_of_images_must_not_hold_other_files(tmp_path: Path) -> None:
+def test_image_storage_must_not_hold_other_files(tmp_path: Path) -> None:
     images.check_storage(tmp_path / "new")
     (tmp_path / "storage").mkdir()
     images.check_storage(tmp_path)

@@ -61,7 +61,7 @@ class Row:
 
 
 class StandIn:
-    """vLLM's batch: rows keep their places, and the last one fills gaps."""
+    """vLLM's batch: rows keep their places, and the last row fills gaps."""
 
     def __init__(self, remote: RemoteDraft, target: FakeTarget) -> None:
         self.remote, self.target = remote, target

@@ -59,7 +59,7 @@ def truth(served: Serving, text: str, count: int) -> list[int]:
 # --- generate
 
 
-async def test_answers_a_file_in_its_order(specpool: Specpool, served: Serving, tmp_path: Path) -> None:
+async def test_answers_keep_the_order_of_the_file(specpool: Specpool, served: Serving, tmp_path: Path) -> None:
     prompts = {7: "a", "seven": "bcd", "third": "e" * 30}
     lines = [json.dumps({"id": key, "prompt": text}) for key, text in prompts.items()]
     lines += ["", json.dumps({"id": "chat", "messages": [{"role": "user", "content": "hi"}]})]

@@ -69,7 +69,7 @@ def test_rates_and_shares_cover_the_time_between_two_states() -> None:
         pytest.param(state(120.0, requests=20, rounds=49), id="longer uptime"),
     ],
 )
-def test_a_restarted_server_counts_from_its_start(restarted: pb.GetServerInfoResponse) -> None:
+def test_a_server_restart_resets_the_rates(restarted: pb.GetServerInfoResponse) -> None:
     result = activity(restarted, EARLIER)
     assert result == activity(restarted)
     assert (result.seconds, result.requests_per_s) == (restarted.uptime_s, 20 / restarted.uptime_s)

@@ -15,12 +15,12 @@ from tiny_pair import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specpool.distill import corpus, training
-from specpool.distill.corpus import TASKS, TOP, ChatTemplate, Dialogues, Writer, packed
+from specpool.distill.corpus import TASKS, TOP, ChatTemplate, Dialogues, Writer, concatenate
 from specpool.distill.evaluate import EvaluateSettings, evaluate, read_chats
 from specpool.distill.main import DistillSettings, train
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
 from specpool.distill.student import Student, check_weights, most_frequent
-from specpool.distill.training import Checkpoint, Example, agreement, batches, examples_of, loss_of
+from specpool.distill.training import Checkpoint, Example, agreement, batches, distillation_loss, split_examples
 from specpool.engine.cache.spans import Span
 from specpool.engine.models.draft_folder import save_draft
 from specpool.engine.models.draft_weights import load_compact, load_trained, save_compact
@@ -50,7 +50,7 @@ def dialogues(engine: Engine, template: ChatTemplate) -> Dialogues:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(corpus, "MAX_ANSWER", 20)
         patched.setattr(corpus, "MAX_QUESTION", 400)
-        return packed(list(Writer(engine, template, seed=1).write(12)))
+        return concatenate(list(Writer(engine, template, seed=1).write(12)))
 
 
 def target_of(tiny_pair: tuple[Path, Path]) -> Any:
@@ -62,7 +62,7 @@ def target_of(tiny_pair: tuple[Path, Path]) -> Any:
 
 def test_answers_are_greedy(tiny_pair: tuple[Path, Path], dialogues: Dialogues, template: ChatTemplate) -> None:
     target = target_of(tiny_pair)
-    examples = examples_of(dialogues)
+    examples = split_examples(dialogues)
     assert len(examples) == 12
     for example in examples:
         tokens, start = example.token_ids, example.answer_start
@@ -99,14 +99,14 @@ def test_dialogues_load_as_saved(tmp_path: Path, dialogues: Dialogues) -> None:
 @pytest.mark.usefixtures("short_answers")
 def test_dialogues_depend_on_the_seed_only(engine: Engine, template: ChatTemplate) -> None:
     def written(seed: int) -> list[int]:
-        return packed(list(Writer(engine, template, seed).write(4))).token_ids.tolist()
+        return concatenate(list(Writer(engine, template, seed).write(4))).token_ids.tolist()
 
     assert written(5) == written(5) != written(6)
 
 
 @pytest.mark.usefixtures("short_answers")
-def test_some_questions_are_tasks_on_earlier_answers(engine: Engine, template: ChatTemplate) -> None:
-    examples = examples_of(packed(list(Writer(engine, template, seed=3).write(60))))
+def test_some_questions_refer_to_earlier_answers(engine: Engine, template: ChatTemplate) -> None:
+    examples = split_examples(concatenate(list(Writer(engine, template, seed=3).write(60))))
     tasks = [template.encode(f"{task}\n\n") for task in TASKS]
     answers: list[list[int]] = []
     num_tasks = 0
@@ -128,20 +128,20 @@ def student_of(tiny_pair: tuple[Path, Path], output_ids: torch.Tensor | None = N
 
 def test_a_complete_student_equals_its_target(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     student = Student(target_of(tiny_pair), [0, 1, 2], torch.arange(257))
-    examples = examples_of(dialogues)
+    examples = split_examples(dialogues)
     assert all(all(answer) for answer in agreement(student, examples))
     assert mean_acceptance_length(agreement(student, examples), 3) > 3
 
 
 def test_training_lowers_the_loss_and_freezes_embeddings(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
-    student, examples = student_of(tiny_pair), examples_of(dialogues)
+    student, examples = student_of(tiny_pair), split_examples(dialogues)
     embeddings = student.body.embed_tokens.weight.clone()
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-2)
     losses = []
     for epoch in range(20):
         for batch in batches(examples, 1000, random.Random(epoch)):
-            loss = loss_of(student, batch)
+            loss = distillation_loss(student, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -151,12 +151,12 @@ def test_training_lowers_the_loss_and_freezes_embeddings(tiny_pair: tuple[Path, 
 
 
 def test_tokens_outside_the_output_head_never_agree(tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
-    examples = examples_of(dialogues)
+    examples = split_examples(dialogues)
     chosen = torch.cat([example.top_ids[:, 0] for example in examples])
     output_ids = torch.tensor([token for token in range(257) if token != int(chosen[0])])
     student = student_of(tiny_pair, output_ids)
     (batch,) = batches(examples, 10**6, random.Random(0))
-    assert torch.isfinite(loss_of(student, batch))
+    assert torch.isfinite(distillation_loss(student, batch))
     agreed = torch.tensor([one for answer in agreement(student, examples) for one in answer])
     assert not agreed[chosen == chosen[0]].any()
 
@@ -177,7 +177,7 @@ def test_a_draft_worker_can_load_a_trained_draft(
     draft = load_engine(tmp_path / "model", exact=False)
     target = load_engine(tiny_pair[0], exact=False)
     assert draft.loaded.tokenizer.fingerprint == target.loaded.tokenizer.fingerprint
-    tokens = examples_of(dialogues)[0].token_ids
+    tokens = split_examples(dialogues)[0].token_ids
     with torch.inference_mode():
         expected = student(tokens[None], torch.ones(1, len(tokens)), torch.ones(1, len(tokens), dtype=torch.bool))
     logits = draft.forward([Span(0, 0, tokens.tolist(), len(tokens))])
@@ -216,9 +216,9 @@ def test_a_draft_is_trained_and_evaluated_by_category(
 def test_training_resumes_from_a_checkpoint(tmp_path: Path, tiny_pair: tuple[Path, Path], dialogues: Dialogues) -> None:
     def steps(student: Student, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
         for number in range(first, first + count):
-            (batch,) = batches(examples_of(dialogues), 10**6, random.Random(number))
+            (batch,) = batches(split_examples(dialogues), 10**6, random.Random(number))
             optimizer.zero_grad()
-            loss_of(student, batch).backward()
+            distillation_loss(student, batch).backward()
             optimizer.step()
 
     def new_student() -> tuple[Student, torch.optim.Optimizer]:
