@@ -133,7 +133,7 @@ class Compiler:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        """A unique number, so that Triton reuses nothing compiled for another device."""
+        """A unique number. Triton then reuses nothing compiled for another device."""
         return self.number
 
     def get_current_stream(self, device: int | None = None) -> int:

@@ -33,7 +33,7 @@ CHECK_SECONDS, GEMM_SECONDS = 5, 15
 ORIGIN = 7
 # Rows and outputs of a GEMM that are compared with float64.
 COMPARED = 64, 8192
-# Bytes of distinct weights to multiply in turn when timing, so that no cache holds them.
+# Bytes of distinct weights to multiply in turn when timing, so no cache holds them.
 TIMED_BYTES = 2**28
 
 

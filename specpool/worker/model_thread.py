@@ -64,7 +64,7 @@ class ModelThread:
         self._waiting: deque[WorkItem] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        # A daemon, so that a function that never ends does not keep the process alive.
+        # A daemon, so a function that never ends does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
 
     @property

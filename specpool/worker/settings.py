@@ -19,6 +19,6 @@ class WorkerSettings(ServerSettings):
     )
     startup_cache: bool = Field(
         True,
-        description="on a CPU, keep what the self-test proved and the step times in the user's cache folder, and reuse "
+        description="on a CPU, store the self-test result and the step times in the user's cache folder, and reuse "
         "them at the next start with the same weights, options, processor and versions",
     )

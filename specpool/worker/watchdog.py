@@ -36,7 +36,7 @@ class Watchdog:
             self.check(time.monotonic())
 
     def check(self, now: float) -> None:
-        """Compare the work item and progress at `now`, in monotonic seconds, with those of the last check."""
+        """Compare the work item and its progress with the last check. `now`: monotonic seconds."""
         # Do not count time in which the whole process was stopped.
         elapsed = min(now - self._checked, 2 * self._seconds / CHECKS)
         self._checked = now

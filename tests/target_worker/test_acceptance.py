@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from target_worker.acceptance import accept
 
-# Few different tokens, so that drafts and choices often agree.
+# Few different tokens, so drafts and choices often agree.
 tokens = st.integers(0, 3)
 
 

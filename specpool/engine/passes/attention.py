@@ -66,7 +66,7 @@ def _attend(
     _, heads, dim = query.shape
     kv_heads = len(keys)
     batch, length = call.query_index.shape
-    # Fold the query heads that share a KV head into its query rows, so that no key is copied.
+    # Fold the query heads that share a KV head into its query rows, so no key is copied.
     q = query[call.query_index].transpose(1, 2)  # [B, heads, Q, dim]
     q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
     k, v = call.attended(keys), call.attended(values)

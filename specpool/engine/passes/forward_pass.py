@@ -58,7 +58,7 @@ class ForwardPass(nn.Module, ABC):
     plans_attention: bool = True
     """Whether batches need an attention plan. Without one, the pass locates cached positions itself."""
     exact_by_construction: bool = False
-    """Whether the pass is batch-invariant without padding, so that no tiles need to be chosen."""
+    """Whether the pass is batch-invariant without padding, so no tiles need to be chosen."""
     rows_per_tile: int = 1
     """Maximum rows of a sequence that share a tile of attention, in a pass without an attention plan."""
 
@@ -83,7 +83,7 @@ class ForwardPass(nn.Module, ABC):
         return 0
 
     def eager(self) -> AbstractContextManager[None]:
-        """A context in which passes run operation by operation, so that probes see every one."""
+        """A context in which passes run operation by operation, so probes see every one."""
         return nullcontext()
 
     def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> DraftLoop | None:

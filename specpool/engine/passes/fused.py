@@ -1,9 +1,9 @@
 """The fused forward pass of the Llama family. It runs the weights of a transformers model in few operations.
 
 Queries, keys and values share one GEMM, gate and up another, and rotary tables are looked up once for all layers. The
-constructor resolves the differences between families, so that all run the same pass.
+constructor resolves the differences between families, so all run the same pass.
 
-A rank of a sharded model holds its shard of the weights and gathers what the other ranks compute.
+A rank of a sharded model holds its shard of the weights, and gathers the results of the other ranks.
 """
 
 from typing import Any

@@ -20,7 +20,7 @@ Linear = nn.Linear | PrepackedLinear
 
 # (minimum rows, multiple of rows), cheapest first. The first one with which all probed layers agree is chosen.
 ROW_TILE_SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
-# The last resort: every pass has exactly this many rows, so that each GEMM of a layer has one shape.
+# The last resort: every pass has exactly this many rows, so each GEMM of a layer has one shape.
 ONE_SHAPE = Tiles(min_rows=64, row_multiple=64, max_rows=64)
 ROW_TILES = (*(Tiles(*tile_shape) for tile_shape in ROW_TILE_SHAPES), ONE_SHAPE)
 # (multiple of query rows, multiple of KV columns), cheapest first.

@@ -77,7 +77,7 @@ def _by_shape(model: GpuModel) -> dict[tuple[int, int], list[Gemm]]:
 def _digest_if_exact(gemm: Gemm, backend: GemmBackend, sizes: Sequence[int]) -> bytes | None:
     """A digest of the results of a backend; None if it fails, or a row's bits depend on the row count or its index.
 
-    The sums cancel, so that rounding errors reveal the order of summation.
+    The sums cancel, so rounding errors reveal the order of summation.
     """
     weight, x = ProbeInputs(gemm.weight).gemm(gemm.out_features, gemm.in_features, sizes[-1])
     probe = Gemm(weight)
@@ -107,7 +107,7 @@ def _fastest(
 
 
 def _log_times(gemms: Sequence[Gemm], backend: GemmBackend, sizes: Sequence[int], capture: Capture | None) -> float:
-    """The sum of the logarithms of a GEMM's seconds over row counts, so that none dominates."""
+    """The sum of the logarithms of a GEMM's seconds over row counts, so none dominates."""
     for gemm in gemms:
         gemm.backend = backend
     inputs = [torch.zeros(rows, gemms[0].in_features).to(gemms[0].weight) for rows in sizes]
@@ -118,7 +118,7 @@ def _seconds_each(gemms: Sequence[Gemm], x: torch.Tensor, capture: Capture | Non
     """Mean seconds of one of these GEMMs with the rows `x`."""
 
     def run() -> torch.Tensor:
-        # One layer after the other, as in a pass, so that their weights do not all fit into the cache.
+        # One layer after the other, as in a pass, so their weights do not all fit into the cache.
         results: list[torch.Tensor] = [gemm(x) for gemm in gemms]
         return results[-1]
 
@@ -182,7 +182,7 @@ def attention_agrees(cache: torch.Tensor, query_groups: int, max_length: int) ->
         seen = position + 1
         values[:, :seen] = numbers.cancelling(seen, kv_heads, dim)[numbers.order(seen)].transpose(0, 1)
         ordinary = numbers.normal(query_groups * kv_heads, dim)
-        uniform = torch.zeros_like(ordinary)  # weighs all positions equally, so that values cancel
+        uniform = torch.zeros_like(ordinary)  # weighs all positions equally, so values cancel
         if not agrees(uniform, position) or not agrees(ordinary, position):
             return False
     return True

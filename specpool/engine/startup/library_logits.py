@@ -1,4 +1,4 @@
-"""Refuses a model if the engine's logits differ from those of the library's own attention."""
+"""Refuses a model if the engine's logits differ from the logits of the library's own attention."""
 
 import torch
 
@@ -43,12 +43,12 @@ def refuse_other_logits(engine: Engine, expected: torch.Tensor) -> None:
     """
     kind, tokens = engine.loaded.config.model_type, _probe_tokens(engine.vocab_size)
     try:
-        # Two passes, so that the second one depends on the cache.
+        # Two passes, so the second one depends on the cache.
         engine.forward([Span(slot=0, start=0, token_ids=tokens[:FIRST_PASS], num_logits=0)])
         logits = engine.forward([Span(slot=0, start=FIRST_PASS, token_ids=tokens[FIRST_PASS:], num_logits=COMPARED)])
     except Exception as error:  # the code of a foreign model may raise anything
         raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {first_line(error)}") from error
-    # A layer with an attention of its own caches no keys.
+    # A layer that bypasses the engine's attention caches no keys.
     cached = slice(0, PROBE_TOKENS)
     bypassing = [layer for layer, keys in enumerate(engine.layout.arena.keys) if not keys[:, cached].any()]
     if bypassing:

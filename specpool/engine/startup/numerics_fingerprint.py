@@ -1,4 +1,4 @@
-"""A fingerprint of what an engine computes: equal if the same tokens would be chosen, bit for bit."""
+"""A fingerprint of an engine's logits. Engines with equal fingerprints choose the same tokens."""
 
 import hashlib
 

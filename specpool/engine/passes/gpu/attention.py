@@ -92,7 +92,7 @@ def _stages(dtype: torch.dtype, width: int) -> int:
 
 
 if triton is not None:
-    # Below every score but finite, so that masked keys get a weight of exactly zero in any order.
+    # Below every score but finite, so masked keys get a weight of exactly zero in any order.
     LOWEST = tl.constexpr(-1e30)
 
     @triton.jit

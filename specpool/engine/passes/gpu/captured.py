@@ -62,7 +62,7 @@ class CapturedModel(ForwardPass):
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Run passes eagerly within this context, so that probes see every operation."""
+        """Run passes eagerly within this context, so probes see every operation."""
         capture, self._graphs.capture = self._graphs.capture, None
         try:
             yield

@@ -87,7 +87,7 @@ class GpuDraftLoop:
         return numbers
 
     def _prepare(self, numbers: torch.Tensor, max_length: int) -> tuple[Step, Run]:
-        """A step with memory of its own, and the work of a step on it."""
+        """A step with its own memory, and the function that runs it."""
         rows, own = numbers.shape[1], numbers.clone()
         batch = PackedBatch(self._arena, rows, rows, rows, max_length, rows, own[:REMAINING].view(-1))
         step = Step(own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))

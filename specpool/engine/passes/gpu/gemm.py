@@ -33,8 +33,8 @@ class Gemm(nn.Module):
     def __init__(self, weight: torch.Tensor, split: bool = True, total_outputs: int | None = None) -> None:
         """Wrap a weight [outputs, inputs].
 
-        `split`: allow split-K. `total_outputs`: choose split-K as for a weight with this many outputs, of which
-        `weight` is one rank's shard.
+        `split`: allow split-K. `total_outputs`: choose split-K for the unsharded weight with this many outputs;
+        `weight` is one rank's shard of it.
         """
         super().__init__()
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)

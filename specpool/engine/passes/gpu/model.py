@@ -3,8 +3,8 @@
 GEMM writes partial sums, which the next kernel adds. All kernels but GEMM and attention handle one row, or one head of
 a row, per program.
 
-A rank of a sharded model holds its shard of the weights and gathers what the other ranks compute. With `sums=parts`,
-the terms of other ranks are further partial sums, so the sum over ranks needs no kernel of its own.
+A rank of a sharded model holds its shard of the weights, and gathers the results of the other ranks. With `sums=parts`,
+the terms of other ranks are further partial sums, so the sum over ranks takes no extra kernel.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ class GpuModel(ForwardPass):
         return GpuDraftLoop(self, arena, token_ids, capture) if self.group.ranks == 1 else None
 
     def scratch_bytes(self, rows: int, length: int) -> int:
-        """Bytes of partial results of attention and GEMM, and of what ranks exchange."""
+        """Bytes of partial results of attention and GEMM, and of the tensors that ranks exchange."""
         return (
             max(gemm.scratch_bytes(rows) for gemm in self.gemms())
             + attention.scratch_bytes(rows, length, self.heads, self.kv_heads, self.head_dim, self.rows_per_tile)
@@ -151,7 +151,7 @@ class GpuLayer(nn.Module):
     def _gemm(self, linear: nn.Linear, outputs: Dimension) -> Gemm:
         """The GEMM of this rank's shard of the outputs.
 
-        With whole sums, split-K is that of the unsharded weight, so that bits are the same as on one device. With sums
+        With whole sums, split-K is that of the unsharded weight, so bits are the same as on one device. With sums
         in parts, each rank sends one term, rounded to the model's dtype, and the sum rounds once.
         """
         split = not (self.group.in_parts and outputs == "hidden")

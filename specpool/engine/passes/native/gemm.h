@@ -228,7 +228,7 @@ static INLINE int quantized_panels(int kind, const Panel *panels, int count, con
     }
 KINDS(OF_KIND)
 
-/* out [rows, outputs] = W x + b, for x [rows, inputs]. Compiled once, so that probes run the code of a pass. */
+/* out [rows, outputs] = W x + b, for x [rows, inputs]. Compiled once: probes run the same code as a pass. */
 static ONE_COPY void gemm(const Linear *linear, int64_t rows, const float *x, float *out) {
     if (rows == 0) return;
     int64_t panels = linear->outputs / PANEL, threads = omp_get_num_threads(), thread = omp_get_thread_num();

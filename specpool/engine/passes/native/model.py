@@ -226,7 +226,7 @@ def compile_pass(fused: FusedModel, pass_class: type[NativeModel]) -> NativeMode
 
 def _is_supported(fused: FusedModel) -> bool:
     layers: list[Any] = list(fused.layers)
-    # Of the unsharded model, so that all ranks agree.
+    # The size in the unsharded model, so all ranks agree.
     intermediate = fused.group.full_size(layers[0].gate_up.out_features // 2, "intermediate")
     sizes = (layers[0].head_dim, fused.norm.numel(), intermediate)
     shapes = {
