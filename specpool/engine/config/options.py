@@ -10,7 +10,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True):
-    """Engine settings; both workers take them as flags."""
+    """Engine settings, which both workers take as flags."""
 
     model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
     revision: str | None = Field(
@@ -63,8 +63,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     )
     products: Literal["auto", "triton", "cublas"] = Field(
         "auto",
-        description="kernels of that pass for products with weights on a GPU, where they are exact; "
-        '"auto": the fastest, but "triton" where bits differ and a target needs the same ones after every start',
+        description='GEMM kernels of the fused pass on a GPU. "auto": the fastest exact ones, or "triton" if kernels '
+        "differ in bits and a target needs the same bits after every start",
     )
     max_num_batched_tokens: int | None = Field(
         None,
@@ -84,7 +84,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         1,
         ge=1,
         le=MAX_RANKS,
-        description="number of ranks: processes with a device and a shard of the model each",
+        description="number of ranks: processes, each with its own device and shard of the model",
     )
     tensor_parallel_sums: Literal["auto", "whole", "parts"] = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""Loads a model's configuration, and refuses models that cannot be served."""
+"""Loads a model's configuration and refuses unsupported models."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ DEFAULT_MAX_MODEL_LEN = 4096
 
 
 class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
-    """Types of the values that the engine reads; transformers may accept others."""
+    """Types of the values that the engine reads, because transformers does not check them all."""
 
     architectures: list[str] | None = None
     layer_types: list[str] | None = None
@@ -58,7 +58,7 @@ def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> i
 
 
 def explain(error: Exception) -> str:
-    """Return why transformers failed, in our own words where it refuses unsafe files."""
+    """Return why transformers failed. Messages about unsafe files are replaced by clearer ones."""
     reason = first_line(error)
     if "contains custom code" in reason:
         return "it needs its own code, which is never run"

@@ -19,10 +19,10 @@ from specpool.engine.weights.threads import map_on_threads
 def weights_fingerprint(loaded: LoadedModel, checksums: Mapping[str, bytes] | None = None) -> str:
     """Return SHA-256 over the name, dtype, shape and bits of every weight, before a pass takes over the weights.
 
-    The fingerprint depends on the dtype, but not on the number of files or ranks, nor on whether quantized weights are
-    kept or dequantized to float32. `checksums`: by name, those of weights of which this rank has only a shard.
+    The fingerprint depends on the dtype, but not on the number of files or ranks. Keeping weights quantized or
+    dequantizing them to float32 gives the same one. `checksums`: by name, for weights of which this rank has a shard.
     """
-    weights, full = weights_of(loaded.model), dict(loaded.full.state_dict())
+    weights, full = named_weights(loaded.model), dict(loaded.full.state_dict())
     if loaded.output_ids is not None:
         weights["output_ids"] = full["output_ids"] = loaded.output_ids
     given = {_memory_of(weights[name]): value for name, value in (checksums or {}).items()}  # tied weights: one name
@@ -38,7 +38,7 @@ def weights_fingerprint(loaded: LoadedModel, checksums: Mapping[str, bytes] | No
     return digest.hexdigest()
 
 
-def weights_of(model: PreTrainedModel) -> dict[str, Weight]:
+def named_weights(model: PreTrainedModel) -> dict[str, Weight]:
     """Return the weights of a model by name, quantized or not."""
     weights: dict[str, Weight] = dict(model.state_dict())
     for name, module in model.named_modules():

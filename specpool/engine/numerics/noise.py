@@ -12,7 +12,7 @@ import torch
 from specpool.engine.numerics.elementary import negative_log, negative_log1m
 
 _MASK64 = (1 << 64) - 1
-# Torch runs operations on this few elements on one thread; waking other threads would take longer.
+# Few enough elements that torch uses one thread; waking others would take longer.
 _CHUNK = 1 << 14
 # Exceeds the rounding error of the noise bound, and the distance between bound and noise.
 _MARGIN, _BOUND_ERROR = 1e-4, 3.0
@@ -52,7 +52,7 @@ def _gumbel(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _gumbel_bound(bits: torch.Tensor) -> torch.Tensor:
-    """Return an upper bound of the noise, since -log(1 - u) > u and log2(1 + m) > m for a mantissa of 1 + m."""
+    """Return an upper bound of the noise, from -log(1 - u) > u and log2(1 + m) > m, where 1 + m is a mantissa."""
     half = ((bits >> 1) & 0x7FFFFFFF).float().add_(0.25)  # half of 2**32 * u
     return half.view(torch.int32).float().mul_(-math.log(2) / (1 << 23)).add_((127 + 31) * math.log(2) + _MARGIN)
 

@@ -1,4 +1,4 @@
-"""The functions of `elementary` and `noise` for Triton kernels, with the same bits. Import it only if Triton exists."""
+"""The functions of `elementary` and `noise` for Triton kernels, with the same bits. Requires Triton."""
 
 from specpool.engine.numerics import elementary
 from specpool.engine.numerics.triton_compat import tl, triton

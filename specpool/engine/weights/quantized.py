@@ -1,4 +1,4 @@
-"""Quantized weights as stored in their file, and modules that use them in place of the transformers ones."""
+"""Quantized weights as stored in their file, and modules that compute with them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ def test_a_folder_gives_its_tokenizer(tiny_pair: tuple[Path, Path]) -> None:
     assert len(files.fingerprint) == 64
 
 
-def test_all_end_of_sequence_tokens_count(tmp_path: Path) -> None:
+def test_all_end_of_sequence_tokens_are_reported(tmp_path: Path) -> None:
     folder = save_model(tmp_path, tiny_config(eos_token_id=[3, EOS_TOKEN_ID, 7]))
     assert load_model(EngineOptions(model=str(folder))).tokenizer.eos_token_ids == (3, 7, EOS_TOKEN_ID)
 
@@ -41,7 +41,7 @@ def test_a_padded_output_head_does_not_change_the_fingerprint(tmp_path: Path, ti
     assert padded.info().tokenizer_fingerprint == plain.info().tokenizer_fingerprint
 
 
-def test_fingerprints_depend_on_ids_alone() -> None:
+def test_fingerprint_depends_only_on_token_ids() -> None:
     plain = files_of(byte_tokenizer())
     assert files_of(byte_tokenizer(), chat_template="x", eos_token_ids=(1,)).fingerprint == plain.fingerprint
     truncating = byte_tokenizer()

@@ -13,7 +13,7 @@ FUNCTIONS = {"log": negative_log, "log1m": negative_log1m, "masses": lambda x: m
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Restores the number of threads."""
+    """Restore the number of threads afterwards."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
