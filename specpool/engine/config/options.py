@@ -61,10 +61,11 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     cuda_graphs: bool = Field(
         True, description="on a GPU, capture the fused pass as CUDA graphs to cut launch overhead"
     )
-    products: Literal["auto", "triton", "cublas"] = Field(
+    gemm: Literal["auto", "triton", "cublas"] = Field(
         "auto",
-        description='GEMM kernels of the fused pass on a GPU. "auto": the fastest exact ones, or "triton" if kernels '
-        "differ in bits and a target needs the same bits after every start",
+        validation_alias=AliasChoices("gemm", "products"),
+        description='GEMM backend of the fused pass on a GPU. "auto": the fastest batch-invariant one, but always '
+        '"triton" for a target if the bits of the backends differ (deprecated alias: products)',
     )
     max_num_batched_tokens: int | None = Field(
         None,

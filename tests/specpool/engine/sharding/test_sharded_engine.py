@@ -15,7 +15,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.config import load_config
 from specpool.engine.models.loading import load_model
 from specpool.engine.models.weights_fingerprint import weights_fingerprint
-from specpool.engine.passes.native.sharded import DividedNativeModel
+from specpool.engine.passes.native.sharded import ShardedNativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.sharding.shares import Share, shard
 
@@ -55,7 +55,7 @@ def test_sharded_engine_matches_one_device_bit_for_bit(
     folder = save_model(tmp_path, small_config(architecture, **changes))
     alone = load_engine(folder, device="cpu")
     with sharded(folder, ranks) as engine:
-        assert type(engine.forward_pass).__name__.removeprefix("Divided") == type(alone.forward_pass).__name__
+        assert type(engine.forward_pass).__name__.removeprefix("Sharded") == type(alone.forward_pass).__name__
         assert engine.bitwise
         assert torch.equal(logits(engine), logits(alone))
         assert rows_that_differ(engine) == 0
@@ -66,7 +66,7 @@ def test_sharded_engine_matches_one_device_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "options", "forward_pass"),
-    [("glm4", {"tensor_parallel_sums": "parts"}, "DividedNativeModel"), ("llama", {"native": False}, "FusedModel")],
+    [("glm4", {"tensor_parallel_sums": "parts"}, "ShardedNativeModel"), ("llama", {"native": False}, "FusedModel")],
 )
 def test_partial_sums_and_the_torch_pass_are_batch_invariant(
     architecture: str, options: dict[str, Any], forward_pass: str, tmp_path: Path
@@ -88,7 +88,7 @@ def test_ranks_keep_weights_quantized(tmp_path: Path, sums: Literal["whole", "pa
     file = save_random_gguf(tmp_path, lambda name: "Q4_1" if "layers" in name else "Q8_0", **changes)
     dense = load_engine(file, device="cpu", weights="float32")
     with sharded(file, 2, tensor_parallel_sums=sums) as engine:
-        assert isinstance(engine.forward_pass, DividedNativeModel)
+        assert isinstance(engine.forward_pass, ShardedNativeModel)
         kinds = engine.forward_pass.kinds
         assert kinds.keys() - {"FLOAT32"} == {"Q4_1", "Q8_0"}
         down = 2 * 4 * 128 * 48
