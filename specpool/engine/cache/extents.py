@@ -32,7 +32,6 @@ class Extents:
         return self.max_length if length is None else min(self.max_length, round_up(max(1, length), self.multiple))
 
     def length(self, slot: int) -> int:
-        """Return the length of the slot's extent in columns; 0 if it has none."""
         return self._lengths.get(slot, 0)
 
     def reserve(self, slot: int, columns: int) -> None:

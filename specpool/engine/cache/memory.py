@@ -35,23 +35,23 @@ class KVLimit:
     """A limit on KV cache memory, and the option that set it."""
 
     name: str  # name of the option
-    given: int  # value of the option in bytes
-    others: Footprint | None = None
+    option_bytes: int  # value of the option in bytes
+    included: Footprint | None = None
     """Weights and activations that the limit includes; None: it covers only the KV cache."""
     other_ranks: int | None = None
     """Smallest KV cache size that another rank can hold; None: the model is not sharded."""
 
     @property
     def kv_bytes(self) -> int:
-        own = max(0, self.given - (self.others.weights + self.others.activations if self.others else 0))
+        own = max(0, self.option_bytes - (self.included.weights + self.included.activations if self.included else 0))
         return own if self.other_ranks is None else min(own, self.other_ranks)
 
     def __str__(self) -> str:
-        if self.others is None:
-            return f"{self.name} of {self.given:,} bytes"
+        if self.included is None:
+            return f"{self.name} of {self.option_bytes:,} bytes"
         return (
-            f"{self.name} of {self.given:,} bytes, less {self.others.weights:,} of weights and "
-            f"{self.others.activations:,} of activations,"
+            f"{self.name} of {self.option_bytes:,} bytes, less {self.included.weights:,} of weights and "
+            f"{self.included.activations:,} of activations,"
         )
 
 

@@ -19,8 +19,6 @@ IDLE_COORDINATORS = 64  # maximum number of coordinators without sequences to re
 
 @dataclass
 class Slot:
-    """A slot and the state of its sequence."""
-
     index: int
     capacity: int = 0  # positions reserved for the sequence
     num_cached_tokens: int = 0

@@ -102,7 +102,6 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
 
     @classmethod
     def of(cls, settings: "EngineOptions") -> "EngineOptions":
-        """Extract the engine options from a worker's settings."""
         return cls(**settings.model_dump(include=set(cls.model_fields)))
 
     def resolve_max_num_batched_tokens(self, device_type: str) -> int:

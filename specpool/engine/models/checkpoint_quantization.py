@@ -54,7 +54,6 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint holds the scales of a quantized weight."""
     return name.endswith(SCALES)
 
 

@@ -90,9 +90,9 @@ def _why_not_a_decoder(config: PreTrainedConfig) -> str | None:
 
 def _why_not_full_attention(config: PreTrainedConfig, max_model_len: int) -> str | None:
     model = f"{config.model_type} model"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if others:
-        return f"this {model} has {', '.join(others)} layers; only full attention is served"
+    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if unsupported:
+        return f"this {model} has {', '.join(unsupported)} layers; only full attention is served"
     if not getattr(config, "num_attention_heads", None):
         return f"a {model} has no attention; only full attention is served"
     switch = _longrope_switch(config)

@@ -94,8 +94,6 @@ class GgufFile:
 
 
 class _Header:
-    """Parses a file from its beginning."""
-
     def __init__(self, data: memoryview, path: Path) -> None:
         self._bytes, self._path, self._at = data, path, 0
 

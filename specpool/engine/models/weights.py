@@ -41,7 +41,6 @@ def read_weights(
 
 
 def read_embeddings(options: EngineOptions) -> Weight:
-    """Read a model's embeddings as they are stored."""
     config = load_config(options)
     stored = stored_weights(options, config)
     weight = None if stored is None else stored.find(EMBEDDING)

@@ -78,6 +78,5 @@ def order_of_float(x):
 
 @triton.jit
 def float_of_order(x):
-    """Invert `order_of_float`."""
     bits = x.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

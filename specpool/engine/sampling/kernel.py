@@ -29,7 +29,6 @@ _LARGEST_ID = (1 << 31) - 1
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether `sample_rows` may work on this device."""
     return device.type == "cuda" and triton is not None
 
 
@@ -75,7 +74,6 @@ def _has_limits(params: SamplingParams) -> bool:
 
 
 def _numbers(params: SamplingParams | None, length: int, vocab: int) -> tuple[int, ...]:
-    """Return the `FIELDS` parameters of a row as int32."""
     if params is None or params.temperature == 0:
         return (0,) * FIELDS
     top_k = params.top_k if 0 < params.top_k < vocab else 0

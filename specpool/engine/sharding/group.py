@@ -93,7 +93,6 @@ class Group(SingleRank):
         return self.sharding.shares[dimension].total
 
     def local_size(self, dimension: Dimension) -> int:
-        """Return the size of this rank's share of a dimension."""
         return self.sharding.shares[dimension].sizes[self.rank]
 
     def embed(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -37,11 +37,9 @@ class Shares:
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """First index of each share."""
         return (0, *accumulate(self.sizes[:-1]))
 
     def of(self, rank: int) -> range:
-        """Return the indexes of a rank's share."""
         first = self.firsts[rank]
         return range(first, first + self.sizes[rank])
 

@@ -54,7 +54,6 @@ class QuantizationType:
         return row_bytes // self.block_bytes * self.block
 
     def is_finite(self, data: torch.Tensor) -> bool:
-        """Whether all scales and offsets are finite."""
         return all(bool(_float16_at(self._blocks(data), at).isfinite().all()) for at in self.float16_offsets)
 
     def slice_columns(self, data: torch.Tensor, columns: range) -> torch.Tensor | None:

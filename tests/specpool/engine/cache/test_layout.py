@@ -53,8 +53,8 @@ def test_padded_logits_match_in_place_decoding_bit_for_bit(
                 cached[i] = 0
             spans.append(Span(i, cached[i], random_tokens(MAX_LENGTH, i)[cached[i] : cached[i] + fed], fed))
         rows = engine.forward(spans).split([span.num_logits for span in spans])
-        for (i, (fed, rejected)), got in zip(round_.items(), rows, strict=True):
-            assert torch.equal(got, truth[i][cached[i] : cached[i] + fed])
+        for (i, (fed, rejected)), actual in zip(round_.items(), rows, strict=True):
+            assert torch.equal(actual, truth[i][cached[i] : cached[i] + fed])
             cached[i] += fed - min(rejected, fed)
 
 

@@ -62,8 +62,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The arguments for reading weights."""
     arguments: dict[str, Any] = {}
 
-    def from_pretrained(**given: Any) -> None:
-        arguments.update(given)
+    def from_pretrained(**keywords: Any) -> None:
+        arguments.update(keywords)
         raise ReadWeights
 
     monkeypatch.setattr(weights.AutoModelForCausalLM, "from_pretrained", from_pretrained)

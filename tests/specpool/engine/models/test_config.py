@@ -98,21 +98,23 @@ def test_partly_supported_models_need_a_lower_max_model_len(tmp_path: Path, conf
     torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
 
 
-def test_a_disabled_sliding_window_is_ignored(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, small_config("qwen2", sliding_window=64, use_sliding_window=False))
-    assert load_model(EngineOptions(model=str(folder))).max_model_len == MAX_MODEL_LEN
-
-
 @pytest.mark.parametrize(
-    ("positions", "option", "expected"), [(100, None, 100), (9_999, None, 4096), (9_999, 5_000, 5_000)]
+    ("config", "option", "limit", "expected"),
+    [
+        (tiny_config(max_position_embeddings=100), None, 100, 100),
+        (tiny_config(max_position_embeddings=9_999), None, 9_999, 4096),
+        (tiny_config(max_position_embeddings=9_999), 5_000, 9_999, 5_000),
+        (small_config("qwen2", sliding_window=64, use_sliding_window=False), None, MAX_MODEL_LEN, MAX_MODEL_LEN),
+    ],
+    ids=["short", "long", "option", "no window"],
 )
 def test_max_model_len_defaults_to_the_models_limit(
-    tmp_path: Path, positions: int, option: int | None, expected: int
+    tmp_path: Path, config: PreTrainedConfig, option: int | None, limit: int, expected: int
 ) -> None:
-    folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
+    folder = save_model(tmp_path, config)
     assert load_model(EngineOptions(model=str(folder), max_model_len=option)).max_model_len == expected
-    message = refusal(folder, max_model_len=positions + 1)
-    assert message == f"max_model_len {positions + 1} exceeds the model's {positions} positions"
+    message = refusal(folder, max_model_len=limit + 1)
+    assert message == f"max_model_len {limit + 1} exceeds the model's {limit} positions"
 
 
 # --- Missing or foreign files

@@ -70,26 +70,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- Read
 
 
-def test_tensors_of_all_dimensions_and_types_are_read(tmp_path: Path) -> None:
-    floats, halves = np.arange(6, dtype=np.float32), np.arange(24, dtype=np.float16)
-    blocks = random_rows("Q4_1", 3, 64)
-    tensors = (
-        tensor_info("one", (6,), GGML.F32),
-        tensor_info("three", (4, 3, 2), GGML.F16, 32),
-        tensor_info("quantized", (64, 3), GGML.Q4_1, 96),
-    )
-    content = padded(header(*tensors)) + padded(floats.tobytes()) + padded(halves.tobytes()) + blocks.tobytes()
-    file = read(tmp_path, content)
-    one, three, quantized = (file.read(name) for name in ("one", "three", "quantized"))
-    assert isinstance(one, torch.Tensor)
-    assert isinstance(three, torch.Tensor)
-    assert isinstance(quantized, Quantized)
-    assert torch.equal(one, torch.arange(6.0))
-    assert torch.equal(three, torch.arange(24.0).view(2, 3, 4))
-    assert np.array_equal(quantized.data.numpy(), blocks)
-
-
-def test_metadata_is_skipped_except_the_alignment(tmp_path: Path) -> None:
+def test_tensors_are_read_after_any_metadata(tmp_path: Path) -> None:
     numbers = [value(f"n{kind}", kind, bytes(size)) for kind, size in ((0, 1), (3, 2), (5, 4), (6, 4), (7, 1), (12, 8))]
     strings = struct.pack("<IQ", 8, 2) + string("some") + string("words")
     nested = struct.pack("<IQ", 9, 2) + 2 * (struct.pack("<IQ", 4, 3) + bytes(12))
@@ -100,12 +81,22 @@ def test_metadata_is_skipped_except_the_alignment(tmp_path: Path) -> None:
         value("nested", 9, nested),
         value("general.alignment", 4, struct.pack("<I", 256)),
     )
-    content = padded(header(tensor_info("t", (2,), 0), values=values), 256) + struct.pack("<2f", 1.5, -2)
-    file = read(tmp_path, content)
+    blocks = random_rows("Q4_1", 3, 64)
+    tensors = (
+        tensor_info("one", (6,), GGML.F32),
+        tensor_info("three", (4, 3, 2), GGML.F16, 256),
+        tensor_info("quantized", (64, 3), GGML.Q4_1, 512),
+    )
+    data = (np.arange(6, dtype=np.float32), np.arange(24, dtype=np.float16), blocks)
+    file = read(tmp_path, b"".join(padded(part, 256) for part in (header(*tensors, values=values), *map(bytes, data))))
+    one, three, quantized = (file.read(name) for name in ("one", "three", "quantized"))
     assert file.architecture == "llama"
-    tensor = file.read("t")
-    assert isinstance(tensor, torch.Tensor)
-    assert tensor.tolist() == [1.5, -2]
+    assert isinstance(one, torch.Tensor)
+    assert isinstance(three, torch.Tensor)
+    assert isinstance(quantized, Quantized)
+    assert torch.equal(one, torch.arange(6.0))
+    assert torch.equal(three, torch.arange(24.0).view(2, 3, 4))
+    assert np.array_equal(quantized.data.numpy(), blocks)
 
 
 def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:

@@ -30,8 +30,8 @@ def test_noise_follows_the_gumbel_distribution_independently() -> None:
 def test_noise_of_a_token_does_not_depend_on_other_tokens(seed: int, position: int, chosen: list[int]) -> None:
     """A draft with a smaller vocabulary therefore shares the noise."""
     full = gumbel(seed, position, torch.arange(100_000, dtype=torch.int32))
-    some = gumbel(seed, position, torch.tensor(chosen, dtype=torch.int32))
-    assert torch.equal(some, full[torch.tensor(chosen, dtype=torch.long)])
+    alone = gumbel(seed, position, torch.tensor(chosen, dtype=torch.int32))
+    assert torch.equal(alone, full[torch.tensor(chosen, dtype=torch.long)])
 
 
 def test_noise_is_the_same_in_every_release() -> None:
@@ -53,10 +53,10 @@ def test_noise_is_precise_and_finite_for_all_bits() -> None:
     uniform = noise._uniform(bits)
     assert (uniform.min().item(), uniform.max().item()) == (2.0**-33, 1 - 2.0**-24)
     exact = -np.log(-np.log1p(-uniform.double().numpy()))
-    got = noise._gumbel(bits)
-    errors = np.abs(got.double().numpy() - exact) / np.spacing(np.maximum(np.abs(exact), 1).astype(np.float32))
+    actual = noise._gumbel(bits)
+    errors = np.abs(actual.double().numpy() - exact) / np.spacing(np.maximum(np.abs(exact), 1).astype(np.float32))
     assert errors.max() < 3  # units in the last place
-    excess = noise._gumbel_bound(bits) - got
+    excess = noise._gumbel_bound(bits) - actual
     assert 0 <= excess.min() <= excess.max() < noise._BOUND_ERROR
 
 

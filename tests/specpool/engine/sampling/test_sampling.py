@@ -103,12 +103,12 @@ def test_rules_match_transformers(
         values, token_ids = candidates(adjust(logits, params, tokens) / params.temperature, params)
         assert choose_token(logits, params, tokens) in token_ids
     assert torch.equal(logits, before), "the input has changed"
-    got = torch.full((VOCAB,), -math.inf).index_put((token_ids,), values)
+    actual = torch.full((VOCAB,), -math.inf).index_put((token_ids,), values)
     # A token at the edge of top_p depends on the order of summation and of ties.
-    edge = torch.isinf(got) != torch.isinf(expected)
-    assert len(set(torch.maximum(expected, got)[edge].tolist())) <= (params.top_p < 1)
+    edge = torch.isinf(actual) != torch.isinf(expected)
+    assert len(set(torch.maximum(expected, actual)[edge].tolist())) <= (params.top_p < 1)
     assert ties or edge.sum() <= (params.top_p < 1)
-    torch.testing.assert_close(got[~edge], expected[~edge])
+    torch.testing.assert_close(actual[~edge], expected[~edge])
 
 
 @settings(deadline=None)
@@ -123,8 +123,8 @@ def test_frequency_and_presence_penalties_count_generated_tokens(
     expected = [
         logits[token].item() - frequency * counts[token] - presence * (counts[token] > 0) for token in range(VOCAB)
     ]
-    got = adjust(logits, params, prompt + generated)
-    torch.testing.assert_close(got, torch.tensor(expected))
+    actual = adjust(logits, params, prompt + generated)
+    torch.testing.assert_close(actual, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("rule", [{"top_p": 0.3}, {"top_k": 3}, {"top_k": 9, "top_p": 0.3}])
