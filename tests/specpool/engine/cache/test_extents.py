@@ -13,7 +13,8 @@ from specpool.protocol.rounds import ItemStatus
 
 SLOTS, MAX_LENGTH = 4, 8
 
-keys = st.tuples(st.just("a"), st.integers(0, 5))
+keys = st.tuples(st.just("a"), st.integers(0, 4))
+failures = st.sampled_from([False, False, False, True])
 lengths = st.integers(1, MAX_LENGTH)
 
 
@@ -41,7 +42,7 @@ class ExtentMachine(RuleBasedStateMachine):
         self.columns[origin : origin + length] = self.marks[key]
         self.next_mark += length
 
-    @rule(key=keys, length=lengths, spared=keys, fails=st.booleans())
+    @rule(key=keys, length=lengths, spared=keys, fails=failures)
     def take(self, key: SequenceKey, length: int, spared: SequenceKey, fails: bool) -> None:
         if key in self.table:
             return
@@ -53,7 +54,7 @@ class ExtentMachine(RuleBasedStateMachine):
         if key != spared:
             assert self.table.find(spared) is spared_slot
 
-    @rule(key=keys, source=keys, length=lengths, fails=st.booleans())
+    @rule(key=keys, source=keys, length=lengths, fails=failures)
     def inherit(self, key: SequenceKey, source: SequenceKey, length: int, fails: bool) -> None:
         released = self.table.find(source)
         if key in self.table or released is None or source in self.table:
@@ -72,13 +73,11 @@ class ExtentMachine(RuleBasedStateMachine):
         assert key == source or self.table.find(source) is None
         self.fill(key, slot, length)
 
-    @rule(key=keys)
-    def release(self, key: SequenceKey) -> None:
-        self.table.release([key])
-
-    @rule()
-    def drop_released(self) -> None:
-        self.table.drop_released()
+    @rule(released=st.lists(keys, min_size=1, max_size=3), drops=failures)
+    def release(self, released: list[SequenceKey], drops: bool) -> None:
+        self.table.release(released)
+        if drops and len(released) == 3:
+            self.table.drop_released()
 
     @invariant()
     def contents_are_kept(self) -> None:
@@ -95,7 +94,7 @@ class ExtentMachine(RuleBasedStateMachine):
 
 
 TestExtentMachine = ExtentMachine.TestCase
-TestExtentMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestExtentMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(("length", "columns"), [(None, 64), (0, 16), (1, 16), (16, 16), (17, 32), (64, 64), (90, 64)])
