@@ -56,7 +56,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
                         yield await complete(each)
 
     async def Abort(self, request: smg.AbortRequest, context: Any) -> smg.AbortResponse:
-        """End requests of the same client. Ignores those that are not in flight."""
+        """End requests of the same client. Ids that are not in flight are ignored."""
         if len(request.request_ids) > MAX_ABORTED:
             raise InvalidArgumentError("request_ids", f"has more than {MAX_ABORTED} entries")
         for request_id in request.request_ids:

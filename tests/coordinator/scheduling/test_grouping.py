@@ -137,7 +137,7 @@ def test_eqspec_admits_until_the_first_token_and_again_once_all_have_left() -> N
 
 
 def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callable[[], int]) -> list[list[Sequence]]:
-    """Runs rounds until all have finished. Two sequences arrive before every round."""
+    """Run rounds until all have finished. Two sequences arrive before every round."""
     groups: list[list[Sequence]] = []
     waiting, unfinished = iter(arrivals), len(arrivals)
     while unfinished:

@@ -46,7 +46,7 @@ class Workers:
         return self._plain[key][: case.max_tokens]
 
     async def check(self, layout: str, mix: list[Case], **coordinator: Any) -> pb.ServerCounters:
-        """Plays a mix with a new coordinator, and compares the tokens."""
+        """Play a mix with a new coordinator, and compare the tokens."""
         expected = [await self.plain(case) for case in mix]
         links = self.services[layout].process.coordinator
         assert links.draft is not None

@@ -207,7 +207,7 @@ def filled(max_num_seqs: int, number: int, queue_size: int = 100) -> tuple[Pool,
 
 
 def submit(pool: Pool, *sequences: Sequence) -> list[Sequence]:
-    """Submits each sequence as a request of its own."""
+    """Submit each sequence as a request of its own."""
     for sequence in sequences:
         pool.submit([sequence])
     return list(sequences)
@@ -221,7 +221,7 @@ def release(pool: Pool) -> None:
 
 
 def sharing(pool: Pool, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40) -> list[Sequence]:
-    """Submits sequences with the same prompt."""
+    """Submit sequences with the same prompt."""
     return submit(pool, *(make_sequence(i, max_tokens=2, prompt=prompt) for i in ids))
 
 

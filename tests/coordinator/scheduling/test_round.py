@@ -352,7 +352,7 @@ def make_sequence(
 def run_once(
     sequences: list[Sequence], target: Worker, draft: Worker, is_right: list[bool], budget: int = 100, round_id: int = 1
 ) -> tuple[list[ProposeItem], list[VerifyItem]]:
-    """Runs a round. `is_right`: for each draft token, whether it equals the target's choice."""
+    """Run a round. `is_right`: for each draft token, whether it equals the target's choice."""
     round_ = Round(round_id, sequences, budget)
     propose_items = round_.propose_items(NO_LIMIT, NO_LIMIT)
     round_.take_proposals([draft.propose(item, is_right) for item in propose_items], VOCAB_SIZE)

@@ -31,7 +31,7 @@ def test_the_failure_table_holds_the_longest_borders(stop: str) -> None:
 
 
 def test_stop_strings_that_nearly_match_cost_constant_time_per_character() -> None:
-    """Counts comparisons: a search that starts anew at every character would need 255 times as many."""
+    """Count comparisons: a search that starts anew at every character would need 255 times as many."""
     compared = 0
 
     class Counted(str):

@@ -378,7 +378,7 @@ async def test_cancelled_and_expired_calls_free_their_slots() -> None:
 
 
 async def drain(call: Any, limit: int | None = None) -> None:
-    """Reads a stream, or its first `limit` messages."""
+    """Read a stream, or its first `limit` messages."""
     read = 0
     async for _ in call:
         read += 1

@@ -38,7 +38,7 @@ async def held(**settings: Any) -> AsyncIterator[Serving]:
 async def submit(
     served: Serving, requests: list[pb.GenerateRequest], client: Any, order: list[str]
 ) -> list[asyncio.Task[None]]:
-    """Starts calls that append their ids to `order` when they end; returns once all of them wait or run."""
+    """Start calls that append their ids to `order` when they end; returns once all of them wait or run."""
     before = await served.info()
 
     async def one(request: pb.GenerateRequest) -> None:
