@@ -60,8 +60,8 @@ class StepTimes:
     def observe_steps(self, steps: Sequence[int], seconds: float) -> None:
         """Learn from the total time of several steps, given their numbers of rows.
 
-        First all points are scaled, since a slower worker is slower at every size. Moving single points would distort the
-        cost of one more row. Extrapolated points do not affect the scale. Then each contributing point moves in
+        First all points are scaled, since a slower worker is slower at every size. Moving single points would distort
+        the cost of one more row. Extrapolated points do not affect the scale. Then each contributing point moves in
         proportion to its share of the time.
         """
         steps = [rows for rows in steps if rows > 0]
@@ -94,8 +94,8 @@ class StepTimes:
         parts: dict[int, float] = {}
         for rows, count in chain.from_iterable(map(self._passes, steps)):
             self._extrapolate(rows)
-            left, share = self._segment(rows)
-            for at, part in ((left, 1 - share), (left + 1, share)):
+            index, share = self._segment(rows)
+            for at, part in ((index, 1 - share), (index + 1, share)):
                 if part:
                     parts[at] = parts.get(at, 0.0) + count * part * self._seconds[at]
         return parts
@@ -110,8 +110,8 @@ class StepTimes:
 
     def _line(self, rows: float) -> float:
         """Seconds of one pass, for sequences as long as during the measurement."""
-        left, share = self._segment(rows)
-        return self._seconds[left] * (1 - share) + self._seconds[left + 1] * share
+        index, share = self._segment(rows)
+        return self._seconds[index] * (1 - share) + self._seconds[index + 1] * share
 
     def _extra(self, rows: float) -> float:
         """Extra seconds for sequences longer than during the measurement."""
@@ -139,10 +139,10 @@ class StepTimes:
         return (seconds, seconds * ratio * MAX_GROWTH) if ratio > 1 else (seconds * ratio / MAX_GROWTH, seconds)
 
     def _segment(self, rows: float) -> tuple[int, float]:
-        """Index of the point to the left, and the fraction of the way to the next point. Above 1 beyond the last."""
-        left = min(max(0, bisect_right(self._rows, rows) - 1), len(self._rows) - 2)
-        first, second = self._rows[left], self._rows[left + 1]
-        return left, max(0.0, (rows - first) / (second - first))
+        """Index of the point below, and the fraction of the way to the next point. Above 1 beyond the last."""
+        index = min(max(0, bisect_right(self._rows, rows) - 1), len(self._rows) - 2)
+        first, second = self._rows[index], self._rows[index + 1]
+        return index, max(0.0, (rows - first) / (second - first))
 
 
 def _bounded(seconds: float) -> float:

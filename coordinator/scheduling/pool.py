@@ -186,7 +186,7 @@ class Pool:
         self.ready.add(sequence)
 
     def _make_room(self) -> None:
-        """Preempt paused sequences, longest paused first; without any, a sequence of a client or request with several."""
+        """Preempt paused sequences, longest paused first. Without any, let the queue choose a victim."""
         needed = len(self._queue) - self.capacity - len(self._leaving)
         for sequence in list(islice(self._paused.values(), max(0, needed))):
             self._preempt(sequence)

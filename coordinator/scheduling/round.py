@@ -27,7 +27,7 @@ class Round:
         plans: Mapping[int, DraftPlan] = MappingProxyType({}),
         chance: Callable[[float], float] = float,
     ) -> None:
-        """`prefill_tokens`: budget of each worker for long catch-ups. `chance`: acceptance probability by draft probability.
+        """`prefill_tokens`: budget of each worker for long catch-ups. `chance`: acceptance by draft probability.
 
         `plans`: by sequence id. Without a plan, the model drafts as many tokens as the request allows.
         """
