@@ -1,13 +1,12 @@
-"""Cost of a step of the engine by shape, beside transformers and beside the time that reading the weights would take.
+"""Cost of an engine step by shape, beside transformers and beside the time that reading the weights takes.
 
     python -m benchmarks.engine [--model FOLDER] [--threads N] [--repeats 5] [--output FOLDER]
     python -m benchmarks.engine --shape qwen3-8b --device cuda --dtype bfloat16     (random weights of that shape)
 
-A step is one forward pass: of one token for each sequence (plain), or of k + 1 (verify), with random caches of a given
-length. `transformers` does the plain step on its own cache. The limit is the time to read the KV cache and the weights,
-as they are kept, once, at the bandwidth at which this machine sums up a large tensor. Runs are interleaved, medians are
-shown. `--weights auto float32` loads two engines, and compares the plain steps of the second with those of the first.
-The last line printed is JSON.
+A step is one forward pass over random caches: of one token per sequence (plain), or of k + 1 (verify). `transformers`
+runs the plain step on its own cache. The limit is the time to read KV cache and weights once, at the bandwidth at which
+the device sums a large tensor. Runs are interleaved; the tables show medians. `--weights auto float32` loads two
+engines and compares their plain steps. The last line printed is JSON.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from torch.profiler import profile
 from transformers import DynamicCache
 
 from benchmarks.figures import engine_figure
-from benchmarks.report import finish, output_folder, progress, seconds_of, show
+from benchmarks.report import finish, output_folder, parser_of, progress, seconds_of, show, whole
 from benchmarks.shapes import SHAPES, random_loaded, random_model
 from specpool.engine.cache.memory import zeros
 from specpool.engine.cache.spans import Span
@@ -36,19 +35,19 @@ from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine, start_engine
 
-DTYPES = ("float32", "bfloat16", "float16")
 BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 1024, 2048)
-DRAFTED = 4
-MOST_ROWS = 64
-# With more positions, the caches of transformers would take too much memory and time.
-MOST_PEER_POSITIONS = 8192
+NUM_DRAFT_TOKENS = 4
+MAX_VERIFIED_ROWS = 64
+MAX_PEER_POSITIONS = 8192
+"""Larger caches of transformers would take too much memory and time."""
 PROFILED = ((1, 512), (8, 512))
+"""Number of sequences and cached length of the steps whose operations are timed."""
+PROFILED_STEPS = 5
 READ_BYTES = 2**29
-MEASURED_STEPS = 5
-# Parts of the names of torch's operations and kernels.
 OPERATIONS = {
-    "products": ("linear", "addmm", "aten::mm", "gemm", "gemv"), "attention": ("attention", "attend", "softmax", "bmm"),
+    "gemm": ("linear", "addmm", "aten::mm", "gemm", "gemv"), "attention": ("attention", "attend", "softmax", "bmm"),
 }  # fmt: skip
+"""Parts of the names of torch's operations and kernels."""
 
 Step = Callable[[], object]
 Row = dict[str, Any]
@@ -56,17 +55,17 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Parses the command line, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--weights", choices=("auto", "float32"), nargs="+", default=["auto"], help="how to keep them")
-    parser.add_argument("--no-peer", action="store_true", help="leave transformers out, which needs weights of its own")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps per repeat, of which the fastest counts")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--weights", choices=("auto", "float32"), nargs="+", default=["auto"], help="how to store them")
+    parser.add_argument("--no-peer", action="store_true", help="leave out transformers, which loads its own weights")
+    parser.add_argument("--threads", type=whole(1, 1024), default=torch.get_num_threads())
+    parser.add_argument("--lengths", type=whole(1, 2**20), nargs="+", default=LENGTHS)
+    parser.add_argument("--repeats", type=whole(1, 1000), default=5)
+    parser.add_argument("--steps", type=whole(1, 1000), default=3, help="steps per repeat; the fastest counts")
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
     try:
@@ -79,48 +78,48 @@ def main() -> None:
         engines = {weights: load(model, options, weights) for weights in options.weights}
     except UnsupportedModelError as error:
         parser.error(f"{model} cannot be measured: {error}")
+    report(model, engines, options)
+
+
+def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) -> None:
+    """Measures and prints."""
     engine = engines[options.weights[0]]
     bandwidth = measure_bandwidth(options.device, options.repeats)
     peer = None if options.no_peer else Peer(model, options)
     rows = measure(engines, peer, options, bandwidth)
-    kept = [{"weights": weights, **how_kept(its)} for weights, its in engines.items()]
-    show("weights in MiB, and by kind", kept)
+    stored = [{"weights": weights, **weight_sizes(each)} for weights, each in engines.items()]
+    show("weights in MiB, and by kind", stored)
     for length in options.lengths:
         show(f"{length} tokens cached, {options.threads} threads", [row for row in rows if row["cached"] == length])
-    parts = [where_the_time_goes(engine, batch, length) for batch, length in PROFILED if length in options.lengths]
+    parts = [shares_of_a_step(engine, batch, length) for batch, length in PROFILED if length in options.lengths]
     show("share of a plain step in %", parts)
     result = {
         "model": "/".join(Path(model).parts[-2:]), "dtype": engine.info().dtype, "device": engine.info().device,
         "threads": options.threads, "bandwidth_gb_s": round(bandwidth / 1e9, 1), "bitwise": engine.bitwise,
-        "notes": engine.notes, "weights": kept, "steps": rows, "parts": parts,
+        "notes": engine.notes, "weights": stored, "steps": rows, "parts": parts,
     }  # fmt: skip
     finish("engine", result, options.output, engine_figure(rows))
 
 
 def load(model: str, options: argparse.Namespace, weights: str) -> Engine:
-    """An engine with room for the largest step, and random caches. `weights`: how they are kept."""
-    longest, most = max(options.lengths) + DRAFTED + 1, max(BATCHES)
+    """An engine with room for the largest step and random caches."""
+    max_model_len = max(options.lengths) + NUM_DRAFT_TOKENS + 1
     settings = EngineOptions(
-        model=model,
-        device=options.device,
-        dtype=options.dtype,
-        weights=weights,
-        max_model_len=longest,
-        max_sequences=most,
-        threads=options.threads,
-    )
+        model=model, device=options.device, dtype=options.dtype, weights=weights, max_model_len=max_model_len,
+        max_sequences=max(BATCHES), threads=options.threads,
+    )  # fmt: skip
     if options.shape is None:
         engine = load_engine(settings, exact=True)
     else:
         loaded = random_loaded(options.shape, options.device, getattr(torch, options.dtype))
-        engine = start_engine(replace(loaded, max_model_len=longest), settings, exact=True)
+        engine = start_engine(replace(loaded, max_model_len=max_model_len), settings, exact=True)
     for tensor in (*engine.layout.arena.keys, *engine.layout.arena.values):
         tensor.normal_()
     return engine
 
 
 class Peer:
-    """The library's own decoding step, with a cache of random content."""
+    """The decoding step of transformers, with a random cache."""
 
     def __init__(self, model: str, options: argparse.Namespace) -> None:
         self._device, self._dtype = options.device, getattr(torch, options.dtype)
@@ -131,7 +130,7 @@ class Peer:
             self._model, _ = read_weights(model, config, torch.device(self._device), self._dtype)
 
     def step(self, batch: int, cached: int) -> Step:
-        """A step of `batch` sequences; the cache grows by a token every time."""
+        """A step of `batch` sequences; each call adds a token to the cache."""
         config = self._model.config
         kv_heads = config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -144,70 +143,65 @@ class Peer:
 
 
 def measure(engines: dict[str, Engine], peer: Peer | None, options: argparse.Namespace, bandwidth: float) -> list[Row]:
-    """One row for each shape: medians over the repeats."""
+    """One row for each shape."""
     (_, engine), *others = engines.items()
-    shapes = [(batch, length) for length in options.lengths for batch in BATCHES]
-    found: dict[tuple[int, int, str], list[float]] = {}
-    for batch, length in progress(shapes, "shapes"):
-        kinds: dict[str, Step] = {"plain": engine_step(engine, batch, length, 1)}
-        if batch * (DRAFTED + 1) <= MOST_ROWS:
-            kinds["verify"] = engine_step(engine, batch, length, DRAFTED + 1)
-        if peer is not None and batch * length <= MOST_PEER_POSITIONS:
-            kinds["transformers"] = peer.step(batch, length)
-        kinds |= {weights: engine_step(other, batch, length, 1) for weights, other in others}
+    rows = []
+    for cached, batch in progress([(length, batch) for length in options.lengths for batch in BATCHES], "shapes"):
+        kinds: dict[str, Step] = {"plain": engine_step(engine, batch, cached, 1)}
+        if batch * (NUM_DRAFT_TOKENS + 1) <= MAX_VERIFIED_ROWS:
+            kinds["verify"] = engine_step(engine, batch, cached, NUM_DRAFT_TOKENS + 1)
+        if peer is not None and batch * cached <= MAX_PEER_POSITIONS:
+            kinds["transformers"] = peer.step(batch, cached)
+        kinds |= {weights: engine_step(other, batch, cached, 1) for weights, other in others}
         for step in kinds.values():
             step()
-        for _ in range(options.repeats):
-            for kind, step in kinds.items():
-                found.setdefault((batch, length, kind), []).append(fastest(step, options.steps))
-    return [summary(engine, batch, length, found, bandwidth) for batch, length in shapes]
+        runs = [{kind: fastest(step, options.steps) for kind, step in kinds.items()} for _ in range(options.repeats)]
+        ms = {kind: 1000 * statistics.median(run[kind] for run in runs) for kind in kinds}
+        rows.append(summary(engine, batch, cached, ms, bandwidth))
+    return rows
 
 
 def engine_step(engine: Engine, batch: int, cached: int, tokens: int) -> Step:
-    """A step of the engine: `tokens` new tokens in each of the first slots."""
+    """A step of the engine: `tokens` new tokens in each of the first `batch` slots."""
     spans = [Span(slot, cached, [5] * tokens, tokens) for slot in range(batch)]
     return lambda: engine.forward(spans)
 
 
 def fastest(step: Step, times: int) -> float:
-    """Seconds of the fastest of some steps."""
+    """Seconds of the fastest step."""
     return min(seconds_of(lambda: finished(step)) for _ in range(times))
 
 
 def finished(step: Step) -> None:
-    """Runs a step until all that it launched is done."""
+    """Runs a step and waits for its kernels."""
     step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def summary(
-    engine: Engine, batch: int, cached: int, found: dict[tuple[int, int, str], list[float]], bandwidth: float
-) -> Row:
-    """The row of a shape: milliseconds, and what they are compared with."""
-    ms = {kind: statistics.median(s) * 1000 for (b, c, kind), s in found.items() if (b, c) == (batch, cached)}
+def summary(engine: Engine, batch: int, cached: int, ms: dict[str, float], bandwidth: float) -> Row:
+    """The row of a shape. `ms`: milliseconds by kind of step."""
+    plain, verify, peer = ms.pop("plain"), ms.pop("verify", None), ms.pop("transformers", None)
     limit = (weight_bytes_read(engine) + batch * cached * engine.info().kv_bytes_per_token) / bandwidth * 1000
-    peer = ms.get("transformers")
-    other = {kind: its for kind, its in ms.items() if kind not in ("plain", "verify", "transformers")}
     return {
         "cached": cached,
         "sequences": batch,
-        "plain_ms": round(ms["plain"], 1),
+        "plain_ms": round(plain, 1),
         "limit_ms": round(limit, 1),
-        "of_limit": round(limit / ms["plain"], 2),
-        "verify_ms": round(ms["verify"], 1) if "verify" in ms else None,
-        "verify_over_plain": round(ms["verify"] / ms["plain"], 2) if "verify" in ms else None,
-        "transformers_ms": None if peer is None else round(peer, 1),
-        "speedup": None if peer is None else round(peer / ms["plain"], 2),
-        **{f"{kind}_ms": round(its, 1) for kind, its in other.items()},
-        **{f"{kind}_over_plain": round(its / ms["plain"], 2) for kind, its in other.items()},
+        "of_limit": round(limit / plain, 2),
+        "verify_ms": verify and round(verify, 1),
+        "verify_over_plain": verify and round(verify / plain, 2),
+        "transformers_ms": peer and round(peer, 1),
+        "speedup": peer and round(peer / plain, 2),
+        **{f"{kind}_ms": round(other, 1) for kind, other in ms.items()},
+        **{f"{kind}_over_plain": round(other / plain, 2) for kind, other in ms.items()},
     }
 
 
 def weight_bytes_read(engine: Engine) -> float:
-    """Bytes of weights that a step reads: all but an untied embedding, of which it looks up a row for each token.
+    """Bytes of weights that a step reads: all but an untied embedding, which it only looks up.
 
-    Such an embedding is taken to have as many bytes for each weight as the whole model.
+    The estimate assumes as many bytes per weight in the embedding as in the whole model.
     """
     config, info = engine.loaded.config, engine.info()
     tied = config.tie_word_embeddings and engine.loaded.output_ids is None
@@ -215,8 +209,8 @@ def weight_bytes_read(engine: Engine) -> float:
     return info.weight_bytes * (1 - embedding / info.parameters)
 
 
-def how_kept(engine: Engine) -> Row:
-    """The weights of an engine in MiB, and those of its products by kind."""
+def weight_sizes(engine: Engine) -> Row:
+    """The weights in MiB: all of them, and those of GEMMs by kind."""
     info = engine.info()
     kinds = ", ".join(f"{kind} {count / 2**20:.1f}" for kind, count in info.weight_kinds.items())
     return {"whole": round(info.weight_bytes / 2**20, 1), "kinds": kinds}
@@ -228,21 +222,21 @@ def measure_bandwidth(device: str, repeats: int) -> float:
     return READ_BYTES / min(fastest(tensor.sum, 3) for _ in range(repeats))
 
 
-def where_the_time_goes(engine: Engine, batch: int, cached: int) -> Row:
-    """Shares of a step spent on products, on attention, and on the rest."""
+def shares_of_a_step(engine: Engine, batch: int, cached: int) -> Row:
+    """Shares of GEMMs, attention and the rest in a plain step."""
     step = engine_step(engine, batch, cached, 1)
     if isinstance(engine.forward_pass, NativeModel):
         with engine.forward_pass.measured() as seconds:
-            whole = seconds_of(lambda: [step() for _ in range(MEASURED_STEPS)])
-        shares = {name: round(100 * spent / whole, 1) for name, spent in seconds.items()}
+            total = seconds_of(lambda: [step() for _ in range(PROFILED_STEPS)])
+        shares = {name: round(100 * spent / total, 1) for name, spent in seconds.items()}
     else:
         with profile() as profiler:
             finished(step)
         events = profiler.key_averages()
         own = {event.key: event.self_device_time_total or event.self_cpu_time_total for event in events}
-        whole = sum(own.values())
+        total = sum(own.values())
         shares = {
-            name: round(100 * sum(spent for key, spent in own.items() if any(part in key for part in parts)) / whole, 1)
+            name: round(100 * sum(spent for key, spent in own.items() if any(part in key for part in parts)) / total, 1)
             for name, parts in OPERATIONS.items()
         }
     return {"sequences": batch, "cached": cached, **shares, "the rest": round(100 - sum(shares.values()), 1)}

@@ -1,9 +1,9 @@
-"""Rate at which sequences of equal length can be grouped, by the size of the window. No model: acceptance is drawn.
+"""How often sequences of equal length can be grouped, by the size of the window. No model: acceptance is random.
 
-    python -m benchmarks.grouping [--batch 8] [--k 4] [--most 10000] [--output FOLDER]
+    python -m benchmarks.grouping [--batch 8] [--k 4] [--max-window 10000] [--output FOLDER]
 
-The window is kept full. Each draft token is accepted with the same probability, independent of the others, up to the
-first that is not. The last line printed is JSON.
+The window stays full. Each draft token is accepted with the same probability, independent of the others, up to the
+first rejection. The last line printed is JSON.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.report import finish, output_folder, progress, show
+from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
 from coordinator.scheduling.capacity import QueueLimits
 from coordinator.scheduling.counters import GroupingCounters
 from coordinator.scheduling.grouping import POLICIES, GroupingLimits
@@ -22,22 +22,24 @@ from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import GenerationRequest, Sequence
 
 WINDOWS = (8, 12, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10_000)
-# Acceptance, smallest group, admission.
 CASES = ((0.3, 4, "arrival"), (0.6, 4, "arrival"), (0.9, 4, "arrival"), (0.6, 2, "arrival"), (0.6, 4, "length"))
+"""Acceptance, minimum group size, admission."""
 QUEUE_PER_WINDOW = 4
 PROMPT_LENGTHS, OUTPUT_LENGTHS = (20, 500), (16, 256)
 
 
 def main() -> None:
     """Parses the command line, simulates, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a round, at most")
-    parser.add_argument("--k", type=int, default=4, help="draft tokens per round")
-    parser.add_argument("--most", type=int, default=WINDOWS[-1], help="largest window")
-    parser.add_argument("--rounds", type=int, default=2_000, help="rounds counted; more where the window is larger")
+    parser = parser_of(__doc__)
+    parser.add_argument("--batch", type=whole(1, 1024), default=8, help="maximum sequences in a round")
+    parser.add_argument("--k", type=whole(0, 16), default=4, help="draft tokens per round")
+    parser.add_argument("--max-window", type=whole(8, WINDOWS[-1]), default=WINDOWS[-1], help="largest window")
+    parser.add_argument(
+        "--rounds", type=whole(1, 10**6), default=2_000, help="rounds counted; more for a larger window"
+    )
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args()
-    windows = [window for window in WINDOWS if options.batch <= window <= options.most]
+    windows = [window for window in WINDOWS if options.batch <= window <= options.max_window]
     plan = [(*case, window) for case in CASES for window in windows]
     rows = [simulate(*case, options) for case in progress(plan, "windows")]
     show(f"exspec, batch {options.batch}, k {options.k}", rows)
@@ -48,12 +50,12 @@ def main() -> None:
 def simulate(
     acceptance: float, min_group: int, admission: str, window: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Runs rounds with a full window, counted once the first sequences have been replaced."""
+    """Runs rounds with a full window; counts them after a warm-up."""
     rng, ids = random.Random(0), count()
     queue = QUEUE_PER_WINDOW * window if admission == "length" else window
     pool = Pool(window, QueueLimits(queue), by_length=admission == "length", prefix_caching=False)
     policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
-    # Until about every sequence was replaced once; then the rounds that count.
+    # Long enough to replace about every sequence once.
     warm_up = max(options.rounds, 4 * window)
     counters, choosing = GroupingCounters(), 0.0
     for turn in range(warm_up + max(options.rounds, 2 * window)):
@@ -86,14 +88,14 @@ def simulate(
 
 def newcomer(sequence_id: int, rng: random.Random, k: int) -> Sequence:
     """A sequence whose prompt is cached in both workers."""
-    prompt, most = (0,) * rng.randint(*PROMPT_LENGTHS), rng.randint(*OUTPUT_LENGTHS)
-    sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, most, frozenset(), k))
+    prompt, max_tokens = (0,) * rng.randint(*PROMPT_LENGTHS), rng.randint(*OUTPUT_LENGTHS)
+    sequence = Sequence(sequence_id, GenerationRequest(str(sequence_id), prompt, max_tokens, frozenset(), k))
     sequence.num_cached_tokens = sequence.num_draft_cached_tokens = len(prompt) - 1
     return sequence
 
 
 def run_round(sequence: Sequence, acceptance: float, rng: random.Random) -> None:
-    """Runs a round of one sequence. After a full acceptance, the draft's cache lacks one more token."""
+    """Runs a round of one sequence. After a full acceptance, the draft's cache lacks one token more."""
     drafted, accepted = sequence.max_num_draft_tokens, 0
     while accepted < drafted and rng.random() < acceptance:
         accepted += 1
@@ -108,11 +110,11 @@ def plot(rows: list[dict[str, Any]], batch: int) -> Figure:
     axes = figure.subplots(1, 2)
     for acceptance, min_group, admission in CASES:
         case = {"acceptance": acceptance, "min_group": min_group, "admission": admission}
-        mine = [row for row in rows if case.items() <= row.items()]
-        windows = [row["window"] for row in mine]
+        selected = [row for row in rows if case.items() <= row.items()]
+        windows = [row["window"] for row in selected]
         label = f"acceptance {acceptance}, groups of {min_group}+" + ", by length" * (admission == "length")
-        axes[0].plot(windows, [row["same_length_hit_rate"] for row in mine], marker="o", label=label)
-        axes[1].plot(windows, [row["mean_group_size"] for row in mine], marker="o", label=label)
+        axes[0].plot(windows, [row["same_length_hit_rate"] for row in selected], marker="o", label=label)
+        axes[1].plot(windows, [row["mean_group_size"] for row in selected], marker="o", label=label)
     axes[0].set(xscale="log", xlabel="window, sequences", ylabel="rounds of equal length, share", ylim=(0, 1.02))
     axes[1].set(xscale="log", xlabel="window, sequences", ylabel="sequences in a round", ylim=(0, batch + 0.3))
     axes[0].legend(fontsize="small")

@@ -1,29 +1,29 @@
 """Specpool's service beside llama.cpp with the same GGUF file on the CPU, by requests in flight.
 
-    python -m benchmarks.llamacpp [--concurrency 1,4,8,16] [--tokens 64] [--repeats 5] [--gguf FILE] [--output FOLDER]
-
-Three systems take turns, and only one computes at a time: llama.cpp's server, with as many slots as requests are in
-flight; plain, the service without speculation; default, the service that chooses draft lengths itself. All get the
-same token ids as prompts and as many threads, prefill every prompt, decode greedily and give `--tokens` tokens;
-llama.cpp is asked over HTTP, the service over gRPC. llama.cpp is PyPI's `xllamacpp`, in an environment of its own,
-whose Python `SPECPOOL_LLAMACPP_PYTHON` names:
-
     python3 -m venv DIR && DIR/bin/pip install xllamacpp
     env SPECPOOL_LLAMACPP_PYTHON=DIR/bin/python python -m benchmarks.llamacpp
+        [--concurrency 1,4,8,16] [--tokens 64] [--repeats 5] [--gguf FILE] [--prompts FILE] [--output FOLDER]
 
-The first turn does not count. Ratios to llama.cpp are taken within a turn; medians, least and greatest are shown.
+Three systems take turns, and only one computes at a time: llama.cpp's server with a slot per request in flight (PyPI's
+xllamacpp, in an environment of its own); plain, the service without speculation; default, the service with it. All get
+the same token ids and threads, prefill every prompt, and decode `--tokens` tokens greedily. The first turn does not
+count. Ratios to llama.cpp are taken within a turn; the table shows medians, minimum and maximum.
 
-`same tokens` is information and no goal: the share of tokens before the first that differs from llama.cpp's answer of
-the first turn. llama.cpp rounds activations to 8 bits, so that its answers can depend on what else is in flight; and
-when told to ignore the end token it never chooses it, while the service may choose it and go on. The last line printed
-is JSON.
+`same tokens` is the share of tokens before the first difference from llama.cpp's first answer. It is no measure of
+quality: llama.cpp rounds activations to 8 bits, and told to ignore the end token it never chooses it, while the service
+may choose it and go on. The last line printed is JSON.
 """
 
 import argparse
 import asyncio
+import json
+import os
 import statistics
+import subprocess
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,28 +31,25 @@ from typing import Any
 
 import grpc
 
-from benchmarks.llamacpp_process import LlamaCpp, environment, running_llamacpp
-from benchmarks.prompts import load_prompts, number_of_prompts
-from benchmarks.report import console, finish, output_folder, progress, show, whole
-from benchmarks.vllm_process import token_ids
-from specpool.cli.processes import ProcessFailedError
+from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts, token_ids
+from benchmarks.report import console, finish, output_folder, parser_of, progress, show, whole, wholes
+from specpool.cli.processes import ProcessFailedError, end
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
 from specpool.client.requests import GenerateOptions
 from specpool.engine.models.embedded_pair import Pair, embedded_pair
 from specpool.rpc.status import status_line
 
+SERVER = Path(__file__).with_name("llamacpp_server.py")
+PYTHON_VARIABLE = "SPECPOOL_LLAMACPP_PYTHON"
+INSTALL = "python3 -m venv DIR && DIR/bin/pip install xllamacpp"
+MAX_LINE_BYTES, END_SECONDS = 2**26, 5.0
 LLAMACPP = "llama.cpp"
-OURS: dict[str, GenerateOptions] = {"plain": {"num_speculative_tokens": 0}, "default": {}}
+SERVICE: dict[str, GenerateOptions] = {"plain": {"num_speculative_tokens": 0}, "default": {}}
 HEADINGS = {
-    "concurrency": "at once",
-    "system": "system",
-    "tokens_per_s": "tokens/s",
-    "ratio": "ratio to llama.cpp",
-    "ratio_min": "least",
-    "ratio_max": "greatest",
-    "same_tokens": "same tokens",
-}
+    "concurrency": "at once", "system": "system", "tokens_per_s": "tokens/s", "ratio": "ratio to llama.cpp",
+    "ratio_min": "least", "ratio_max": "greatest", "same_tokens": "same tokens",
+}  # fmt: skip
 TokenIds = list[list[int]]
 
 
@@ -65,7 +62,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all answers by the time in which they were given, prefill included."""
+        """Tokens of all answers per second, prefill included."""
         return sum(map(len, self.outputs)) / self.seconds
 
 
@@ -82,46 +79,57 @@ def main() -> None:
     """Parses the command line, measures, prints."""
     options = parse()
     try:
-        its = environment()
+        python, version = environment()
         pair = embedded_pair()
-        engine = Engine(its.python, options.gguf or only_gguf(pair.target), UpSettings(port=0).threads)
+        engine = Engine(python, options.gguf or only_gguf(pair.target), UpSettings(port=0).threads)
         rows = asyncio.run(serve(pair, engine, options))
     except grpc.aio.AioRpcError as error:
         raise SystemExit(f"llamacpp: {status_line(error)}") from None
     except (OSError, RuntimeError, ProcessFailedError) as error:
         raise SystemExit(f"llamacpp: {error}") from None
     show("tokens/s", [{heading: row[name] for name, heading in HEADINGS.items()} for row in rows])
-    given = {"xllamacpp": its.version, "gguf": engine.gguf.name, "threads": engine.threads}
-    finish("llamacpp", {**given, "tokens": options.tokens, "repeats": options.repeats, "rows": rows}, options.output)
+    setup = {"xllamacpp": version, "gguf": engine.gguf.name, "threads": engine.threads}
+    finish("llamacpp", {**setup, "tokens": options.tokens, "repeats": options.repeats, "rows": rows}, options.output)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line, with the prompts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--concurrency", type=_concurrencies, default="1,4,8,16", help="requests in flight")
+    parser = parser_of(__doc__)
+    parser.add_argument("--concurrency", type=wholes(1, 256), default="1,4,8,16", help="requests in flight")
     parser.add_argument("--tokens", type=whole(1, 1024), default=64, help="tokens of each answer")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     parser.add_argument("--gguf", type=_file, help="the target's GGUF file; default: that of the embedded target")
-    parser.add_argument("--prompts", type=Path, help="JSONL file; default: the prompts that come with Specpool")
+    add_prompts(parser)
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)
     try:
         options.lines = load_prompts(options.prompts, number_of_prompts(max(options.concurrency)))
     except ZeroDivisionError:
-        parser.error(f"--prompts: {options.prompts} holds none")
+        parser.error(f"--prompts: {options.prompts} has no prompts")
     except (OSError, ValueError, LookupError, TypeError) as error:
         parser.error(f"--prompts: {error}")
     return options
-
-
-def _concurrencies(text: str) -> list[int]:
-    return [whole(1, 256)(number) for number in text.split(",")]
 
 
 def _file(name: str) -> Path:
     if not Path(name).is_file():
         raise argparse.ArgumentTypeError(f"{name} is not a file")
     return Path(name)
+
+
+def environment() -> tuple[str, str]:
+    """The Python that SPECPOOL_LLAMACPP_PYTHON names, and its version of xllamacpp. RuntimeError."""
+    python = os.environ.get(PYTHON_VARIABLE)
+    if not python:
+        raise RuntimeError(f"{PYTHON_VARIABLE} must name a Python that has xllamacpp; to install one: {INSTALL}")
+    try:
+        command = [python, "-c", "import xllamacpp; print(xllamacpp.__version__)"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise RuntimeError(f"{PYTHON_VARIABLE}: {python}: {error.strerror}; to install one: {INSTALL}") from None
+    except subprocess.CalledProcessError:
+        raise RuntimeError(f"{PYTHON_VARIABLE}: {python} has no xllamacpp; to install it: {INSTALL}") from None
+    return python, done.stdout.strip()
 
 
 def only_gguf(folder: Path) -> Path:
@@ -132,8 +140,42 @@ def only_gguf(folder: Path) -> Path:
     return files[0]
 
 
+class LlamaCpp:
+    """A running llama.cpp server."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Sends a message of `benchmarks/llamacpp_server.py`; returns the answer. RuntimeError."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"llama.cpp ended with status {await self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"llama.cpp: {answer['error']}")
+        return answer
+
+
+@asynccontextmanager
+async def running_llamacpp(engine: Engine, slots: int, context: int) -> AsyncIterator[LlamaCpp]:
+    """Runs llama.cpp. `context`: tokens that each slot can hold. RuntimeError, OSError."""
+    process = await asyncio.create_subprocess_exec(
+        engine.python, str(SERVER), stdin=PIPE, stdout=PIPE, limit=MAX_LINE_BYTES, start_new_session=True
+    )
+    try:
+        server = LlamaCpp(process)
+        await server.ask({"gguf": str(engine.gguf), "slots": slots, "threads": engine.threads, "context": context})
+        yield server
+    finally:
+        await end(process, END_SECONDS)
+
+
 async def serve(pair: Pair, engine: Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Starts the service; the rows of `measure`."""
+    """Starts the service; returns the rows of `measure`."""
     prompts = token_ids(pair.target, options.lines)
     settings = UpSettings(
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, max_num_seqs=max(options.concurrency),
@@ -147,15 +189,18 @@ async def serve(pair: Pair, engine: Engine, options: argparse.Namespace) -> list
 async def measure(
     client: AsyncClient, engine: Engine, prompts: TokenIds, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A row for each concurrency and system: medians over the turns that count."""
+    """A row for each concurrency and system."""
     rows = []
     for concurrency in options.concurrency:
         some = prompts[: number_of_prompts(concurrency)]
         context = max(map(len, some)) + options.tokens
-        async with running_llamacpp(engine.python, engine.gguf, concurrency, engine.threads, context) as llamacpp:
+        async with running_llamacpp(engine, concurrency, context) as llamacpp:
             systems: dict[str, Callable[[], Awaitable[Run]]] = {
-                LLAMACPP: partial(theirs, llamacpp, some, options.tokens),
-                **{name: partial(ours, client, some, options.tokens, concurrency, its) for name, its in OURS.items()},
+                LLAMACPP: partial(llamacpp_run, llamacpp, some, options.tokens),
+                **{
+                    name: partial(service_run, client, some, options.tokens, concurrency, kind)
+                    for name, kind in SERVICE.items()
+                },
             }
             turns = progress(range(1 + options.repeats), f"{concurrency} at a time")
             runs = [{name: await run() for name, run in systems.items()} for _ in turns]
@@ -163,14 +208,16 @@ async def measure(
     return rows
 
 
-async def theirs(server: LlamaCpp, prompts: TokenIds, tokens: int) -> Run:
-    """llama.cpp's answers; as many requests are in flight as it has slots."""
+async def llamacpp_run(server: LlamaCpp, prompts: TokenIds, tokens: int) -> Run:
+    """llama.cpp's answers, with a request in flight per slot."""
     return Run(**await server.ask({"prompts": prompts, "tokens": tokens}))
 
 
-async def ours(client: AsyncClient, prompts: TokenIds, tokens: int, concurrency: int, its: GenerateOptions) -> Run:
+async def service_run(
+    client: AsyncClient, prompts: TokenIds, tokens: int, concurrency: int, kind: GenerateOptions
+) -> Run:
     """The service's answers, with `concurrency` requests in flight."""
-    options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0, **its}
+    options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0, **kind}
     free = asyncio.Semaphore(concurrency)
 
     async def answer(prompt: list[int]) -> list[int]:
@@ -199,10 +246,10 @@ def summary(concurrency: int, system: str, turns: Sequence[Mapping[str, Run]]) -
 
 
 def same_tokens(outputs: TokenIds, others: TokenIds) -> float:
-    """The share of the tokens that come before the first one that differs in their answer."""
+    """Share of the tokens before the first difference of each answer."""
     equal = sum(
-        next((i for i, (one, other) in enumerate(zip(mine, its, strict=True)) if one != other), len(mine))
-        for mine, its in zip(outputs, others, strict=True)
+        next((i for i, (one, other) in enumerate(zip(answer, reference, strict=True)) if one != other), len(answer))
+        for answer, reference in zip(outputs, others, strict=True)
     )
     return equal / sum(map(len, outputs))
 

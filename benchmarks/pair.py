@@ -1,13 +1,13 @@
-"""A pair of random models, as fast or slow as well-known ones, whose draft is right as often as wanted.
+"""A pair of random models in the shapes of well-known ones, whose draft is right with a chosen probability.
 
     python -m benchmarks.pair --output FOLDER [--acceptance 0.7] [--target qwen3-8b] [--draft qwen3-0.6b]
     python -m benchmarks.throughput --target FOLDER/target --draft FOLDER/draft
 
-Whatever came before, the target follows each token by a fixed other one, on a path through the whole vocabulary: the
-last token's embedding outweighs what the layers add to it, and the head's rows are the embeddings of the tokens before.
-So does the draft, but for a share of the tokens, after which it always takes a wrong one. Nothing is repeated, so that
-prompt lookup finds nothing. Answers begin with different tokens, by the length of the prompt: the chat template ends
-with a letter that depends on it.
+The target follows each token by a fixed successor, whatever came before, on a path through the whole vocabulary: the
+last token's embedding outweighs the layers, and the output head maps each embedding to its successor. The draft does
+the same, except after a share of the tokens, where it is always wrong. No token repeats, so prompt lookup finds
+nothing. Answers start with different tokens, because the chat template ends in a letter that depends on the length of
+the prompt.
 """
 
 import argparse
@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from benchmarks.report import console, parser_of
 from benchmarks.shapes import SHAPES, random_model
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
+from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
-# The output of the random layers is scaled down to this.
+MAX_MODEL_LEN = 512
+"""Of the tiny pair."""
 SCALE_OF_LAYERS = 0.01
+"""Factor for the output of the random layers."""
 STARTS = string.ascii_letters + string.digits
 TEMPLATE = (
     "{%- set text = messages[-1]['content'] -%}{{ text }}{{ 'STARTS'[text | length % COUNT] }}"
@@ -35,21 +37,34 @@ TEMPLATE = (
 
 
 def main() -> None:
-    """Parses the command line, makes both models, prints where they are."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parses the command line, makes both models, prints their folders."""
+    parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for both")
     parser.add_argument("--target", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--draft", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--acceptance", type=float, default=0.7, help="share of tokens that the draft is right about")
+    parser.add_argument("--acceptance", type=float, default=0.7, help="share of tokens that the draft gets right")
     parser.add_argument("--device", default="auto", help="device to make them on")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    device = _prepare(parser, options)
+    follows = path_through(SHAPES[options.target]["vocab_size"])
+    for name, shape, successors in (
+        ("target", options.target, follows),
+        ("draft", options.draft, partly_wrong(follows, 1 - options.acceptance)),
+    ):
+        with console.status(f"making the {name}"):
+            save_model(options.output / name, shape, successors, device, getattr(torch, options.dtype))
+        print(options.output / name)
+
+
+def _prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+    """Checks the options, seeds torch, creates the folders; returns the device."""
     if not 0 <= options.acceptance <= 1:
         parser.error(f"--acceptance: {options.acceptance:g} is not from 0 to 1")
-    vocabulary = [SHAPES[shape]["vocab_size"] for shape in (options.target, options.draft)]
-    if vocabulary[0] != vocabulary[1]:
-        parser.error(f"--draft: its vocabulary has {vocabulary[1]} tokens, the target's {vocabulary[0]}")
+    target, draft = (SHAPES[shape]["vocab_size"] for shape in (options.target, options.draft))
+    if target != draft:
+        parser.error(f"--draft: its vocabulary has {draft} tokens, the target's {target}")
     try:
         device = pick_device(options.device)
         torch.manual_seed(options.seed)
@@ -61,18 +76,11 @@ def main() -> None:
         parser.error(f"--seed: {error}")
     except OSError as error:
         parser.error(f"--output: {error}")
-    follows = path_through(vocabulary[0])
-    for name, shape, its in (
-        ("target", options.target, follows),
-        ("draft", options.draft, partly_wrong(follows, 1 - options.acceptance)),
-    ):
-        with Console(stderr=True).status(f"making the {name}"):
-            save_model(options.output / name, shape, its, device, getattr(torch, options.dtype))
-        print(options.output / name)
+    return device
 
 
 def path_through(vocab_size: int) -> torch.Tensor:
-    """[vocab_size]: the token that follows each, on a random path through all but the end-of-sequence token."""
+    """[vocab_size]: the successor of each token, on a random path through all tokens but end-of-sequence."""
     order = torch.randperm(vocab_size)
     order = order[order != EOS_TOKEN_ID]
     follows = torch.full((vocab_size,), EOS_TOKEN_ID)
@@ -81,7 +89,7 @@ def path_through(vocab_size: int) -> torch.Tensor:
 
 
 def partly_wrong(follows: torch.Tensor, share: float) -> torch.Tensor:
-    """`follows`, but for a random share of the tokens, each of which gets the follower of another one."""
+    """`follows` with a random share of the tokens given another token's successor."""
     wrong = torch.randperm(len(follows))[: round(share * len(follows))]
     other = follows.clone()
     other[wrong] = follows[wrong.roll(1)]
@@ -89,7 +97,7 @@ def partly_wrong(follows: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def save_model(folder: Path, shape: str, follows: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    """Saves a model of this shape that follows each token so, and a tokenizer of bytes."""
+    """Saves a model of this shape with these successors, and a byte tokenizer."""
     model = random_model(shape, device, dtype, "eager", tie_word_embeddings=False)
     lead(model, follows.to(device))
     model.save_pretrained(folder)
@@ -98,7 +106,7 @@ def save_model(folder: Path, shape: str, follows: torch.Tensor, device: torch.de
 
 @torch.no_grad()
 def lead(model: PreTrainedModel, follows: torch.Tensor) -> None:
-    """Makes a model choose the token that follows the last one, whatever came before."""
+    """Makes a model choose the successor of the last token."""
     body: Any = model.model
     for layer in body.layers:
         layer.self_attn.o_proj.weight.mul_(SCALE_OF_LAYERS)
@@ -109,11 +117,38 @@ def lead(model: PreTrainedModel, follows: torch.Tensor) -> None:
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, template: str = CHAT_TEMPLATE) -> None:
-    """Saves the byte tokenizer, or another, in the form that transformers loads."""
+    """Saves the byte tokenizer, or another, in the format of transformers."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer or byte_tokenizer(), eos_token="<eos>", chat_template=template
     )
     fast.save_pretrained(folder)
+
+
+def tiny_config(**changes: Any) -> LlamaConfig:
+    """A tiny Llama with three query heads for each of two KV heads."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": MAX_MODEL_LEN,
+        "eos_token_id": EOS_TOKEN_ID, "bos_token_id": None, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return LlamaConfig(**{**sizes, **changes})
+
+
+@torch.no_grad()
+def make_tiny_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """Saves a tiny target and a draft that often agrees with it; returns their folders. `changes`: of `tiny_config`."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(**changes))
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    for weight in matrices:
+        weight.normal_(std=0.12)
+    model.save_pretrained(folder / "target")
+    for weight in matrices:
+        weight.add_(torch.randn_like(weight), alpha=0.005)
+    model.save_pretrained(folder / "draft")
+    for name in ("target", "draft"):
+        save_tokenizer(folder / name)
+    return folder / "target", folder / "draft"
 
 
 if __name__ == "__main__":

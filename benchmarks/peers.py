@@ -1,4 +1,4 @@
-"""Plain decoding by `transformers` itself, to compare with: `generate` in static batches, and `generate_batch`."""
+"""Plain decoding by `transformers` itself, as a reference: `generate` in static batches, and `generate_batch`."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Peers:
-    """The target as transformers runs it; by default in float32 on the CPU."""
+    """The target in transformers; by default in float32 on the CPU."""
 
     def __init__(self, target: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
         self.model: Any
@@ -37,16 +37,16 @@ class Peers:
 
     @torch.inference_mode()
     def generate(self, prompts: list[str | Chat], batch: int, max_tokens: int) -> list[list[int]]:
-        """Token ids of the answers; batches are padded on the left and run to their longest answer."""
+        """Token ids of the answers. Each batch is left-padded and runs to its longest answer."""
         ids = [self.encode(prompt) for prompt in prompts]
         answers: list[list[int]] = []
         for first in range(0, len(ids), batch):
             members = ids[first : first + batch]
-            longest = max(map(len, members))
-            padded = self._tensor([[self._pad] * (longest - len(tokens)) + tokens for tokens in members])
-            mask = self._tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in members])
+            length = max(map(len, members))
+            padded = self._tensor([[self._pad] * (length - len(tokens)) + tokens for tokens in members])
+            mask = self._tensor([[0] * (length - len(tokens)) + [1] * len(tokens) for tokens in members])
             output = self.model.generate(padded, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
-            answers += [self._to_the_end(row) for row in output[:, longest:].tolist()]
+            answers += [self._to_the_end(row) for row in output[:, length:].tolist()]
         return answers
 
     def generate_batch(self, prompts: list[str | Chat], batch: int, max_tokens: int) -> list[list[int]]:
@@ -62,9 +62,9 @@ class Peers:
 
     @torch.inference_mode()
     def margin(self, context: list[int]) -> float:
-        """The difference between the logits of the two best tokens after a context."""
-        best = self.model(self._tensor([context])).logits[0, -1].topk(2).values
-        return float(best[0] - best[1])
+        """Difference between the two highest logits after a context."""
+        top = self.model(self._tensor([context])).logits[0, -1].topk(2).values
+        return float(top[0] - top[1])
 
     def _tensor(self, rows: list[list[int]]) -> torch.Tensor:
         return torch.tensor(rows, device=self.model.device)

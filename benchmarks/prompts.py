@@ -1,24 +1,37 @@
-"""The prompts that benchmarks run: a file's, or the small set that comes with Specpool."""
+"""Prompts of the benchmarks: from a file, or the small set that comes with Specpool."""
 
+import argparse
 import json
 from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
 
 from specpool.client.prompts import PromptLine, own_prompts, read_prompts
+from specpool.engine.config.sources import source_of
 
-# Prompts of a run per request in flight, and the fewest prompts of a run.
-LOAD, FEWEST_PROMPTS = 2, 4
+LOAD, MIN_PROMPTS = 2, 4
+"""Prompts of a run for each request in flight, and in all."""
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that names a file of prompts."""
+    parser.add_argument("--prompts", type=Path, help="JSONL file; default: the prompts that come with Specpool")
 
 
 def number_of_prompts(concurrency: int) -> int:
-    """The number of prompts of a run that keeps `concurrency` requests in flight."""
-    return max(FEWEST_PROMPTS, LOAD * concurrency)
+    """The number of prompts of a run with `concurrency` requests in flight."""
+    return max(MIN_PROMPTS, LOAD * concurrency)
 
 
 def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
-    """`count` prompts, repeated if there are fewer. A line of the file is as for `specpool generate`, or a question of
-    Spec-Bench: {"question_id", "turns"}, of which the first turn is asked."""
+    """`count` prompts, repeated if there are fewer.
+
+    A line of the file is one of `specpool generate`, or a Spec-Bench question: {"question_id", "turns"}. The first turn
+    becomes the prompt.
+    """
     if path is None:
         lines = own_prompts()
     else:
@@ -27,7 +40,7 @@ def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
 
 
 def load_by_category(path: Path | None) -> dict[str, list[PromptLine]]:
-    """All prompts of each category, in order. Only questions of Spec-Bench have one; others are in the category ""."""
+    """All prompts by Spec-Bench category; the category of other prompts is ""."""
     if path is None:
         return {"": own_prompts()}
     texts = [text for text in path.read_text(encoding="utf-8").splitlines() if text.strip()]
@@ -38,8 +51,19 @@ def load_by_category(path: Path | None) -> dict[str, list[PromptLine]]:
 
 
 def in_turn(categories: Iterable[list[PromptLine]]) -> list[PromptLine]:
-    """One prompt of each category after the other, for as long as they last."""
+    """The first prompt of every category, then the second, and so on."""
     return [line for lines in zip_longest(*categories) for line in lines if line is not None]
+
+
+def token_ids(model: Path, lines: list[PromptLine]) -> list[list[int]]:
+    """Token ids of texts, or of conversations in the model's chat template."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(**source_of(str(model), None))
+    return [
+        list(tokenizer(line.prompt).input_ids)
+        if isinstance(line.prompt, str)
+        else list(tokenizer.apply_chat_template(line.prompt, add_generation_prompt=True, return_dict=False))
+        for line in lines
+    ]
 
 
 def _as_chat(line: str) -> str:

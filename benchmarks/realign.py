@@ -2,8 +2,8 @@
 
     python -m benchmarks.realign [--prompts FILE] [--batches 1 2 4 8 16] [--repeats 5] [--output FOLDER]
 
-All answers are compared with decoding alone. Runs of all kinds are interleaved, medians are shown. `exspec` has a
-window of twice the batch. No prompt is copied from another. The last line printed is JSON.
+All answers are compared with decoding alone. Runs of all kinds are interleaved; the tables show medians. `exspec` has a
+window of twice the batch. Prefix caching is off. The last line printed is JSON.
 """
 
 import argparse
@@ -11,13 +11,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import realign_figure
 from benchmarks.peers import Peers
-from benchmarks.prompts import load_prompts, number_of_prompts
-from benchmarks.report import console, finish, median, output_folder, progress, show
+from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
+from benchmarks.report import console, finish, median, output_folder, parser_of, progress, show, whole
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
 from specpool.cli.processes import Service, free_port
@@ -29,39 +28,39 @@ from specpool.v1 import generation_pb2 as pb
 POLICIES, LAYOUTS = ("ragged", "exspec", "eqspec"), ("slots", "padded")
 SPECULATIVE = [f"{policy}/{layout}" for policy in POLICIES for layout in LAYOUTS]
 PLAIN, PEERS = "plain", ("generate", "generate_batch")
+STAGES = ("draft", "verify", "realign", "wire", "schedule")
+COLUMNS = ("hit_rate", "group_size", *(f"{stage}_share" for stage in STAGES), "realign_ms", "acceptance")
+TokenIds = list[list[int]]
 Run = dict[str, Any]
 
 
 def main() -> None:
     """Parses the command line, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    pair = embedded_pair()
+    parser, pair = parser_of(__doc__), embedded_pair()
     parser.add_argument("--target", default=str(pair.target))
     parser.add_argument("--draft", default=str(pair.draft))
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--k", type=int, default=4, help="draft tokens per round")
-    parser.add_argument("--repeats", type=int, default=5)
+    add_prompts(parser)
+    parser.add_argument("--batches", type=whole(1, 256), nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--max-tokens", type=whole(1, 4000), default=24)
+    parser.add_argument("--k", type=whole(1, 16), default=4, help="draft tokens per round")
+    parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     every = [PLAIN, *SPECULATIVE, *PEERS]
-    parser.add_argument(
-        "--kinds", nargs="+", choices=every, default=every, help="ways to decode; plain is always included"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="ways to decode; plain always runs")
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     parser.add_argument("--name", default="realign", help="name of the files there")
     options = parser.parse_args()
     rows = asyncio.run(measure(options))
     for batch in options.batches:
-        show(f"batch {batch}, k {options.k}", [for_people(row) for row in rows if row["batch"] == batch])
+        show(f"batch {batch}, k {options.k}", [cells(row) for row in rows if row["batch"] == batch])
     result = {"k": options.k, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
     finish(options.name, result, options.output, realign_figure(rows))
 
 
 async def measure(options: argparse.Namespace) -> list[Run]:
-    """One row for each way to decode and batch: medians over the repeats."""
+    """One row for each way to decode and batch."""
     peers = Peers(options.target) if set(PEERS) & set(options.kinds) else None
     kinds = list(dict.fromkeys([PLAIN, *options.kinds]))
-    plan = [(kind, batch) for _ in range(options.repeats) for batch in options.batches for kind in kinds]
+    plan = [(kind, batch) for batch in options.batches for kind in kinds] * options.repeats
     runs: dict[tuple[str, int], list[Run]] = {}
     async with AsyncExitStack() as stack:
         addresses = {layout: await stack.enter_async_context(workers(layout, options)) for layout in LAYOUTS}
@@ -70,17 +69,21 @@ async def measure(options: argparse.Namespace) -> list[Run]:
         for kind, batch in progress(plan, "runs"):
             some = lines[: number_of_prompts(batch)]
             if peers is not None and kind in PEERS:
-                run = await asyncio.to_thread(peer_run, peers, kind, batch, some, options.max_tokens, truth)
+                tokens, run = await asyncio.to_thread(peer_run, peers, kind, batch, some, options.max_tokens)
             else:
-                run = await service_run(addresses, kind, batch, some, options, truth)
+                policy, layout = ("ragged", "slots") if kind == PLAIN else kind.split("/")
+                k = 0 if kind == PLAIN else options.k
+                tokens, run = await serve(addresses[layout], policy, batch, k, some, options)
+            run["tokens_per_s"] = sum(map(len, tokens)) / run["seconds"]
+            run["exact_match"] = sum(one == other for one, other in zip(tokens, truth, strict=False)) / len(tokens)
             runs.setdefault((kind, batch), []).append(run)
-    plain = {batch: median(runs[PLAIN, batch], "tokens_per_s") for batch in options.batches}
+    plain = {batch: median(runs[PLAIN, batch], "tokens_per_s") or 0.0 for batch in options.batches}
     return [summary(kind, batch, found, plain[batch]) for (kind, batch), found in runs.items()]
 
 
 @asynccontextmanager
 async def workers(layout: str, options: argparse.Namespace) -> AsyncIterator[tuple[str, str]]:
-    """Both workers with this layout; yields the addresses of target and draft."""
+    """Runs both workers with this layout; yields the addresses of target and draft."""
     services = []
     for kind, model in (("target", options.target), ("draft", options.draft)):
         port = free_port()
@@ -100,8 +103,8 @@ async def workers(layout: str, options: argparse.Namespace) -> AsyncIterator[tup
 
 async def serve(
     addresses: tuple[str, str], policy: str, batch: int, k: int, lines: list[PromptLine], options: argparse.Namespace
-) -> tuple[list[list[int]], Run]:
-    """Token ids of the answers, and what the coordinator counted. All requests come at once."""
+) -> tuple[TokenIds, Run]:
+    """Token ids of the answers, and the coordinator's counters. All requests arrive at once."""
     target, draft = addresses
     process = CoordinatorServer(
         CoordinatorSettings(
@@ -117,9 +120,8 @@ async def serve(
     try:
         async with AsyncClient(f"127.0.0.1:{port}") as client:
             began = time.perf_counter()
-            answers = await asyncio.gather(
-                *(client.generate(line.prompt, max_tokens=options.max_tokens) for line in lines)
-            )
+            calls = [client.generate(line.prompt, max_tokens=options.max_tokens) for line in lines]
+            answers = await asyncio.gather(*calls)
             seconds = time.perf_counter() - began
             info = await client.server_info()
     finally:
@@ -131,64 +133,37 @@ async def serve(
 def counted(counters: pb.ServerCounters) -> Run:
     """The measures of a run, from the counters of a fresh coordinator."""
     grouping, stages = counters.grouping, counters.stage_seconds
-    whole = sum(stages.values())
     grouped = grouping.same_length_rounds + grouping.mixed_rounds
     grouped_sequences = sum(size * rounds for size, rounds in enumerate(grouping.group_sizes, 1))
     return {
         "acceptance": counters.accepted_draft_tokens / counters.draft_tokens if counters.draft_tokens else None,
         "hit_rate": grouping.same_length_rounds / grouped if grouped else None,
         "group_size": grouped_sequences / counters.rounds,
-        **{f"{stage}_share": stages[stage] / whole for stage in ("draft", "verify", "realign", "wire", "schedule")},
+        **{f"{stage}_share": stages[stage] / sum(stages.values()) for stage in STAGES},
         "realign_ms": stages["realign"] * 1000 / counters.rounds,
     }
 
 
-async def service_run(
-    addresses: dict[str, tuple[str, str]],
-    kind: str,
-    batch: int,
-    lines: list[PromptLine],
-    options: argparse.Namespace,
-    truth: list[list[int]],
-) -> Run:
-    """One run of the service."""
-    policy, layout = ("ragged", "slots") if kind == PLAIN else kind.split("/")
-    k = 0 if kind == PLAIN else options.k
-    tokens, run = await serve(addresses[layout], policy, batch, k, lines, options)
-    return rated(run, tokens, truth)
-
-
-def peer_run(
-    peers: Peers, kind: str, batch: int, lines: list[PromptLine], max_tokens: int, truth: list[list[int]]
-) -> Run:
-    """One run of transformers."""
+def peer_run(peers: Peers, kind: str, batch: int, lines: list[PromptLine], max_tokens: int) -> tuple[TokenIds, Run]:
+    """Token ids and time of transformers."""
     decode = peers.generate if kind == "generate" else peers.generate_batch
     began = time.perf_counter()
     tokens = decode([line.prompt for line in lines], batch, max_tokens)
-    return rated({"seconds": time.perf_counter() - began}, tokens, truth)
+    return tokens, {"seconds": time.perf_counter() - began}
 
 
-def rated(run: Run, tokens: list[list[int]], truth: list[list[int]]) -> Run:
-    """The run with its speed and the share of answers that are those of decoding alone."""
-    exact = sum(one == other for one, other in zip(tokens, truth, strict=False))
-    return {**run, "tokens_per_s": sum(map(len, tokens)) / run["seconds"], "exact_match": exact / len(tokens)}
-
-
-def summary(kind: str, batch: int, runs: list[Run], plain: float | None) -> Run:
-    """The row of a table."""
-    speed = median(runs, "tokens_per_s")
-    assert speed is not None
-    assert plain is not None
+def summary(kind: str, batch: int, runs: list[Run], plain: float) -> Run:
+    """The row of a way to decode. `plain`: tokens/s of plain decoding at the same batch."""
+    speed = median(runs, "tokens_per_s") or 0.0
     row: Run = {"batch": batch, "decoding": kind, "tokens_per_s": round(speed, 1), "of_plain": round(speed / plain, 3)}
-    names = ("hit_rate", "group_size", "draft_share", "verify_share", "realign_share", "wire_share", "schedule_share")
-    for name in (*names, "realign_ms", "acceptance"):
+    for name in COLUMNS:
         value = median(runs, name)
         row[name] = None if value is None else round(value, 4)
     row["exact_match"] = min(run["exact_match"] for run in runs)
     return row
 
 
-def for_people(row: Run) -> Run:
+def cells(row: Run) -> Run:
     """The part of a row that a table has room for; shares of a round in percent."""
     shares = {
         f"{name.removesuffix('_share')} %": None if share is None else round(100 * share, 2)

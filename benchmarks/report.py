@@ -1,7 +1,8 @@
-"""How benchmarks report: tables on standard error, one JSON object as the last line, results kept in files."""
+"""The frame of every benchmark: options, progress, tables on stderr, one JSON object as the last line of stdout."""
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -18,8 +19,15 @@ console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 T = TypeVar("T")
 
 
+def parser_of(description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of a benchmark."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+    )
+
+
 def output_folder(name: str) -> Path:
-    """The folder of this name, made if there is none; a type of arguments, so that no result is lost after the work."""
+    """Argument type: a folder, created at once so that no result is lost after the work."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -28,41 +36,43 @@ def output_folder(name: str) -> Path:
     return folder
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """A type of arguments: integers within these limits."""
+def whole(minimum: int, maximum: int) -> Callable[[str], int]:
+    """Argument type: an integer within these limits."""
 
     def parsed(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
+        if not text.isdecimal() or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {minimum} to {maximum}")
         return int(text)
 
     return parsed
 
 
-def add_load_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
-    """Adds the load of a benchmark whose workers are fakes; by default every answer has this many tokens."""
-    parser.add_argument("--sequences", type=whole(1, 256), default=8)
-    parser.add_argument("--tokens", type=whole(1, 4000), default=tokens)
-    parser.add_argument("--k", type=whole(0, 16), default=4)
-    parser.add_argument("--repeats", type=whole(1, 1000), default=5)
+def wholes(minimum: int, maximum: int) -> Callable[[str], list[int]]:
+    """Argument type: integers within these limits, separated by commas."""
+    return lambda text: [whole(minimum, maximum)(number) for number in text.split(",")]
 
 
 def progress(things: Sequence[T], what: str) -> Iterable[T]:
-    """Iterates over the things, with a progress bar."""
+    """Iterates over the things with a progress bar."""
     return track(things, what, console=console, transient=True)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Seconds of one call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def median(runs: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """The median of a measure over the runs that have it; None if no run has."""
+    """The median of a measure over the runs that have it; None if no run has it."""
     values = [run[name] for run in runs if run.get(name) is not None]
     return statistics.median(values) if values else None
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """The smallest value that at least this share of the values does not exceed; None without values."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -76,7 +86,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def finish(name: str, result: Mapping[str, Any], folder: Path | None, figure: Figure | None = None) -> None:
-    """Prints the result as one line of JSON. With a folder, keeps it and the figure there as files of this name."""
+    """Prints the result as one line of JSON; with a folder, also saves the result and the figure there."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

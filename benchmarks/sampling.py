@@ -2,26 +2,25 @@
 
     python -m benchmarks.sampling [--target FOLDER] [--draft FOLDER] [--prompts FILE] [--device cuda] [--output FOLDER]
 
-`--device cuda`: the cost of choosing after all rows of a batch together, for several numbers of rows, and nothing else.
-Both models see the same text: the prompts with the target's greedy answers. At each position of an answer both draw
-with the same seeds. For comparison: the bound (1 - TV) / (1 + TV) that shared noise keeps (Daliri, Musco and Suresh,
-2025), 1 - TV, which nobody can exceed, and what a draft with noise of its own would reach. `--skip-layer`: a second
-draft, the target without one of its layers, stands for a good one. The last line printed is JSON.
+On a GPU it measures only the cost of choosing a token for all rows of a batch together. Otherwise both models see the
+prompts with the target's greedy answers, and draw with the same seeds at each position of an answer. The table compares
+the agreement with the lower bound of shared noise, (1 - TV) / (1 + TV) (Daliri, Musco and Suresh, 2025), with the upper
+bound of any method, 1 - TV, and with a draft that has noise of its own. `--skip-layer` makes a second draft, the target
+without that layer, which stands for a good one. The last line printed is JSON.
 """
 
 import argparse
 import copy
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from benchmarks.peers import Peers
-from benchmarks.prompts import load_prompts
-from benchmarks.report import finish, output_folder, progress, seconds_of, show
+from benchmarks.prompts import add_prompts, load_prompts
+from benchmarks.report import finish, output_folder, parser_of, progress, seconds_of, show, whole
 from specpool.engine.config.devices import use_device
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
@@ -43,17 +42,17 @@ BATCHES = (1, 8, 64, 256)
 
 def main() -> None:
     """Parses the command line, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     pair = embedded_pair()
     parser.add_argument("--target", default=str(pair.target))
     parser.add_argument("--draft", default=str(pair.draft))
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--num-prompts", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--seeds", type=int, default=20, help="draws at each position")
-    parser.add_argument("--skip-layer", type=int, default=25)
-    parser.add_argument("--device", default="cpu", help="a GPU measures batches of random logits")
-    parser.add_argument("--vocab-size", type=int, default=151_936, help="number of tokens that these logits are of")
+    add_prompts(parser)
+    parser.add_argument("--num-prompts", type=whole(1, 10_000), default=32)
+    parser.add_argument("--max-tokens", type=whole(1, 4000), default=16)
+    parser.add_argument("--seeds", type=whole(1, 10_000), default=20, help="draws at each position")
+    parser.add_argument("--skip-layer", type=whole(0, 1000), default=25)
+    parser.add_argument("--device", default="cpu", help="on a GPU: cost of batches of random logits")
+    parser.add_argument("--vocab-size", type=whole(2, 2**20), default=151_936, help="vocabulary of these logits")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     try:
@@ -78,7 +77,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def rows_to_choose_from(options: argparse.Namespace) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits at the positions of the answers, [positions, vocab_size]: of the target, and of each draft by name."""
+    """Logits at the positions of the answers: of the target, and of each draft by name. [positions, vocab_size]"""
     peers = Peers(options.target)
     drafts = {
         "the draft": Peers(options.draft).model.eval(),
@@ -104,7 +103,7 @@ def without_layer(model: PreTrainedModel, layer: int) -> PreTrainedModel:
 
 
 def cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
-    """Median milliseconds of one choice after a context of some length."""
+    """Median milliseconds of one choice."""
     context = [i % 1000 for i in range(CONTEXT_TOKENS)]
     params = SamplingParams(**rules, prompt_length=CONTEXT_TOKENS // 2)
     seconds = [seconds_of(lambda: choose_token(logits, params, context)) for _ in range(CHOICES)]
@@ -112,7 +111,7 @@ def cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
 
 
 def batches(device: str, vocab_size: int) -> list[dict[str, Any]]:
-    """Costs of batches of rows of random bfloat16 logits that all have the same rules."""
+    """Costs by number of rows of random bfloat16 logits, all with the same rules."""
     found = []
     for rows in BATCHES:
         logits = (torch.randn(rows, vocab_size) * 3).to(device, torch.bfloat16)
@@ -123,7 +122,7 @@ def batches(device: str, vocab_size: int) -> list[dict[str, Any]]:
 
 
 def batch_cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
-    """Median milliseconds of choosing after all rows, each of its own sequence."""
+    """Median milliseconds of choosing a token for every row; each row is a sequence of its own."""
     context = [i % 1000 for i in range(CONTEXT_TOKENS)]
     params = [SamplingParams(**rules, seed=row, prompt_length=CONTEXT_TOKENS // 2) for row in range(len(logits))]
     sequences = [(each, context, 1) for each in params]
@@ -133,10 +132,10 @@ def batch_cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
 
 
 def agreement(target: torch.Tensor, draft: torch.Tensor, temperature: float, seeds: int) -> dict[str, float]:
-    """Share of draws in which both make the same choice, and what it is compared with: means over the positions."""
+    """Share of equal draws, the bounds, and the share with independent noise: means over the positions."""
     same = 0
     for position, (row, other) in enumerate(zip(target, draft, strict=True)):
-        context = [0] * position  # its length is all that the noise depends on
+        context = [0] * position  # the noise depends only on its length
         for seed in range(seeds):
             params = SamplingParams(temperature=temperature, seed=seed)
             same += choose_token(row, params, context) == choose_token(other, params, context)

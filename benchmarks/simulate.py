@@ -1,27 +1,24 @@
-"""Adaptive draft lengths against the best fixed one in hindsight, by acceptance, batch and costs: no model, no clock.
+"""Adaptive draft lengths against the best fixed length in hindsight, by acceptance, batch and costs, without a model.
 
     python -m benchmarks.simulate [--answers 12] [--output FOLDER]
 
-The costs are stated, acceptance is drawn. "steady": each sequence has a rate of its own around the given one;
-"changing": halfway through, good rates become bad and bad ones good. Every row says what share of the best fixed
-length's tokens per second was reached, which that length was, and how both compare with plain decoding. The last line
-printed is JSON.
+Costs are given; acceptance is random. With "steady" rates, each sequence has a rate around the given one. With
+"changing" rates, good ones become bad halfway through, and bad ones good. Each row has the share of the best fixed
+length's tokens per second, that length, and both relative to plain decoding. The last line printed is JSON.
 """
 
-import argparse
 import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.report import finish, output_folder, progress, show
+from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
 from coordinator.drafting.costs import RoundCosts, StepTimes
 from coordinator.drafting.draft_lengths import DraftLengths, DraftOptions
 
-LONGEST = 8
+MAX_DRAFT_TOKENS = 8
 BATCHES, RATES = (1, 4, 16, 64), (0.05, 0.3, 0.5, 0.7, 0.9)
-# Seconds of a draft step of one sequence, of each further one, of a verification of one row, and of each further one.
 COSTS = {
     "laptop": (0.003, 0.0004, 0.019, 0.0011),
     "laptop, slow draft": (0.009, 0.0008, 0.019, 0.0011),
@@ -31,47 +28,49 @@ COSTS = {
     "passes of 64 rows": (0.001, 0.00001, 0.008, 0.00002),
     "passes of 24 rows": (0.001, 0.0002, 0.008, 0.0004),
 }
-# Rows that one pass of the target has at most, where that is a limit.
+"""Seconds: a draft step of one sequence, each further sequence, a verification of one row, each further row."""
 MAX_ROWS = {"passes of 64 rows": 64, "passes of 24 rows": 24}
-EXCHANGE = 0.001
-LENGTH_OF_ANSWER = 100
+"""Maximum rows of one pass of the target."""
+EXCHANGE_SECONDS = 0.001
+ANSWER_LENGTH = 100
 
 Rates = Callable[[random.Random, float], float]
-"""From a generator and the progress of a run, 0 to 1, to the rate of a sequence that begins."""
+"""The rate of a new sequence, from a generator and the progress of the run (0 to 1)."""
 
 
 @dataclass
 class Simulated:
-    """A sequence whose acceptance is known."""
+    """A sequence with known acceptance."""
 
     number: int
     right: list[bool]
     """Whether the draft is right about each token of the answer."""
-    at: int = 0
+    position: int = 0
 
 
 def main() -> None:
     """Parses the command line, simulates, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
-        "--answers", type=int, default=12, help="answers for each place in the batch, at least 24 in all"
+        "--answers", type=whole(1, 10_000), default=12, help="answers for each place in the batch, at least 24 in all"
     )
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     cells = list(itertools.product(COSTS, BATCHES, RATES, ("steady", "changing")))
     rows = [row(*cell, answers=options.answers) for cell in progress(cells, "cells")]
     worst = sorted(rows, key=lambda found: found["of_best"])[:12]
-    show("the least of all", worst)
-    show("the least by costs", [min((r for r in rows if r["costs"] == c), key=lambda r: r["of_best"]) for c in COSTS])
+    show("the worst cells", worst)
+    worst_by_cost = {found["costs"]: found for found in sorted(rows, key=lambda found: -found["of_best"])}
+    show("the worst cell of each cost", [worst_by_cost[costs] for costs in COSTS])
     finish("simulate", {"answers": options.answers, "rows": rows}, options.output)
 
 
 def row(costs: str, batch: int, rate: float, kind: str, answers: int) -> dict[str, Any]:
-    """The row of one cell: the speed of adaptive lengths, beside the best fixed one and plain decoding."""
-    rates, wanted = changing(rate) if kind == "changing" else steady(rate), max(24, answers * batch)
-    fixed = [speed_of_fixed(costs, batch, rates, k, wanted) for k in range(LONGEST + 1)]
-    adaptive = speed_of_adaptive(costs, batch, rates, wanted)
-    best = max(range(LONGEST + 1), key=fixed.__getitem__)
+    """One cell: the speed of adaptive lengths beside the best fixed length and plain decoding."""
+    rates, answers = changing(rate) if kind == "changing" else steady(rate), max(24, answers * batch)
+    fixed = [speed_of_fixed(costs, batch, rates, k, answers) for k in range(MAX_DRAFT_TOKENS + 1)]
+    adaptive = speed_of_adaptive(costs, batch, rates, answers)
+    best = max(range(MAX_DRAFT_TOKENS + 1), key=fixed.__getitem__)
     return {
         "costs": costs, "batch": batch, "rate": rate, "kind": kind, "best_k": best,
         "of_best": round(adaptive / fixed[best], 3), "of_plain": round(adaptive / fixed[0], 2),
@@ -80,33 +79,33 @@ def row(costs: str, batch: int, rate: float, kind: str, answers: int) -> dict[st
 
 
 def steady(rate: float) -> Rates:
-    """Rates around the same one all the time."""
+    """Rates around one value."""
     return lambda rng, progress: min(0.98, max(0.0, rng.gauss(rate, 0.1)))
 
 
 def changing(rate: float) -> Rates:
-    """Rates around one in the first half, and around another in the second."""
+    """Rates around one value in the first half and another in the second."""
     return lambda rng, progress: min(0.98, max(0.0, rng.gauss(rate if progress < 0.5 else 0.95 - rate, 0.1)))
 
 
 def true_costs(name: str) -> RoundCosts:
-    """The costs that rounds really have."""
+    """The real costs of rounds."""
     draft, draft_more, verify, verify_more = COSTS[name]
     rows, max_rows = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), MAX_ROWS.get(name, 0)
     return RoundCosts(
         StepTimes({n: draft + draft_more * (n - 1) for n in rows}),
         StepTimes({n: verify + verify_more * (n - 1) for n in rows}, max_rows=max_rows),
-        EXCHANGE,
+        EXCHANGE_SECONDS,
     )
 
 
 def speed_of_fixed(costs: str, batch: int, rates: Rates, k: int, answers: int) -> float:
-    """Tokens per second with the same draft length always."""
+    """Tokens per second with a fixed draft length."""
     return simulate(true_costs(costs), batch, rates, answers, lambda limits: {i: min(k, m) for i, m in limits.items()})
 
 
 def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> float:
-    """Tokens per second with chosen draft lengths, with every cost measured wrong by a factor of up to 1.5."""
+    """Tokens per second with adaptive draft lengths, when every measured cost is off by a factor of up to 1.5."""
     true, rng = true_costs(costs), random.Random(1)
     draft, verify = (
         StepTimes(
@@ -115,7 +114,7 @@ def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> flo
         )
         for times in (true.draft, true.verify)
     )
-    lengths = DraftLengths(RoundCosts(draft, verify, EXCHANGE), LONGEST)
+    lengths = DraftLengths(RoundCosts(draft, verify, EXCHANGE_SECONDS), MAX_DRAFT_TOKENS)
 
     def choose(limits: dict[int, int]) -> dict[int, int]:
         chosen = lengths.choose({number: DraftOptions(limit) for number, limit in limits.items()})
@@ -132,42 +131,42 @@ def simulate(
     choose: Callable[[dict[int, int]], dict[int, int]],
     learner: DraftLengths | None = None,
 ) -> float:
-    """Tokens per second of a batch whose sequences are replaced as they end, until all answers are there.
+    """Tokens per second of a batch in which new sequences replace finished ones, until all answers are complete.
 
-    Whether the draft is right about a token is drawn once for all ways to choose.
+    Every way to choose lengths sees the same acceptance.
     """
     rng = random.Random(0)
     waiting = [drawn(rng, number, rates(rng, number / answers)) for number in range(answers)]
-    whole, seconds = sum(len(one.right) for one in waiting), 0.0
+    tokens, seconds = sum(len(one.right) for one in waiting), 0.0
     waiting.reverse()
     running: list[Simulated] = []
     while waiting or running:
         while waiting and len(running) < batch:
             running.append(waiting.pop())
-        chosen = choose({one.number: min(LONGEST, len(one.right) - one.at - 1) for one in running})
+        chosen = choose({one.number: min(MAX_DRAFT_TOKENS, len(one.right) - one.position - 1) for one in running})
         drafting = [sum(k > j for k in chosen.values()) for j in range(max(chosen.values()))]
         seconds += costs.seconds(len(running), drafting)
         for one in running:
             k, accepted = chosen[one.number], 0
-            while accepted < k and one.right[one.at + accepted]:
+            while accepted < k and one.right[one.position + accepted]:
                 accepted += 1
-            one.at += accepted + 1
+            one.position += accepted + 1
             if learner is not None:
                 learner.acceptance.add(one.number, k, accepted)
-                if one.at >= len(one.right):
+                if one.position >= len(one.right):
                     learner.acceptance.forget(one.number)
         if learner is not None:
             for count in filter(None, drafting):
                 learner.costs.draft.observe(count, costs.draft(count))
             rows = len(running) + sum(drafting)
             learner.costs.verify.observe(rows, costs.verify(rows))
-        running = [one for one in running if one.at < len(one.right)]
-    return whole / seconds
+        running = [one for one in running if one.position < len(one.right)]
+    return tokens / seconds
 
 
 def drawn(rng: random.Random, number: int, rate: float) -> Simulated:
-    """A sequence of a random length, with what its draft is right about."""
-    length = rng.randint(LENGTH_OF_ANSWER // 2, 3 * LENGTH_OF_ANSWER // 2)
+    """A sequence of random length and acceptance."""
+    length = rng.randint(ANSWER_LENGTH // 2, 3 * ANSWER_LENGTH // 2)
     return Simulated(number, [rng.random() < rate for _ in range(length)])
 
 

@@ -1,12 +1,12 @@
-"""A model divided among ranks, beside the same model in one process, on a CPU.
+"""A model sharded among ranks, beside the same model in one process, on a CPU.
 
     python -m benchmarks.tensor_parallel [--model FOLDER] [--ranks 1 2] [--repeats 5] [--output FOLDER]
 
-For each number of ranks, with both kinds of sums: times of passes and the share of them that collectives take, memory
-of each rank, time to load, and whether token ids and logits are those of one process. The ranks share the threads of
-this machine evenly; one process is measured with all of them, and with as few as a rank has. All engines stay loaded
-and take turns; medians are shown. Collectives are timed on rank 0, with its waiting for slower ranks. The last line
-printed is JSON. `python -m benchmarks.tensor_parallel_estimate` estimates passes on GPUs.
+For each number of ranks and each kind of sums: times of passes, the share of collectives, memory of each rank, time to
+load, and whether token ids and logits equal those of one process. The ranks share this machine's threads evenly; one
+process runs with all of them, and with as few as a rank has. All engines stay loaded and take turns; the tables show
+medians. Rank 0 times the collectives, including its waiting for slower ranks. `python -m
+benchmarks.tensor_parallel_estimate` estimates passes on GPUs. The last line printed is JSON.
 """
 
 import argparse
@@ -17,16 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.divided_engine import MAX_MODEL_LEN, MAX_SEQUENCES, Kind, MeasuredEngine, Memory, Pass, Start, Timing
-from benchmarks.engine_answers import Answers
-from benchmarks.prompts import load_prompts
-from benchmarks.report import finish, output_folder, progress, show, whole
-from benchmarks.vllm_process import token_ids
+from benchmarks.prompts import add_prompts, load_prompts, token_ids
+from benchmarks.report import finish, output_folder, parser_of, progress, show, whole
+from benchmarks.sharded_engine import (
+    MAX_MODEL_LEN,
+    MAX_SEQUENCES,
+    Answers,
+    Kind,
+    MeasuredEngine,
+    Memory,
+    Pass,
+    Start,
+    Timing,
+)  # fmt: skip
 from specpool.engine.config.options import MAX_RANKS
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.sharding.shares import Sums
-from specpool.engine.startup.sharding import load_sharding
+from specpool.engine.startup.sharded import load_sharding
 
 PASSES = {
     "1 sequence": Pass(1, 1, 128),
@@ -39,7 +47,7 @@ MIB = 2**20
 TITLES = {
     "passes": "milliseconds of a pass (128 positions cached, but for the prefill)",
     "collectives": "collectives of a pass, as rank 0 sees them",
-    "memory": "MiB of each rank, and the largest rank's part of one process",
+    "memory": "MiB of each rank, and the largest rank as a fraction of one process",
     "equality": "compared with one process that decodes token by token",
 }
 
@@ -48,15 +56,13 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Parses the command line, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
-    parser.add_argument("--ranks", type=whole(1, MAX_RANKS), nargs="+", default=[1, 2], help="1 is always measured")
+    parser.add_argument("--ranks", type=whole(1, MAX_RANKS), nargs="+", default=[1, 2], help="1 is always included")
     parser.add_argument("--threads", type=whole(1, 1024), default=len(os.sched_getaffinity(0)), help="of all ranks")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
-    parser.add_argument(
-        "--steps", type=whole(1, 1000), default=3, help="passes per repeat, of which the fastest counts"
-    )
-    parser.add_argument("--prompts", type=Path, help="JSONL file; default: the prompts that come with Specpool")
+    parser.add_argument("--steps", type=whole(1, 1000), default=3, help="passes per repeat; the fastest counts")
+    add_prompts(parser)
     parser.add_argument("--num-prompts", type=whole(1, MAX_SEQUENCES), default=8)
     parser.add_argument("--max-tokens", type=whole(1, 128), default=24, help="tokens of each answer")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
@@ -64,17 +70,17 @@ def main() -> None:
     model = options.model or str(embedded_pair().target)
     kinds = kinds_of(options.ranks, options.threads)
     try:
-        for kind in kinds:  # before any of them is loaded
+        for kind in kinds:  # check all of them before loading any
             if kind.sums is not None:
                 load_sharding(kind.options(model), kind.sums)
     except UnsupportedModelError as error:
         parser.error(f"--ranks: {error}")
     found = measure(model, kinds, options)
     tables = {
-        "passes": [times(its) for its in found],
-        "collectives": [exchanges(its) for its in found if its.kind.sums is not None],
-        "memory": [memory(its, found[0]) for its in found],
-        "equality": [equality(its, found[0]) for its in found],
+        "passes": [times(each) for each in found],
+        "collectives": [exchanges(each) for each in found if each.kind.sums is not None],
+        "memory": [memory(each, found[0]) for each in found],
+        "equality": [equality(each, found[0]) for each in found],
     }
     for name, rows in tables.items():
         show(TITLES[name], rows)
@@ -83,7 +89,7 @@ def main() -> None:
 
 
 def kinds_of(ranks: list[int], threads: int) -> list[Kind]:
-    """The kinds of engines to compare; the first is one process with all threads, with which others are compared."""
+    """The kinds of engines; the first one, a process with all threads, is the baseline."""
     shared = {count: max(1, threads // count) for count in sorted({1, *ranks})}
     alone = [Kind(1, None, own) for own in sorted(set(shared.values()), reverse=True)]
     return alone + [Kind(count, sums, own) for count, own in shared.items() if count > 1 for sums in SUMS]
@@ -91,72 +97,68 @@ def kinds_of(ranks: list[int], threads: int) -> list[Kind]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of an engine."""
+    """Everything measured of an engine."""
 
     kind: Kind
     start: Start
     plain: Answers
     drafted: Answers
     timings: dict[str, list[Timing]]
-    """By the names of `PASSES`."""
+    """By name in `PASSES`."""
     memory: Memory
 
 
 def measure(model: str, kinds: list[Kind], options: argparse.Namespace) -> list[Measured]:
-    """Loads all engines one after the other, and measures them in turns."""
-    longest = MAX_MODEL_LEN - options.max_tokens
-    prompts = [its[:longest] for its in token_ids(Path(model), load_prompts(options.prompts, options.num_prompts))]
+    """Loads all engines one after another and measures them in turns."""
+    max_prompt = MAX_MODEL_LEN - options.max_tokens
+    lines = load_prompts(options.prompts, options.num_prompts)
+    prompts = [prompt[:max_prompt] for prompt in token_ids(Path(model), lines)]
     with ExitStack() as stack:
         engines = [stack.enter_context(MeasuredEngine(model, kind)) for kind in progress(kinds, "loading")]
         answers = [engine.answers(prompts, options.max_tokens) for engine in progress(engines, "answers")]
         timings: list[dict[str, list[Timing]]] = [{name: [] for name in PASSES} for _ in engines]
         for _ in progress(range(options.repeats), "passes"):
             for name, shape in PASSES.items():
-                for engine, its in zip(engines, timings, strict=True):
-                    its[name].append(engine.fastest(shape, options.steps))
+                for engine, by_pass in zip(engines, timings, strict=True):
+                    by_pass[name].append(engine.fastest(shape, options.steps))
         return [
-            Measured(engine.kind, engine.start, *its_answers, its_timings, engine.memory())
-            for engine, its_answers, its_timings in zip(engines, answers, timings, strict=True)
+            Measured(engine.kind, engine.start, plain, drafted, by_pass, engine.memory())
+            for engine, (plain, drafted), by_pass in zip(engines, answers, timings, strict=True)
         ]
 
 
 def times(measured: Measured) -> Row:
     """Milliseconds of each pass."""
-    return {
-        **_named(measured.kind),
-        **{
-            name: round(1000 * statistics.median(its.seconds for its in found), 1)
-            for name, found in measured.timings.items()
-        },
-    }
+    medians = {name: statistics.median(each.seconds for each in found) for name, found in measured.timings.items()}
+    return {**_named(measured.kind), **{name: round(1000 * seconds, 1) for name, seconds in medians.items()}}
 
 
 def exchanges(measured: Measured) -> Row:
     """The collectives of a pass, and their share of each pass in percent."""
     shares = {
-        name: round(100 * statistics.median(its.collective_seconds / its.seconds for its in found), 1)
+        name: round(100 * statistics.median(each.collective_seconds / each.seconds for each in found), 1)
         for name, found in measured.timings.items()
     }
-    (count,) = {its.collectives for found in measured.timings.values() for its in found}
+    (count,) = {each.collectives for found in measured.timings.values() for each in found}
     return {**_named(measured.kind), "count": count, **{f"{name}, %": share for name, share in shares.items()}}
 
 
 def memory(measured: Measured, alone: Measured) -> Row:
     """Weights and memory of each rank, and the time to load."""
-    its, whole_model = measured.memory, alone.memory
+    own, baseline = measured.memory, alone.memory
     return {
         **_named(measured.kind),
-        "weights": _mib(its.weights),
-        "weights, part": round(max(its.weights) / whole_model.weights[0], 3),
-        "resident": _mib(its.resident),
-        "resident, part": round(max(its.resident) / whole_model.resident[0], 3),
+        "weights": _mib(own.weights),
+        "weights, part": round(max(own.weights) / baseline.weights[0], 3),
+        "resident": _mib(own.resident),
+        "resident, part": round(max(own.resident) / baseline.resident[0], 3),
         "rank 0 before loading": _mib([measured.start.before]),
         "seconds to load": round(measured.start.seconds, 1),
     }
 
 
 def equality(measured: Measured, alone: Measured) -> Row:
-    """Whether tokens and logits are those of one process, and drafts change nothing."""
+    """Whether tokens and logits equal those of one process and do not depend on drafts."""
     plain, drafted, truth = measured.plain, measured.drafted, alone.plain
     return {
         **_named(measured.kind),

@@ -2,13 +2,12 @@
 
     python -m benchmarks.throughput [--prompts FILE] [--concurrencies 1,2,4,8,16,32] [--repeats 3] [--output FOLDER]
 
-One service runs all kinds in turns, since requests name their draft method: plain; k1 to k5, that number of draft
-tokens by the model; adaptive, as many of them as pay; ngram, the same by prompt lookup; best, the server's default,
-whichever promises more. What the last three learn is kept from run to run; the first runs do not count. Ratios are
-taken within a repeat; medians over the repeats are shown. Answers are streamed, one message per round and answer in
-every kind, and times are those that the client sees. The plan's promise is read when half of a run is done. Categories
-are those of Spec-Bench questions. An answer is exact if it is the one that plain decoding gave to its prompt first, at
-the lowest concurrency; the exit status is 1 if one is not. The last line printed is JSON.
+One service runs all kinds in turns, since requests name their draft method. The kinds are plain; k1 to k5, a fixed
+number of draft tokens by the model; adaptive, as many as pay off; ngram, the same by prompt lookup; best, the server's
+default, whichever promises more. The last three keep what they learn from run to run; the first runs do not count.
+Ratios are taken within a repeat; the tables show medians. Answers are streamed, and times are the client's. The plan's
+promise is read halfway through a run. Categories are those of Spec-Bench. An answer is exact if it equals the first
+plain answer to its prompt. Exit status 1: an answer was not exact. The last line printed is JSON.
 """
 
 import argparse
@@ -18,16 +17,25 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
-from pathlib import Path
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks.answers import Answer, answer, measures
 from benchmarks.figures import throughput_figure
-from benchmarks.prompts import in_turn, load_by_category
-from benchmarks.report import console, finish, median, output_folder, progress, show
+from benchmarks.prompts import add_prompts, in_turn, load_by_category
+from benchmarks.report import (
+    console,
+    finish,
+    median,
+    output_folder,
+    parser_of,
+    percentile,
+    progress,
+    show,
+    whole,
+    wholes,
+)
 from specpool.cli.processes import ProcessFailedError
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
@@ -35,9 +43,8 @@ from specpool.client.prompts import PromptLine
 from specpool.client.requests import GenerateOptions
 from specpool.v1 import generation_pb2 as pb
 
-# Prompts of a run per request in flight. Short runs understate the speedup: plainly decoded answers of one length end
-# together, others one by one, while the batch empties.
 LOAD = 4
+"""Prompts of a run for each request in flight. Short runs understate the speedup: the batch empties unevenly."""
 PLAIN, BEST = "plain", "best"
 KINDS: dict[str, GenerateOptions] = {
     PLAIN: {"num_speculative_tokens": 0},
@@ -46,25 +53,35 @@ KINDS: dict[str, GenerateOptions] = {
     "ngram": {"draft_method": "ngram"},
     BEST: {"draft_method": "best"},
 }
-# Columns of a table: the measure and its digits.
 SHOWN = {
     "tokens/s": ("tokens_per_s", 1), "ratio": ("ratio", 2), "least": ("ratio_min", 2),
     "first ms": ("first_token_ms", 0), "p50 ms": ("token_p50_ms", 1), "p99 ms": ("token_p99_ms", 1),
     "length": ("acceptance_length", 2), "drafted": ("rounds_drafted", 2), "draft": ("draft_busy", 2),
     "verify": ("verify_busy", 2), "promise": ("predicted_ratio", 2), "exact": ("exact_match", 3),
 }  # fmt: skip
+"""Columns of a table: the measure and its digits."""
 OF_A_CATEGORY = ("tokens/s", "ratio", "least", "length", "drafted", "exact")
 Run = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """The prompts of a run, of which `concurrency` are in flight at a time."""
+    """The prompts of a run, `concurrency` of them in flight."""
 
     concurrency: int
     lines: list[PromptLine]
     kinds: list[str]
     category: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer as the client saw it."""
+
+    response: pb.GenerateResponse
+    began: float
+    arrivals: list[tuple[float, int]]
+    """Times at which tokens arrived, and how many."""
 
 
 def main() -> None:
@@ -78,53 +95,37 @@ def main() -> None:
     result = {**pair, "max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}
     finish("throughput", result, options.output, throughput_figure(rows))
     if any(row["exact_match"] < 1 for row in rows):
-        raise SystemExit("some answers are not those of plain decoding")
+        raise SystemExit("some answers differ from plain decoding")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line, with the prompts by category."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser, positive = parser_of(__doc__), whole(1, 10**9)
     parser.add_argument("--target")
     parser.add_argument("--draft")
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--concurrencies", type=_numbers, default=[1, 2, 4, 8, 16, 32], metavar="1,2,...")
+    add_prompts(parser)
+    parser.add_argument("--concurrencies", type=wholes(1, 10**6), default=[1, 2, 4, 8, 16, 32], metavar="1,2,...")
     every = list(KINDS)
+    parser.add_argument("--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain always runs")
+    parser.add_argument("--max-tokens", type=positive, default=128)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument(
-        "--kinds", type=_kinds, default=every, help=f"some of {','.join(every)}; plain is always included"
-    )
-    parser.add_argument("--max-tokens", type=_positive, default=128)
-    parser.add_argument("--repeats", type=_positive, default=3)
-    parser.add_argument(
-        "--num-prompts",
-        type=_positive,
+        "--num-prompts", type=positive,
         help="prompts of a run; default: four times the concurrency, at least one of each category",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--category-concurrency", type=_natural, default=1, help="concurrency of the runs by category; 0: no such runs"
+        "--category-concurrency", type=whole(0, 10**6), default=1, help="concurrency of runs by category; 0: none"
     )
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args(arguments)
+    options.concurrencies = sorted(options.concurrencies)
     try:
         options.categories = load_by_category(options.prompts)
         if not options.categories:
-            raise ValueError(f"{options.prompts} holds none")
+            raise ValueError(f"{options.prompts} has no prompts")
     except (OSError, ValueError, LookupError, TypeError) as error:
         parser.error(f"--prompts: {error}")
     return options
-
-
-def _natural(text: str, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _natural(text, least=1)
-
-
-def _numbers(text: str) -> list[int]:
-    return sorted(map(_positive, text.split(",")))
 
 
 def _kinds(text: str) -> list[str]:
@@ -135,12 +136,11 @@ def _kinds(text: str) -> list[str]:
 
 
 async def serve(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]:
-    """Both models as the workers describe them, and the rows of `measure`."""
+    """Descriptions of both models, and the rows of `measure`."""
     loads = plan(options)
-    window = max(load.concurrency for load in loads)
     settings = UpSettings(
-        port=0, log_level="error", drain_seconds=1, prefix_caching=False, max_num_seqs=window,
-        target=options.target, draft=options.draft,
+        port=0, log_level="error", drain_seconds=1, prefix_caching=False, target=options.target, draft=options.draft,
+        max_num_seqs=max(load.concurrency for load in loads),
     )  # fmt: skip
     console.print("starting the service")
     async with running(settings) as address, AsyncClient(address) as client:
@@ -153,7 +153,7 @@ async def serve(options: argparse.Namespace) -> tuple[dict[str, Any], list[Run]]
 
 
 def plan(options: argparse.Namespace) -> list[Load]:
-    """The loads to run: one for each concurrency, of all categories in turn, then one for each category."""
+    """A load for each concurrency, of all categories in turn; then one for each category."""
     categories: dict[str, list[PromptLine]] = options.categories
 
     def load(concurrency: int, lines: list[PromptLine], kinds: list[str], category: str | None = None) -> Load:
@@ -163,29 +163,29 @@ def plan(options: argparse.Namespace) -> list[Load]:
     mixed = in_turn(categories.values())
     loads = [load(concurrency, mixed, options.kinds) for concurrency in options.concurrencies]
     if len(categories) > 1 and BEST in options.kinds and options.category_concurrency:
-        loads += [load(options.category_concurrency, its, [PLAIN, BEST], name) for name, its in categories.items()]
+        loads += [load(options.category_concurrency, lines, [PLAIN, BEST], name) for name, lines in categories.items()]
     return loads
 
 
 async def measure(client: AsyncClient, loads: list[Load], options: argparse.Namespace) -> list[Run]:
-    """One row for each load and kind: medians over the repeats."""
+    """One row for each load and kind."""
     for load in progress([load for load in loads if load.category is None], "learning what rounds cost"):
         await run(client, Load(load.concurrency, load.lines[: load.concurrency], []), BEST, options.max_tokens, {})
     truth: dict[str, list[int]] = {}
     runs: dict[tuple[Load, str], list[Run]] = {}
     cases = [(load, kind) for load in loads for kind in load.kinds]
-    for load, kind in progress([case for _ in range(options.repeats) for case in cases], "runs"):
+    for load, kind in progress(cases * options.repeats, "runs"):
         runs.setdefault((load, kind), []).append(await run(client, load, kind, options.max_tokens, truth))
     return [summary(load, kind, found, runs[load, PLAIN]) for (load, kind), found in runs.items()]
 
 
 async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth: dict[str, list[int]]) -> Run:
-    """Runs all prompts of the load once. `truth` has the answer to every prompt of earlier runs."""
+    """Runs all prompts of the load once. `truth`: answers of earlier runs by prompt."""
     free = asyncio.Semaphore(load.concurrency)
 
     async def one(line: PromptLine) -> Answer:
         async with free:
-            return await answer(client, line, {"max_tokens": max_tokens, **KINDS[kind]})
+            return await streamed(client, line, {"max_tokens": max_tokens, **KINDS[kind]})
 
     before, began = await client.server_info(), time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -208,30 +208,61 @@ async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth
     }
 
 
+async def streamed(client: AsyncClient, line: PromptLine, options: GenerateOptions) -> Answer:
+    """The answer to one prompt."""
+    began, arrivals, response = time.perf_counter(), [], pb.GenerateResponse()
+    async for message in client.stream(line.prompt, **options):
+        if message.HasField("complete"):
+            response = message.complete
+        elif message.chunk.token_ids:
+            arrivals.append((time.perf_counter(), len(message.chunk.token_ids)))
+    return Answer(response, began, arrivals)
+
+
+def measures(answers: list[Answer], seconds: float) -> Run:
+    """Speed, latencies and acceptance of all answers together."""
+    tokens = sum(len(answer.response.token_ids) for answer in answers)
+    latencies = [1000 * latency for answer in answers for latency in token_latencies(answer.arrivals)]
+    speculation = [answer.response.speculative_decoding for answer in answers]
+    accepted = sum(each.num_accepted_draft_tokens for each in speculation)
+    rounds = sum(each.num_spec_steps for each in speculation)
+    return {
+        "tokens_per_s": tokens / seconds,
+        "first_token_ms": 1000 * statistics.median(answer.arrivals[0][0] - answer.began for answer in answers),
+        "token_p50_ms": percentile(latencies, 0.5),
+        "token_p99_ms": percentile(latencies, 0.99),
+        "acceptance_length": 1 + accepted / rounds if rounds else None,
+        "rounds_drafted": rounds / (tokens - accepted),
+    }
+
+
+def token_latencies(arrivals: list[tuple[float, int]]) -> list[float]:
+    """Seconds of every token after the first message; tokens that arrive together share the time."""
+    return [(now - before) / count for (before, _), (now, count) in pairwise(arrivals) for _ in range(count)]
+
+
 def predicted_ratio(state: pb.SpeculationState) -> float | None:
-    """The expected speedup of the plan over plain decoding; None before there is a plan."""
+    """The plan's expected speedup over plain decoding; None without a plan."""
     return state.expected_tokens_per_s / state.plain_tokens_per_s if state.expected_tokens_per_s else None
 
 
 def exact_match(lines: list[PromptLine], answers: list[Answer], truth: dict[str, list[int]]) -> float:
-    """The share of answers equal to the known ones; the first answer to a prompt becomes the known one."""
+    """Share of answers equal to the known ones. The first answer to a prompt becomes the known one."""
     tokens = [list(answer.response.token_ids) for answer in answers]
-    known = [truth.setdefault(json.dumps(line.prompt), its) for line, its in zip(lines, tokens, strict=True)]
+    known = [truth.setdefault(json.dumps(line.prompt), ids) for line, ids in zip(lines, tokens, strict=True)]
     return sum(one == other for one, other in zip(tokens, known, strict=True)) / len(lines)
 
 
 def summary(load: Load, kind: str, runs: list[Run], plain: list[Run]) -> Run:
-    """The row of a load and kind, whose runs stand beside the plain ones of the same repeats."""
-    ratios = [mine["tokens_per_s"] / its["tokens_per_s"] for mine, its in zip(runs, plain, strict=True)]
+    """The row of a load and kind. `plain`: plain runs of the same repeats."""
+    ratios = [run["tokens_per_s"] / base["tokens_per_s"] for run, base in zip(runs, plain, strict=True)]
     row = {
         "tokens_per_s": median(runs, "tokens_per_s"),
         **{"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)},
         **{name: median(runs, name) for name in runs[0]},
-        "exact_match": min(run["exact_match"] for run in runs),
     }
     rounded = {name: None if value is None else round(value, 3) for name, value in row.items()}
-    # Not rounded, or one wrong answer of thousands would be none.
-    rounded["exact_match"] = row["exact_match"]
+    rounded["exact_match"] = min(run["exact_match"] for run in runs)  # not rounded: one wrong answer must show
     return {"concurrency": load.concurrency, "category": load.category, "kind": kind, **rounded}
 
 
@@ -239,14 +270,12 @@ def show_all(rows: list[Run]) -> None:
     """A table for each concurrency, and one of all categories."""
     mixed = [row for row in rows if row["category"] is None]
     for concurrency in dict.fromkeys(row["concurrency"] for row in mixed):
-        mine = [row for row in mixed if row["concurrency"] == concurrency]
-        show(f"{concurrency} at a time", [for_people(row, "kind") for row in mine])
+        show(f"{concurrency} at a time", [_cells(row, "kind") for row in mixed if row["concurrency"] == concurrency])
     best = [row for row in rows if row["category"] is not None and row["kind"] == BEST]
-    show("best, by category", [for_people(row, "category", OF_A_CATEGORY) for row in best])
+    show("best, by category", [_cells(row, "category", OF_A_CATEGORY) for row in best])
 
 
-def for_people(row: Run, of: str, headings: Iterable[str] = SHOWN) -> Run:
-    """The part of a row that a table has room for."""
+def _cells(row: Run, of: str, headings: Iterable[str] = SHOWN) -> Run:
     shown = {of: row[of]}
     for heading in headings:
         name, digits = SHOWN[heading]

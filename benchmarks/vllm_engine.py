@@ -1,18 +1,25 @@
-"""A vLLM engine as a child process of tests and benchmarks, run by the Python of vLLM's own environment.
+"""A vLLM engine as a child process of tests and benchmarks, in vLLM's own environment.
 
-Standard input: a JSON object of arguments for `vllm.LLM`, then one for each run: {"prompts": token ids of each,
-"max_tokens": number of tokens, "at_a_time": requests in flight, default: all}. Standard output: a line once the engine
-is ready, then one for each run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the sums
-of `benchmarks.vllm_drafters.Clock`}. Prompts are decoded greedily and to the full length.
+Standard input: a JSON object of arguments for `vllm.LLM`, then one per run: {"prompts": token ids of each,
+"max_tokens", "at_a_time": requests in flight, default: all}. Standard output: a line once the engine is ready, then one
+per run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the sums of `Clock`}. Decoding
+is greedy and ignores the end of sequence. The parent imports `main` instead of running this file, because vLLM imports
+the drafters below from this module, and both must share one clock.
 """
 
+import copy
 import json
 import os
 import sys
 import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.vllm_drafters import clock
+from coordinator.drafting.costs import StepTimes
+from coordinator.scheduling.counters import Timed
+from specpool.protocol.rounds import Proposal, ProposeItem
+from specpool.vllm.link import BlockingDraftLink
+from specpool.vllm.remote_draft import RemoteDraft
 
 COUNTERS = {
     "draft_tokens": "vllm:spec_decode_num_draft_tokens",
@@ -21,11 +28,78 @@ COUNTERS = {
 }
 
 
+@dataclass
+class Clock:
+    """Sums over the steps of this process, in seconds."""
+
+    asked: int = 0
+    """Steps that asked the draft worker."""
+    waited: float = 0.0
+    """Time that vLLM waited for its answers."""
+    passes: float = 0.0
+    """Time that the draft worker computed meanwhile."""
+    alone: float = 0.0
+    """Time that the same passes took when the draft worker measured itself, before vLLM started."""
+
+
+CLOCK = Clock()
+
+
+class NoDrafts:
+    """Never drafts: shows what speculation itself costs vLLM."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Takes what vLLM passes."""
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Loads nothing."""
+
+    def propose(self, sampled_token_ids: Any, *_: Any, **__: Any) -> list[list[int]]:
+        """No draft tokens for each row."""
+        return [[] for _ in sampled_token_ids]
+
+
+class TimedRemoteDraft(RemoteDraft):
+    """`RemoteDraft` with a clock on its link."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        if self._link is not None and self._link.model is not None:
+            self._at_start = copy.deepcopy(self._link.model.step_times)
+
+    def _propose(self, link: Any, batch: Any, step_seconds: float) -> list[list[int]]:
+        return super()._propose(_TimedLink(link, self._at_start), batch, step_seconds)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _TimedLink:
+    """A link that times its proposals."""
+
+    link: BlockingDraftLink
+    at_start: StepTimes
+
+    def propose(self, round_id: int, items: list[ProposeItem], *more: Any) -> tuple[list[Proposal], Timed]:
+        began = time.perf_counter()
+        CLOCK.asked += 1
+        try:
+            proposals, timed = self.link.propose(round_id, items, *more)
+        finally:
+            CLOCK.waited += time.perf_counter() - began
+        lengths = [len(proposal.draft_token_ids) for proposal in proposals]
+        later = [sum(length > step for length in lengths) for step in range(1, max(lengths, default=0))]
+        CLOCK.passes += timed.forward
+        CLOCK.alone += sum(map(self.at_start, [sum(len(item.token_ids) for item in items), *later]))
+        return proposals, timed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
+
+
 def main() -> None:
     """Serves runs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints to standard output, too
-    from vllm import LLM, SamplingParams  # here: it prints when it is imported
+    os.dup2(2, 1)  # vLLM prints to standard output
+    from vllm import LLM, SamplingParams  # imported late: it prints
 
     engine = LLM(**json.loads(sys.stdin.readline()), disable_log_stats=False)
     _answer(answers, {"ready": True})
@@ -43,7 +117,7 @@ def main() -> None:
 
 
 def _generate(engine: Any, prompts: list[Any], sampling: Any, at_a_time: int) -> tuple[list[list[int]], int]:
-    """The tokens of each answer, and the number of steps that all took, with so many requests in flight."""
+    """The tokens of each answer, and the number of steps."""
     outputs: list[list[int]] = [[] for _ in prompts]
     begun = finished = steps = 0
     while finished < len(prompts):
@@ -59,14 +133,10 @@ def _generate(engine: Any, prompts: list[Any], sampling: Any, at_a_time: int) ->
 
 
 def _counts(engine: Any) -> dict[str, float]:
-    """Counters since the start: vLLM's, 0 for those that it does not have, and ours."""
+    """vLLM's counters (0 where it has none) and our clock, since the start."""
     values = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
-    return {**{name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}, **clock()}
+    return {**{name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}, **asdict(CLOCK)}
 
 
 def _answer(answers: Any, message: dict[str, Any]) -> None:
     print(json.dumps(message), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,11 @@
-"""A vLLM engine and a draft worker as processes, for the test with the real vLLM and for its benchmark.
+"""A vLLM engine and a draft worker as processes, for tests and benchmarks with the real vLLM.
 
-vLLM has an environment of its own; `SPECPOOL_VLLM_PYTHON` names its Python (default: what `make test-vllm` builds).
+vLLM has an environment of its own; SPECPOOL_VLLM_PYTHON names its Python (default: the one of `make test-vllm`).
 """
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,11 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
-from transformers import AutoTokenizer
-
-from specpool.cli.processes import worker_environment
-from specpool.client.prompts import PromptLine
-from specpool.engine.config.sources import source_of
+from specpool.cli.processes import free_port, worker_environment
 from specpool.healthcheck import problem
 from specpool.rpc.security.channel import Connector
 
@@ -30,12 +25,13 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "remote": {"method": "custom_class", "model": "specpool.vllm.RemoteDraft"},
-    "timed": {"method": "custom_class", "model": "benchmarks.vllm_drafters.TimedRemoteDraft"},
-    "none": {"method": "custom_class", "model": "benchmarks.vllm_drafters.NoDrafts"},
+    "timed": {"method": "custom_class", "model": "benchmarks.vllm_engine.TimedRemoteDraft"},
+    "none": {"method": "custom_class", "model": "benchmarks.vllm_engine.NoDrafts"},
 }
-"""Ways to draft, as vLLM's `speculative_config`, without the number of tokens."""
-# Memory allocator and OpenMP that vLLM for CPU is meant to be run with, where the machine has them.
+"""vLLM's `speculative_config` by way to draft, without the number of tokens."""
 PRELOADED = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
+"""Memory allocator and OpenMP that vLLM for CPU should run with, where they exist."""
+ENGINE = "from benchmarks.vllm_engine import main; main()"
 
 
 def vllm_python() -> Path:
@@ -49,7 +45,7 @@ def vllm_python() -> Path:
 def vllm_environment(python: Path, draft_address: str | None = None, cores: str = "0-1") -> dict[str, str]:
     """Environment variables of a vLLM process on the CPU. `cores`: those of each rank, separated by "|"."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
-    libraries = [python.parents[1] / library for library in PRELOADED]  # joined to an absolute path: that path
+    libraries = [python.parents[1] / library for library in PRELOADED]
     return {
         **inherited,
         "PYTHONPATH": str(ROOT),
@@ -59,7 +55,7 @@ def vllm_environment(python: Path, draft_address: str | None = None, cores: str 
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # As vLLM sets them where it has several processes: threads that spin for longer take a core from the draft.
+        # vLLM's own values for several processes: threads that spin longer take a core from the draft.
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
         **({"SPECPOOL_DRAFT_ADDRESS": draft_address} if draft_address else {}),
@@ -67,20 +63,19 @@ def vllm_environment(python: Path, draft_address: str | None = None, cores: str 
 
 
 class VllmEngine:
-    """`benchmarks.vllm_engine` in a process of its own. It loads its model while others do: `wait_ready` then."""
+    """`benchmarks.vllm_engine` in a process of its own. It loads its model in the background until `wait_ready`."""
 
     def __init__(
         self, model: Path, kind: str, draft_address: str | None = None, log: IO[str] | None = None, **arguments: Any
     ) -> None:
-        """`kind`: of `SPECULATION`. `log`: for standard error. `arguments`: of `vllm.LLM`, beside or instead of ours,
-        and `cores` of `vllm_environment`."""
+        """`kind`: of `SPECULATION`. `log`: for standard error. `arguments`: of `vllm.LLM`, and `cores`."""
         python = vllm_python()
-        speculation = SPECULATION[kind]
         environment = vllm_environment(python, draft_address, arguments.pop("cores", "0-1"))
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.vllm_engine"],
+            [python, "-c", ENGINE],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
+        speculation = SPECULATION[kind]
         self._send(
             {
                 "model": str(model),
@@ -105,7 +100,7 @@ class VllmEngine:
         return self
 
     def run(self, prompts: list[list[int]], max_tokens: int, at_a_time: int | None = None) -> dict[str, Any]:
-        """Generates for all prompts, `at_a_time` of them in flight, or all. RuntimeError: the engine has ended."""
+        """Generates for all prompts, `at_a_time` or all of them in flight. RuntimeError: the engine has ended."""
         self._send({"prompts": prompts, "max_tokens": max_tokens, "at_a_time": at_a_time})
         return self._receive()
 
@@ -135,22 +130,21 @@ class VllmEngine:
 
 
 class DraftProcess:
-    """A draft worker that can be killed and started again at the same address."""
+    """A draft worker that can be killed and restarted at the same address."""
 
     def __init__(self, model: Path, threads: int = 2) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = str(free_port())
         self.address = f"127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", "draft_worker.server", "--model", str(model), "--port", str(port)]
+        self._command = [sys.executable, "-m", "draft_worker.server", "--model", str(model), "--port", port]
         self._command += ["--threads", str(threads), "--parent-pid", str(os.getpid()), "--log-level", "error"]
         self.start()
 
     def start(self) -> None:
-        """Starts the process, which serves after some seconds."""
+        """Starts the process."""
         self._process = subprocess.Popen(self._command, cwd=ROOT, env={**worker_environment(), "PYTHONPATH": str(ROOT)})
 
     def wait_ready(self, seconds: float = 120.0) -> None:
-        """Waits until it serves, and has measured itself. RuntimeError: it does not."""
+        """Waits until it serves and has measured itself. RuntimeError."""
         until = time.monotonic() + seconds
         while (reason := problem(Connector(self.address), "", 1.0)) is not None:
             if time.monotonic() > until or self._process.poll() is not None:
@@ -165,20 +159,9 @@ class DraftProcess:
 
 @contextmanager
 def draft_process(model: Path, threads: int = 2) -> Iterator[DraftProcess]:
-    """A draft worker that is killed at the end."""
+    """A draft worker, killed at the end."""
     draft = DraftProcess(model, threads)
     try:
         yield draft
     finally:
         draft.kill()
-
-
-def token_ids(model: Path, lines: list[PromptLine]) -> list[list[int]]:
-    """Token ids of prompts: texts, or conversations by the model's chat template."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(**source_of(str(model), None))
-    return [
-        list(tokenizer(line.prompt).input_ids)
-        if isinstance(line.prompt, str)
-        else list(tokenizer.apply_chat_template(line.prompt, add_generation_prompt=True, return_dict=False))
-        for line in lines
-    ]

@@ -1,18 +1,24 @@
-"""The draft worker's process: settings, model and server."""
+"""The draft worker's process: settings, model and server.
+
+torch and transformers take seconds to import, so they are imported on the model thread, while the server is up.
+"""
+
+from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from draft_worker.proposer import Proposer
 from draft_worker.service import DraftWorkerServicer
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.startup.loading import load_engine
-from specpool.engine.startup.node import run_node
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
-from specpool.worker.process import run_worker
+from specpool.worker.process import importing, run_worker
 from specpool.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from draft_worker.proposer import Proposer
 
 PROGRAM = "specpool-draft-worker"
 SERVICE = "specpool.v1.DraftWorkerService"
@@ -26,14 +32,20 @@ class DraftWorkerSettings(WorkerSettings, EngineOptions):
 
 def load_proposer(settings: DraftWorkerSettings) -> Proposer:
     """Builds the backend. Runs on the model thread."""
-    # A draft may differ from batch to batch, since verification decides.
-    return Proposer(load_engine(EngineOptions.of(settings), exact=False))
+    with importing():
+        from draft_worker.proposer import Proposer
+        from specpool.engine.startup.loading import load_engine
+
+    # A draft may depend on its batch: verification decides.
+    return Proposer(load_engine(EngineOptions.of(settings), exact=False, startup_cache=settings.startup_cache))
 
 
 def main() -> None:
     """Entry point of `specpool-draft-worker`."""
     settings = DraftWorkerSettings.load(PROGRAM)
     if settings.node_rank > 0:
+        from specpool.engine.startup.follower import run_node
+
         run_node(PROGRAM, EngineOptions.of(settings))
     register = pb_grpc.add_DraftWorkerServiceServicer_to_server
     load = partial(load_proposer, settings)

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 
 def accept(draft: Sequence[int], choices: Iterable[int]) -> list[int]:
-    """The tokens that a verified sequence gains: the longest prefix of `draft` that equals the target's `choices`, then
-    the target's own choice (the recovered token at the first mismatch, or the bonus token if all were accepted).
+    """The tokens that a verified sequence gains: the longest common prefix of `draft` and `choices`, then one choice.
 
-    The i-th choice is the one that the target makes given `draft[:i]`. Choices after the first mismatch are not read.
+    The last token is the recovered token after a mismatch, or the bonus token after full acceptance. `choices[i]` is
+    the target's choice given `draft[:i]`. Choices after the first mismatch are not read.
     """
     gained: list[int] = []
     for choice in choices:

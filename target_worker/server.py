@@ -1,18 +1,24 @@
-"""The target worker's process: settings, model and server."""
+"""The target worker's process: settings, model and server.
+
+torch and transformers take seconds to import, so they are imported on the model thread, while the server is up.
+"""
+
+from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
-from specpool.engine.startup.loading import load_engine
-from specpool.engine.startup.node import run_node
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
-from specpool.worker.process import run_worker
+from specpool.worker.process import importing, run_worker
 from specpool.worker.settings import WorkerSettings
 from target_worker.service import TargetWorkerServicer
-from target_worker.verifier import Verifier
+
+if TYPE_CHECKING:
+    from target_worker.verifier import Verifier
 
 PROGRAM = "specpool-target-worker"
 SERVICE = "specpool.v1.TargetWorkerService"
@@ -26,13 +32,19 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
 
 def load_verifier(settings: TargetWorkerSettings) -> Verifier:
     """Builds the backend. Runs on the model thread."""
-    return Verifier(load_engine(EngineOptions.of(settings), exact=True))
+    with importing():
+        from specpool.engine.startup.loading import load_engine
+        from target_worker.verifier import Verifier
+
+    return Verifier(load_engine(EngineOptions.of(settings), exact=True, startup_cache=settings.startup_cache))
 
 
 def main() -> None:
     """Entry point of `specpool-target-worker`."""
     settings = TargetWorkerSettings.load(PROGRAM)
     if settings.node_rank > 0:
+        from specpool.engine.startup.follower import run_node
+
         run_node(PROGRAM, EngineOptions.of(settings))
     register = pb_grpc.add_TargetWorkerServiceServicer_to_server
     load = partial(load_verifier, settings)

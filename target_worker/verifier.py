@@ -19,7 +19,7 @@ class Verifier(SequenceEngine):
         return self.engine.loaded.tokenizer
 
     def verify(self, coordinator_id: str, round_id: int, items: Sequence[VerifyItem]) -> list[Verdict]:
-        """One verdict for each item, in their order. WorkerFailedError if logits of a sequence are not numbers."""
+        """One verdict for each item, in item order. WorkerFailedError: the logits of a sequence are not finite."""
         realigned = self.realign(coordinator_id, round_id, items)
         ready = [item for item, state in zip(items, realigned, strict=True) if state is ItemStatus.OK]
         spans = {
@@ -42,7 +42,7 @@ class Verifier(SequenceEngine):
         if not choices.finite:
             raise WorkerFailedError(f"sequence {item.sequence_id}: the model's logits are not finite")
         gained = [] if item.prefill_only else accept(item.draft_token_ids, choices.token_ids)
-        # The rejected positions stay in the slot until they are overwritten: only the length says which ones are valid.
+        # Rejected positions stay in the slot until overwritten. Only the length tells which positions are valid.
         num_cached_tokens = item.base_length + len(item.token_ids) + max(0, len(gained) - 1)
         self.keep(coordinator_id, item.sequence_id, num_cached_tokens)
         logprobs: tuple[TokenLogprobs, ...] = ()

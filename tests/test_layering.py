@@ -49,7 +49,6 @@ MAY_NAME_STATUS_CODES = {
     "coordinator/workers/link.py",
     "coordinator/workers/target_link.py",
     "specpool/testing/fakes.py",
-    "specpool/testing/garbage.py",
     "specpool/client/retries.py",
     "specpool/cli/processes.py",
 }

@@ -2,11 +2,10 @@
 
     python -m deploy.trial [--delay-ms 2] [--loss-percent 0.5] [--cut-seconds 10] [--output FOLDER]
 
-Needs Linux, root, and the commands `ip`, `tc` and `openssl`. The client has a namespace of its own, too; every hop has
-mutual TLS, and every packet is delayed and may be lost, by the kernel's netem where there is one, otherwise by the
-program that joins the namespaces. The pair of models is tiny and random. Hosts are cut off, processes are restarted,
-and every answer is compared with plain decoding on a good network. The exit status is 1 if any step found a fault. The
-last line printed is JSON.
+Needs Linux, root, and the commands `ip`, `tc` and `openssl`. The client has a namespace too, and every hop has mutual
+TLS. The kernel's netem delays and loses packets; without netem, the switch between the namespaces does. The models are
+a tiny random pair. The trial cuts hosts off, restarts processes, and compares every answer with plain decoding on a
+good network. Exit status 1: a step found a fault. The last line printed is JSON.
 """
 
 import argparse
@@ -20,11 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import console, finish, output_folder, show
-from benchmarks.tiny_pair import make_tiny_pair
+from benchmarks.pair import make_tiny_pair
+from benchmarks.report import console, finish, output_folder, parser_of, show
+from deploy.trial.hosts import Network, TrialError, inside, network
 from deploy.trial.load import Load, random_cases
-from deploy.trial.namespaces import TrialError, inside
-from deploy.trial.network import Network, network
 from deploy.trial.services import make_deployment, running
 from deploy.trial.steps import Step, Steps, leftovers
 from deploy.trial.timeline import BIN_SECONDS, Event, throughput_figure
@@ -37,11 +35,11 @@ FOLDER = Path("/run/specpool-trial")
 CASES = 48
 """Number of different requests."""
 END_SECONDS = 120.0
-"""Time that the last requests may take."""
+"""Limit for the last requests."""
 
 
 def main() -> None:
-    """Parses the command line, runs the trial, and prints what it found."""
+    """Parses the command line, runs the trial, prints."""
     options = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -65,9 +63,7 @@ def main() -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deploy.trial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, prog="python -m deploy.trial")
     parser.add_argument("--delay-ms", type=float, default=2.0, help="delay of every packet each way, 0 to 1000")
     parser.add_argument("--loss-percent", type=float, default=0.5, help="share of packets lost each way, 0 to 20")
     parser.add_argument("--cut-seconds", type=float, default=10.0, help="how long a host is cut off, 4 to 20")
@@ -79,22 +75,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     options = parser.parse_args(arguments)
     limits = {"delay_ms": (0, 1000), "loss_percent": (0, 20), "cut_seconds": (4, 20), "concurrency": (1, 32)}
-    for name, (least, most) in limits.items():
-        if not least <= getattr(options, name) <= most:
+    for name, (minimum, maximum) in limits.items():
+        if not minimum <= getattr(options, name) <= maximum:
             flag = name.replace("_", "-")
-            parser.error(f"--{flag}: {getattr(options, name):g} is not from {least} to {most}")
+            parser.error(f"--{flag}: {getattr(options, name):g} is not from {minimum} to {maximum}")
     return options
 
 
 def require(holds: object, needs: str) -> None:
-    """TrialError with what the trial needs, unless it holds."""
+    """TrialError unless a condition holds."""
     if not holds:
         raise TrialError(needs)
 
 
 @contextmanager
 def temporary_folder() -> Iterator[None]:
-    """A folder for keys and models, which only root may read. What a killed trial has left there is removed."""
+    """A folder for keys and models that only root may read; replaces that of a killed trial."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(mode=0o700)
     try:
@@ -104,7 +100,7 @@ def temporary_folder() -> Iterator[None]:
 
 
 async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
-    """Runs the service on its hosts, under load and disturbances; returns all figures."""
+    """Runs the service under load and disturbances; returns all figures."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -124,7 +120,7 @@ async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
         steps = await disturbed(load, Steps(hosts, deployment, client, load, options.cut_seconds), options.concurrency)
         faults = [*(f"{step.event.name}: {fault}" for step in steps for fault in step.faults), *load.faults]
         faults += await leftovers(client)
-    hosts.cut_off([])  # counts the packets once more
+    hosts.cut_off([])  # updates the counts
     return {
         "link": link,
         "delay_ms": options.delay_ms,
@@ -142,7 +138,7 @@ async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
 
 
 async def disturbed(load: Load, steps: Steps, concurrency: int) -> list[Step]:
-    """Plays all steps under load, and lets the last requests end."""
+    """Runs all steps under load and waits for the last requests."""
     loading = load.start(concurrency)
     try:
         made = await steps.run()

@@ -1,150 +1,232 @@
-"""Builds both images by the steps of deploy/Dockerfile and runs all processes from them, without a Docker daemon.
+"""Builds both images from deploy/Dockerfile with podman and runs all processes from them, without a Docker daemon.
 
-`python -m deploy.trial.images` as root, with Debian's podman, buildah, runc and mmdebstrap, and a Python 3.12 that was
-built from source (`--python PREFIX`). Where Docker Hub cannot be reached, there is no base image: the same release of
-Debian, with that Python in /usr/local, takes its place. All else is the Dockerfile's: its steps, users and settings,
-and the real packages. Containers run as pods do: user 10001, a read-only root, no capabilities, seccomp, /tmp in
-memory; but they share the host's network. The models are a tiny random pair, on the CPU.
+    python -m deploy.trial.images [--keep] [--python PREFIX]
+
+Runs as root, with Debian's podman, buildah, runc and mmdebstrap, and a Python 3.12 built from source. The base image of
+the Dockerfile may be out of reach, so the same release of Debian with that Python in /usr/local replaces it; everything
+else is the Dockerfile's. Containers run as pods do: user 10001, a read-only root, no capabilities, seccomp, /tmp in
+memory; but they share the host's network. The models are a tiny random pair on the CPU.
 """
 
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from deploy.trial.containers import ROOT, Images, run
-
-SERVING_SECONDS = 120
+ROOT = Path(__file__).parents[2]
 TOOLS = ("podman", "buildah", "runc", "mmdebstrap")
-COORDINATOR, DRAFT, TARGET = "coordinator", "draft-worker", "target-worker"
-USER = 10001
+RELEASE, MIRROR = "trixie", "http://deb.debian.org"
+LIBRARIES = (
+    "ca-certificates,netbase,tzdata,libssl3t64,libffi8,libreadline8t64,libsqlite3-0,libbz2-1.0,liblzma5,zlib1g,"
+    "libncursesw6,libuuid1"
+)
+"""Debian packages that Python's standard library needs."""
+UNUSED = ("test", "idlelib", "lib2to3", "turtledemo", "site-packages")
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+PATH = "PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONTENT = {"base", "pair", "pip.conf", "run", "storage"}
 """Names in the folder of the storage."""
 PACKAGES = "usr/local/lib/python3.12/site-packages/"
-GENERATE = "specpool generate --address 127.0.0.1:{port} --max-tokens 48 --json Hello"
-MAKE_PAIR = "from pathlib import Path; from benchmarks.tiny_pair import make_tiny_pair; make_tiny_pair(Path('/pair'))"
-ASK = "from specpool import Client; print(Client('127.0.0.1:{port}').model_info())"
+COORDINATOR, DRAFT, TARGET = "coordinator", "draft-worker", "target-worker"
+PORTS = {TARGET: 50151, DRAFT: 50152, COORDINATOR: 50150}
+HEALTH_OFFSET, SERVING_SECONDS, USER = 10, 120, 10001
+GENERATE = [
+    "specpool",
+    "generate",
+    "--address",
+    f"127.0.0.1:{PORTS[COORDINATOR]}",
+    "--max-tokens",
+    "48",
+    "--json",
+    "Hello",
+]
+MAKE_PAIR = "from pathlib import Path; from benchmarks.pair import make_tiny_pair; make_tiny_pair(Path('/pair'))"
+ASK = f"from specpool import Client; print(Client('127.0.0.1:{PORTS[COORDINATOR]}').model_info())"
+FIND = "import importlib.util as u, shutil; print(u.find_spec('torch') is not None, shutil.which('cc') is not None)"
+EXTRAS = "import opentelemetry.sdk, prometheus_client; print('yes')"
 
 
-def require(true: bool, what: str) -> None:
-    """Prints that something holds, or ends the script if it does not."""
-    if not true:
+class Images:
+    """Images and containers of podman in a storage of their own, which is one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._podman = ["podman", "--root", str(folder / "storage"), "--runroot", str(folder / "run")]
+        self._podman += ["--runtime", "runc"]
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        self._files = f"nofile={files}:{files}"  # podman would raise the limit, which a container may not
+
+    def podman(self, *arguments: str, quiet: bool = False, **options: object) -> str:
+        """Runs podman; returns its standard output."""
+        return run(*self._podman, *arguments, quiet=quiet, **options)
+
+    def build_base(self, python: Path) -> None:
+        """Imports the base image: Debian, with this Python in /usr/local."""
+        root = self.folder / "base"
+        suites = [f"deb {MIRROR}/debian {suite} main" for suite in (RELEASE, f"{RELEASE}-updates")]
+        suites.append(f"deb {MIRROR}/debian-security {RELEASE}-security main")
+        run("mmdebstrap", "--variant=minbase", f"--include={LIBRARIES}", RELEASE, str(root), *suites)
+        shutil.copytree(python, root / "usr/local", symlinks=True, dirs_exist_ok=True, ignore=ignore_unused)
+        for name in ("python", "python3"):
+            (root / "usr/local/bin" / name).unlink(missing_ok=True)
+            (root / "usr/local/bin" / name).symlink_to("python3.12")
+        run("chroot", str(root), "ldconfig")
+        run("chroot", str(root), "/usr/local/bin/python3", "-m", "ensurepip", "--default-pip")
+        with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as archive:
+            self.podman("import", "--quiet", "--change", f"ENV {PATH}", "-", "base", stdin=archive.stdout)
+        shutil.rmtree(root)
+
+    def build(self, target: str, index: str) -> None:
+        """Builds a stage of the Dockerfile. This machine may reach packages through a mirror of its own."""
+        pip = self.folder / "pip.conf"
+        pip.write_text(f"[global]\ncert = {CERTIFICATES}\n")
+        # Without layers: from its cache, buildah 1.28 mounts a stage without the files of its RUN steps.
+        self.podman(
+            "build", "--layers=false", "--isolation", "chroot", "--network", "host", "--from", "localhost/base",
+            "--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro", "--volume", f"{pip}:/etc/pip.conf:ro",
+            "--ulimit", self._files, "--build-arg", f"TORCH_INDEX_URL={index}", "--file", "deploy/Dockerfile",
+            "--target", target, "--tag", target, ".",
+        )  # fmt: skip
+
+    def start(self, name: str, image: str, *arguments: str, **environment: object) -> None:
+        """Starts a container as Kubernetes starts a pod's."""
+        variables = [word for key, value in environment.items() for word in ("--env", f"SPECPOOL_{key}={value}")]
+        self.podman("run", "--detach", "--name", name, *variables, *self.pod_options(), image, *arguments)
+
+    def pod_options(self, writable: str = "ro") -> list[str]:
+        """Options of every container; the models are in /pair."""
+        return [
+            "--network", "host", "--read-only", "--read-only-tmpfs=false", "--cap-drop", "all",
+            "--security-opt", "no-new-privileges", "--tmpfs", "/tmp:rw,exec,mode=1777,size=256m",
+            "--volume", f"{self.folder / 'pair'}:/pair:{writable}", "--ulimit", self._files,
+            "--ulimit", "nproc=4096:4096",
+        ]  # fmt: skip
+
+    def inside(self, image: str, *command: str) -> str:
+        """The output of a command in a new container."""
+        entry, *arguments = command
+        return self.podman("run", "--rm", *self.pod_options(), "--entrypoint", entry, image, *arguments, quiet=True)
+
+    def content_mib(self, image: str, *folders: str) -> float:
+        """MiB of these folders of an image, or of all its files."""
+        root = Path(self.podman("image", "mount", image, quiet=True).strip())
+        found = [str(path) for folder in folders or (".",) if (path := root / folder).exists()]
+        size = run("du", "--summarize", "--total", "--block-size=1", *found, quiet=True).split()[-2] if found else "0"
+        self.podman("image", "unmount", image, quiet=True)
+        return round(int(size) / 2**20, 1)
+
+
+def run(*command: str, quiet: bool = False, **options: object) -> str:
+    """Shows and runs a command; returns its standard output, or ends the script if it fails."""
+    if not quiet:
+        print("+", " ".join(command), file=sys.stderr, flush=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False, **options)  # type: ignore[call-overload]
+    if done.returncode:
+        sys.exit(f"images: {' '.join(command[:1])} ended with status {done.returncode}: {done.stdout[-2000:]}")
+    return str(done.stdout)
+
+
+def ignore_unused(folder: str, names: list[str]) -> list[str]:
+    """The parts of Python that the official image leaves out too."""
+    return [name for name in names if name in UNUSED or name == "__pycache__" or name.startswith("config-3")]
+
+
+def require(holds: bool, what: str) -> None:
+    """Prints that something holds, or ends the script."""
+    if not holds:
         sys.exit(f"images: FAILED: {what}")
     print(f"ok: {what}", file=sys.stderr, flush=True)
 
 
 def check_content(images: Images) -> dict[str, object]:
-    """Checks what is in both images, and what must not be; returns their sizes."""
+    """Checks the content of both images; returns their sizes."""
     sizes: dict[str, object] = {"base_mib": images.content_mib("base")}
+    torch = [PACKAGES + name for name in ("torch", "nvidia", "triton")]
+    (ROOT / "build").mkdir(exist_ok=True)
     for image in ("coordinator", "worker"):
-        sizes[f"{image}_mib"] = images.content_mib(image)
-        sizes[f"{image}_torch_mib"] = images.content_mib(
-            image, *(PACKAGES + name for name in ("torch", "nvidia", "triton"))
+        sizes[f"{image}_mib"], sizes[f"{image}_torch_mib"] = (
+            images.content_mib(image),
+            images.content_mib(image, *torch),
         )
         user = images.inside(image, "id", "-u").strip()
         require(user == str(USER), f"{image} runs as user {user}")
         freeze = images.inside(image, "python", "-m", "pip", "freeze", "--all")
-        (ROOT / "build").mkdir(exist_ok=True)
         (ROOT / f"build/{image}.txt").write_text(freeze)
         sizes[f"{image}_packages"] = len(freeze.splitlines())
-        extras = images.inside(image, "python", "-c", "import opentelemetry.sdk, prometheus_client; print('yes')")
-        require(extras.strip() == "yes", f"{image} can serve metrics and send traces")
+        extras = images.inside(image, "python", "-c", EXTRAS).strip()
+        require(extras == "yes", f"{image} can serve metrics and send traces")
         write_sbom(image)
-    find = "import importlib.util as u, shutil; print(u.find_spec('torch') is not None, shutil.which('cc') is not None)"
-    require(images.inside("coordinator", "python", "-c", find).split() == ["False"] * 2, "coordinator: no torch, no cc")
-    require(images.inside("worker", "python", "-c", find).split() == ["True"] * 2, "worker: torch and cc")
+    require(images.inside("coordinator", "python", "-c", FIND).split() == ["False"] * 2, "coordinator: no torch, no cc")
+    require(images.inside("worker", "python", "-c", FIND).split() == ["True"] * 2, "worker: torch and cc")
     return sizes
 
 
 def write_sbom(image: str) -> None:
-    """build/sbom-IMAGE.json (CycloneDX), from the packages in the image; needs the tools of `make sbom`."""
+    """Writes build/sbom-IMAGE.json (CycloneDX) with the tools of `make sbom`, if they are installed."""
     tool = ROOT / ".venv/tools/bin/cyclonedx-py"
     if not tool.exists():
         return print("no .venv/tools (`make sbom`): no SBOM of the images", file=sys.stderr)
     run(str(tool), "requirements", "--output-reproducible", "-o", f"build/sbom-{image}.json", f"build/{image}.txt")
     components = json.loads((ROOT / f"build/sbom-{image}.json").read_text())["components"]
-    require(len(components) > 40, f"build/sbom-{image}.json lists {len(components)} packages")
-    return None
+    return require(len(components) > 40, f"build/sbom-{image}.json lists {len(components)} packages")
 
 
 @contextmanager
-def service(images: Images) -> Iterator[int]:
-    """Runs the three processes; yields the coordinator's port. At the end all must exit on SIGTERM."""
-    ports = free_ports(6)
-    target, draft, coordinator, *health = ports
-    common = {
-        "SPECPOOL_DEVICE": "cpu",
-        "SPECPOOL_THREADS": "1",
-        "SPECPOOL_MAX_SEQUENCES": "4",
-        "SPECPOOL_HOST": "127.0.0.1",
+def service(images: Images) -> Iterator[None]:
+    """Runs the three processes. At the end all must exit on SIGTERM."""
+    address = "127.0.0.1"
+    common = {"DEVICE": "cpu", "THREADS": 1, "MAX_SEQUENCES": 4}
+    addresses = {"TARGET_ADDRESS": f"{address}:{PORTS[TARGET]}", "DRAFT_ADDRESS": f"{address}:{PORTS[DRAFT]}"}
+    processes: dict[str, tuple[str, str | None, Mapping[str, object]]] = {
+        TARGET: ("worker", f"specpool-{TARGET}", {**common, "MODEL": "/pair/target"}),
+        DRAFT: ("worker", f"specpool-{DRAFT}", {**common, "MODEL": "/pair/draft"}),
+        COORDINATOR: ("coordinator", None, addresses),
     }
-    workers = ((TARGET, "target", target, health[0]), (DRAFT, "draft", draft, health[1]))
     try:
-        for name, model, port, check in workers:
-            settings = {**common, "SPECPOOL_MODEL": f"/pair/{model}", "SPECPOOL_PORT": str(port)}
-            images.start(name, "worker", f"specpool-{name}", SPECPOOL_HEALTH_PORT=str(check), **settings)
-        images.start(
-            COORDINATOR, "coordinator", SPECPOOL_HOST="127.0.0.1", SPECPOOL_PORT=str(coordinator),
-            SPECPOOL_HEALTH_PORT=str(health[2]), SPECPOOL_TARGET_ADDRESS=f"127.0.0.1:{target}",
-            SPECPOOL_DRAFT_ADDRESS=f"127.0.0.1:{draft}",
-        )  # fmt: skip
-        for name, port in zip((TARGET, DRAFT, COORDINATOR), health, strict=True):
-            wait_serving(images, name, port)
-        yield coordinator
-        for name in (COORDINATOR, DRAFT, TARGET):
+        for name, (image, command, settings) in processes.items():
+            health = PORTS[name] + HEALTH_OFFSET
+            arguments = [command] if command else []
+            images.start(name, image, *arguments, HOST=address, PORT=PORTS[name], HEALTH_PORT=health, **settings)
+        for name in processes:
+            wait_serving(images, name, PORTS[name] + HEALTH_OFFSET)
+        yield
+        for name in reversed(processes):
             images.podman("stop", "--time", "45", name)
             status = images.podman("inspect", "--format", "{{.State.ExitCode}}", name, quiet=True).strip()
             require(status == "0", f"{name} ends on SIGTERM with status {status}")
     finally:
-        for name in (COORDINATOR, DRAFT, TARGET):
-            images.podman("rm", "--force", "--ignore", name, quiet=True)
+        images.podman("rm", "--force", "--ignore", *processes, quiet=True)
 
 
 def wait_serving(images: Images, name: str, port: int) -> None:
-    """Waits until the health check of the image says that the process serves."""
-    check = [
-        "exec",
-        name,
-        "sh",
-        "-c",
-        f"python -m specpool.healthcheck 127.0.0.1:{port} && echo serving || true",
-    ]
-    state = ["container", "inspect", "--format", "{{.State.Running}}", name]
+    """Waits until the image's health check succeeds."""
+    check = f"python -m specpool.healthcheck 127.0.0.1:{port} && echo serving || true"
     deadline = time.monotonic() + SERVING_SECONDS
     while True:
-        if images.podman(*state, quiet=True).strip() == "false" or time.monotonic() > deadline:
+        running = images.podman("container", "inspect", "--format", "{{.State.Running}}", name, quiet=True).strip()
+        if running == "false" or time.monotonic() > deadline:
             sys.exit(f"images: {name} does not serve:\n{images.podman('logs', name, stderr=subprocess.STDOUT)}")
-        if "serving" in images.podman(*check, quiet=True, stderr=subprocess.DEVNULL):
+        if "serving" in images.podman("exec", name, "sh", "-c", check, quiet=True, stderr=subprocess.DEVNULL):
             return require(True, f"{name} serves, as its health check says")
         time.sleep(0.5)
 
 
-def free_ports(count: int) -> list[int]:
-    """Free ports of the loopback interface."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def check_service(images: Images) -> None:
-    """Generates with and without speculation, from within the coordinator's container."""
-    with service(images) as port:
-        said = images.podman("exec", COORDINATOR, "python", "-c", ASK.format(port=port), quiet=True)
-        require("EQUIVALENCE_BITWISE" in said, "the target proves that its tokens are exact")
-        require("runs slowly" not in said, "the target compiled its pass on the read-only root")
-        command = GENERATE.format(port=port).split()
+    """Generates with and without speculation, from inside the coordinator's container."""
+    with service(images):
+        info = images.podman("exec", COORDINATOR, "python", "-c", ASK, quiet=True)
+        require("EQUIVALENCE_BITWISE" in info, "the target proves that its tokens are exact")
+        require("runs slowly" not in info, "the target compiled its pass on the read-only root")
         speculative, plain = (
-            json.loads(images.podman("exec", COORDINATOR, *command, f"--num-speculative-tokens={k}")) for k in (3, 0)
+            json.loads(images.podman("exec", COORDINATOR, *GENERATE, f"--num-speculative-tokens={k}")) for k in (3, 0)
         )
         drafted = int(speculative["speculative_decoding"]["num_draft_tokens"])
         require(drafted > 0, f"{drafted} tokens were drafted")
@@ -154,7 +236,7 @@ def check_service(images: Images) -> None:
 
 
 def check_storage(folder: Path) -> None:
-    """Ends the script if a folder, which is removed afterwards, holds anything but what an earlier run has left."""
+    """Ends the script if the folder, which it will remove, has files that no earlier run left."""
     try:
         found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
@@ -164,12 +246,12 @@ def check_storage(folder: Path) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Parses the command line, builds, runs, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/specpool-images"), help="storage; about 20 GB")
     parser.add_argument("--python", type=Path, help="prefix of a Python 3.12; default: pyenv's")
-    parser.add_argument("--torch-index-url", default="", help="as TORCH_INDEX_URL of the Dockerfile")
-    parser.add_argument("--keep", action="store_true", help="keep the images, and use those that are there")
+    parser.add_argument("--torch-index-url", default="", help="TORCH_INDEX_URL of the Dockerfile")
+    parser.add_argument("--keep", action="store_true", help="keep the images, and use existing ones")
     options = parser.parse_args()
     python = options.python or max(Path.home().glob(".pyenv/versions/3.12.*"), default=None)
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -178,9 +260,8 @@ def main() -> None:
     if not (python / "bin/python3.12").exists():
         sys.exit(f"images: --python: there is no {python}/bin/python3.12")
     check_storage(options.folder)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is built is removed
-    images = Images(options.folder)
-    pair = options.folder / "pair"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so SIGTERM removes the storage too
+    images, pair = Images(options.folder), options.folder / "pair"
     pair.mkdir(parents=True, exist_ok=True)
     os.chown(pair, USER, USER)
     try:

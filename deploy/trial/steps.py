@@ -1,4 +1,4 @@
-"""The steps of the trial: each disturbs the service under load, waits until it has recovered, and has a verdict."""
+"""The steps of the trial: each disturbs the service under load, waits for its recovery, and gives a verdict."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,8 +7,8 @@ from functools import partial
 
 import grpc
 
+from deploy.trial.hosts import Network
 from deploy.trial.load import Load, Tally
-from deploy.trial.network import Network
 from deploy.trial.services import Deployment
 from deploy.trial.timeline import Event
 from specpool.cli.processes import ProcessFailedError
@@ -17,25 +17,25 @@ from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
 STEADY_SECONDS, SETTLE_SECONDS = 10.0, 5.0
-"""Time without disturbance at the beginning and at the end, and after each recovery."""
+"""Undisturbed time at the start and the end, and after each recovery."""
 START_SECONDS, RECOVERY_SECONDS, POLL_SECONDS = 120.0, 30.0, 0.25
-"""Time for a process to start, time for the service to recover, and pause between two looks at it."""
+"""Limits for the start of a process and for a recovery, and the interval of polls."""
 
 Disturbance = Callable[[], Awaitable[list[str]]]
-"""Disturbs the service, and returns what was wrong meanwhile, one sentence each."""
+"""Disturbs the service; returns faults, one sentence each."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A disturbance and what it did to the clients."""
+    """A disturbance and its effect on clients."""
 
     event: Event
     recovered: float
-    """Seconds from its end until tokens were generated and drafted again."""
+    """Seconds from its end until the service generated and drafted tokens again."""
     tokens_per_s: float
-    """Tokens per second while it lasted."""
+    """Tokens per second during the disturbance."""
     longest_pause: float
-    """Seconds without a token, from its beginning until the service had recovered."""
+    """Longest time without a token until the recovery, in seconds."""
     faults: list[str]
 
     @property
@@ -62,7 +62,7 @@ class Steps:
         self._cut_seconds = cut_seconds
 
     async def run(self) -> list[Step]:
-        """Runs all steps, one after the other."""
+        """Runs all steps in order."""
         disturbances: dict[str, Disturbance] = {
             "before": self.steady,
             "draft cut off": partial(self.cut_off, "draft"),
@@ -83,7 +83,7 @@ class Steps:
         faults += await self.recover()
         recovered = load.now
         await asyncio.sleep(SETTLE_SECONDS)
-        faults += requests_gone_wrong(before, load.tally)
+        faults += request_faults(before, load.tally)
         rate = load.timeline.tokens(began, ended) / (ended - began)
         pause = load.timeline.longest_pause(began, recovered)
         return Step(Event(name, began, ended), recovered - ended, rate, pause, faults)
@@ -94,7 +94,7 @@ class Steps:
         return []
 
     async def cut_off(self, host: str) -> list[str]:
-        """Cuts a host off for a while. Without the draft, tokens still come; without any other host, none may."""
+        """Cuts a host off. Tokens must keep coming without the draft, and must stop without any other host."""
         self._network.cut_off([host])
         await asyncio.sleep(self._cut_seconds / 2)
         half = self._load.now
@@ -102,11 +102,11 @@ class Steps:
         tokens = self._load.timeline.tokens(half, self._load.now)
         self._network.cut_off([])
         if host == "draft":
-            return [] if tokens else ["no token came without the draft"]
+            return [] if tokens else ["no tokens came without the draft"]
         return [f"tokens came without the {host}"] if tokens else []
 
     async def restart(self, name: str) -> list[str]:
-        """Lets a process drain and end, and starts it again."""
+        """Drains and ends a process, and starts it again."""
         service = self._deployment.services[name]
         status = await service.end()
         await service.start()
@@ -119,7 +119,7 @@ class Steps:
         return [f"the {name} ended with status {status}"] if status else []
 
     async def recover(self) -> list[str]:
-        """Waits until both workers are ready, and tokens have been generated and drafted since the first look."""
+        """Waits until both workers are ready and in use again."""
         first: pb.ServerCounters | None = None
         seen = "the coordinator does not answer"
         ends = self._load.now + RECOVERY_SECONDS
@@ -134,18 +134,18 @@ class Steps:
                     return []
                 seen = f"the target is {info.target.state}, the draft is {info.draft.state}"
             await asyncio.sleep(POLL_SECONDS)
-        return [f"not as before after {RECOVERY_SECONDS:g} s: {seen}"]
+        return [f"no recovery within {RECOVERY_SECONDS:g} s: {seen}"]
 
 
 def has_recovered(before: pb.ServerCounters, info: pb.GetServerInfoResponse) -> bool:
-    """Whether both workers are ready, and have been used since `before`."""
+    """Whether both workers are ready and have been used since `before`."""
     is_ready = info.target.state == info.draft.state == "ready"
     generated = info.counters.completion_tokens > before.completion_tokens
     drafted = info.counters.drafts["model"].draft_tokens > before.drafts["model"].draft_tokens
     return is_ready and generated and drafted
 
 
-def requests_gone_wrong(before: Tally, after: Tally) -> list[str]:
+def request_faults(before: Tally, after: Tally) -> list[str]:
     """Faults of the requests that ended between two tallies."""
     faults = []
     if wrong := after.wrong - before.wrong:
@@ -156,7 +156,7 @@ def requests_gone_wrong(before: Tally, after: Tally) -> list[str]:
 
 
 async def leftovers(client: AsyncClient) -> list[str]:
-    """What is still in use after all requests have ended and some seconds have passed."""
+    """Resources still in use some seconds after all requests have ended."""
     for _ in range(round(RECOVERY_SECONDS / POLL_SECONDS)):
         info = await client.server_info()
         in_use = {

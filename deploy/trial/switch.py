@@ -1,9 +1,9 @@
-"""A switch between the hosts, as a process: it forwards the IP packets of their TUN devices, with delay and loss.
+"""The switch between the hosts, as a process: it forwards IP packets between their TUN devices, with delay and loss.
 
     python -m deploy.trial.switch SEED
 
-Each line of standard input is a JSON object with `Conditions`, answered by one with `Counts` so far. The
-devices vanish with the process, which ends with its standard input.
+It answers each line of standard input, a JSON object with `Conditions`, by one with `Counts`. It ends with its standard
+input, and the devices vanish with it.
 """
 
 import fcntl
@@ -18,48 +18,23 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-from deploy.trial.namespaces import ADDRESSES, inside
+from deploy.trial.hosts import ADDRESSES, DEVICE, Conditions, Counts, inside
 
-DEVICE = "link0"
-"""Name of the device of each host."""
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-LONGEST_PACKET = 65_536
+MAX_PACKET_BYTES = 65_536
 IPV4, DESTINATION, HEADER_BYTES = 4, slice(16, 20), 20
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """What the network does to packets."""
-
-    delay: float = 0.0
-    """Seconds that every packet takes."""
-    loss: float = 0.0
-    """Probability that a packet is lost."""
-    cut_off: tuple[str, ...] = ()
-    """Hosts to and from which every packet is dropped."""
-
-
-@dataclass
-class Counts:
-    """Numbers of packets."""
-
-    forwarded: int = 0
-    lost: int = 0
-    """Packets lost at random."""
-    dropped: int = 0
-    """Packets to or from a host that was cut off."""
-
-
 class Wire:
-    """The packets under way between all hosts."""
+    """The packets in transit between all hosts."""
 
     def __init__(self, seed: int) -> None:
-        """`seed`: seed of the choice of lost packets."""
+        """`seed`: of lost packets."""
         self.conditions, self.counts = Conditions(), Counts()
         self._rng = random.Random(seed)
-        self._under_way: deque[tuple[float, str, bytes]] = deque()
+        self._in_transit: deque[tuple[float, str, bytes]] = deque()
 
     def send(self, source: str, destination: str, packet: bytes, now: float) -> None:
         """Takes a packet at `now`, in seconds of a monotonic clock."""
@@ -68,17 +43,17 @@ class Wire:
         elif self._rng.random() < self.conditions.loss:
             self.counts.lost += 1
         else:
-            self._under_way.append((now + self.conditions.delay, destination, packet))
+            self._in_transit.append((now + self.conditions.delay, destination, packet))
 
     def arrived(self, now: float) -> Iterator[tuple[str, bytes]]:
-        """Takes off the packets that have arrived, each with its destination."""
-        while self._under_way and self._under_way[0][0] <= now:
+        """Removes and yields the packets that have arrived, each with its destination."""
+        while self._in_transit and self._in_transit[0][0] <= now:
             self.counts.forwarded += 1
-            yield self._under_way.popleft()[1:]
+            yield self._in_transit.popleft()[1:]
 
     def seconds_to_next(self, now: float) -> float | None:
-        """Seconds until a packet arrives; None if none is under way."""
-        return max(0.0, self._under_way[0][0] - now) if self._under_way else None
+        """Seconds until the next packet arrives; None: no packet is in transit."""
+        return max(0.0, self._in_transit[0][0] - now) if self._in_transit else None
 
 
 def main(seed: int) -> None:
@@ -86,24 +61,22 @@ def main(seed: int) -> None:
     devices = {_open_device(host): host for host in ADDRESSES}
     descriptors = {host: descriptor for descriptor, host in devices.items()}
     hosts = {socket.inet_aton(address): host for host, address in ADDRESSES.items()}
-    wire = Wire(seed)
-    _tell(wire)
-    orders = sys.stdin.fileno()
+    wire, orders = Wire(seed), sys.stdin.fileno()
+    print(json.dumps(asdict(wire.counts)), flush=True)
     while True:
         readable, _, _ = select.select([*devices, orders], [], [], wire.seconds_to_next(time.monotonic()))
         for source in readable:
             if source != orders:
-                packet = os.read(source, LONGEST_PACKET)
-                is_ours = len(packet) >= HEADER_BYTES and packet[0] >> 4 == IPV4 and packet[DESTINATION] in hosts
-                if is_ours:
+                packet = os.read(source, MAX_PACKET_BYTES)
+                if len(packet) >= HEADER_BYTES and packet[0] >> 4 == IPV4 and packet[DESTINATION] in hosts:
                     wire.send(devices[source], hosts[packet[DESTINATION]], packet, time.monotonic())
             elif line := sys.stdin.readline():
                 wire.conditions = Conditions(**json.loads(line))
-                _tell(wire)
+                print(json.dumps(asdict(wire.counts)), flush=True)
             else:
                 return
         for destination, packet in wire.arrived(time.monotonic()):
-            with suppress(OSError):  # its device is not up
+            with suppress(OSError):  # the device is not up
                 os.write(descriptors[destination], packet)
 
 
@@ -112,10 +85,6 @@ def _open_device(host: str) -> int:
         descriptor = os.open("/dev/net/tun", os.O_RDWR)
         fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
     return descriptor
-
-
-def _tell(wire: Wire) -> None:
-    print(json.dumps(asdict(wire.counts)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens over time: rates, pauses, and their plot."""
+"""Tokens over time: rates, pauses, and a plot."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ BIN_SECONDS = 0.5
 
 @dataclass
 class Timeline:
-    """When tokens reached the client, in seconds since some beginning."""
+    """Times at which tokens reached the client, in seconds."""
 
     _arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, at: float, tokens: int) -> None:
-        """Notes tokens that arrived; `at` never decreases."""
+        """Records an arrival; `at` never decreases."""
         self._arrivals.append((at, tokens))
 
     def tokens(self, began: float, ended: float) -> int:
@@ -26,12 +26,12 @@ class Timeline:
         return sum(tokens for at, tokens in self._arrivals if began <= at < ended)
 
     def longest_pause(self, began: float, ended: float) -> float:
-        """Seconds of the longest pause between tokens in this time."""
+        """Seconds of the longest pause in this time."""
         times = [began, *(at for at, tokens in self._arrivals if tokens and began <= at < ended), ended]
         return max(later - earlier for earlier, later in pairwise(times))
 
     def rates(self, ended: float) -> list[float]:
-        """Tokens per second in each interval of `BIN_SECONDS` from 0 to `ended`; an incomplete last one is left out."""
+        """Tokens per second in each full interval of BIN_SECONDS from 0 to `ended`."""
         bins = [0] * math.floor(ended / BIN_SECONDS)
         for at, tokens in self._arrivals:
             if (index := int(at / BIN_SECONDS)) < len(bins):
@@ -41,7 +41,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Event:
-    """A disturbance, in seconds since the same beginning."""
+    """A disturbance; times in seconds on the same clock."""
 
     name: str
     began: float
@@ -54,7 +54,7 @@ class Event:
 
 
 def throughput_figure(rates: Sequence[float], events: Sequence[Event]) -> Figure:
-    """Tokens per second over time, with the disturbances as shaded spans."""
+    """Tokens per second over time; disturbances are shaded."""
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
     axes = figure.subplots()
     axes.step([index * BIN_SECONDS for index in range(len(rates))], rates, where="post", linewidth=1)

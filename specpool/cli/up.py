@@ -26,10 +26,12 @@ from specpool.cli.processes import (
 )
 from specpool.cli.tls_check import health_check_security
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.embedded_pair import existing_pair
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.settings import Names, ServerSecurity
+from specpool.worker.settings import WorkerSettings
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 METRICS_PORTS = 3
@@ -42,6 +44,7 @@ PER_PROCESS = {"config", "host", "port", "metrics_port"}
 # Fields are defined by the processes that they configure.
 ENGINE: dict[str, Any] = EngineOptions.model_fields
 COORDINATOR: dict[str, Any] = CoordinatorSettings.model_fields
+WORKER: dict[str, Any] = WorkerSettings.model_fields
 
 
 class UpSettings(ListeningSettings):
@@ -86,6 +89,7 @@ class UpSettings(ListeningSettings):
         description="Prometheus port of the coordinator; the next two are the target and the draft worker's; "
         "default: none",
     )
+    startup_cache: bool = WORKER["startup_cache"]
     draft_method: DraftMethod = COORDINATOR["draft_method"]
     smg: bool = COORDINATOR["smg"]
 
@@ -180,6 +184,8 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
     draft = None if settings.draft == "none" else settings.draft
     if settings.target is not None:
         return settings.target, draft
+    if (pair := existing_pair()) is not None:
+        return str(pair.target), str(pair.draft) if settings.draft is None else draft
     # Building the pair needs torch, which this process does not import.
     build = await start_module("specpool.engine.models.embedded_pair", stdout=asyncio.subprocess.PIPE)
     try:
@@ -188,8 +194,8 @@ async def _models(settings: UpSettings) -> tuple[str, str | None]:
         await end(build, KILL_AFTER_SECONDS)
     if build.returncode != 0:
         raise ProcessFailedError("cannot build the embedded pair")
-    pair = json.loads(output)
-    return pair["target"], pair["draft"] if settings.draft is None else draft
+    folders = json.loads(output)
+    return folders["target"], folders["draft"] if settings.draft is None else draft
 
 
 def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:
@@ -220,6 +226,7 @@ def _worker(role: str, model: str, settings: UpSettings) -> Service:
     server = {**ListeningSettings.model_fields, **TraceSettings.model_fields}
     flags = _common(settings, ENGINE | server) | own
     flags |= {"model": model, "port": port, "max_sequences": settings.max_num_seqs}
+    flags["startup_cache"] = None if settings.startup_cache else False
     if settings.metrics_port is not None:
         flags["metrics_port"] = settings.metrics_port + (1 if role == "target" else 2)
     if devices:

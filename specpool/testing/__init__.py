@@ -1,7 +1,4 @@
-"""Test tools for everything but the models: fakes of both workers, workers that answer garbage, and a proxy that cuts.
-
-Real gRPC servers and sockets, and no torch.
-"""
+"""Fakes of both workers for tests: real gRPC servers on real sockets, without torch."""
 
 from specpool.testing.fakes import (
     CHAT_TEMPLATE,
@@ -13,21 +10,14 @@ from specpool.testing.fakes import (
     FakeWorker,
     byte_tokenizer,
 )
-from specpool.testing.garbage import DRAFT_FAULTS, TARGET_FAULTS, GarbageDraft, GarbageTarget
-from specpool.testing.proxy import CuttingProxy
 
 __all__ = [
     "CHAT_TEMPLATE",
-    "DRAFT_FAULTS",
     "EOS_TOKEN_ID",
     "MEASURED_ROWS",
-    "TARGET_FAULTS",
     "VOCAB_SIZE",
-    "CuttingProxy",
     "FakeDraft",
     "FakeTarget",
     "FakeWorker",
-    "GarbageDraft",
-    "GarbageTarget",
     "byte_tokenizer",
 ]

@@ -1,8 +1,8 @@
-"""Fakes of both workers: real gRPC servers over caches of token ids.
+"""Fakes of both workers: real gRPC servers whose caches are lists of token ids.
 
-The fake target "generates" by a hash of the context, so every token depends on all before it: a coordinator that loses,
-repeats or reorders a token is found out. Both fakes keep what they cached as token ids and hold the coordinator to the
-protocol. `FakeTarget.continuation` says what plain decoding gives.
+The fake target chooses each token by a hash of its context, so a lost, repeated or reordered token changes all tokens
+that follow. Both fakes check that the coordinator keeps the protocol. `FakeTarget.continuation` gives the tokens of
+plain decoding.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 class FakeWorker:
-    """Slots and caches of a worker, with knobs for what can go wrong."""
+    """Slots and caches of a worker, with knobs for faults."""
 
     _interceptors: Sequence[Any] = ()
 
@@ -52,26 +52,25 @@ class FakeWorker:
         notes: Sequence[str] = (),
         rank_devices: Sequence[str] = (),
     ) -> None:
-        """`pass_seconds`: duration of a pass by its number of new tokens; None: no added delay.
+        """`pass_seconds`: duration of a pass by its number of new tokens; None: no delay.
 
-        `notes`: the notes of its model. `rank_devices`: devices of the ranks, two or more, among which it claims
-        to be divided.
+        `notes`: notes of its model. `rank_devices`: the devices of two or more ranks of a sharded worker.
         """
         self.notes, self.rank_devices = notes, rank_devices
         self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
         self.pass_seconds = pass_seconds
         self.busy = False
-        """Whether a round is under way."""
+        """Whether a round is running."""
         self.caches: dict[tuple[str, int], list[int]] = {}
         self.released: dict[tuple[str, int], list[int]] = {}
-        """Caches of released sequences, which can be copied until their slots are needed."""
+        """Caches of released sequences; they can be copied until others need their slots."""
         self.calls = 0
         self.forget_every = 0
-        """The number of rounds after which all caches are lost, as if the worker had restarted. 0: never."""
+        """Loses all caches after every so many rounds, like a restart. 0: never."""
         self.fail_next: list[grpc.StatusCode] = []
-        """Status codes that the next rounds end in, instead of being served, as answers of the worker's handlers."""
+        """Status codes with which the worker ends the next rounds."""
         self.instance_id = uuid.uuid4().hex
-        """Id of the process that the fake claims to be; a new one after each start."""
+        """Id of the process; new after each start."""
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
 
@@ -87,10 +86,10 @@ class FakeWorker:
         return f"127.0.0.1:{port}"
 
     async def stop(self) -> None:
-        """Stops at once, as a killed process would, and forgets everything."""
+        """Stops at once, like a killed process, and loses all caches."""
         if self._server is not None:
             await self._server.stop(None)
-        self.forget()  # only now: a round under way may just have added to the caches
+        self.forget()  # after the stop: a running round may still add to the caches
 
     def _register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
@@ -130,12 +129,12 @@ class FakeWorker:
         return common_pb2.ReleaseResponse(released=len(held))
 
     def forget(self) -> None:
-        """Loses everything, as a restart would."""
+        """Loses all caches, like a restart."""
         self.caches.clear()
         self.released.clear()
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
-        """Takes the time of the passes, and fails if told to. `passes`: the number of new tokens of each."""
+        """Waits for the duration of the passes, and fails on demand. `passes`: number of new tokens of each."""
         if self.pass_seconds is not None:
             self.busy = True
             await asyncio.sleep(sum(map(self.pass_seconds, passes)))
@@ -147,7 +146,7 @@ class FakeWorker:
             await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
-        """The status of an item and the tokens cached once its own are appended."""
+        """The status of an item, and the cached tokens after appending its own."""
         assert item.token_ids, "an item without tokens"
         is_first = item.base_length == 0 or item.HasField("prefix_sequence_id")
         assert is_first == item.HasField("sampling"), "sampling parameters belong to first contact"
@@ -167,7 +166,7 @@ class FakeWorker:
 
 
 class FakeTarget(FakeWorker):
-    """A target that chooses by a hash. `eos_rate`: share of contexts that the end of the sequence follows."""
+    """A target that chooses tokens by a hash. `eos_rate`: share of contexts that end the sequence."""
 
     def __init__(self, eos_rate: float = 0.0, **knobs: Any) -> None:
         super().__init__(**knobs)
@@ -177,12 +176,12 @@ class FakeTarget(FakeWorker):
         target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
     def choose(self, context: Sequence[int]) -> int:
-        """The token that follows a context."""
+        """The next token after a context."""
         digest = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in context))
         return EOS_TOKEN_ID if digest % 10_000 < self._eos_rate * 10_000 else digest // 10_000 % EOS_TOKEN_ID
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The tokens that plain decoding gives: `count`, or fewer if the sequence ends before."""
+        """The tokens of plain decoding: `count`, or fewer if the sequence ends."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count and EOS_TOKEN_ID not in tokens[len(prompt) :]:
             tokens.append(self.choose(tokens))
@@ -197,7 +196,7 @@ class FakeTarget(FakeWorker):
         )
 
     async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
-        """Verifies every item, choosing tokens by the hash."""
+        """Verifies every item."""
         began = time.perf_counter_ns()
         await self._begin_round(context, [sum(len(i.token_ids) + len(i.draft_token_ids) for i in request.items)])
         results = [self._verify((request.coordinator_id, item.sequence_id), item) for item in request.items]
@@ -233,12 +232,12 @@ class FakeTarget(FakeWorker):
 
 
 def _logprobs(count: int) -> common_pb2.TokenLogprobs:
-    """Log-probabilities as a real target would give them, though all are alike."""
+    """Log-probabilities in the form of a real target's; all are equal."""
     return common_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=range(count), top_logprobs=[-1.0] * count)
 
 
 class FakeDraft(FakeWorker):
-    """Drafts what `target` would choose, each token with probability `acceptance`, else another."""
+    """A draft worker that drafts the target's choice with probability `acceptance`, and another token otherwise."""
 
     def __init__(self, target: FakeTarget, acceptance: float = 0.7, **knobs: Any) -> None:
         super().__init__(**knobs)
@@ -268,8 +267,7 @@ class FakeDraft(FakeWorker):
             yield await self.Propose(request, context)
 
     def _lengths(self, request: draft_worker_pb2.ProposeRequest) -> list[int]:
-        """Draft length of each item: as many tokens as are wanted, or fewer where another token of the item, or another
-        step for all items, gains too little."""
+        """Number of draft tokens of each item: as requested, or fewer where another token or step gains too little."""
         lengths = [min(1, item.num_draft_tokens) for item in request.items]
         for step in range(1, max((item.num_draft_tokens for item in request.items), default=0)):
             gains = {

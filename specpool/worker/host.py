@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """Interface of a worker's work, called on the model thread."""
+    """A worker's model, called on the model thread. Any thread may read the counters."""
 
     @property
     def realign_ns(self) -> int:
@@ -31,33 +32,33 @@ class Backend(Protocol):
 
     @property
     def passes(self) -> int:
-        """Number of forward passes so far. Read by any thread."""
+        """Forward passes so far."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that these passes have run. Read by any thread."""
+        """Tokens that these passes have run."""
 
     def info(self) -> WorkerInfo:
-        """Description of the model and its present load. Called once, when the model is loaded."""
+        """Description of the model and its load. Called once, when the model is loaded."""
 
     @property
     def load(self) -> CacheLoad:
-        """The present load alone. Read after each work item, so it takes microseconds."""
+        """How full the cache is. Read after each work item, so it takes microseconds."""
 
     def limits(self, coordinator_id: str) -> RoundLimits:
-        """Limits that the items of a coordinator's round are checked against."""
+        """Limits for the items of a coordinator's round."""
 
     def release(self, coordinator_id: str, sequence_ids: list[int]) -> int:
-        """Frees sequences; returns the number that held a slot."""
+        """Frees sequences; returns how many held a slot."""
 
     def renew_lease(self, coordinator_id: str, now: float) -> None:
         """Records that a coordinator is alive."""
 
     def orphan(self, coordinator_id: str) -> None:
-        """Records that a coordinator may be gone: until its lease is renewed, its sequences yield their slots."""
+        """Lets a coordinator's sequences yield their slots until its lease is renewed."""
 
     def expire(self, now: float, lease_seconds: float) -> int:
-        """Frees the sequences of silent coordinators; returns their number."""
+        """Frees the sequences of silent coordinators; returns how many."""
 
 
 class WorkerHost:
@@ -76,8 +77,7 @@ class WorkerHost:
         self._info: WorkerInfo | None = None
         self._cache_load: CacheLoad | None = None
         self._orphans: dict[str, None] = {}
-        """Orphaned coordinators that the backend has yet to hear about. Each had an open stream before, so they are
-        few."""
+        """Coordinators to orphan before the next work item."""
         self._watchdog: Watchdog | None = None
 
     @property
@@ -87,15 +87,14 @@ class WorkerHost:
 
     @property
     def backend(self) -> Any:
-        """The backend, for what never changes; all else is the model thread's. UnavailableError while it loads."""
+        """The backend. Only its constants and counters may be read here. UnavailableError while it loads."""
         if self._backend is None:
             raise UnavailableError("the model is still loading")
         return self._backend
 
     @property
     def info(self) -> WorkerInfo:
-        """Description of the worker after the last work item, also while another one runs. UnavailableError while the
-        model is still loading."""
+        """Description of the worker after the last work item. UnavailableError while the model loads."""
         if self._info is None:
             raise UnavailableError("the model is still loading")
         return self._info if self._cache_load is None else self._info.with_load(self._cache_load)
@@ -107,7 +106,7 @@ class WorkerHost:
 
     @property
     def hanging(self) -> str | None:
-        """What the model thread has been found to hang in, as a message for callers; None if it does not hang."""
+        """A message for callers if the model thread hangs; None if it does not."""
         return self._watchdog.hanging if self._watchdog is not None else None
 
     async def load(self) -> None:
@@ -117,29 +116,19 @@ class WorkerHost:
         self._backend = backend
 
     async def run(self, work: Callable[[Any], T], coordinator_id: str | None = None, name: str = "a call") -> T:
-        """Runs `work(backend)` on the model thread; `name` says what it is if it hangs.
+        """Runs `work(backend)` on the model thread. `name` describes it if it hangs.
 
-        UnavailableError while the model is still loading, hangs, or has too many calls waiting.
+        UnavailableError: the model is loading, hangs, or has too many calls waiting.
         """
-        backend = self.backend
-        if (hanging := self.hanging) is not None:
-            raise UnavailableError(hanging)
-        return await self._thread.run(name, partial(self._serve, backend, work, coordinator_id))
+        return await self._thread.run(name, partial(self._serve, self._ready_backend(), work, coordinator_id))
 
-    def timed(self, backend: Backend, work: Callable[[], T]) -> tuple[T, dict[str, int]]:
-        """Runs the work of a round, on the model thread; returns its result and its duration under the field names of
-        responses."""
-        began, realigned = time.perf_counter_ns(), backend.realign_ns
-        result = work()
-        realign_ns = backend.realign_ns - realigned
-        forward_ns = time.perf_counter_ns() - began - realign_ns
-        self.rounds += 1
-        self.forward_ns += forward_ns
-        return result, {"forward_ns": forward_ns, "realign_ns": realign_ns}
+    async def serve_round(self, coordinator_id: str, name: str, work: Callable[[Any], T]) -> tuple[T, dict[str, int]]:
+        """Runs the work of a round as `run` does. Returns its result, and nanoseconds by field of the response."""
+        return await self._thread.run(name, partial(self._serve_round, self._ready_backend(), work, coordinator_id))
 
     async def watch(self, seconds: float, on_change: Callable[[bool], None]) -> None:
-        """Watches the model thread for ever. `on_change`: called with True when a work item has made no progress for
-        `seconds`, and with False once the thread gets on."""
+        """Watches the model thread until cancelled. `on_change`: called with True when a work item has made no progress
+        for `seconds`, and with False once it does."""
         backend: Backend = self.backend
         self._watchdog = Watchdog(self._thread, lambda: backend.passes, seconds, on_change)
         await self._watchdog.watch()
@@ -152,7 +141,7 @@ class WorkerHost:
                 freed = await self.run(
                     lambda backend: backend.expire(time.monotonic(), lease_seconds), name="the check of leases"
                 )
-            except UnavailableError:  # the model hangs or is too busy: the next check will do
+            except UnavailableError:  # hanging or too busy: the next check will do
                 continue
             if freed:
                 log.warning("freed %d sequences of coordinators silent for %g s", freed, lease_seconds)
@@ -162,22 +151,43 @@ class WorkerHost:
         self.streams.drain()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Ends the model thread once what it runs has ended; False if that takes longer than `timeout` seconds."""
+        """Ends the model thread after its current work item; False if that takes longer than `timeout` seconds."""
         return self._thread.close(timeout)
 
+    def _ready_backend(self) -> Backend:
+        backend: Backend = self.backend
+        if (hanging := self.hanging) is not None:
+            raise UnavailableError(hanging)
+        return backend
+
     def _orphan(self, coordinator_id: str) -> None:
-        """Leaves a note for the model thread, which must learn of it only after the work that the coordinator has
-        begun."""
+        """Defers to the model thread, which may still have work of the coordinator."""
         self._orphans[coordinator_id] = None
 
     def _serve(self, backend: Backend, work: Callable[[Any], T], coordinator_id: str | None) -> T:
+        with self._leased(backend, coordinator_id):
+            return work(backend)
+
+    def _serve_round(self, backend: Backend, work: Callable[[Any], T], coordinator_id: str) -> tuple[T, dict[str, int]]:
+        with self._leased(backend, coordinator_id):
+            began, realigned = time.perf_counter_ns(), backend.realign_ns
+            result = work(backend)
+            realign_ns = backend.realign_ns - realigned
+            forward_ns = time.perf_counter_ns() - began - realign_ns
+            self.rounds += 1
+            self.forward_ns += forward_ns
+            return result, {"forward_ns": forward_ns, "realign_ns": realign_ns}
+
+    @contextmanager
+    def _leased(self, backend: Backend, coordinator_id: str | None) -> Iterator[None]:
+        """Renews the coordinator's lease before and after work, which may take longer than the lease."""
         while self._orphans:
             backend.orphan(self._orphans.popitem()[0])
         if coordinator_id is not None:
             backend.renew_lease(coordinator_id, time.monotonic())
         try:
-            return work(backend)
+            yield
         finally:
-            if coordinator_id is not None:  # the work may have taken longer than the lease
+            if coordinator_id is not None:
                 backend.renew_lease(coordinator_id, time.monotonic())
             self._cache_load = backend.load

@@ -1,4 +1,4 @@
-"""A worker's metrics, read from its host when a scrape asks for them, even while a pass runs or hangs."""
+"""A worker's metrics, read from its host at each scrape, even while a pass runs or hangs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from specpool.worker.host import Backend, WorkerHost
 
 
 class WorkerMetrics:
-    """Collector. Metrics of the model and its cache begin when the model is loaded."""
+    """Collector. Metrics of the model and its cache appear once the model is loaded."""
 
     def __init__(self, worker: str, host: WorkerHost) -> None:
         """`worker`: "draft" or "target"."""
@@ -23,7 +23,7 @@ class WorkerMetrics:
         yield gauge("worker_loaded", "Whether the model is loaded; 0 or 1.", host.is_loaded)
         yield gauge("worker_hanging", "Whether the model hangs in a pass; 0 or 1.", host.hanging is not None)
         yield gauge("worker_streams_open", "Streams of rounds that coordinators have open.", host.streams.open)
-        yield gauge("worker_calls_waiting", "Calls that wait for the model, behind the one it runs.", host.waiting)
+        yield gauge("worker_calls_waiting", "Calls that wait for the model.", host.waiting)
         yield counter("worker_rounds", "Rounds served.", host.rounds)
         text = "Seconds that rounds took in the model, without realignment."
         yield counter("worker_forward_seconds", text, host.forward_ns / 1e9)
@@ -33,24 +33,22 @@ class WorkerMetrics:
 
 
 def _of_backend(families: Families, backend: Backend) -> Iterator[Metric]:
-    text = "Seconds spent on bringing caches to the length and place that a pass needs."
+    text = "Seconds spent on realignment."
     yield families.counter("worker_realign_seconds", text, backend.realign_ns / 1e9)
     yield families.counter("worker_passes", "Forward passes.", backend.passes)
-    yield families.counter(
-        "worker_tokens", "Tokens run, those of prompts and rejected drafts included.", backend.tokens
-    )
+    yield families.counter("worker_tokens", "Tokens run, including prompts and rejected drafts.", backend.tokens)
 
 
 def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
     gauge = families.gauge
     yield gauge("worker_slots", "Sequences that can hold a slot at a time.", info.slots_total)
     yield gauge("worker_slots_used", "Sequences that hold a slot.", info.slots_in_use)
-    yield gauge("worker_kv_positions", "Positions that the KV cache has room for.", info.kv_positions_total)
+    yield gauge("worker_kv_positions", "Positions of the KV cache.", info.kv_positions_total)
     used = info.kv_positions_total - info.kv_positions_free
-    yield gauge("worker_kv_positions_used", "Positions of the KV cache in use, including what is kept for reuse.", used)
+    yield gauge("worker_kv_positions_used", "Positions of the KV cache in use, including cached prefixes.", used)
     memory = {"weights": info.weight_bytes, "kv_cache": info.kv_bytes_total, "activations": info.activation_bytes}
     yield gauge(
-        "worker_memory_bytes", "Memory of the weights and the KV cache, and the most that a pass takes.", memory, "part"
+        "worker_memory_bytes", "Memory of the weights and the KV cache, and the maximum of a pass.", memory, "part"
     )
     if info.ranks:
         yield _of_ranks(families, info.ranks)
@@ -66,8 +64,8 @@ def _of_model(families: Families, info: WorkerInfo) -> Iterator[Metric]:
 
 def _of_ranks(families: Families, ranks: Sequence[RankMemory]) -> Metric:
     memory: dict[tuple[str, str], float] = {}
-    for rank, its in enumerate(ranks):
-        parts = {"weights": its.weight_bytes, "kv_cache": its.kv_bytes, "activations": its.activation_bytes}
-        memory |= {(str(rank), part): value for part, value in parts.items()}
-    text = "Memory of each rank of a divided model; no samples if the model is not divided."
+    for number, rank in enumerate(ranks):
+        parts = {"weights": rank.weight_bytes, "kv_cache": rank.kv_bytes, "activations": rank.activation_bytes}
+        memory |= {(str(number), part): value for part, value in parts.items()}
+    text = "Memory of each rank of a sharded model; no samples for any other model."
     return families.gauge("worker_rank_memory_bytes", text, memory, "rank", "part")

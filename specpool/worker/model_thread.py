@@ -1,4 +1,4 @@
-"""The one thread that runs a worker's model: serial by construction, and never waited for by the event loop."""
+"""The thread that runs a worker's model, one function at a time, without blocking the event loop."""
 
 import asyncio
 import sys
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from specpool.protocol.errors import UnavailableError
 
-MOST_WAITING = 256
-"""Functions that may wait for the thread; the rounds of open streams stay far below it."""
+MAX_WAITING = 256
+"""Maximum number of waiting functions. The rounds of open streams stay far below it."""
 FRAMES_SHOWN = 12
 
 T = TypeVar("T")
@@ -24,26 +24,26 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class WorkItem:
-    """A function that the thread runs or will run. `name` says what it is, for messages."""
+    """A function for the thread. `name` describes it in messages."""
 
     name: str
     function: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[Any]
     context: Context = field(default_factory=copy_context)
-    """Context of the caller, which says what its log lines belong to."""
+    """Context of the caller, which labels its log lines."""
     began: float = 0.0
-    """When it began, in seconds of `time.monotonic`."""
+    """Start in seconds of `time.monotonic`."""
 
     def run(self) -> None:
-        """Calls the function, and hands what it returns or raises to the event loop."""
+        """Calls the function, and hands its result or error to the event loop."""
         outcome, error = None, None
         try:
             outcome = self.context.run(self.function)
         except BaseException as raised:
             # A future takes no StopIteration.
             error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
-        with suppress(RuntimeError):  # the loop has ended: nobody waits for the result
+        with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self._finish, outcome, error)
 
     def _finish(self, outcome: Any, error: BaseException | None) -> None:
@@ -56,24 +56,24 @@ class WorkItem:
 
 
 class ModelThread:
-    """A thread that runs functions one after the other, in the order of their calls."""
+    """A thread that runs functions one after the other, in call order."""
 
     def __init__(self) -> None:
         self.running: WorkItem | None = None
-        """What the thread runs now."""
+        """The work item that runs now."""
         self._waiting: deque[WorkItem] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        # A daemon, so that a function that never ends does not keep the process from ending.
+        # A daemon, so that a function that never ends does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
 
     @property
     def waiting(self) -> int:
-        """Number of functions that wait for the thread."""
+        """Number of waiting functions."""
         return len(self._waiting)
 
     async def run(self, name: str, function: Callable[[], T]) -> T:
-        """The function's result. UnavailableError if too many wait.
+        """The function's result. UnavailableError: too many functions wait.
 
         A caller that is cancelled before its turn leaves no work behind.
         """
@@ -82,7 +82,7 @@ class ModelThread:
         loop = asyncio.get_running_loop()
         item = WorkItem(name, function, loop, loop.create_future())
         with self._changed:
-            if len(self._waiting) >= MOST_WAITING:
+            if len(self._waiting) >= MAX_WAITING:
                 raise UnavailableError(f"{len(self._waiting)} calls wait for the model")
             self._waiting.append(item)
             self._changed.notify()
@@ -95,14 +95,13 @@ class ModelThread:
         return result
 
     def stack(self) -> str:
-        """The functions that the thread is in now, the innermost first."""
+        """The functions that the thread is in, innermost first."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         calls = reversed(traceback.extract_stack(frame, FRAMES_SHOWN * 2)[-FRAMES_SHOWN:]) if frame is not None else ()
         return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Drops what has not started, and waits for the running function to end, at most `timeout` seconds; returns
-        whether it has ended."""
+        """Drops waiting functions, and waits up to `timeout` seconds for the running one; whether it has ended."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -116,7 +115,7 @@ class ModelThread:
             pass
 
     def _run_next(self) -> bool:
-        """Runs one function, in a call of its own so that nothing of it outlives it. False once closed."""
+        """Runs one function; False once closed. A call of its own, so that no local keeps the work item alive."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._closed:

@@ -6,7 +6,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from specpool.rpc.observability.logs import configure_logging
@@ -20,7 +21,7 @@ from specpool.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
-"""Time that a pass gets to end after the drain, when nobody waits for it any more."""
+"""Time that a pass gets to end after the drain."""
 
 
 def run_worker(
@@ -51,8 +52,23 @@ def run_worker(
     except expected as error:
         sys.exit(f"{program}: {error}")
     finally:
-        # At exit, Python would search all of torch's objects for garbage: a second or more without a successor.
+        # At exit, Python would collect garbage among all of torch's objects, which takes a second or more.
         gc.freeze()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports without garbage collection, and exempts the imported objects from later collections."""
+    if "torch" in sys.modules:
+        yield
+        return
+    log.info("importing torch and the engine")
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 async def _serve(
@@ -61,7 +77,7 @@ async def _serve(
     """Serves until a signal. Raises any error of loading."""
     server = Server(settings, MAX_ROUND_BYTES)
     add_service(server)
-    server.stop_on_signals()  # first, so that a signal in the first moment is a stop like any other
+    server.stop_on_signals()  # before anything that takes time
     await server.start()
 
     ending: asyncio.TimerHandle | None = None
@@ -107,6 +123,6 @@ async def _serve(
 
 
 def _end_hung() -> None:
-    """Ends the process: another one may do better, and who started this one can start that."""
+    """Ends the process, so that its supervisor can start another one."""
     log.error("the model has hung for twice the time it may take; the process ends")
     os._exit(1)

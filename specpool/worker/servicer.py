@@ -1,33 +1,59 @@
 """The RPCs shared by both worker services."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from specpool.protocol.codec import read_release, require_coordinator, worker_info_response
 from specpool.rpc.observability import logs
-from specpool.rpc.observability.tracing import Tracer
+from specpool.rpc.observability.tracing import Span, Tracer
+from specpool.rpc.server.callers import client_of
 from specpool.v1 import common_pb2 as pb
 from specpool.worker.host import WorkerHost
 
 
 class WorkerServicer:
-    """Base class of both workers' servicers."""
+    """Base class of both workers' servicers. A round goes from `round` to the host, and from there to `serve`."""
+
+    method: ClassVar[str]
+    """The RPC that serves one round."""
+    serve: ClassVar[Any]
+    """Maps a request and the backend to results in item order. Runs on the model thread."""
+    respond: ClassVar[Any]
+    """Maps a round id, results and nanoseconds by field to a response."""
 
     def __init__(self, host: WorkerHost, tracer: Tracer | None = None) -> None:
         self._host, self._tracer = host, tracer
 
-    async def _traced(self, method: str, request: Any, answer: Callable[[Any], Awaitable[Any]]) -> Any:
-        """The answer to a round, in a span of its own if the coordinator traces the round."""
-        if self._tracer is None or (span := self._tracer.round(method, request.traceparent)) is None:
-            return await answer(request)
+    async def round(self, request: Any) -> Any:
+        """Serves one round, in a trace span if the coordinator traces it."""
+        with self._span(request) as span:
+            require_coordinator(request.coordinator_id)
+            name = f"{self.method} (round {request.round_id}, {len(request.items)} sequences)"
+            served = await self._host.serve_round(request.coordinator_id, name, partial(self.serve, request))
+            response = self.respond(request.round_id, *served)
+            if span is not None:
+                span.note(
+                    {"specpool.forward_s": response.forward_ns / 1e9, "specpool.realign_s": response.realign_ns / 1e9}
+                )
+            return response
+
+    async def rounds(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Answers a stream of rounds."""
+        async for response in self._host.streams.each(requests, self.round, client_of(context)):
+            yield response
+
+    @contextmanager
+    def _span(self, request: Any) -> Iterator[Span | None]:
+        span = None if self._tracer is None else self._tracer.round(self.method.lower(), request.traceparent)
+        if span is None:
+            yield None
+            return
         with span.ending(), logs.bound_trace(span.trace_id):
             span.note({"specpool.round.id": request.round_id, "specpool.group.size": len(request.items)})
-            response = await answer(request)
-            span.note(
-                {"specpool.forward_s": response.forward_ns / 1e9, "specpool.realign_s": response.realign_ns / 1e9}
-            )
-            return response
+            yield span
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         """Frees sequences."""
@@ -39,5 +65,5 @@ class WorkerServicer:
         return pb.ReleaseResponse(released=released)
 
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
-        """Describes the worker, at once: also while a long pass runs."""
+        """Describes the worker. Answers at once, even while a long pass runs."""
         return worker_info_response(replace(self._host.info, instance_id=self._host.instance_id))

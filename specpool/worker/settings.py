@@ -1,4 +1,4 @@
-"""Settings shared by both workers, whatever they run."""
+"""Settings shared by both workers."""
 
 from pydantic import Field
 
@@ -14,7 +14,11 @@ class WorkerSettings(ServerSettings):
     watchdog_seconds: Seconds = Field(
         60.0,
         ge=0,
-        description="work on the model counts as hung if no forward pass ends for this long: health checks fail, "
-        "that of liveness too, until the work goes on, and after twice the time the process ends; loading the model is "
-        "exempt; 0: never",
+        description="the model counts as hung if its work finishes no forward pass for this long: health checks fail, "
+        "liveness included, until it goes on; after twice this long the process ends; loading is exempt; 0: never",
+    )
+    startup_cache: bool = Field(
+        True,
+        description="on a CPU, keep what the self-test proved and the step times in the user's cache folder, and reuse "
+        "them at the next start with the same weights, options, processor and versions",
     )

@@ -1,4 +1,4 @@
-"""Streams of rounds: how many are open, whose they are, and how they end."""
+"""Streams of rounds: their number, their owners, and how they end."""
 
 import asyncio
 from collections import Counter
@@ -9,20 +9,19 @@ from typing import Any
 from specpool.protocol.codec import require_coordinator
 from specpool.protocol.errors import InvalidArgumentError, QueueFullError
 
-MOST_STREAMS = 64
-"""Most streams that all coordinators together may have open. A coordinator opens one for each group of sequences under
-way at a time."""
-MOST_STREAMS_OF_A_CLIENT = 16
+MAX_STREAMS = 64
+"""Maximum open streams of all coordinators together. A coordinator opens one for each group in flight."""
+MAX_STREAMS_PER_CLIENT = 16
 RETRY_SECONDS = 1.0
 ORPHANED_SECONDS = 2.0
-"""Time after which a coordinator without streams counts as gone: one that reconnects is sooner back."""
+"""Time after which a coordinator without streams counts as gone. A reconnecting one returns sooner."""
 
 
 class RoundStreams:
     """The open streams of a worker. A stream belongs to the coordinator of its first request."""
 
     def __init__(self, on_orphaned: Callable[[str], None]) -> None:
-        """`on_orphaned`: called with the id of a coordinator some time after its last stream has ended."""
+        """`on_orphaned`: called with a coordinator's id some time after its last stream has ended."""
         self._on_orphaned = on_orphaned
         self._open: Counter[str] = Counter()
         """By client."""
@@ -38,9 +37,9 @@ class RoundStreams:
     async def each(
         self, requests: AsyncIterator[Any], answer: Callable[[Any], Awaitable[Any]], client: str = ""
     ) -> AsyncIterator[Any]:
-        """Answers a stream of rounds until the caller or a drain ends it, which never happens within a round.
+        """Answers a stream of rounds until the caller ends it, or until a drain does between two rounds.
 
-        The next request is read once a round is answered, so that a caller who sends more is held back by HTTP/2.
+        Reads the next request once a round is answered, so HTTP/2 flow control holds back faster callers.
         QueueFullError, InvalidArgumentError.
         """
         if self._draining or self._refusal(client):
@@ -53,7 +52,7 @@ class RoundStreams:
             with self._owned_by(owner):
                 while request is not None:
                     if request.coordinator_id != owner:
-                        raise InvalidArgumentError("coordinator_id", "is not that of the stream's first request")
+                        raise InvalidArgumentError("coordinator_id", "must be the same in all requests of a stream")
                     yield await answer(request)
                     request = await self._next(requests)
 
@@ -64,7 +63,7 @@ class RoundStreams:
             reading.cancel()
 
     async def _next(self, requests: AsyncIterator[Any]) -> Any:
-        """The next request; None at the end of the stream and in a drain."""
+        """The next request; None at the end of the stream or during a drain."""
         if self._draining:
             return None
         reading = asyncio.ensure_future(anext(requests, None))
@@ -89,10 +88,10 @@ class RoundStreams:
                 del self._open[client]
 
     def _refusal(self, client: str) -> str:
-        """Why a client may not open a stream now; empty if it may."""
-        if self._open.total() >= MOST_STREAMS:
+        """Why a client may not open a stream; empty if it may."""
+        if self._open.total() >= MAX_STREAMS:
             return f"{self._open.total()} streams of rounds are open"
-        if self._open[client] >= MOST_STREAMS_OF_A_CLIENT:
+        if self._open[client] >= MAX_STREAMS_PER_CLIENT:
             return f"{self._open[client]} streams of rounds of this client are open"
         return ""
 
@@ -113,7 +112,7 @@ class RoundStreams:
 
 
 async def _touch(requests: AsyncIterator[Any]) -> None:
-    """Begins to read and stops at once, as grpc warns of requests that nobody has ever begun to read."""
+    """Begins to read and stops at once: gRPC warns of requests that were never read."""
     reading = asyncio.ensure_future(anext(requests, None))
     await asyncio.wait([reading], timeout=0)
     reading.cancel()

@@ -1,4 +1,4 @@
-"""Notices that the model thread hangs: its work has gone on for too long without the end of a forward pass."""
+"""Detects a hung model thread: its work finishes no forward pass for too long."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from specpool.worker.model_thread import ModelThread, WorkItem
 log = logging.getLogger(__name__)
 
 CHECKS = 10
-"""Number of checks in the time that work may take."""
+"""Checks within the time limit."""
 
 
 class Watchdog:
@@ -19,32 +19,32 @@ class Watchdog:
     def __init__(
         self, thread: ModelThread, progress: Callable[[], int], seconds: float, on_change: Callable[[bool], None]
     ) -> None:
-        """`progress`: a number that changes while the work gets on. `on_change`: called with True when the thread has
-        been found to hang, and with False once it gets on."""
+        """`progress`: a number that changes while work progresses. `on_change`: called with True when the thread hangs,
+        and with False once work progresses again."""
         self._thread, self._progress, self._on_change = thread, progress, on_change
         self._seconds = seconds
         self._seen: tuple[WorkItem | None, int] = (None, 0)
         self._stalled = 0.0
         self._checked = time.monotonic()
         self.hanging: str | None = None
-        """What hangs, as a message for callers; None while nothing does."""
+        """A message for callers while the thread hangs; otherwise None."""
 
     async def watch(self) -> None:
-        """Checks for ever."""
+        """Checks until cancelled."""
         while True:
             await asyncio.sleep(self._seconds / CHECKS)
             self.check(time.monotonic())
 
     def check(self, now: float) -> None:
-        """Compares what runs at `now`, in seconds of a monotonic clock, with what ran at the last check."""
-        # Time in which the whole process stood still does not count as a hang.
+        """Compares the work item and progress at `now`, in monotonic seconds, with those of the last check."""
+        # Do not count time in which the whole process was stopped.
         elapsed = min(now - self._checked, 2 * self._seconds / CHECKS)
         self._checked = now
         seen = self._thread.running, self._progress()
         self._stalled = self._stalled + elapsed if seen == self._seen and seen[0] is not None else 0.0
         self._seen = seen
         if self.hanging is not None and not self._stalled:
-            log.warning("the model thread gets on again")
+            log.warning("the model thread makes progress again")
             self.hanging = None
             self._on_change(False)
         elif self.hanging is None and seen[0] is not None and self._stalled > self._seconds:

@@ -1,61 +1,121 @@
-"""Benchmarks that are told something wrong: one line that names the flag, before anything is started."""
+"""Wrong flags and missing programs: every benchmark ends with one line that names the flag, before any work."""
 
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from tiny_models import save_model
+from tiny_pair import tiny_config
 
 from benchmarks import dashboard
 
-COSTS = ("coordinator_cost", "metrics_cost", "tracing_cost")
+FILE = __file__
+WRONG = {
+    "cost.__main__": [("--of=nothing", "invalid choice: 'nothing'"), *(
+        (f"--of={part} {flag}", refusal)
+        for part in ("coordinator", "metrics", "tracing")
+        for flag, refusal in (
+            ("--sequences=0", "argument --sequences: '0' is not an integer from 1 to 256"),
+            ("--tokens=0", "argument --tokens: '0' is not an integer from 1 to 4000"),
+            ("--k=-1", "argument --k: '-1' is not an integer from 0 to 16"),
+            ("--repeats=0", "argument --repeats: '0' is not an integer from 1 to 1000"),
+        )
+    )],
+    "dashboard": [(f"--minutes={minutes}", "is not from 1 to 43200") for minutes in ("0", "nan", "1e9")],
+    "engine": [("--dtype=int8", "--dtype"), ("--shape=huge", "--shape"),
+               ("--shape=qwen3-0.6b --device=foo", "--device: device foo cannot be used: ")],
+    "equality": [("--reference=gpu", "--reference")],
+    "llamacpp": [
+        (flag, flag.split("=")[0])
+        for flag in ("--concurrency=0", "--concurrency=1,257", "--concurrency=", "--tokens=0", "--repeats=0",
+                     "--gguf=/nowhere", "--prompts=/nowhere", f"--prompts={FILE}", "--prompts=/dev/null")
+    ],
+    "pair": [
+        (f"--output={FILE}", "--output"), ("--output=/tmp --acceptance=1.1", "--acceptance: 1.1 is not from 0 to 1"),
+        ("--output=/tmp --device=foo", "--device"), ("--output=/tmp --seed=" + "9" * 30, "--seed"),
+    ],
+    "tensor_parallel_estimate": [
+        (flag, f"argument {flag.split('=')[0]}: ")
+        for flag in ("--devices=3", "--rows=0", "--memory-tb-s=0", "--link-fraction=nan")
+    ],
+    "throughput": [("--kinds=plain,best_of_all", "unknown: best_of_all"), *(
+        (flag, flag.split("=")[0])
+        for flag in ("--concurrencies=a", "--concurrencies=4,0", "--max-tokens=0", "--repeats=0", "--num-prompts=-1",
+                     "--category-concurrency=-1", "--prompts=/nope", f"--prompts={FILE}", f"--output={FILE}")
+    )],
+    "vllm": [
+        (flag, f"error: argument {flag.split('=')[0]}: ")
+        for flag in ("--concurrency=0", "--concurrency=1,257", "--tokens=1", "--repeats=0")
+    ],
+}  # fmt: skip
+"""Flags of each benchmark, and a part of the refusal."""
+
+Refusal = Callable[..., str]
 
 
-@pytest.mark.parametrize("name", COSTS)
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Runs a benchmark that must fail; returns the last line that it prints or exits with."""
+
+    def run(module: str, *flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", [module, *flags])
+        with pytest.raises(SystemExit) as ended:
+            import_module(f"benchmarks.{module}").main()
+        if isinstance(ended.value.code, str):
+            assert "\n" not in ended.value.code
+            return ended.value.code
+        assert ended.value.code == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("flag", "limits"),
+    ("module", "flags", "expected"), [(module, *case) for module, cases in WRONG.items() for case in cases]
+)
+def test_wrong_flags_are_named(module: str, flags: str, expected: str, refusal: Refusal) -> None:
+    assert expected in refusal(module, *flags.split())
+
+
+def test_too_many_ranks_are_refused(tmp_path: Path, refusal: Refusal) -> None:
+    model = str(save_model(tmp_path, tiny_config()))
+    said = refusal("tensor_parallel", "--model", model, "--ranks", "3")
+    assert "--ranks: " in said
+    assert "tensor_parallel 3 is more than the 2 KV heads" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "reason"),
     [
-        ("--sequences=0", "1 to 256"),
-        ("--tokens=0", "1 to 4000"),
-        ("--k=-1", "0 to 16"),
-        ("--repeats=0", "1 to 1000"),
+        ("", " must name a Python that has xllamacpp"),
+        ("/nowhere/python", ": /nowhere/python: No such file"),
+        (sys.executable, f": {sys.executable} has no xllamacpp"),
     ],
 )
-def test_a_load_has_limits(
-    name: str, flag: str, limits: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", [name, flag])
-    with pytest.raises(SystemExit) as ended:
-        import_module(f"benchmarks.{name}").main()
-    assert ended.value.code == 2
-    key, value = flag.split("=")
-    assert f"{name}: error: argument {key}: '{value}' is not an integer from {limits}\n" in capsys.readouterr().err
+def test_missing_llamacpp_is_named(python: str, reason: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPOOL_LLAMACPP_PYTHON", python)
+    said = refusal("llamacpp")
+    assert said.startswith(f"llamacpp: SPECPOOL_LLAMACPP_PYTHON{reason}")
+    assert said.endswith("python3 -m venv DIR && DIR/bin/pip install xllamacpp")
 
 
-def refusal_of_dashboard(monkeypatch: pytest.MonkeyPatch, *flags: str) -> object:
-    """What the drawing of the dashboard ends with."""
-    monkeypatch.setattr("sys.argv", ["dashboard", *flags])
-    with pytest.raises(SystemExit) as ended:
-        dashboard.main()
-    return ended.value.code
+def test_missing_vllm_is_named(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPOOL_VLLM_PYTHON", "/nowhere/python")
+    assert "/nowhere/python: no Python with vLLM" in refusal("vllm")
 
 
 @pytest.mark.parametrize("prometheus", ["nothing", "http://a b", "http://127.0.0.1:1"])
-def test_a_prometheus_that_does_not_answer_is_named(prometheus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = str(refusal_of_dashboard(monkeypatch, "--prometheus", prometheus))
-    assert refusal.startswith(f"dashboard: --prometheus {prometheus}: ")
-    assert "\n" not in refusal
-
-
-@pytest.mark.parametrize("minutes", ["0", "nan", "1e9"])
-def test_a_dashboard_shows_some_time(
-    minutes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refusal_of_dashboard(monkeypatch, "--minutes", minutes) == 2
-    assert "is not from 1 to 43200" in capsys.readouterr().err
+def test_unreachable_prometheus_is_named(prometheus: str, refusal: Refusal) -> None:
+    assert refusal("dashboard", "--prometheus", prometheus).startswith(f"dashboard: --prometheus {prometheus}: ")
 
 
 @pytest.mark.parametrize("output", ["nowhere/a.png", "a.nothing"])
-def test_a_picture_that_cannot_be_written(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "answers", lambda *_: [])
+def test_unwritable_picture_is_named(
+    output: str, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "dashboard_figure", lambda *_: Figure())
     path = str(tmp_path / output)
-    assert str(refusal_of_dashboard(monkeypatch, "--output", path)).startswith(f"dashboard: --output {path}: ")
+    assert refusal("dashboard", "--output", path).startswith(f"dashboard: --output {path}: ")

@@ -1,4 +1,4 @@
-"""The trial on three hosts: its network, load and verdicts; the hosts themselves only where there are rights."""
+"""The trial on three hosts: its network, load and verdicts; real hosts only as root."""
 
 import os
 import shutil
@@ -15,12 +15,11 @@ from serving import free_address, serving
 
 from deploy.trial import __main__ as trial
 from deploy.trial import images, steps
+from deploy.trial.hosts import ADDRESSES, Conditions, Network, TrialError, inside, network
 from deploy.trial.load import Load, Tally, random_cases
-from deploy.trial.namespaces import ADDRESSES, TrialError, inside
-from deploy.trial.network import Network, network
 from deploy.trial.services import Deployment, make_deployment
-from deploy.trial.steps import Steps, has_recovered, leftovers, requests_gone_wrong
-from deploy.trial.switch import Conditions, Wire
+from deploy.trial.steps import Steps, has_recovered, leftovers, request_faults
+from deploy.trial.switch import Wire
 from deploy.trial.timeline import Event, Timeline, throughput_figure
 from specpool.client import AsyncClient
 from specpool.rpc.security.channel import SecurityOptions
@@ -34,45 +33,45 @@ SETTINGS = {
 }
 
 
-def wire(**conditions: Any) -> Wire:
-    its = Wire(seed=1)
-    its.conditions = Conditions(**conditions)
-    return its
+def make_wire(**conditions: Any) -> Wire:
+    wire = Wire(seed=1)
+    wire.conditions = Conditions(**conditions)
+    return wire
 
 
 def test_packets_arrive_late_and_in_order() -> None:
-    its = wire(delay=0.002)
-    its.send("client", "draft", b"first", now=1.0)
-    its.send("draft", "client", b"second", now=1.001)
-    assert list(its.arrived(1.0019)) == []
-    assert its.seconds_to_next(1.0) == pytest.approx(0.002)
-    assert list(its.arrived(1.0021)) == [("draft", b"first")]
-    assert list(its.arrived(1.01)) == [("client", b"second")]
-    assert its.seconds_to_next(1.01) is None
+    wire = make_wire(delay=0.002)
+    wire.send("client", "draft", b"first", now=1.0)
+    wire.send("draft", "client", b"second", now=1.001)
+    assert list(wire.arrived(1.0019)) == []
+    assert wire.seconds_to_next(1.0) == pytest.approx(0.002)
+    assert list(wire.arrived(1.0021)) == [("draft", b"first")]
+    assert list(wire.arrived(1.01)) == [("client", b"second")]
+    assert wire.seconds_to_next(1.01) is None
 
 
-def test_a_share_of_the_packets_is_lost_the_same_with_the_same_seed() -> None:
+def test_seed_decides_which_packets_are_lost() -> None:
     arrived = []
     for _ in range(2):
-        its = wire(loss=0.1)
+        wire = make_wire(loss=0.1)
         for number in range(5000):
-            its.send("client", "draft", b"%d" % number, now=0.0)
-        arrived.append(list(its.arrived(0.0)))
-        assert its.counts.forwarded == len(arrived[-1]) == 5000 - its.counts.lost
+            wire.send("client", "draft", b"%d" % number, now=0.0)
+        arrived.append(list(wire.arrived(0.0)))
+        assert wire.counts.forwarded == len(arrived[-1]) == 5000 - wire.counts.lost
     assert arrived[0] == arrived[1]
-    assert 400 < its.counts.lost < 600
+    assert 400 < wire.counts.lost < 600
 
 
-def test_a_host_that_is_cut_off_neither_sends_nor_receives() -> None:
-    its = wire(cut_off=("draft",))
+def test_host_that_is_cut_off_neither_sends_nor_receives() -> None:
+    wire = make_wire(cut_off=("draft",))
     for source, destination in (("draft", "client"), ("client", "draft"), ("client", "target")):
-        its.send(source, destination, b"packet", now=0.0)
-    assert list(its.arrived(0.0)) == [("target", b"packet")]
-    assert its.counts.dropped == 2
+        wire.send(source, destination, b"packet", now=0.0)
+    assert list(wire.arrived(0.0)) == [("target", b"packet")]
+    assert wire.counts.dropped == 2
 
 
 @pytest.mark.skipif(not CAN_MAKE_HOSTS, reason="needs root, a TUN device, and the commands ip, tc and openssl")
-def test_real_packets_are_late_and_lost_between_real_hosts() -> None:
+def test_real_packets_are_delayed_and_lost() -> None:
     try:
         with network(seed=1) as hosts:
             with inside("draft"):
@@ -89,11 +88,11 @@ def test_real_packets_are_late_and_lost_between_real_hosts() -> None:
                 hosts.cut_off(["draft"])
                 assert exchange(sender, receiver, 5)[0] == 0
     except TrialError as error:
-        pytest.skip(str(error))  # another one runs, or root may not make namespaces here
+        pytest.skip(str(error))  # another trial runs, or root may not make namespaces
 
 
 def exchange(sender: socket.socket, receiver: socket.socket, number: int) -> tuple[int, float]:
-    """Number of datagrams that arrive, and seconds until the first one did."""
+    """Number of datagrams that arrive, and seconds until the first one."""
     receiver.settimeout(0.5)
     began, arrived, seconds = time.monotonic(), 0, 0.0
     for _ in range(number):
@@ -108,7 +107,7 @@ def exchange(sender: socket.socket, receiver: socket.socket, number: int) -> tup
     return arrived, seconds
 
 
-def test_rates_and_pauses_of_a_timeline() -> None:
+def test_rates_and_pauses() -> None:
     timeline = Timeline()
     for at, tokens in ((0.1, 3), (0.4, 1), (0.6, 2), (2.1, 5)):
         timeline.add(at, tokens)
@@ -118,7 +117,7 @@ def test_rates_and_pauses_of_a_timeline() -> None:
     assert timeline.longest_pause(0.7, 2.0) == pytest.approx(1.3)
 
 
-def test_the_plot_shows_each_event() -> None:
+def test_plot_shows_each_event() -> None:
     events = [Event("draft cut off", 1.0, 2.0), Event("target restarted", 3.0, 4.0)]
     (axes,) = throughput_figure([8.0, 4.0, 0.0, 6.0], events).axes
     legend = axes.get_legend()
@@ -126,10 +125,10 @@ def test_the_plot_shows_each_event() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["draft cut off", "target restarted"]
 
 
-def test_verdicts_count_the_requests_of_their_step() -> None:
+def test_verdicts_count_only_their_step() -> None:
     before = Tally(answered=10, wrong=1, failed=1)
-    assert requests_gone_wrong(before, Tally(12, 1, 1)) == []
-    assert requests_gone_wrong(before, Tally(12, 2, 3)) == ["1 answers were wrong", "2 requests failed"]
+    assert request_faults(before, Tally(12, 1, 1)) == []
+    assert request_faults(before, Tally(12, 2, 3)) == ["1 answers were wrong", "2 requests failed"]
 
 
 def state(tokens: int, drafted: int, draft: str = "ready") -> pb.GetServerInfoResponse:
@@ -149,33 +148,31 @@ def state(tokens: int, drafted: int, draft: str = "ready") -> pb.GetServerInfoRe
         (state(11, 6, draft="resting"), False),
     ],
 )
-def test_a_service_has_recovered_once_both_workers_are_used_again(
-    info: pb.GetServerInfoResponse, recovered: bool
-) -> None:
+def test_recovery_needs_both_workers_in_use(info: pb.GetServerInfoResponse, recovered: bool) -> None:
     assert has_recovered(state(10, 5).counters, info) is recovered
 
 
 class NoNetwork:
-    """A network that only notes what it was told."""
+    """A network that only records its orders."""
 
     def __init__(self) -> None:
-        self.told: list[list[str]] = []
+        self.orders: list[list[str]] = []
 
     def cut_off(self, hosts: Iterable[str]) -> None:
-        self.told.append(list(hosts))
+        self.orders.append(list(hosts))
 
 
-async def test_a_load_on_a_service_that_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_load_and_steps_on_a_healthy_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "SETTLE_SECONDS", 0.0)
     async with serving() as served, AsyncClient(served.address) as client:
         load, hosts = Load(client, random_cases(4, seed=1)), NoNetwork()
         await load.decode_plainly()
         loading = load.start(2)
-        its = Steps(cast(Network, hosts), Deployment({}, SecurityOptions()), client, load, cut_seconds=0.4)
-        assert await its.recover() == []
-        assert await its.cut_off("draft") == []
-        assert await its.cut_off("target") == ["tokens came without the target"]  # nothing was really cut off
-        assert hosts.told == [["draft"], [], ["target"], []]
+        steps_ = Steps(cast(Network, hosts), Deployment({}, SecurityOptions()), client, load, cut_seconds=0.4)
+        assert await steps_.recover() == []
+        assert await steps_.cut_off("draft") == []
+        assert await steps_.cut_off("target") == ["tokens came without the target"]  # nothing was really cut off
+        assert hosts.orders == [["draft"], [], ["target"], []]
         load.finish()
         await loading
         assert await leftovers(client) == []
@@ -184,7 +181,7 @@ async def test_a_load_on_a_service_that_is_well(monkeypatch: pytest.MonkeyPatch)
     assert load.timeline.tokens(0, load.now) >= load.tally.answered * 20
 
 
-async def test_other_tokens_and_failures_are_found() -> None:
+async def test_wrong_tokens_and_failures_are_reported() -> None:
     async with serving() as served, AsyncClient(served.address) as client:
         (case,) = cases = random_cases(1, seed=1)
         load = Load(client, cases)
@@ -203,7 +200,7 @@ async def test_other_tokens_and_failures_are_found() -> None:
     assert "UNAVAILABLE" in load.faults[0]
 
 
-def test_each_process_takes_its_flags(tmp_path: Path) -> None:
+def test_processes_accept_their_flags(tmp_path: Path) -> None:
     deployment = make_deployment(tmp_path, tmp_path, tmp_path, "error")
     assert deployment.address == "10.77.0.2:50050"
     for name, service in deployment.services.items():
@@ -226,7 +223,7 @@ def test_each_process_takes_its_flags(tmp_path: Path) -> None:
         (["--hosts", "3"], "unrecognized arguments: --hosts 3"),
     ],
 )
-def test_wrong_flags_are_refused(flags: list[str], refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_named(flags: list[str], refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         trial.parse(flags)
     assert ended.value.code == 2
@@ -236,7 +233,7 @@ def test_wrong_flags_are_refused(flags: list[str], refusal: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("user", "path", "says"), [(1000, "/usr/bin", "needs root"), (0, "/nowhere", "needs the command ip")]
 )
-def test_what_is_missing_is_said_in_one_line(user: int, path: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_named(user: int, path: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setenv("PATH", path)
     monkeypatch.setattr(sys, "argv", ["trial"])
@@ -245,8 +242,7 @@ def test_what_is_missing_is_said_in_one_line(user: int, path: str, says: str, mo
         trial.main()
 
 
-def test_a_folder_with_files_of_others_is_no_storage_of_images(tmp_path: Path) -> None:
-    """It would be removed."""
+def test_storage_of_images_must_not_hold_other_files(tmp_path: Path) -> None:
     images.check_storage(tmp_path / "new")
     (tmp_path / "storage").mkdir()
     images.check_storage(tmp_path)

@@ -27,10 +27,10 @@ from target_worker.service import TargetWorkerServicer
 
 
 class LogitsTap:
-    """Monitor of an engine: logits after the same context must be bit-identical, however they are computed."""
+    """Monitors an engine: the logits after one context must have the same bits in every batch."""
 
     def __init__(self, engine: Engine, seen: dict[tuple[int, ...], bytes] | None = None) -> None:
-        """`seen`: logits that another engine's tap has recorded, to compare with those too."""
+        """`seen`: logits of another engine's tap, to compare with."""
         self._cached: dict[int, list[int]] = {}
         self.seen = {} if seen is None else seen
         self.compared = 0
@@ -65,7 +65,7 @@ class LogitsTap:
 
 @dataclass
 class PairService:
-    """The parts of a running service that a test may use."""
+    """A running service."""
 
     client: AsyncClient
     process: CoordinatorServer
@@ -73,7 +73,7 @@ class PairService:
     draft: WorkerHost | None
 
     async def forget(self, host: WorkerHost) -> None:
-        """Makes a worker lose every cache, as a restart would."""
+        """Makes a worker lose every cache, like a restart."""
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
 
     async def wait_idle(self) -> None:
@@ -93,10 +93,9 @@ async def serving_pair(
     target_worker: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[PairService]:
-    """Starts workers (with `worker` settings; the target's also with others) and a coordinator, all on ports that the
-    system chooses."""
+    """Starts workers with `worker` settings and a coordinator. `target_worker`: further settings of the target."""
     async with AsyncExitStack() as stack:
-        options = {"threads": 2, "port": 0, **(worker or {})}
+        options = {"threads": 2, "port": 0, "startup_cache": False, **(worker or {})}
         target_settings = TargetWorkerSettings(model=str(target), **{**options, **(target_worker or {})})
         target_host = WorkerHost(partial(load_verifier, target_settings))
         register = target_worker_pb2_grpc.add_TargetWorkerServiceServicer_to_server
@@ -110,9 +109,9 @@ async def serving_pair(
 
 @asynccontextmanager
 async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str, WorkerHost]]:
-    """A draft worker with these settings; yields its address, too."""
+    """A draft worker with these settings; yields its address and host."""
     async with AsyncExitStack() as stack:
-        draft = DraftWorkerSettings(model=str(model), **settings)
+        draft = DraftWorkerSettings(model=str(model), **{"startup_cache": False, **settings})
         host = WorkerHost(partial(load_proposer, draft))
         register = draft_worker_pb2_grpc.add_DraftWorkerServiceServicer_to_server
         yield await _serve(stack, draft, host, register, DraftWorkerServicer(host)), host
@@ -122,7 +121,7 @@ async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str
 async def serving_coordinator(
     target: str, draft: str | None, **settings: Any
 ) -> AsyncIterator[tuple[AsyncClient, CoordinatorServer]]:
-    """A coordinator for the workers at these addresses, ready to generate."""
+    """A coordinator for these workers, ready to generate."""
     settings = {"port": 0, "drain_seconds": 0, "target_address": target, "draft_address": draft, **settings}
     async with AsyncExitStack() as stack:
         process = CoordinatorServer(CoordinatorSettings(**settings))

@@ -1,4 +1,4 @@
-"""Requests that no client of ours would send: hypothesis strategies by method, made from the messages' descriptors."""
+"""Malformed requests: hypothesis strategies by method, derived from the message descriptors."""
 
 from typing import Any
 
@@ -37,9 +37,11 @@ VALID = {message.DESCRIPTOR.full_name: message for message in REQUESTS}
 
 
 def integers(bits: int, signed: bool) -> st.SearchStrategy[int]:
-    least, most = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-    edges = [value for value in (0, 1, 2, 3, 63, 64, 256, 257, 2**16, 2**31 - 1, 2**31, most, least) if value <= most]
-    return st.sampled_from(edges) | st.integers(least, most)
+    minimum, maximum = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    edges = [
+        value for value in (0, 1, 2, 3, 63, 64, 256, 257, 2**16, 2**31 - 1, 2**31, maximum, minimum) if value <= maximum
+    ]
+    return st.sampled_from(edges) | st.integers(minimum, maximum)
 
 
 TEXTS = st.text(max_size=20) | st.sampled_from(["", "\0", "fuzz", "x" * 129, "🙂" * 5000, "{{ 1 // 0 }}", "\ufeff"])
@@ -57,7 +59,7 @@ VALUES: dict[int, st.SearchStrategy[Any]] = {
 
 
 def values_of(one: FieldDescriptor) -> st.SearchStrategy[Any]:
-    """Values of a field: a message as a dict of its fields, and sometimes very many of a repeated one."""
+    """Values of a field. A message is a dict of its fields; a repeated field sometimes has very many values."""
     if one.message_type is not None and one.message_type.GetOptions().map_entry:
         entry = one.message_type.fields_by_name
         return st.dictionaries(values_of(entry["key"]), values_of(entry["value"]), max_size=4)
@@ -76,7 +78,7 @@ def fields_of(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def replaced(valid: Message, name: str, value: Any) -> Message:
-    """The message with another value of a field."""
+    """The message with one field replaced."""
     kind = type(valid)
     changed = kind()
     changed.CopyFrom(valid)
@@ -86,7 +88,7 @@ def replaced(valid: Message, name: str, value: Any) -> Message:
 
 
 def with_one_wrong(valid: Message) -> st.SearchStrategy[Message]:
-    """A valid message in which one field, here or further inside, has any value."""
+    """A valid message in which one field, at any depth, has a random value."""
 
     def wrong(one: FieldDescriptor) -> st.SearchStrategy[Message]:
         value = getattr(valid, one.name)
@@ -102,7 +104,7 @@ def with_one_wrong(valid: Message) -> st.SearchStrategy[Message]:
 
 
 def cut_and_pasted(payload: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
-    """The bytes of a message with some places replaced, deleted or filled."""
+    """The bytes of a message after some edits."""
     for start, length, new in edits:
         at = start % (len(payload) + 1)
         payload = payload[:at] + new + payload[at + length :]
@@ -110,7 +112,7 @@ def cut_and_pasted(payload: bytes, edits: list[tuple[int, int, bytes]]) -> bytes
 
 
 def garbage(method: MethodDescriptor) -> st.SearchStrategy[list[bytes]]:
-    """Random bytes, messages with some bytes changed, and messages of random fields."""
+    """Random bytes, edited messages, and messages of random fields."""
     kind = message_factory.GetMessageClass(method.input_type)
     edit = st.tuples(st.integers(0, 200), st.integers(0, 8), st.binary(max_size=8))
     valid = VALID.get(method.input_type.full_name, kind()).SerializeToString()
@@ -120,7 +122,7 @@ def garbage(method: MethodDescriptor) -> st.SearchStrategy[list[bytes]]:
 
 
 def almost_valid(method: MethodDescriptor) -> st.SearchStrategy[list[bytes]]:
-    """Messages with one wrong field; to a stream, valid ones too."""
+    """Messages with one wrong field; streams also get valid ones."""
     valid = VALID.get(method.input_type.full_name, message_factory.GetMessageClass(method.input_type)())
     wrong = with_one_wrong(valid).map(lambda message: message.SerializeToString())
     one = st.just(valid.SerializeToString()) | wrong if method.client_streaming else wrong

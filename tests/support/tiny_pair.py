@@ -1,5 +1,5 @@
 """The tiny pair of the benchmarks, re-exported for tests."""
 
-from benchmarks.tiny_pair import MAX_MODEL_LEN, make_tiny_pair, tiny_config
+from benchmarks.pair import MAX_MODEL_LEN, make_tiny_pair, tiny_config
 
 __all__ = ["MAX_MODEL_LEN", "make_tiny_pair", "tiny_config"]

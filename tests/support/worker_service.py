@@ -1,4 +1,4 @@
-"""A worker that serves in this process over a real socket, and the calls of a coordinator to it."""
+"""A worker that serves in this process over a real socket, and a coordinator's calls to it."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ from target_worker.verifier import Verifier
 
 SLOTS = 3
 TRUTH_SLOT = 7
-"""A slot of the arena that is missing from the tests' slot table."""
+"""A slot of the arena outside the tests' slot table."""
 PATIENCE_SECONDS = 60
 
 OK = common_pb2.ITEM_STATUS_OK
@@ -69,7 +69,7 @@ TARGET = Role(
 
 @dataclass
 class Worker:
-    """A worker that serves in this process, and the calls of a coordinator to it."""
+    """A worker in this process, and a coordinator's calls to it."""
 
     role: Role
     host: WorkerHost
@@ -82,7 +82,7 @@ class Worker:
         self.rounds = itertools.count(1)
 
     async def round(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> list[Any]:
-        """Results of one round, by default the coordinator's next one."""
+        """Results of one round, by default the next one."""
         return list((await self.respond(*items, coordinator_id=coordinator_id, round_id=round_id)).results)
 
     async def respond(self, *items: Any, coordinator_id: str = "c", round_id: int | None = None) -> Any:
@@ -98,7 +98,7 @@ class Worker:
         return (self.stub.ProposeStream if self.role is DRAFT else self.stub.VerifyStream)()
 
     def item(self, sequence_id: int, base_length: int, token_ids: Sequence[int]) -> Any:
-        """Work for either role: append tokens, and answer with one more token."""
+        """An item for either role: append tokens, and return one more token."""
         if self.role is DRAFT:
             return propose(sequence_id, base_length, token_ids, 1)
         return verify(sequence_id, base_length, token_ids)
@@ -114,7 +114,7 @@ class Worker:
         return self.engine.slots[coordinator_id, sequence_id].num_cached_tokens
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Tokens of plain decoding with this worker's model, one at a time and with no other sequence in the batch."""
+        """Tokens of plain decoding with this model, one at a time, alone in the batch."""
         tokens = list(prompt)
         for start in [0, *range(len(prompt), len(prompt) + count - 1)]:
             tokens += self.engine.forward([Span(TRUTH_SLOT, start, tokens[start:], 1)]).argmax(-1).tolist()
@@ -231,17 +231,17 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @dataclass
 class Hold:
-    """Passes that wait."""
+    """Blocked passes."""
 
     began: threading.Event = field(default_factory=threading.Event)
-    """Set when a pass waits."""
+    """Set when a pass blocks."""
     open: threading.Event = field(default_factory=threading.Event)
-    """Set to let all passes go on."""
+    """Set to unblock all passes."""
 
 
 @contextmanager
 def held(worker: Worker) -> Iterator[Hold]:
-    """A context in which passes wait, at the latest until its end."""
+    """Blocks passes, at most until the end of the context."""
     hold, forward = Hold(), worker.engine.forward
 
     def wait(spans: Any) -> Any:

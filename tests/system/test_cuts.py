@@ -1,22 +1,26 @@
-"""Connections to the workers that are cut, swallowed, refused or delayed under load: no request fails or changes."""
+"""Links to the workers that are cut, silent, refused or slow under load: no request fails, and no token changes."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
-from serving import Serving, check_tokens, make_request, random_request, serving, stream
+from lab.load import Load, fake_cases, sender
+from lab.proxy import CuttingProxy
+from serving import Serving, make_request, random_request, serving
 
-from specpool.testing import CuttingProxy, FakeDraft, FakeTarget, FakeWorker
+from specpool.testing import FakeDraft, FakeTarget, FakeWorker
+from specpool.v1 import generation_pb2 as pb
 
-CUTS = 60
-"""Cuts of each kind; `python -m benchmarks.soak --cuts 3000` makes more of them, of real workers."""
-AT_A_TIME = 8
-MOST_PAUSE_SECONDS = 0.04
-# A black hole is left behind in this time, and not after the minute that a round may take.
+CUTS = 30
+"""Cuts of each kind; `make soak SOAK="--cuts 3000"` makes more of them, to real workers."""
+CONCURRENCY = 8
+MAX_PAUSE_SECONDS = 0.04
 SOME_SECONDS = 10.0
+"""Time to abandon a silent connection; a round itself may take a minute."""
 
 
 class Behind(FakeWorker):
@@ -39,74 +43,62 @@ class TargetBehind(Behind, FakeTarget):
 
 
 class DraftBehind(Behind, FakeDraft):
-    """A draft behind a proxy."""
+    """A draft worker behind a proxy."""
 
 
 def slow_workers() -> tuple[TargetBehind, DraftBehind]:
-    """Workers whose passes take so long that cuts fall into rounds."""
+    """Workers whose passes take long enough that cuts hit rounds."""
     target = TargetBehind(pass_seconds=lambda rows: 0.002)
     return target, DraftBehind(target, pass_seconds=lambda rows: 0.0005)
 
 
+def requests() -> Iterator[pb.GenerateRequest]:
+    """Random requests without end."""
+    rng = random.Random(0)
+    while True:
+        yield random_request(rng)
+
+
 @asynccontextmanager
-async def load(served: Serving) -> AsyncIterator[None]:
-    """Requests in flight at any time within the context. At its end none has failed, or has other tokens than those of
-    plain decoding, or was counted twice; and all slots are free."""
-    done = asyncio.Event()
-    busy = asyncio.create_task(keep_busy(served, done))
+async def under_load(served: Serving) -> AsyncIterator[None]:
+    """Keeps requests in flight. At the end, every request has been answered once, correctly, and all slots are free."""
+    load = Load(sender(served.stub), fake_cases(served.target, requests()), CONCURRENCY)
+    running = asyncio.create_task(load.run())
     try:
         yield
     finally:
-        done.set()
-        sent = await busy
+        load.stop()
+        await running
+    assert load.tally.faults == []
     info = await served.until_idle()
-    assert dict(info.counters.finished) == {"length": sent}
+    assert sum(info.counters.finished.values()) == load.tally.outcomes["answered"] == load.tally.outcomes.total()
 
 
-async def keep_busy(served: Serving, done: asyncio.Event) -> int:
-    """Has requests in flight until `done`, each with the tokens of plain decoding; returns their number."""
-    chance = random.Random(0)
-    sent = 0
-
-    async def one_after_the_other(number: int) -> None:
-        nonlocal sent
-        while not done.is_set():
-            request = random_request(chance)
-            sent += 1
-            if number % 2:
-                await served.expect(request)
-            else:
-                check_tokens(served.target, request, (await stream(served, request))[1])
-
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(AT_A_TIME):
-            tasks.create_task(one_after_the_other(number))
-    return sent
-
-
-async def cut_often(proxies: list[CuttingProxy], cuts: int) -> None:
-    """Cuts one of the links at a time, at random moments."""
-    chance = random.Random(1)
-    for _ in range(cuts):
-        await asyncio.sleep(chance.uniform(0, MOST_PAUSE_SECONDS))
-        chance.choice(proxies).cut()
-
-
-@pytest.mark.parametrize("links", ["target", "draft", "both"])
-async def test_cuts_lose_and_double_nothing(links: str) -> None:
+@pytest.mark.parametrize(
+    "links", ["both", pytest.param("target", marks=pytest.mark.slow), pytest.param("draft", marks=pytest.mark.slow)]
+)
+async def test_cuts_lose_and_repeat_nothing(links: str) -> None:
     target, draft = slow_workers()
     proxies = {"target": [target.proxy], "draft": [draft.proxy], "both": [target.proxy, draft.proxy]}[links]
-    async with serving(target, draft) as served, load(served):
-        await cut_often(proxies, CUTS)
-    # A draft that is cut off rests, for longer and longer, and meanwhile has no connection.
-    assert sum(proxy.connections_cut for proxy in proxies) > (CUTS / 4 if links != "draft" else 1)
+    rng = random.Random(1)
+    async with serving(target, draft) as served, under_load(served):
+        for _ in range(CUTS):
+            await asyncio.sleep(rng.uniform(0, MAX_PAUSE_SECONDS))
+            rng.choice(proxies).cut()
+    # After each cut the draft link backs off for longer, without a connection.
+    assert sum(proxy.connections_cut for proxy in proxies) > (1 if links == "draft" else CUTS / 4)
 
 
-@pytest.mark.parametrize("link", ["target", "draft"])
-async def test_connections_that_swallow_everything_are_left_behind(link: str) -> None:
-    """Nothing says that they are dead: a new connection would work at once."""
+@pytest.mark.parametrize("link", ["target", pytest.param("draft", marks=pytest.mark.slow)])
+async def test_silent_connections_are_abandoned(link: str) -> None:
     target, draft = slow_workers()
     proxy = {"target": target, "draft": draft}[link].proxy
+    with mock.patch("coordinator.workers.link.PROBE_TIMEOUT_SECONDS", 1.0):
+        await abandon(target, draft, proxy)
+
+
+async def abandon(target: TargetBehind, draft: DraftBehind, proxy: CuttingProxy) -> None:
+    """Swallows the bytes of a link during generation; the coordinator must reconnect and lose nothing."""
     async with serving(target, draft, draft_timeout_seconds=0.5) as served:
         running = [asyncio.create_task(served.expect(make_request([i], 200))) for i in range(4)]
         await served.until(lambda info: info.counters.completion_tokens > 20)
@@ -119,11 +111,11 @@ async def test_connections_that_swallow_everything_are_left_behind(link: str) ->
         assert (await served.expect(make_request())).speculative_decoding.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("link", ["target", "draft"])
-async def test_silence_that_ends_costs_time_only(link: str) -> None:
+@pytest.mark.parametrize("link", ["target", pytest.param("draft", marks=pytest.mark.slow)])
+async def test_temporary_silence_costs_only_time(link: str) -> None:
     target, draft = slow_workers()
     proxy = {"target": target, "draft": draft}[link].proxy
-    async with serving(target, draft, draft_timeout_seconds=0.2) as served, load(served):
+    async with serving(target, draft, draft_timeout_seconds=0.2) as served, under_load(served):
         for _ in range(3):
             await asyncio.sleep(0.2)
             proxy.black_hole(True)
@@ -132,26 +124,23 @@ async def test_silence_that_ends_costs_time_only(link: str) -> None:
     assert proxy.bytes_swallowed > 0
 
 
-async def test_a_worker_that_refuses_connections_for_a_while_is_waited_for() -> None:
+@pytest.mark.slow
+async def test_refused_and_slow_connections_cost_only_time() -> None:
     target, draft = slow_workers()
-    async with serving(target, draft) as served, load(served):
+    async with serving(target, draft) as served, under_load(served):
         for proxy in (target.proxy, draft.proxy):
             proxy.refuse(True)
             proxy.cut()
             await served.until(lambda _, proxy=proxy: proxy.refused > 1)
             proxy.refuse(False)
         await served.until_ready()
-
-
-async def test_a_slow_network_costs_time_only() -> None:
-    target, draft = slow_workers()
-    async with serving(target, draft) as served, load(served):
         target.proxy.delay(0.02)
         draft.proxy.delay(0.01)
-        await served.until(lambda info: info.counters.rounds > 30)
+        rounds = (await served.info()).counters.rounds
+        await served.until(lambda info: info.counters.rounds > rounds + 30)
 
 
-async def test_a_proxy_forwards_what_it_is_sent_in_its_order() -> None:
+async def test_proxy_forwards_bytes_in_order() -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):
             writer.write(data)

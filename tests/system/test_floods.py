@@ -1,4 +1,4 @@
-"""A coordinator's process under floods, and at its end: what it takes, who is served, and how long stopping lasts."""
+"""Floods of calls: memory and answers. The end of a process: how long a drain takes."""
 
 import asyncio
 import signal
@@ -21,17 +21,16 @@ from specpool.v1 import common_pb2, draft_worker_pb2_grpc
 from specpool.v1 import generation_pb2 as pb
 
 MIB = 2**20
-# What 60 of the largest requests at once may add: `request_memory`, and as much again for those that are being read and
-# tokenized, and for what the allocator keeps.
-MOST_GROWTH_BYTES = 256 * MIB
+MAX_GROWTH_BYTES = 256 * MIB
+"""For 60 of the largest requests: `request_memory`, and as much again for reading, tokenizing and the allocator."""
 
 
 @asynccontextmanager
 async def coordinator(
     target: FakeTarget, *flags: str, descriptors: int | None = None
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, AsyncClient, str]]:
-    """A coordinator's process that serves, a client that does not try again, and the address."""
-    # By the shell: a function that runs in the forked child may hang there, with gRPC's threads in this process.
+    """A running coordinator process, a client without retries, and the address."""
+    # The shell sets the limit: preexec_fn may hang in the child, because gRPC runs threads in this process.
     limited = [] if descriptors is None else ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(descriptors)]
     address, target_address = free_address(), await target.start()
     process = await asyncio.create_subprocess_exec(
@@ -57,10 +56,7 @@ async def is_ready(client: AsyncClient) -> bool:
         return False
 
 
-# --- Floods
-
-
-async def test_two_thousand_calls_at_once_are_all_answered_once() -> None:
+async def test_2000_concurrent_calls_are_each_answered_once() -> None:
     prompts = [[i % 250, i // 250, 9] for i in range(2000)]
     settings = {"max_num_seqs": 256, "max_batch_size": 256, "queue_size": 1000}
     async with serving(RecordingTarget(slots=256), with_draft=False, **settings) as served:
@@ -72,32 +68,35 @@ async def test_two_thousand_calls_at_once_are_all_answered_once() -> None:
         assert dict(info.counters.finished) == {"length": len(prompts)}
 
 
-async def test_no_call_of_two_thousand_at_once_is_dropped_without_a_reason() -> None:
+@pytest.mark.slow
+async def test_2000_concurrent_calls_without_a_queue_end_with_a_reason() -> None:
     async with serving(with_draft=False, queue_size=0) as served, AsyncClient(served.address) as client:
         requests = [make_request([i % 250], 2) for i in range(2000)]
         codes = Counter(await asyncio.gather(*(client.stub.Generate(request).code() for request in requests)))
         assert codes.keys() <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
-async def test_sixty_of_the_largest_requests_at_once_take_bounded_memory() -> None:
+@pytest.mark.slow
+async def test_concurrent_large_requests_take_bounded_memory() -> None:
     chat = pb.ChatInput(messages=[pb.ChatMessage()] * (MIB // 2 - 100))
     async with coordinator(FakeTarget()) as (process, client, _):
         before = psutil.Process(process.pid).memory_info().rss
         for request in (make_request([7] * (MIB - 100)), pb.GenerateRequest(chat=chat)):
             codes = Counter(await asyncio.gather(*(client.stub.Generate(request).code() for _ in range(60))))
             assert codes.keys() <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
-        assert peak_bytes(process.pid) - before < MOST_GROWTH_BYTES
+        assert peak_bytes(process.pid) - before < MAX_GROWTH_BYTES
         assert (await client.generate([1, 2, 3], max_tokens=3)).token_ids
 
 
 def peak_bytes(pid: int) -> int:
-    """The largest resident size that a process has had."""
+    """Peak resident size of a process."""
     with open(f"/proc/{pid}/status") as lines:
         (line,) = [line for line in lines if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
 
 
-async def test_idle_connections_leave_descriptors_and_clients_alone() -> None:
+@pytest.mark.slow
+async def test_idle_connections_exhaust_no_descriptors() -> None:
     async with coordinator(FakeTarget(), descriptors=192) as (process, client, address):
         host, _, port = address.rpartition(":")
         idle = [socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) for _ in range(300)]
@@ -110,10 +109,7 @@ async def test_idle_connections_leave_descriptors_and_clients_alone() -> None:
             assert (await other.generate([1, 2, 3], max_tokens=3)).token_ids
 
 
-# --- The end
-
-
-async def test_a_drain_gives_up_requests_that_no_target_can_serve() -> None:
+async def test_drain_fails_requests_when_the_target_is_gone() -> None:
     target = RecordingTarget()
     with mock.patch("coordinator.server.TARGET_AWAY_SECONDS", 0.5):
         async with serving(target, with_draft=False, drain_seconds=600) as served:
@@ -129,7 +125,7 @@ async def test_a_drain_gives_up_requests_that_no_target_can_serve() -> None:
             assert set(await codes) == {grpc.StatusCode.UNAVAILABLE}
 
 
-async def test_a_drain_waits_for_a_target_that_comes_back() -> None:
+async def test_drain_waits_for_a_restarting_target() -> None:
     target = RecordingTarget()
     async with serving(target, with_draft=False, drain_seconds=600) as served:
         target.open.clear()
@@ -145,7 +141,7 @@ async def test_a_drain_waits_for_a_target_that_comes_back() -> None:
         await stopping
 
 
-async def test_requests_that_outlast_the_drain_are_unavailable() -> None:
+async def test_requests_longer_than_the_drain_end_unavailable() -> None:
     target = RecordingTarget()
     async with serving(target, with_draft=False, drain_seconds=0.3) as served:
         target.open.clear()
@@ -167,8 +163,8 @@ async def stream_code(stub: object) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-async def test_a_second_signal_ends_a_coordinator_that_waits_for_slots() -> None:
-    """The target hangs, and so do the drain and the release of slots after it."""
+@pytest.mark.slow
+async def test_second_signal_ends_a_drain_that_hangs() -> None:
     target = RecordingTarget()
     async with coordinator(target, "--drain-seconds", "600") as (process, client, _):
         target.open.clear()
@@ -212,8 +208,9 @@ run_worker("worker", settings, Backend, "hanging", pb_grpc.add_DraftWorkerServic
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drain_seconds", "signals"), [("600", 2), ("0", 1)])
-async def test_a_model_thread_that_hangs_does_not_keep_a_worker_alive(drain_seconds: str, signals: int) -> None:
+async def test_worker_ends_despite_a_hanging_model_thread(drain_seconds: str, signals: int) -> None:
     address = free_address()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", HANGING_WORKER, address.rpartition(":")[2], drain_seconds, stdout=asyncio.subprocess.PIPE
@@ -256,7 +253,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_second_signal_ends_a_process_whose_event_loop_is_blocked() -> None:
+async def test_second_signal_ends_a_process_with_a_blocked_event_loop() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", BLOCKED_AT_THE_END, stdout=asyncio.subprocess.PIPE
     )

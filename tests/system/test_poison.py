@@ -1,4 +1,4 @@
-"""Requests that kill or hang the target worker: they are found and given up, and their neighbours are served."""
+"""Requests that kill or hang the target: the coordinator finds and fails them, and serves their neighbours."""
 
 import asyncio
 from itertools import islice
@@ -17,7 +17,7 @@ POISON = 250
 
 
 class Mortal(RecordingTarget):
-    """A target that dies, and is started again, in each round in which it chooses a token after `deadly`."""
+    """A target that dies and restarts in every round that has a token of `deadly`."""
 
     def __init__(self, deadly: list[int], **knobs: Any) -> None:
         super().__init__(**knobs)
@@ -42,7 +42,7 @@ class Mortal(RecordingTarget):
 
 
 def innocents(target: FakeTarget, deadly: int, number: int) -> list[pb.GenerateRequest]:
-    """Requests that neither contain the deadly token nor generate it."""
+    """Requests that neither contain nor generate the deadly token."""
     prompts = ([1, i] for i in range(POISON))
     return [
         make_request(prompt, 30, k=0)
@@ -50,7 +50,7 @@ def innocents(target: FakeTarget, deadly: int, number: int) -> list[pb.GenerateR
     ]
 
 
-async def test_a_request_that_kills_the_target_is_given_up_and_its_neighbours_are_served() -> None:
+async def test_request_that_kills_the_target_fails_alone() -> None:
     target = Mortal([POISON])
     requests = innocents(target, POISON, 6)
     async with serving(target, with_draft=False) as served:
@@ -63,7 +63,7 @@ async def test_a_request_that_kills_the_target_is_given_up_and_its_neighbours_ar
         await served.until_idle()
 
 
-async def test_a_sequence_that_becomes_deadly_late_is_found_too() -> None:
+async def test_sequence_that_becomes_deadly_fails_alone() -> None:
     target = Mortal([])
     prompt = [9, 9]
     tokens = target.continuation(prompt, 40)
@@ -82,7 +82,7 @@ async def test_a_sequence_that_becomes_deadly_late_is_found_too() -> None:
         assert target.deaths == 4
 
 
-async def test_a_target_that_dies_now_and_then_costs_nobody_the_request() -> None:
+async def test_occasional_deaths_of_the_target_fail_no_request() -> None:
     async with serving(RecordingTarget(), with_draft=False) as served:
         requests = [make_request([i], 150, k=0) for i in range(4)]
         streams = [asyncio.ensure_future(stream(served, request)) for request in requests]
@@ -95,7 +95,7 @@ async def test_a_target_that_dies_now_and_then_costs_nobody_the_request() -> Non
             check_tokens(served.target, request, complete)
 
 
-async def test_a_request_that_hangs_the_target_is_given_up() -> None:
+async def test_request_that_hangs_the_target_fails_alone() -> None:
     class Hanging(RecordingTarget):
         async def Verify(self, request: Any, context: Any) -> Any:
             if any(POISON in item.token_ids for item in request.items):
@@ -110,8 +110,7 @@ async def test_a_request_that_hangs_the_target_is_given_up() -> None:
         await asyncio.gather(*neighbours)
 
 
-async def test_errors_of_the_transport_fail_no_request() -> None:
-    """Only an error that a worker's handler has marked as its own says anything about the request."""
+async def test_transport_errors_do_not_count_against_a_request() -> None:
 
     class Core(RecordingTarget):
         failing = 3
@@ -127,7 +126,7 @@ async def test_errors_of_the_transport_fail_no_request() -> None:
         assert served.target.failing == 0
 
 
-async def test_a_cache_that_is_lost_in_every_round_ends_the_request() -> None:
+async def test_cache_lost_in_every_round_fails_the_request() -> None:
     class Forgetful(RecordingTarget):
         async def Verify(self, request: Any, context: Any) -> Any:
             response = await super().Verify(request, context)
@@ -144,7 +143,7 @@ async def test_a_cache_that_is_lost_in_every_round_ends_the_request() -> None:
 
 
 @pytest.mark.parametrize("field", ["weights_fingerprint", "numerics_fingerprint"])
-async def test_a_target_that_comes_back_with_other_weights_or_numerics_is_noticed(field: str) -> None:
+async def test_target_returning_with_other_weights_or_numerics_ends_the_service(field: str) -> None:
     class Described(RecordingTarget):
         fingerprint_now = "one"
 

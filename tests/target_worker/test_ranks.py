@@ -1,4 +1,4 @@
-"""Worker processes whose model is divided: what they report, and that no rank outlives another."""
+"""Worker processes with a sharded model: what they report, and that no rank outlives another."""
 
 import signal
 import socket
@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from queue import SimpleQueue
 
 import grpc
 import psutil
@@ -15,6 +17,7 @@ from scraping import free_port
 from tiny_models import save_model, small_config
 from worker_service import PATIENCE_SECONDS
 
+from specpool.engine.run.connections import hang_up, watch
 from specpool.v1 import common_pb2, target_worker_pb2_grpc
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -44,12 +47,12 @@ def start(folder: Path) -> Iterator[Start]:
 
 
 def nodes_of(master_port: int) -> list[str]:
-    """Flags of two nodes, both on this machine."""
+    """Flags of two nodes on this machine."""
     return ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(master_port)]
 
 
 def info_of(port: int, process: subprocess.Popen[str]) -> common_pb2.GetWorkerInfoResponse:
-    """Of a worker, once it has loaded its model."""
+    """The info of a worker, once it has loaded its model."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
@@ -63,43 +66,61 @@ def info_of(port: int, process: subprocess.Popen[str]) -> common_pb2.GetWorkerIn
                 time.sleep(0.1)
 
 
+def rank_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """The only rank that a worker process has started, once it has started it."""
+    while not (ranks := ranks_of(process)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    (rank,) = ranks
+    return rank
+
+
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(process.pid).children()
-        if "specpool.engine.startup.follower" in child.cmdline()
-    ]
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if "specpool.engine.startup.follower" in child.cmdline()]
+
+
+def log_of(process: subprocess.Popen[str]) -> str:
+    """The log of a process that ends."""
+    return process.communicate(timeout=PATIENCE_SECONDS)[1]
+
+
+def test_both_ends_notice_a_hang_up() -> None:
+    closed = SimpleQueue[str]()
+    own, other = Pipe()
+    watch({"rank 1": own}, closed.put)
+    watch({"rank 0": other}, closed.put)
+    hang_up(other)
+    assert closed.get(timeout=PATIENCE_SECONDS) in ("rank 0", "rank 1")
+    own.close()
 
 
 def test_a_worker_reports_its_ranks_and_ends_with_them(start: Start) -> None:
     port = free_port()
     worker = start("--port", str(port))
+    rank = rank_of(worker)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a terminal sends them to all processes of a group
+        rank.send_signal(number)
     info = info_of(port, worker)
     assert info.model.tensor_parallel == 2
     assert [rank.device for rank in info.load.ranks] == ["cpu", "cpu"]
     assert info.load.weight_bytes == sum(rank.weight_bytes for rank in info.load.ranks)
     assert info.load.kv_bytes_total == sum(rank.kv_bytes for rank in info.load.ranks)
-    (rank,) = ranks_of(worker)
     rank.send_signal(signal.SIGKILL)
-    _, log = worker.communicate(timeout=PATIENCE_SECONDS)
+    assert "rank 1 has ended: the process ends" in log_of(worker)
     assert worker.returncode == 1
-    assert "rank 1 has ended: the process ends" in log
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_worker(start: Start) -> None:
-    port = free_port()
-    worker = start("--port", str(port))
-    while not (ranks := ranks_of(worker)):
-        assert worker.poll() is None
-    (rank,) = ranks
-    rank.send_signal(signal.SIGTERM)  # as it is sent to all processes of a group: the worker decides when to end
-    rank.send_signal(signal.SIGINT)
-    info_of(port, worker)
+    worker = start("--port", "0")
+    rank = rank_of(worker)
     worker.send_signal(signal.SIGKILL)
-    worker.communicate(timeout=PATIENCE_SECONDS)
+    log_of(worker)
     rank.wait(PATIENCE_SECONDS)
 
 
+@pytest.mark.slow
 def test_nodes_share_a_model(start: Start) -> None:
     port, nodes = free_port(), nodes_of(free_port())
     other = start(*nodes, "--node-rank", "1")
@@ -108,41 +129,38 @@ def test_nodes_share_a_model(start: Start) -> None:
     assert [rank.device for rank in info.load.ranks] == ["cpu", "cpu"]
     assert not ranks_of(leader)
     other.send_signal(signal.SIGTERM)
-    _, log = leader.communicate(timeout=PATIENCE_SECONDS)
+    assert "rank 1 has ended" in log_of(leader)
     assert leader.returncode == 1
-    assert "rank 1 has ended" in log
 
 
-def test_a_stop_of_node_0_is_one_of_all_nodes(start: Start) -> None:
+@pytest.mark.slow
+def test_stopping_node_0_stops_all_nodes(start: Start) -> None:
     port, nodes = free_port(), nodes_of(free_port())
     other, leader = start(*nodes, "--node-rank", "1"), start(*nodes, "--port", str(port))
     info_of(port, leader)
     leader.send_signal(signal.SIGTERM)
-    leader.communicate(timeout=PATIENCE_SECONDS)
+    log_of(leader)
     assert leader.returncode == 0
-    _, log = other.communicate(timeout=PATIENCE_SECONDS)
+    assert "ended" not in log_of(other)
     assert other.returncode == 0
-    assert "ended" not in log
 
 
-def test_a_node_says_that_node_0_has_hung_up(start: Start) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_ranks_of_a_node_end_with_node_0_and_with_their_node(start: Start, is_killed: bool) -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", port)) as node_0:
-        other = start(*nodes_of(port), "--node-rank", "1")
-        node_0.accept()[0].close()
-        _, log = other.communicate(timeout=PATIENCE_SECONDS)
-    assert other.returncode == 1
-    assert log.count("\n") == 1
-    assert "rank 0 has turned this rank away, or has ended: the process ends" in log
-
-
-def test_ranks_of_a_node_that_is_killed_end(start: Start) -> None:
-    port = free_port()
-    with socket.create_server(("127.0.0.1", port)) as node_0:
-        other = start(*nodes_of(port), "--node-rank", "1")
+        node = start(*nodes_of(port), "--node-rank", "1")
         link, _ = node_0.accept()
-        (rank,) = ranks_of(other)
-        other.send_signal(signal.SIGKILL)
-        other.communicate(timeout=PATIENCE_SECONDS)
+        rank = rank_of(node)
+        if is_killed:
+            node.send_signal(signal.SIGKILL)
+        else:
+            link.close()
+        log = log_of(node)
         rank.wait(PATIENCE_SECONDS)
         link.close()
+    if not is_killed:
+        assert node.returncode == 1
+        assert log.count("\n") == 1
+        assert "rank 0 has turned this rank away, or has ended: the process ends" in log

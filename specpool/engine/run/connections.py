@@ -1,4 +1,4 @@
-"""How ranks stay together. When one end of a connection closes, the other end notices: nobody waits for the dead."""
+"""Connections between ranks. When one end closes, the other end notices at once, so no rank waits for a dead one."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from pydantic import BaseModel
 log = logging.getLogger(__name__)
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
-"""Signals that end rank 0, which drains and then ends the others, although they may be sent to all of them."""
+"""Stop signals. A terminal sends them to all ranks, but only rank 0 acts on them: it drains, then ends the rest."""
 
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -27,13 +27,13 @@ def send(connection: Connection, message: BaseModel) -> None:
     connection.send_bytes(message.model_dump_json().encode())
 
 
-def receive(connection: Connection, kind: type[Message], most: int | None = None) -> Message:
-    """Waits for a message of at most `most` bytes. EOFError: the other end is closed. OSError: it is longer."""
-    return kind.model_validate_json(connection.recv_bytes(most))
+def receive(connection: Connection, kind: type[Message], max_bytes: int | None = None) -> Message:
+    """Waits for a message. EOFError: the other end is closed. OSError: the message exceeds `max_bytes`."""
+    return kind.model_validate_json(connection.recv_bytes(max_bytes))
 
 
 def watch(connections: Mapping[str, Connection], on_hangup: Callable[[str], None]) -> None:
-    """Calls `on_hangup` with the name of the first connection whose other end closes, on a thread of its own."""
+    """Calls `on_hangup` on a new thread with the name of the first connection whose other end closes."""
 
     def wait() -> None:
         poller = select.poll()
@@ -46,7 +46,7 @@ def watch(connections: Mapping[str, Connection], on_hangup: Callable[[str], None
 
 
 def hang_up(connection: Connection) -> None:
-    """Closes a connection, even while a thread watches it: a socket that is polled stays open until it is shut down."""
+    """Closes a connection. Shuts it down first: a socket that a thread polls stays open otherwise."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link, contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -61,9 +61,8 @@ def end_process(reason: str) -> NoReturn:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """A context in which processes are started that these signals do not reach until they ignore them: imports take
-    seconds. Threads have masks of their own, and that of the caller is restored."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    """Blocks stop signals in processes started here until they call `ignore_stops`: imports take seconds."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # of this thread only
     try:
         yield
     finally:
@@ -71,6 +70,6 @@ def signals_held() -> Iterator[None]:
 
 
 def ignore_stops() -> None:
-    """Ignores these signals from now on, and those that were held."""
+    """Ignores stop signals from now on, including pending ones."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""A model with its KV cache, which runs the new tokens of many sequences in one ragged forward pass."""
+"""A model with its KV cache. One ragged forward pass runs the new tokens of many sequences."""
 
 import time
 from collections import Counter
@@ -26,9 +26,9 @@ STEP_CACHED = 128
 
 
 class Engine:
-    """A model with its KV cache. An engine is used by one thread only, the one that built it.
+    """A model with its KV cache, for the thread that built it.
 
-    `specpool.engine.startup.loading` builds engines, and fills in what it finds out about them.
+    `specpool.engine.startup.loading` builds engines and sets what it proves and measures.
     """
 
     def __init__(
@@ -40,24 +40,23 @@ class Engine:
         options: EngineOptions,
         leader: Leader | None = None,
     ) -> None:
-        """Reserves the cache. `tiles`: the shapes of exact results, as far as the pass needs any. `leader`: tells the
-        other ranks what to run, if the model is divided."""
+        """Reserves the cache. `tiles`: shapes of batch-invariant passes. `leader`: commands the other ranks."""
         self.loaded, self.facts, self.forward_pass = loaded, facts, forward_pass
         self.notes: list[str] = [*loaded.notes, *forward_pass.notes]
-        """What an operator should know, one sentence each; what is found out about the engine later is appended."""
+        """What an operator should know, one sentence each."""
         if isinstance(forward_pass, LibraryModel):
             reason = why_not_fusable(loaded.config) or "the fused pass is switched off"
             self.notes.append(f"runs slowly, by the modules of transformers, because {reason}")
         self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
         self.tiles = tiles
-        most = options.resolve_max_num_batched_tokens(facts.device.type)
-        self.max_num_batched_tokens = min(most, self.tiles.max_rows or most)
+        max_tokens = options.resolve_max_num_batched_tokens(facts.device.type)
+        self.max_num_batched_tokens = min(max_tokens, self.tiles.max_rows or max_tokens)
         footprint = footprint_of(loaded, facts, forward_pass, self.max_num_batched_tokens)
         reserved = self._reserved(options, footprint, leader)
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
         self.leader = leader
-        """Rank 0's view of the other ranks; None: the model is not divided."""
+        """Rank 0's connection to the other ranks; None unless the model is sharded."""
         self._runner = PassRunner(forward_pass, self.layout.arena, self.tiles, facts.query_groups)
         self._ranks: tuple[RankMemory, ...] = ()
         self._weight_kinds = Counter(forward_pass.weight_kinds)
@@ -67,35 +66,34 @@ class Engine:
             for report in leader.reports:
                 self._weight_kinds.update(report.weight_kinds)
         self._draft_loop: DraftLoop | None = None
-        if not self.layout.spare_columns:  # in such a layout sequences stay in place
+        if not self.layout.spare_columns:  # sequences stay in place
             self._draft_loop = forward_pass.draft_loop(self.layout.arena, self.token_ids)
         self.realign_ns = 0
-        """Nanoseconds spent so far on bringing caches to the length and the columns that a pass needs."""
+        """Nanoseconds spent so far on bringing caches to the length and place that a pass needs."""
         self.passes = 0
         """Forward passes so far."""
         self.tokens = 0
-        """Tokens run so far, each of which was a row of a pass."""
+        """Tokens run so far, each one row of a pass."""
         self.weights_fingerprint = self.numerics_fingerprint = ""
-        """Fingerprints of the weights and of the logits that they give."""
+        """Fingerprints of the weights and of their logits."""
         self.bitwise = False
-        """Whether the logits of a token were proved to be the same bits in every batch."""
+        """Whether the self-test proved that a token's logits have the same bits in every batch."""
         self.step_seconds: Mapping[int, float] = {}
-        """Seconds of a pass by the number of its new tokens, as measured when the model was loaded."""
+        """Seconds of a pass by its number of new tokens, measured at start."""
         self.seconds_per_cached = 0.0
-        """Extra seconds per new token and additional cached position, likewise."""
+        """Extra seconds per new token and additional cached position, measured at start."""
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Caches the new tokens of all spans and returns the logits they ask for, [R, rows of the head], in span order.
+        """Caches the new tokens of all spans. Returns the requested logits [R, rows of the head] in span order.
 
-        `token_ids` and `over_vocabulary` translate rows of the head to tokens. More tokens than
-        `max_num_batched_tokens` take several passes, which changes no bit of the result.
+        `token_ids` and `over_vocabulary` map rows of the head to tokens. More tokens than `max_num_batched_tokens` take
+        several passes, with the same bits.
         """
-        logits = [self._pass(chunk) for chunk in _chunks(spans, self.max_num_batched_tokens)]
-        wanted = [rows for rows in logits if len(rows)]
-        if len(wanted) == 1:
-            return wanted[0]
-        return torch.cat(wanted) if wanted else torch.empty(0, self.facts.outputs, device=self.facts.device)
+        logits = [rows for chunk in _chunks(spans, self.max_num_batched_tokens) if len(rows := self._pass(chunk))]
+        if len(logits) == 1:
+            return logits[0]
+        return torch.cat(logits) if logits else torch.empty(0, self.facts.outputs, device=self.facts.device)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -104,49 +102,46 @@ class Engine:
 
     @torch.inference_mode()
     def draft(self, spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[list[int]], list[list[float]]]:
-        """Caches the new tokens of all spans, and drafts as many tokens after each as `lengths` says.
+        """Caches the new tokens of all spans, and drafts `lengths` further tokens greedily, at least one in all.
 
-        At least one length is above 0. Each token is the most probable one after those before it. Returns the tokens of
-        each span, and their probabilities; the host waits for the device once. All tokens but the last one of each span
-        are cached. A span asks for one row of logits if tokens are wanted after it, else for none.
+        Returns the draft tokens of each span and their probabilities. The host waits for the device once. The last
+        draft token of a span is not cached. A span requests one row of logits if its length is above 0, otherwise none.
         """
         assert self._draft_loop is not None
         drafted = [(span, length) for span, length in zip(spans, lengths, strict=True) if length]
-        found = self._draft_loop(
+        drafts = self._draft_loop(
             self._draft_loop.first(self.forward(spans)),
             positions=[span.end for span, _ in drafted],
             columns=[self.layout.origin(span.slot) + span.end for span, _ in drafted],
-            wanted=[length - 1 for _, length in drafted],
-            longest=max(span.end + length - 1 for span, length in drafted),
+            remaining=[length - 1 for _, length in drafted],
+            max_length=max(span.end + length - 1 for span, length in drafted),
         )
         self.tokens += sum(length - 1 for _, length in drafted)
-        tokens, probabilities = found.permute(1, 2, 0).tolist()  # [sequences][steps]
-        rows = iter(zip(tokens, probabilities, strict=True))
-        each = [next(rows) if length else ([], []) for length in lengths]
+        tokens, probabilities = map(iter, drafts.permute(1, 2, 0).tolist())  # [sequences][steps]
         return (
-            [[int(token) for token in its[:length]] for (its, _), length in zip(each, lengths, strict=True)],
-            [its[:length] for (_, its), length in zip(each, lengths, strict=True)],
+            [[int(token) for token in next(tokens)[:length]] if length else [] for length in lengths],
+            [next(probabilities)[:length] if length else [] for length in lengths],
         )
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """The token ids of rows of the head, given by their indexes."""
+        """Token ids of rows of the head."""
         return rows if self.loaded.output_ids is None else self.loaded.output_ids[rows]
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] from logits [n, rows of the head]: minus infinity for tokens without a row."""
+        """Logits [n, vocab_size] from logits [n, rows of the head]. Tokens without a row get minus infinity."""
         if self.loaded.output_ids is None:
             return logits
-        known = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        known[:, self.loaded.output_ids] = logits
-        return known
+        expanded = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        expanded[:, self.loaded.output_ids] = logits
+        return expanded
 
     @property
     def load(self) -> CacheLoad:
-        """How full the cache is now."""
+        """How full the cache is."""
         return CacheLoad(slots_in_use=self.slots.in_use, kv_positions_free=self.slots.extents.free)
 
     def info(self) -> WorkerInfo:
-        """The model, and how full its cache is now."""
+        """Description of the model and how full its cache is."""
         per_token = self.facts.kv_bytes_per_token(self.forward_pass.compute_dtype)
         name = f" ({torch.cuda.get_device_name(self.facts.device)})" if self.facts.device.type == "cuda" else ""
         return WorkerInfo(
@@ -183,21 +178,21 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Ends the other ranks of a divided model; the engine cannot be used afterwards."""
+        """Ends the other ranks of a sharded model. The engine cannot be used afterwards."""
         if self.leader is not None:
             self.leader.close()
 
     @contextmanager
     def realigning(self) -> Iterator[None]:
-        """A context whose time is counted as realignment."""
-        self._synchronize()  # otherwise work that is still running would be counted too
+        """Counts the time of the context as realignment."""
+        self._synchronize()  # do not count passes that still run
         began = time.perf_counter_ns()
         yield
         self._synchronize()
         self.realign_ns += time.perf_counter_ns() - began
 
     def _synchronize(self) -> None:
-        if self.facts.device.type == "cuda" and self.layout.spare_columns:  # the layout in place rarely moves anything
+        if self.facts.device.type == "cuda" and self.layout.spare_columns:  # the other layout rarely moves columns
             torch.cuda.synchronize(self.facts.device)
 
     def _pass(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -214,7 +209,7 @@ class Engine:
         return logits
 
     def _reserved(self, options: EngineOptions, footprint: Footprint, leader: Leader | None) -> ReservedCache:
-        """The cache; of a divided model rank 0's, for its share of heads, and no longer than every rank can hold."""
+        """The cache. Rank 0 of a sharded model caches its heads, with as many columns as every rank can hold."""
         own, others = self.facts, None
         if leader is not None:
             own = own.of_rank(leader.sharding.kv_heads.sizes[0])
@@ -223,9 +218,9 @@ class Engine:
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
-    """Splits spans into chunks of at most `limit` tokens; each piece keeps the logits of its own tokens."""
+    """Splits spans into chunks of at most `limit` tokens. Each piece keeps the logits of its tokens."""
     chunks: list[list[Span]] = []
-    left = 0  # tokens that the last chunk can still take
+    left = 0  # room in the last chunk
     for span in spans:
         start, tokens, logits = span.start, span.token_ids, span.num_logits
         while tokens:

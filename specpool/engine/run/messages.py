@@ -1,29 +1,35 @@
-"""Messages between rank 0 and another rank before they serve, as JSON."""
+"""Messages between rank 0 and the other ranks: JSON while they start, and 64-bit integers for each pass."""
 
+from collections.abc import Sequence
+from enum import IntEnum, auto
+from itertools import accumulate, chain, pairwise
+
+import numpy as np
 from pydantic import BaseModel
 
+from specpool.engine.cache.spans import Location, Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.sharding.shares import Sums
 
 
 class Order(BaseModel):
-    """To a rank: what it has to load, and where it finds the others."""
+    """To a rank: what to load, and where to find the other ranks."""
 
     rank: int
     sums: Sums
     options: EngineOptions
-    """Those of the whole engine, but with the device of this rank."""
+    """The options of the engine, with the device of this rank."""
     exact: bool
     store: str
     """A file, or host and port separated by a space."""
 
 
 class Loaded(BaseModel):
-    """From a rank that has loaded its share."""
+    """From a rank that has loaded its shard."""
 
     sums: dict[str, str]
-    """Sums over the words of some weights, by name, as hexadecimal digits: for the fingerprint of all weights."""
+    """Hexadecimal sums of weights by name, for the fingerprint of all weights."""
 
 
 class Report(BaseModel):
@@ -31,16 +37,16 @@ class Report(BaseModel):
 
     device: str
     forward_pass: str
-    """Class of its pass; all ranks must have the same one."""
+    """Class of its pass, which must be the same on all ranks."""
     tiles: Tiles | None
-    """Shapes that make its products exact; None: no shapes do."""
+    """Shapes for which its GEMMs are batch invariant; None: there are none."""
     agrees: bool
-    """Whether its compiled products, if there are any, give a row the same bits beside any others."""
+    """Whether its compiled GEMMs, if any, are batch invariant."""
     kv_limit: int
-    """Bytes that its KV cache may take."""
+    """Maximum size of its KV cache in bytes."""
     weight_bytes: int
     weight_kinds: dict[str, int]
-    """Bytes of its weights by the kind in which they are kept."""
+    """Bytes of its weights by storage type."""
     activation_bytes: int
 
 
@@ -53,6 +59,54 @@ class Begin(BaseModel):
 
 
 class Probed(BaseModel):
-    """From a rank: the operations that gave equal rows different bits."""
+    """From a rank: operations that gave equal rows different bits."""
 
     unequal: list[str]
+
+
+class Command(IntEnum):
+    """Commands of rank 0 while it serves. Each has integers as arguments."""
+
+    RUN = auto()
+    """Run a pass: `encode_run`."""
+    MOVE = auto()
+    """Move columns of the cache: the arguments of `KVArena.move`."""
+    PROBE = auto()
+    """Begin to probe the operations of passes."""
+    END_PROBE = auto()
+    """End the probe, and report."""
+    END = auto()
+    """End the process in an orderly stop."""
+
+
+def encode(command: Command, *arguments: int) -> bytes:
+    """The message of a command."""
+    return np.array((command, *arguments), np.int64).tobytes()
+
+
+def decode(message: bytes) -> tuple[Command, list[int]]:
+    """The command of a message, and its arguments."""
+    command, *arguments = np.frombuffer(message, np.int64).tolist()
+    return Command(command), arguments
+
+
+def encode_run(spans: Sequence[Span], locations: Sequence[Location]) -> bytes:
+    """The command to run a pass: number of spans, six integers per span, then all tokens."""
+    headers = (
+        (span.slot, span.start, len(span.token_ids), span.num_logits, location.origin, location.start)
+        for span, location in zip(spans, locations, strict=True)
+    )
+    tokens = chain.from_iterable(span.token_ids for span in spans)
+    return encode(Command.RUN, len(spans), *chain.from_iterable(headers), *tokens)
+
+
+def decode_run(arguments: list[int]) -> tuple[list[Span], list[Location]]:
+    """The spans of a pass and where their sequences lie."""
+    count, rest = arguments[0], arguments[1:]
+    headers = [rest[6 * i : 6 * i + 6] for i in range(count)]
+    ends = accumulate((tokens for _, _, tokens, *_ in headers), initial=6 * count)
+    spans = [
+        Span(slot, start, rest[begin:end], num_logits)
+        for (slot, start, _, num_logits, _, _), (begin, end) in zip(headers, pairwise(ends), strict=True)
+    ]
+    return spans, [Location(origin, start) for *_, origin, start in headers]

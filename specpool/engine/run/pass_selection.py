@@ -1,5 +1,7 @@
-"""Chooses the forward pass of a model - compiled for the processor, of few torch operations, or the library's own - and
-the shapes that make it exact."""
+"""Chooses the forward pass of a model, and the shapes that make it batch invariant.
+
+The candidates, fastest first: compiled code, GPU kernels, fused torch operations, the library's own modules.
+"""
 
 import torch
 
@@ -9,7 +11,7 @@ from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.passes.activations import activate_in_pieces
+from specpool.engine.passes.activations import chunk_activations
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel, is_fusable
@@ -18,35 +20,35 @@ from specpool.engine.passes.gpu.graphs import CudaGraphs
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.passes.linear import can_prepack, prepack_linears
 from specpool.engine.passes.native.model import NativeModel, compile_pass
-from specpool.engine.passes.native.sharded import DividedNativeModel
-from specpool.engine.probes.exactness import ONE_SHAPE, choose_tiles
-from specpool.engine.probes.kernels import choose_products
+from specpool.engine.passes.native.sharded import ShardedNativeModel
+from specpool.engine.probes.batch_invariance import ONE_SHAPE, choose_tiles
+from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 
 
 def build_exact_pass(
     loaded: LoadedModel, facts: ModelFacts, options: EngineOptions, exact: bool, group: SingleRank = SINGLE_RANK
 ) -> tuple[ForwardPass, Tiles | None]:
-    """The forward pass of a model, or of a rank's share of it, and the shapes that make it exact; None: no shapes do.
+    """The forward pass of a model or of a rank's shard, and the shapes that make it batch invariant, if any.
 
-    `exact`: whether it is to be exact. `group`: the ranks that share the model. UnsupportedModelError.
+    `exact`: whether batch invariance is needed. `group`: the ranks of the model. UnsupportedModelError.
     """
     forward_pass = build_forward_pass(loaded, options, group)
     return forward_pass, _tiles(forward_pass, facts, options, exact)
 
 
 def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: SingleRank = SINGLE_RANK) -> ForwardPass:
-    """The fastest pass that this model can have on its device. It takes over the weights of the library's model.
+    """The fastest pass for this model on its device. It takes over the weights of the library's model.
 
-    `group`: the ranks that share the model, which `FusedModel` must then be able to run. UnsupportedModelError: this
-    rank cannot run the GPU's kernels, which the others may run.
+    `group`: the ranks of the model; with several, `FusedModel` must support it. UnsupportedModelError: this rank cannot
+    run the GPU kernels, but others may.
     """
     device, dtype = loaded.model.device, loaded.model.dtype
     forward_pass: ForwardPass = LibraryModel(loaded.model)
     if (options.fused or group is not SINGLE_RANK) and is_fusable(loaded.config):
         forward_pass = fused = FusedModel(loaded.model, group)
         if options.native and device.type == "cpu":
-            native = compile_pass(fused, NativeModel if group is SINGLE_RANK else DividedNativeModel)
+            native = compile_pass(fused, NativeModel if group is SINGLE_RANK else ShardedNativeModel)
             if native is not None:
                 release_files(loaded.model)
                 return native
@@ -58,9 +60,9 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
                 return CapturedModel(kernels, CudaGraphs()) if options.cuda_graphs else kernels
             if group is not SINGLE_RANK:
                 raise UnsupportedModelError(
-                    f"a model cannot be divided among GPUs where its kernels cannot run: {fallback}"
+                    f"a model cannot be sharded across GPUs that cannot run its kernels: {fallback}"
                 )
-            fused.notes.append(f"runs slowly, by torch's operations, because its kernels cannot run here: {fallback}")
+            fused.notes.append(f"runs slowly, on torch operations, because its kernels cannot run here: {fallback}")
     if can_prepack(dtype, device):
         prepack_linears(forward_pass)
     if device == torch.device("cpu"):
@@ -69,41 +71,36 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether passes on this device should consist of kernels of our own."""
+    """Whether this device should run our own kernels."""
     return device.type == "cuda"
 
 
 def why_no_kernels(fused: FusedModel) -> str | None:
-    """Why the kernels cannot run this model on its device; None if they can."""
+    """Why our kernels cannot run this model on its device; None if they can."""
     try:
         try_kernels(fused)
-    except Exception as error:  # the compiler for this GPU may raise anything
+    except Exception as error:  # the GPU compiler may raise anything
         return first_line(error)
     return None
 
 
 def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions, exact: bool) -> Tiles | None:
-    """Chooses the products of a pass where there is a choice, and finds the tiles that make it exact, if it is to be.
-
-    None if no tiles do.
-    """
+    """Chooses the GEMMs of a pass, and the tiles that make it batch invariant if `exact`; None if no tiles do."""
     model = forward_pass.model if isinstance(forward_pass, CapturedModel) else forward_pass
     if isinstance(model, GpuModel):
         capture = forward_pass.capture if isinstance(forward_pass, CapturedModel) else None
-        wanted = None if options.products == "auto" else options.products
-        exists = choose_products(
-            model, options.resolve_max_num_batched_tokens(facts.device.type), exact, wanted, capture
-        )
+        forced = None if options.gemm == "auto" else options.gemm
+        exists = choose_gemms(model, options.resolve_max_num_batched_tokens(facts.device.type), exact, forced, capture)
         if facts.device.type == "cuda":
-            torch.cuda.empty_cache()  # what was only tried must not count as used when the KV cache is sized
+            torch.cuda.empty_cache()  # trials must not reduce the KV cache
         if exists:
             return Tiles()
         forward_pass.notes.append(
-            f"runs slowly, {ONE_SHAPE.max_rows} rows at a time: other products are not exact here"
+            f"runs slowly, {ONE_SHAPE.max_rows} rows at a time: no faster GEMM is batch invariant here"
         )
         return ONE_SHAPE
     if not exact or forward_pass.exact_by_construction:
         return Tiles()
-    activate_in_pieces(forward_pass)
+    chunk_activations(forward_pass)
     attention = (facts.kv_heads, facts.query_groups, facts.head_dim)
     return choose_tiles(forward_pass, attention if forward_pass.plans_attention else None)

@@ -1,4 +1,4 @@
-"""How the ranks of other nodes reach rank 0: over TCP, at its master port."""
+"""Rendezvous of nodes: the ranks of other nodes connect to rank 0 over TCP, at its master port."""
 
 import logging
 import os
@@ -17,8 +17,7 @@ from specpool.engine.run.connections import receive, send
 
 log = logging.getLogger(__name__)
 
-# A host that disappears without closing its connections is noticed after about 5 + 3 * 2 seconds. It is not even probed
-# while something was sent to it that it does not acknowledge: TCP would wait for 15 minutes.
+# Notice a host that vanishes within about 11 seconds. TCP would wait for 15 minutes while sent data is unacknowledged.
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 5,
     socket.TCP_KEEPINTVL: 2,
@@ -26,29 +25,29 @@ KEEPALIVE = {
     socket.TCP_USER_TIMEOUT: 11_000,
 }
 RETRY_SECONDS = 1.0
-# A connection on which nothing is said for as long is not one of a rank, nor is one on which more is said.
+# Drop peers whose hello is late or oversized.
 HELLO_SECONDS, HELLO_BYTES = 5, 1 << 16
-# Options in which nodes may differ.
-OWN = {"device", "threads", "node_rank"}
+NODE_OPTIONS = {"device", "threads", "node_rank"}
+"""Options in which nodes may differ."""
 
 
 class Hello(BaseModel):
-    """From a rank of another node: what it was started as."""
+    """From a rank of another node: its version and options."""
 
     version: str
     options: EngineOptions
 
     @classmethod
     def of(cls, options: EngineOptions) -> "Hello":
-        """What a process of this version with these options says."""
+        """The hello of this version with these options."""
         return cls(version=version("specpool"), options=options)
 
     def differs_from(self, other: "Hello") -> str | None:
-        """The name of something that should be the same on both nodes; None if all is."""
+        """The first setting that must be equal on both nodes but differs; None if there is none."""
         if self.version != other.version:
             return "version"
-        own, its = (hello.options.model_dump(exclude=OWN) for hello in (self, other))
-        return next((name for name, value in own.items() if its[name] != value), None)
+        own, others = (hello.options.model_dump(exclude=NODE_OPTIONS) for hello in (self, other))
+        return next((name for name, value in own.items() if others[name] != value), None)
 
 
 def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
@@ -56,7 +55,7 @@ def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
     links, own = list[Connection](), Hello.of(options)
     with _server(str(options.master_addr), options.master_port) as server:
         log.info("waiting for %d ranks of other nodes at port %d", count, options.master_port)
-        # A rank says nothing more by itself: whatever can be read is its end.
+        # A rank sends nothing after its hello, so a readable connection has closed.
         while len(links := [link for link in links if not link.poll()]) < count:
             link = _kept_alive(server.accept()[0])
             refusal = _why_refused(link, own)
@@ -69,42 +68,42 @@ def await_ranks(options: EngineOptions, count: int) -> list[Connection]:
 
 
 def join(options: EngineOptions) -> Connection:
-    """Connects to rank 0, and waits until it listens."""
-    said = ""
+    """Connects to rank 0, retrying until it listens."""
+    logged = ""
     while True:
         try:
             link = _kept_alive(socket.create_connection((str(options.master_addr), options.master_port)))
             send(link, Hello.of(options))
             return link
         except OSError as error:
-            if said != str(error):
-                said = str(error)
-                log.warning("rank 0 at %s:%d: %s; trying again", options.master_addr, options.master_port, said)
+            if logged != str(error):
+                logged = str(error)
+                log.warning("rank 0 at %s:%d: %s; trying again", options.master_addr, options.master_port, logged)
         time.sleep(RETRY_SECONDS)
 
 
 def _why_refused(link: Connection, own: Hello) -> str | None:
     try:
-        with _impatient(link):
+        with _receive_timeout(link):
             different = own.differs_from(receive(link, Hello, HELLO_BYTES))
     except BlockingIOError:
-        return "it did not say what it is"
+        return "it sent no hello in time"
     except (OSError, EOFError, ValidationError):
-        return "it is no rank"
+        return "it is not a rank"
     return None if different is None else f"it was started with another {different}"
 
 
 @contextmanager
-def _impatient(link: Connection) -> Iterator[None]:
-    """A context in which nothing is waited for longer than `HELLO_SECONDS`: BlockingIOError."""
-    with socket.socket(fileno=os.dup(link.fileno())) as its:
-        its.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_SECONDS, 0))
+def _receive_timeout(link: Connection) -> Iterator[None]:
+    """Makes reads raise BlockingIOError after `HELLO_SECONDS`."""
+    with socket.socket(fileno=os.dup(link.fileno())) as copy:
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HELLO_SECONDS, 0))
         yield
-        its.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
 
 
 def _server(host: str, port: int) -> socket.socket:
-    """Listens on a port; waits while the host's name cannot be resolved yet."""
+    """Listens on a port; retries while the host name does not resolve yet."""
     while True:
         try:
             (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

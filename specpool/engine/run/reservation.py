@@ -1,4 +1,4 @@
-"""Reserves the KV cache of an engine: as many positions as its memory limit allows."""
+"""Reserves the KV cache of an engine within its memory limit."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReservedCache:
-    """A KV cache with its bookkeeping, and the memory of the engine with it."""
+    """A KV cache with its bookkeeping, and the memory that the engine takes."""
 
     slots: SlotTable
     layout: KVLayout
@@ -30,7 +30,7 @@ class ReservedCache:
 
 
 def footprint_of(loaded: LoadedModel, facts: ModelFacts, forward_pass: ForwardPass, rows: int) -> Footprint:
-    """Memory of the weights and of the activations of a pass of this number of rows."""
+    """Memory of the weights, and of the activations of a pass of `rows` rows."""
     activations = activation_bytes(loaded.config, forward_pass.compute_dtype, facts.vocab_size, rows)
     scratch = forward_pass.scratch_bytes(rows, facts.max_model_len)
     return Footprint(weights=weight_bytes(forward_pass), activations=activations + scratch)
@@ -44,10 +44,10 @@ def reserve_cache(
     others: Footprint,
     other_ranks: int | None = None,
 ) -> ReservedCache:
-    """Reserves a cache of this dtype. `others`: the memory of weights and activations. `other_ranks`: bytes
-    that the cache of each other rank may take, if the model is divided.
+    """Reserves a cache of this dtype. `others`: memory of weights and activations. `other_ranks`: maximum bytes of the
+    cache of each other rank.
 
-    UnsupportedModelError if the limit holds no sequence of full length, or the device has less memory than the limit.
+    UnsupportedModelError: the limit holds no sequence of full length, or the device has less memory than the limit.
     """
     layout, per_token = LAYOUTS[options.kv_layout], facts.kv_bytes_per_token(dtype)
     # Attended columns are a multiple of the tile, counted from the sequence's start.
@@ -68,15 +68,15 @@ def reserve_cache(
 
 
 def _affordable_columns(longest: int, multiple: int, per_token: int, options: EngineOptions, limit: KVLimit) -> int:
-    """Columns of the cache: enough for `max_sequences` of the longest sequences, or as many as the limit holds."""
-    wanted = options.max_sequences * longest
-    columns = min(wanted, limit.kv_bytes // per_token // multiple * multiple)
+    """Columns of the cache: enough for `max_sequences` sequences of full length, within the limit."""
+    full = options.max_sequences * longest
+    columns = min(full, limit.kv_bytes // per_token // multiple * multiple)
     if columns < longest:
         raise UnsupportedModelError(
             f"{limit} holds no sequence of {longest} positions ({longest * per_token:,} bytes): "
             f"lower max_model_len or raise {limit.name}"
         )
-    if columns < wanted:
+    if columns < full:
         log.warning(
             "%s holds %d positions, not %d sequences of %d", limit.name, columns, options.max_sequences, longest
         )
@@ -84,11 +84,11 @@ def _affordable_columns(longest: int, multiple: int, per_token: int, options: En
 
 
 def kv_limit(options: EngineOptions, others: Footprint, device: torch.device) -> KVLimit:
-    """The memory that the KV cache may take."""
+    """The memory limit of the KV cache."""
     if options.memory_budget is not None:
         return KVLimit("memory_budget", int(options.memory_budget), others)
     if options.kv_memory is not None:
         return KVLimit("kv_memory", int(options.kv_memory))
-    # Ranks on GPUs have one each; ranks on the CPU share the memory of their node.
+    # Each rank has a GPU of its own, but ranks on CPUs share the memory of their node.
     sharing = options.tensor_parallel // options.nnodes if device.type == "cpu" else 1
     return KVLimit("kv_memory", default_kv_memory(device) // sharing)

@@ -1,4 +1,4 @@
-"""Runs packed passes over the cache of one device."""
+"""Runs packed passes on the cache of one device."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +14,17 @@ from specpool.engine.passes.packing import pack
 
 
 class PassRunner:
-    """A forward pass and the cache that it works on."""
+    """A forward pass and its cache."""
 
     def __init__(self, forward_pass: ForwardPass, arena: KVArena, tiles: Tiles, query_groups: int) -> None:
-        """`tiles`: the shapes of exact results. `query_groups`: query heads per KV head."""
+        """`tiles`: shapes that make the pass batch invariant. `query_groups`: query heads per KV head."""
         self.forward_pass, self.arena = forward_pass, arena
         self._tiles, self._query_groups = tiles, query_groups
 
     def run(self, spans: Sequence[Span], locations: Sequence[Location]) -> torch.Tensor:
-        """Caches the new tokens of spans that fit in one pass, and returns the logits that they ask for.
+        """Caches the new tokens of spans that fit in one pass, and returns their logits.
 
-        `locations`: those of the spans' sequences.
+        `locations`: where the sequence of each span lies.
         """
         arena, forward_pass = self.arena, self.forward_pass
         planned = forward_pass.plans_attention

@@ -1,12 +1,15 @@
-"""A rank other than 0: it loads its share, then runs whatever rank 0 tells it.
+"""A rank other than 0: it loads its shard, then runs the commands of rank 0 until rank 0 ends.
 
-It is started by rank 0 or, on another node, by `specpool.engine.startup.node`.
-It ends when rank 0 ends.
+`python -m specpool.engine.startup.follower` runs one rank. Rank 0 starts the ranks of its own node; `run_node` starts
+the ranks of another node.
 """
 
 import logging
 import os
+import signal
+import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -14,14 +17,14 @@ from typing import NoReturn
 import torch
 
 from specpool.engine.cache.arena import KVArena
+from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.facts import ModelFacts
-from specpool.engine.probes.native_gemm import products_agree
+from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
-from specpool.engine.run.commands import End, Move, Run, decoded
-from specpool.engine.run.connections import end_process, ignore_stops, receive, send, watch
-from specpool.engine.run.messages import Begin, Loaded, Order, Probed, Report
+from specpool.engine.run.connections import STOPS, end_process, ignore_stops, receive, send, signals_held, watch
+from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, decode, decode_run
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.run.rendezvous import join
 from specpool.engine.run.reservation import footprint_of, kv_limit
@@ -29,43 +32,67 @@ from specpool.engine.run.runner import PassRunner
 from specpool.engine.sharding.group import Group, open_store
 from specpool.engine.sharding.shares import Share
 from specpool.engine.startup.self_test import attention_suits, probing
-from specpool.engine.startup.sharded import load_share
-from specpool.engine.startup.sharding import load_sharding
+from specpool.engine.startup.sharded import load_sharding, load_share
 
 log = logging.getLogger(__name__)
 
+COMMAND = [sys.executable, "-P", "-m", "specpool.engine.startup.follower"]
+POLL_SECONDS = 0.1
+
+
+def run_node(program: str, options: EngineOptions) -> NoReturn:
+    """Runs the ranks of a node other than 0, until SIGTERM, SIGINT or the end of any rank."""
+    for number in STOPS:
+        signal.signal(number, lambda *_: sys.exit(0))
+    try:
+        devices = pick_rank_devices(options)
+    except UnsupportedModelError as error:
+        sys.exit(f"{program}: {error}")
+    arguments = [options.model_copy(update={"device": device}).model_dump_json() for device in devices]
+    # Each rank ends when its standard input closes, even if this process is killed.
+    with signals_held():
+        ranks = [subprocess.Popen([*COMMAND, argument], stdin=subprocess.PIPE) for argument in arguments]
+    try:
+        while all(rank.poll() is None for rank in ranks):
+            time.sleep(POLL_SECONDS)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    sys.exit(max(rank.returncode for rank in ranks))
+
 
 def follow(connection: Connection, device: str | None = None) -> None:
-    """Serves rank 0 until it says that it stops. `device`: of a rank on another node: rank 0 does not know it.
+    """Serves rank 0 until it stops. `device`: of a rank on another node; None: rank 0 chooses it.
 
-    UnsupportedModelError: the share cannot be loaded or run. EOFError: rank 0 has hung up.
+    UnsupportedModelError: the shard cannot be loaded or run. EOFError: rank 0 has hung up.
     """
     order = receive(connection, Order)
     watch({"rank 0": connection}, lambda name: _end(f"{name} has ended", device))
     options = order.options if device is None else order.options.model_copy(update={"device": device})
     with torch.inference_mode():
-        runner, facts = _built(connection, order, options)
+        runner, facts = _build(connection, order, options)
         while _obey(connection, runner, facts):
             pass
 
 
-def _built(connection: Connection, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
-    """Loads this rank's share of the model and builds its pass, in step with rank 0. Returns the share's facts, too."""
+def _build(connection: Connection, order: Order, options: EngineOptions) -> tuple[PassRunner, ModelFacts]:
+    """Loads this rank's shard of the model and builds its pass, in step with rank 0."""
     share = Share(load_sharding(options, order.sums), order.rank)
-    loaded, whole = load_share(options, share, order.exact)
-    facts = whole.of_rank(share.sharding.kv_heads.sizes[share.rank])
-    send(connection, Loaded(sums={name: its.hex() for name, its in loaded.checksums.items()}))
+    loaded, model_facts = load_share(options, share, order.exact)
+    facts = model_facts.of_rank(share.sharding.kv_heads.sizes[share.rank])
+    send(connection, Loaded(sums={name: checksum.hex() for name, checksum in loaded.checksums.items()}))
     group = Group(order.rank, share.sharding, open_store(order.store, share.sharding.ranks), facts.device)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
     footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))
-    compiled = forward_pass.compiled_products
+    compiled = forward_pass.compiled_gemms
     send(
         connection,
         Report(
             device=options.device,
             forward_pass=type(forward_pass).__name__,
             tiles=tiles,
-            agrees=compiled is None or products_agree(compiled),
+            agrees=compiled is None or gemms_agree(compiled),
             kv_limit=kv_limit(options, footprint, facts.device).kv_bytes,
             weight_bytes=footprint.weights,
             weight_kinds=dict(forward_pass.weight_kinds),
@@ -80,21 +107,22 @@ def _built(connection: Connection, order: Order, options: EngineOptions) -> tupl
 
 
 def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool:
-    """Runs the commands of rank 0, up to the end of a probe, or of all; returns whether more is to be done."""
+    """Runs commands until the end of a probe, or until rank 0 stops; False if it stops."""
     with ExitStack() as context:
         probe: OperationProbe | None = None
         while True:
-            command = decoded(connection.recv_bytes())
-            if isinstance(command, Run):
-                runner.run(command.spans, command.locations)
-            elif isinstance(command, Move):
-                runner.arena.move(command.source, command.destination, command.count)
-            elif isinstance(command, End):
-                return False
-            elif probe is not None:
-                break
-            else:
+            command, arguments = decode(connection.recv_bytes())
+            if command is Command.RUN:
+                runner.run(*decode_run(arguments))
+            elif command is Command.MOVE:
+                runner.arena.move(*arguments)
+            elif command is Command.PROBE:
                 probe = context.enter_context(probing(runner.forward_pass, runner.arena))
+            elif command is Command.END:
+                return False
+            else:
+                break
+    assert probe is not None
     unequal = list(probe.unequal)
     if not attention_suits(runner.forward_pass, runner.arena.keys[0], facts):
         unequal.append("attention")
@@ -103,14 +131,14 @@ def _obey(connection: Connection, runner: PassRunner, facts: ModelFacts) -> bool
 
 
 def _end(reason: str, device: str | None) -> NoReturn:
-    """Ends this process, whose supervisor may start it again. On the node of rank 0, that one has told the reason."""
+    """Ends this process. Logs the reason, except on the node of rank 0, which has logged it."""
     if device is not None:
         end_process(reason)
-    os._exit(1)  # whatever the other threads wait for
+    os._exit(1)
 
 
 def main() -> None:
-    """Runs a rank. Argument: the number of an inherited connection, or options as JSON, with this rank's device."""
+    """Runs a rank. Argument: the number of an inherited connection, or options as JSON with this rank's device."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ignore_stops()
     if sys.argv[1].isdecimal():
@@ -128,7 +156,7 @@ def main() -> None:
         log.error("a rank cannot run: %s", error)
     except Exception:
         log.exception("a rank has failed")
-    os._exit(1)  # at once: the other ranks wait for this one, and threads of libraries may never end
+    os._exit(1)  # the other ranks wait for this one, and threads of libraries may never end
 
 
 if __name__ == "__main__":

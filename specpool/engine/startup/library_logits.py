@@ -1,4 +1,4 @@
-"""Refuses a model whose logits the engine gets wrong, by those that the library's own attention gives."""
+"""Refuses a model if the engine's logits differ from those of the library's own attention."""
 
 import torch
 
@@ -10,16 +10,16 @@ from specpool.engine.passes.attention import PACKED_ATTENTION
 from specpool.engine.run.engine import Engine
 
 PROBE_TOKENS = 8
-# The first pass of the probe takes this many tokens, the second one the rest, which have logits.
+# Tokens of the first of two passes; the second pass takes the rest.
 FIRST_PASS = 3
 COMPARED = 4
 
 
 @torch.inference_mode()
 def library_logits(loaded: LoadedModel, facts: ModelFacts) -> torch.Tensor:
-    """Logits [COMPARED, rows of the head] of the last probe tokens, by the attention that came with the model.
+    """Logits [COMPARED, rows of the head] of the last probe tokens, with the model's own attention.
 
-    UnsupportedModelError if the model cannot run.
+    UnsupportedModelError: the model cannot run.
     """
     model = loaded.model
     model.set_attn_implementation("eager")
@@ -37,23 +37,23 @@ def library_logits(loaded: LoadedModel, facts: ModelFacts) -> torch.Tensor:
 
 @torch.inference_mode()
 def refuse_other_logits(engine: Engine, expected: torch.Tensor) -> None:
-    """Refuses a model that does not attend through the engine's function, or that means something else by it.
+    """Raises UnsupportedModelError if a model bypasses the engine's attention, or computes something else with it.
 
-    `expected`: what `library_logits` gave. Raises UnsupportedModelError.
+    `expected`: the result of `library_logits`.
     """
     kind, tokens = engine.loaded.config.model_type, _probe_tokens(engine.vocab_size)
     try:
-        # In two passes, so that the second one needs what the first one cached.
+        # Two passes, so that the second one depends on the cache.
         engine.forward([Span(slot=0, start=0, token_ids=tokens[:FIRST_PASS], num_logits=0)])
         logits = engine.forward([Span(slot=0, start=FIRST_PASS, token_ids=tokens[FIRST_PASS:], num_logits=COMPARED)])
     except Exception as error:  # the code of a foreign model may raise anything
         raise UnsupportedModelError(f"this {kind} model cannot run packed batches: {first_line(error)}") from error
-    # A layer that attends in its own way leaves its keys untouched.
+    # A layer with an attention of its own caches no keys.
     cached = slice(0, PROBE_TOKENS)
-    foreign = [layer for layer, keys in enumerate(engine.layout.arena.keys) if not keys[:, cached].any()]
-    if foreign:
-        raise UnsupportedModelError(f"layers {foreign} of this {kind} model have another kind of attention or none")
-    # Rounding errors are far below this threshold in every dtype; another mask, scale or order of heads is far above.
+    bypassing = [layer for layer, keys in enumerate(engine.layout.arena.keys) if not keys[:, cached].any()]
+    if bypassing:
+        raise UnsupportedModelError(f"layers {bypassing} of this {kind} model have another kind of attention or none")
+    # Rounding errors are far below this threshold in every dtype. A wrong mask, scale or head order is far above it.
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= 0.1 * largest:
         raise UnsupportedModelError(
@@ -63,9 +63,8 @@ def refuse_other_logits(engine: Engine, expected: torch.Tensor) -> None:
 
 
 def _probe_tokens(vocab_size: int) -> list[int]:
-    """Tokens from the whole vocabulary: the first ids are often control tokens that were never learnt.
+    """Tokens from the whole vocabulary. The first ids are often untrained control tokens.
 
-    With the first ids, computing in bfloat16 changed the library's own logits of SmolLM2-135M by 94% of the largest;
-    with these, by 2%.
+    With the first ids, bfloat16 changed the logits of SmolLM2-135M by 94% of the largest; with these, by 2%.
     """
     return [vocab_size * i // PROBE_TOKENS for i in range(PROBE_TOKENS)]

@@ -1,4 +1,4 @@
-"""Starts an engine: loads the model, finds the shapes that are exact, refuses wrong logits, and measures the passes."""
+"""Starts an engine: loads the model, finds the exact shapes, refuses wrong logits, and measures the passes."""
 
 import logging
 
@@ -11,34 +11,43 @@ from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.cublas import restrict_cublas
+from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.startup.library_logits import library_logits, refuse_other_logits
-from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
+from specpool.engine.startup.numerics_fingerprint import logits_digest, numerics_fingerprint
+from specpool.engine.startup.proofs import Proof, measuring_alone, proof_key, read_proof, write_proof
 from specpool.engine.startup.self_test import self_test
-from specpool.engine.startup.sharded import start_divided_engine
+from specpool.engine.startup.sharded import start_sharded_engine
 from specpool.engine.startup.step_times import measure_seconds_per_cached, measure_step_times
 
 log = logging.getLogger(__name__)
 
+OUTDATED = 0.6
+"""A pass that takes less than this share of its recorded time was measured on a busy machine."""
 
-def load_engine(options: EngineOptions, exact: bool) -> Engine:
+
+def load_engine(options: EngineOptions, exact: bool, startup_cache: bool = False) -> Engine:
     """Loads a model and makes it ready to serve. UnsupportedModelError says why it cannot be served.
 
-    `exact`: make every token's logits independent of its batch, and prove it on this device.
+    `exact`: make every token's logits independent of its batch, and prove it on this device. `startup_cache`: on a
+    CPU, reuse what an earlier start proved, and take turns with other workers that measure themselves.
     """
     if options.tensor_parallel > 1:
-        engine = start_divided_engine(options, exact)
+        engine = start_sharded_engine(options, exact)
+        _measure(engine)
     else:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        engine = start_engine(load_model(options), options, exact)
-    if not engine.layout.spare_columns:  # in a padded layout the time of a pass depends on what has to be moved for it
-        engine.step_seconds = measure_step_times(engine)
-        engine.seconds_per_cached = measure_seconds_per_cached(engine)
-    recorded = engine.forward_pass
-    if isinstance(recorded, CapturedModel) and recorded.capture is None:
-        engine.notes.append("runs slowly: its kernels are launched one by one, because passes cannot be recorded here")
+        loaded = load_model(options)
+        if startup_cache and loaded.model.device.type == "cpu":
+            engine = _load_cached(loaded, options, exact)
+        else:
+            engine = start_engine(loaded, options, exact)
+            _measure(engine)
+    captured = engine.forward_pass
+    if isinstance(captured, CapturedModel) and captured.capture is None:
+        engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")
     for note in engine.notes:
         log.warning("%s: %s", engine.loaded.name, note)
     log.info("ready: %s", engine.info())
@@ -46,8 +55,8 @@ def load_engine(options: EngineOptions, exact: bool) -> Engine:
 
 
 def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> Engine:
-    """An engine for a loaded model, whose weights it takes over; its passes are not measured."""
-    # All of these read the library's model, which cannot run once a forward pass has taken its weights.
+    """An engine that takes over the weights of a loaded model. Its passes are not measured."""
+    # The library's model cannot run once a forward pass has taken its weights.
     facts, fingerprint = read_facts(loaded), weights_fingerprint(loaded)
     if exact and facts.device.type == "cuda":
         restrict_cublas()
@@ -58,3 +67,64 @@ def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> En
     engine.bitwise = exact and tiles is not None and self_test(engine)
     engine.weights_fingerprint, engine.numerics_fingerprint = fingerprint, numerics_fingerprint(engine)
     return engine
+
+
+def _load_cached(loaded: LoadedModel, options: EngineOptions, exact: bool) -> Engine:
+    """An engine on a CPU, started from the proof of an earlier start if there is a valid one."""
+    fingerprint = weights_fingerprint(loaded)
+    key = proof_key(loaded, options, exact, fingerprint)
+    proof = read_proof(key)
+    if proof is not None:
+        engine = _resume(loaded, options, exact, proof)
+        if engine is not None:
+            engine.weights_fingerprint = fingerprint
+            return engine
+        log.info("the pass differs from the one proved before; proving it again")
+        loaded = load_model(options)  # the discarded pass has taken the weights
+    with measuring_alone():
+        engine = start_engine(loaded, options, exact)
+        _measure(engine)
+    _keep_proof(engine, key, exact)
+    return engine
+
+
+def _resume(loaded: LoadedModel, options: EngineOptions, exact: bool, proof: Proof) -> Engine | None:
+    """An engine of which `proof` holds; None if its compiled pass or its logits differ."""
+    facts = read_facts(loaded)
+    forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
+    if not isinstance(forward_pass, NativeModel) or forward_pass.library_digest != proof.library:
+        return None
+    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
+    if logits_digest(engine) != proof.logits:
+        return None
+    engine.bitwise = proof.bitwise
+    engine.numerics_fingerprint = proof.logits if proof.bitwise else ""
+    engine.step_seconds, engine.seconds_per_cached = proof.step_seconds, proof.seconds_per_cached
+    if proof.step_seconds and measure_step_times(engine, [1])[1] < OUTDATED * proof.step_seconds[1]:
+        with measuring_alone():
+            _measure(engine)
+        _keep_proof(engine, proof.key, exact)
+    log.info("using what an earlier start proved and measured")
+    return engine
+
+
+def _keep_proof(engine: Engine, key: str, exact: bool) -> None:
+    """Keeps the proof of a compiled pass. A failed self-test is repeated at the next start."""
+    if not isinstance(engine.forward_pass, NativeModel) or engine.bitwise != exact:
+        return
+    write_proof(
+        Proof(
+            key=key,
+            library=engine.forward_pass.library_digest,
+            logits=engine.numerics_fingerprint or logits_digest(engine),
+            bitwise=engine.bitwise,
+            step_seconds=dict(engine.step_seconds),
+            seconds_per_cached=engine.seconds_per_cached,
+        )
+    )
+
+
+def _measure(engine: Engine) -> None:
+    if not engine.layout.spare_columns:  # in a padded layout, a pass also moves columns, which takes any time
+        engine.step_seconds = measure_step_times(engine)
+        engine.seconds_per_cached = measure_seconds_per_cached(engine)

@@ -8,21 +8,23 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.run.engine import Engine
 
 TOKENS = 72
-"""Beyond the largest tile of attended positions."""
+"""More than the largest tile of attended positions."""
 FIRST_PASS, ROWS = 40, 4
 STRIDE = 7919
 
 
-@torch.inference_mode()
 def numerics_fingerprint(engine: Engine) -> str:
-    """SHA-256 over the logits of a fixed sequence, after some tokens of its beginning and of its end; "" unless logits
-    are the same bits in every batch. The cache must hold nothing yet.
+    """`logits_digest` of an engine whose logits are the same bits in every batch; "" of any other.
 
-    Weights, dtype, kernels, processor or GPU and versions of libraries show in it. So does the number of threads where
-    the pass consists of torch's operations, but not where it is compiled.
+    It depends on weights, dtype, kernels, device and library versions. It depends on the number of threads only if the
+    pass consists of torch operations.
     """
-    if not engine.bitwise:
-        return ""
+    return logits_digest(engine) if engine.bitwise else ""
+
+
+@torch.inference_mode()
+def logits_digest(engine: Engine) -> str:
+    """SHA-256 over logits at the start and at the end of a fixed sequence. Overwrites the first slot."""
     length = min(TOKENS, engine.max_model_len)
     first = min(FIRST_PASS, length // 2)
     tokens = [i * STRIDE % engine.vocab_size for i in range(length)]

@@ -1,4 +1,4 @@
-"""Tests on a loaded model whether the logits of a token are the same bits in every batch."""
+"""Tests a loaded model for batch invariance: a token's logits must have the same bits in every batch."""
 
 import logging
 import random
@@ -12,23 +12,23 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.probes.kernels import attention_agrees
-from specpool.engine.probes.native_gemm import products_agree
+from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run.engine import Engine
 
 log = logging.getLogger(__name__)
 
-# Tokens of a prompt in one pass: few, and many.
+# Tokens of a prompt in one pass.
 SHORT_PASS, LONG_PASSES = 15, (97, 271)
-# Tokens of the passes whose operations are probed, besides the greatest number that one pass may have.
+# Tokens of the passes whose operations are probed, besides the maximum of one pass.
 PROBED_PASSES = (1, 2, 7, SHORT_PASS, *LONG_PASSES)
 
 
 def self_test(engine: Engine) -> bool:
-    """Whether the logits of a token are the same bits whatever else is in its passes.
+    """Whether a token's logits have the same bits whatever else is in its passes.
 
-    Probes every kind of operation with numbers that reveal a difference, then compares whole passes of random tokens.
-    Uses the slots of the engine, which must be free.
+    Probes every kind of operation with inputs that reveal a difference, then compares whole passes of random tokens.
+    All slots of the engine must be free.
     """
     agree = _operations_agree(engine) and _rounds_agree(engine) and _long_passes_agree(engine)
     (log.info if agree else log.warning)("self-test: equivalence is %s", "bitwise" if agree else "numeric")
@@ -36,49 +36,49 @@ def self_test(engine: Engine) -> bool:
 
 
 def _operations_agree(engine: Engine) -> bool:
-    """Whether each operation gives equal rows equal bits, in passes of one row up to the most that a pass may have."""
+    """Whether each operation gives equal rows equal bits, in passes from one row to the maximum."""
     forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
-    if forward_pass.compiled_products is not None:
+    if forward_pass.compiled_gemms is not None:
         reports = [] if engine.leader is None else engine.leader.reports
-        return products_agree(forward_pass.compiled_products) and all(report.agrees for report in reports)
+        return gemms_agree(forward_pass.compiled_gemms) and all(report.agrees for report in reports)
     if not attention_suits(forward_pass, cache, engine.facts):
-        log.warning("self-test: the attention of a row depends on the rows beside it")
+        log.warning("self-test: attention is not batch invariant")
         return False
     tokens = _random_tokens(engine, min(engine.max_model_len, engine.max_num_batched_tokens), seed=2)
     others = engine.leader.probing() if engine.leader is not None else nullcontext(dict[str, None]())
-    with others as found, probing(forward_pass, engine.layout.arena) as probe:
+    with others as unequal_elsewhere, probing(forward_pass, engine.layout.arena) as probe:
         for size in dict.fromkeys(min(size, len(tokens)) for size in (*PROBED_PASSES, len(tokens))):
             engine.forward([Span(0, 0, tokens[:size], size)])
-    log.debug("self-test: tested by whole passes only: %s", ", ".join(probe.skipped))
-    unequal = {**probe.unequal, **found}
+    log.debug("self-test: operations tested only by whole passes: %s", ", ".join(probe.skipped))
+    unequal = {**probe.unequal, **unequal_elsewhere}
     if unequal:
         log.warning("self-test: equal rows do not have equal bits after %s", ", ".join(unequal))
     return not unequal
 
 
 def attention_suits(forward_pass: ForwardPass, cache: torch.Tensor, facts: ModelFacts) -> bool:
-    """Whether the attention of a row is the same beside any others, as far as operations of torch do not show it.
+    """Whether attention kernels are batch invariant. Probing operations covers every other attention.
 
-    `cache`: keys of a layer. `facts`: of the model, or of a rank's share of it.
+    `cache`: keys of a layer. `facts`: of the model, or of a rank's shard.
     """
-    kernels = not forward_pass.plans_attention and forward_pass.compiled_products is None
-    return not kernels or attention_agrees(cache, facts.query_groups, facts.max_model_len)
+    runs_kernels = not forward_pass.plans_attention and forward_pass.compiled_gemms is None
+    return not runs_kernels or attention_agrees(cache, facts.query_groups, facts.max_model_len)
 
 
 @contextmanager
 def probing(forward_pass: ForwardPass, arena: KVArena) -> Iterator[OperationProbe]:
-    """A context in which the operations of passes on this rank are probed."""
-    kept = [*forward_pass.parameters(), *forward_pass.buffers(), *arena.keys]
-    with forward_pass.launched(), OperationProbe(kept) as probe:
+    """Probes the operations of this rank's passes within the context."""
+    constants = [*forward_pass.parameters(), *forward_pass.buffers(), *arena.keys]
+    with forward_pass.eager(), OperationProbe(constants) as probe:
         yield probe
 
 
 def _rounds_agree(engine: Engine) -> bool:
-    """Whether sequences have the same logits when decoded alone, token by token, and in a ragged batch with drafts."""
+    """Whether sequences decoded alone, token by token, have the same logits in a ragged batch with drafts."""
     rng = random.Random(0)
-    steps, longest = 5, engine.max_model_len - 8
+    steps, max_length = 5, engine.max_model_len - 8
     lengths = [3, 17, max(2, engine.tiles.kv - 2), engine.tiles.kv + 40]
-    lengths = [n for n in lengths if n <= longest]
+    lengths = [n for n in lengths if n <= max_length]
     truth = [[rng.randrange(engine.vocab_size) for _ in range(n + steps)] for n in lengths]
 
     alone = []
@@ -87,34 +87,34 @@ def _rounds_agree(engine: Engine) -> bool:
         spans += [Span(0, p, tokens[p : p + 1], 1) for p in range(length, length + steps)]
         alone.append(torch.cat([engine.forward([span]) for span in spans]))
 
-    # Extents without a spare column, for as many sequences as fit, in a random order.
+    # Extents without a spare column, in random order, for as many sequences as fit.
     keys = [("self-test", i) for i in range(len(lengths))]
     taken = {i: engine.slots.take(keys[i], len(truth[i])) for i in rng.sample(range(len(keys)), len(keys))}
     members = [(slot.index, lengths[i], truth[i], alone[i]) for i, slot in taken.items() if slot is not None]
-    # All prompts except their last tokens in one pass, then the rest as one round with drafts.
+    # One pass for the prompts without their last tokens, then one round with drafts.
     engine.forward([Span(slot, 0, tokens[: n - 1], 0) for slot, n, tokens, _ in members])
     drafts = [rng.randint(1, steps) for _ in members]
     spans = [
         Span(slot, n - 1, tokens[n - 1 : n + d], d + 1) for (slot, n, tokens, _), d in zip(members, drafts, strict=True)
     ]
     together = engine.forward(spans).split([span.num_logits for span in spans])
-    same = all(torch.equal(rows, one[: len(rows)]) for rows, (*_, one) in zip(together, members, strict=True))
+    agree = all(torch.equal(rows, single[: len(rows)]) for rows, (*_, single) in zip(together, members, strict=True))
     engine.slots.release(keys)
     engine.slots.drop_released()
-    return same
+    return agree
 
 
 def _long_passes_agree(engine: Engine) -> bool:
-    """Whether a prompt leaves the same cache and logits however it is cut: torch divides the work of long passes."""
-    longest = min(LONG_PASSES[-1], engine.max_model_len)
-    tokens = _random_tokens(engine, longest, seed=1)
-    cached = slice(0, longest - 1)  # of the last token only the logits are compared
-    short = [engine.forward([Span(0, at, tokens[at : at + SHORT_PASS], 1)]) for at in range(0, longest, SHORT_PASS)]
-    keys = [layer[:, cached].clone() for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
-    for size in (size for size in LONG_PASSES if size <= longest):
-        logits = [engine.forward([Span(0, at, tokens[at : at + size], 1)]) for at in range(0, longest, size)]
-        again = [layer[:, cached] for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
-        if not torch.equal(logits[-1], short[-1]) or not all(map(torch.equal, again, keys)):
+    """Whether a prompt in chunks of any size leaves the same cache and logits. Torch splits the work of long passes."""
+    length = min(LONG_PASSES[-1], engine.max_model_len)
+    tokens = _random_tokens(engine, length, seed=1)
+    cached = slice(0, length - 1)  # for the last token, compare only the logits
+    short = [engine.forward([Span(0, at, tokens[at : at + SHORT_PASS], 1)]) for at in range(0, length, SHORT_PASS)]
+    expected = [layer[:, cached].clone() for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
+    for size in (size for size in LONG_PASSES if size <= length):
+        logits = [engine.forward([Span(0, at, tokens[at : at + size], 1)]) for at in range(0, length, size)]
+        actual = [layer[:, cached] for layer in (engine.layout.arena.keys[-1], engine.layout.arena.values[-1])]
+        if not torch.equal(logits[-1], short[-1]) or not all(map(torch.equal, actual, expected)):
             return False
     return True
 

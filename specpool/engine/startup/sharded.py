@@ -1,46 +1,52 @@
-"""Starts the engine of a divided model: rank 0 here, and all other ranks as processes of their own."""
+"""Starts the engine of a sharded model: rank 0 in this process, the other ranks in processes of their own."""
 
 import atexit
+from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig
 
 from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.config.sources import UnsupportedModelError, gguf_file_of
+from specpool.engine.models.checkpoint_quantization import dequantization_arguments
+from specpool.engine.models.config import load_config
 from specpool.engine.models.facts import ModelFacts, read_facts
 from specpool.engine.models.loading import LoadedModel, load_model
+from specpool.engine.models.output_head import OUTPUT_HEAD
+from specpool.engine.models.stored_weights import stored_weights
 from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.numerics.tiles import Tiles, common_tiles
+from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.passes.gpu.cublas import restrict_cublas
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.pass_selection import build_exact_pass
-from specpool.engine.sharding.shares import Share, Sums
+from specpool.engine.sharding.shares import Sharding, Share, Sums, shard
 from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
 from specpool.engine.startup.self_test import self_test
-from specpool.engine.startup.sharding import load_sharding
 
 
-def start_divided_engine(options: EngineOptions, exact: bool) -> Engine:
-    """An engine that tells the other ranks what to run; its passes are not measured yet. UnsupportedModelError.
+def start_sharded_engine(options: EngineOptions, exact: bool) -> Engine:
+    """Starts all ranks. The passes are not measured yet. UnsupportedModelError.
 
-    Its logits are not compared with those of the library's model, since no rank has all weights.
+    Logits are not compared with the library's model, since no rank has all weights.
     """
     devices = pick_rank_devices(options)
     sharding = load_sharding(options, _sums(options, devices[0]))
     leader = Leader(options, sharding, devices, exact)
     try:
-        engine = _started(options, devices[0], exact, leader)
+        engine = _start_rank_0(options, devices[0], exact, leader)
     except BaseException:
-        leader.abandon()  # first, or their end would hide what has happened
+        leader.abandon()  # before the other ranks end, which would hide the error
         raise
-    # Nobody closes the engine of a worker, and NCCL would let the interpreter wait for recorded passes without end.
+    # Workers never close their engine, and NCCL makes the interpreter wait forever for captured passes.
     atexit.register(leader.end)
     return engine
 
 
-def _started(options: EngineOptions, device: str, exact: bool, leader: Leader) -> Engine:
-    """The engine, once all ranks have loaded their shares."""
+def _start_rank_0(options: EngineOptions, device: str, exact: bool, leader: Leader) -> Engine:
+    """The engine, once all ranks have loaded their shards."""
     sharding = leader.sharding
     own = options.model_copy(update={"device": device})
     loaded, facts = load_share(own, Share(sharding, 0), exact)
@@ -61,14 +67,42 @@ def _started(options: EngineOptions, device: str, exact: bool, leader: Leader) -
 
 
 def load_share(options: EngineOptions, share: Share, exact: bool) -> tuple[LoadedModel, ModelFacts]:
-    """A rank's share of a model, and the facts of the whole model. Its threads are by default this rank's part of those
-    that torch would use. UnsupportedModelError."""
+    """A rank's shard of a model, and the facts of the whole model. UnsupportedModelError.
+
+    By default, the ranks of a node divide torch's number of threads.
+    """
     ranks = options.tensor_parallel // options.nnodes
     torch.set_num_threads(options.threads or max(1, torch.get_num_threads() // ranks))
     if exact and options.device != "cpu":
         restrict_cublas()
     loaded = load_model(options, share)
     return loaded, read_facts(loaded)
+
+
+def load_sharding(options: EngineOptions, sums: Sums) -> Sharding:
+    """How to shard a model. UnsupportedModelError if that is impossible, before any weight is read."""
+    config = load_config(options)
+    reason = why_not_fusable(config)
+    if _needs_whole_weights(options, config):
+        reason = "its quantized weights cannot be read in shards"
+    elif (Path(options.model) / OUTPUT_HEAD).is_file():
+        reason = "its output head has rows for some tokens only"
+    try:
+        if reason is None:
+            return shard(config, options.tensor_parallel, sums)
+    except ValueError as error:
+        reason = str(error)
+    raise UnsupportedModelError(f"{options.model} cannot be sharded: {reason}")
+
+
+def _needs_whole_weights(options: EngineOptions, config: PreTrainedConfig) -> bool:
+    """Whether transformers has to unpack the weights, which takes whole tensors."""
+    if gguf_file_of(options.model) is None:
+        return bool(dequantization_arguments(config, {}))
+    try:
+        return stored_weights(options, config) is None
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
 
 
 def _sums(options: EngineOptions, device: str) -> Sums:

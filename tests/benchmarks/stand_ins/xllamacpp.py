@@ -1,6 +1,6 @@
-"""A stand-in for xllamacpp: a server whose answers are all zeros, and which keeps what it was asked beside its model.
+"""A stand-in for xllamacpp: a server that answers with zeros and records its requests in a file beside its model.
 
-It answers only when requests are in flight in all of its slots. A model file that holds "broken" cannot be loaded.
+It answers only once all of its slots have a request. It cannot load a model file that contains "broken".
 """
 
 import json
@@ -23,7 +23,7 @@ class Server:
         model = Path(params.model.path)
         if "broken" in model.read_text():
             raise RuntimeError("Failed to init server")
-        print("what a library prints is no answer")
+        print("a library may print")
         slots, all_busy = params.n_parallel, threading.Barrier(params.n_parallel)
         with model.with_suffix(".seen").open("a") as seen:
             settings = {"cpuparams": vars(params.cpuparams), "cpuparams_batch": vars(params.cpuparams_batch)}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.prompts import load_prompts
-from benchmarks.vllm_process import DraftProcess, VllmEngine, draft_process, token_ids
+from benchmarks.prompts import load_prompts, token_ids
+from benchmarks.vllm_process import DraftProcess, VllmEngine, draft_process
 from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
 
 pytestmark = pytest.mark.vllm

@@ -12,9 +12,7 @@ LEASE_SECONDS = 10.0
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_work_that_takes_longer_than_the_lease_keeps_its_sequences(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_work_longer_than_the_lease_keeps_its_sequences(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("specpool.worker.host.time", SimpleNamespace(monotonic=lambda: clock.now))
     slots = SlotTable(4)

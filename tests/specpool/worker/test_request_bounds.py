@@ -1,4 +1,4 @@
-"""What one request may make a worker do, whoever sends it; and logits that mean nothing."""
+"""Bounds of a request, and logits that are not finite."""
 
 from typing import Any
 
@@ -25,22 +25,23 @@ async def assert_refused(call: Any, field: str) -> None:
     assert violated_fields(error) == [field]
 
 
-async def test_a_coordinator_has_a_name_of_bounded_length(worker: Worker) -> None:
-    most = codec.MAX_COORDINATOR_ID_LENGTH
-    assert await worker.round(coordinator_id="ä" * most) == []
-    for call in (worker.round(coordinator_id="ä" * (most + 1)), worker.release(1, coordinator_id="x" * 10_000)):
-        await assert_refused(call, "coordinator_id")
+async def test_the_length_of_a_coordinator_id_is_bounded(worker: Worker) -> None:
+    maximum = codec.MAX_COORDINATOR_ID_LENGTH
+    assert await worker.round(coordinator_id="ä" * maximum) == []
+    for invalid in ("", "ä" * (maximum + 1)):
+        for call in (worker.round(coordinator_id=invalid), worker.release(1, coordinator_id=invalid)):
+            await assert_refused(call, "coordinator_id")
     stream = worker.open_stream()
-    await stream.write(worker.request(coordinator_id="x" * (most + 1)))
+    await stream.write(worker.request(coordinator_id="x" * (maximum + 1)))
     await assert_refused(stream.read(), "coordinator_id")
     assert worker.host.streams._open.total() == len(worker.host.streams._owned) == 0
 
 
-async def test_a_round_names_no_more_sequences_than_several_for_each_slot(worker: Worker) -> None:
-    most = ITEMS_PER_SLOT * SLOTS
-    results = await worker.round(*(worker.item(i, 0, [5]) for i in range(most)))
-    assert [result.status == OK for result in results] == [True] * SLOTS + [False] * (most - SLOTS)
-    await assert_refused(worker.round(*(worker.item(i, 0, [5]) for i in range(most + 1))), "items")
+async def test_the_number_of_items_is_bounded(worker: Worker) -> None:
+    maximum = ITEMS_PER_SLOT * SLOTS
+    results = await worker.round(*(worker.item(i, 0, [5]) for i in range(maximum)))
+    assert [result.status == OK for result in results] == [True] * SLOTS + [False] * (maximum - SLOTS)
+    await assert_refused(worker.round(*(worker.item(i, 0, [5]) for i in range(maximum + 1))), "items")
 
 
 @pytest.mark.parametrize(
@@ -50,19 +51,19 @@ async def test_a_round_names_no_more_sequences_than_several_for_each_slot(worker
         ({"logit_bias": dict.fromkeys(range(codec.MAX_SAMPLING_TOKENS + 1), 1.0)}, "items[0].sampling.logit_bias"),
     ],
 )
-async def test_rules_of_sampling_are_of_bounded_length(worker: Worker, sampling: Any, field: str) -> None:
+async def test_the_number_of_sampling_tokens_is_bounded(worker: Worker, sampling: Any, field: str) -> None:
     await assert_refused(worker.round(sampled(worker, **sampling)), field)
     (result,) = await worker.round(sampled(worker, stop_token_ids=[1] * codec.MAX_SAMPLING_TOKENS))
     assert result.status == OK
 
 
-async def test_a_release_names_a_bounded_number_of_sequences(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_released_sequences_is_bounded(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_RELEASED", 3)
     assert await worker.release(1, 2, 3) == 0
     await assert_refused(worker.release(1, 2, 3, 4), "sequence_ids")
 
 
-async def test_numbers_of_a_verification_are_bounded(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_verification_is_bounded(target: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     item = verify(1, 0, [5])
     item.logprobs = codec.MAX_ITEM_LOGPROBS + 1
     await assert_refused(target.round(item), "items[0].logprobs")
@@ -74,7 +75,7 @@ async def test_numbers_of_a_verification_are_bounded(target: Worker, monkeypatch
     assert target.engine.slots.in_use == 0
 
 
-async def test_numbers_of_a_proposal_are_bounded(draft: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_proposal_is_bounded(draft: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     request = draft.request(propose(1, 0, [5], 2))
     request.chances[:] = [0.5] * (codec.MAX_CHANCES + 1)
     await assert_refused(draft.stub.Propose(request), "chances")
@@ -86,7 +87,7 @@ async def test_numbers_of_a_proposal_are_bounded(draft: Worker, monkeypatch: pyt
 
 
 class broken:
-    """A context in which the row of logits with this index, in passes after the first `sound` ones, has one number."""
+    """Sets one logit of a row to `value`, in passes after the first `sound` ones."""
 
     def __init__(self, worker: Worker, value: float, row: int = 0, sound: int = 0) -> None:
         self._engine, self._value, self._row, self._left = worker.engine, value, row, sound
@@ -109,7 +110,7 @@ class broken:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_a_target_whose_logits_are_not_finite_answers_no_token(
+async def test_a_target_with_non_finite_logits_returns_no_token(
     target: Worker, value: float, temperature: float
 ) -> None:
     item = sampled(target, temperature=temperature)
@@ -127,7 +128,7 @@ async def test_a_target_whose_logits_are_not_finite_answers_no_token(
 
 @pytest.mark.parametrize("min_chance", [0.0, 1e-30], ids=["tokens only", "with confidences"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-async def test_a_draft_ends_before_logits_that_are_not_finite(draft: Worker, value: float, min_chance: float) -> None:
+async def test_a_draft_ends_before_non_finite_logits(draft: Worker, value: float, min_chance: float) -> None:
     items = [propose(i, 0, [i, 5], 6) for i in (1, 2)]
     for item in items:
         item.min_chance = min_chance

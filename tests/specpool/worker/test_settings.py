@@ -1,4 +1,4 @@
-"""Settings: flags outrank variables, the file and defaults in this order; anything unknown or invalid is refused."""
+"""Settings: flags override variables, then the file, then defaults. Anything unknown or invalid is refused."""
 
 import json
 import logging
@@ -15,6 +15,7 @@ from draft_worker.server import DraftWorkerSettings
 from specpool.cli.generate import GenerateSettings
 from specpool.cli.main import COMMANDS, known_keys
 from specpool.cli.up import UpSettings, services_of
+from specpool.rpc.config.settings import Settings
 from target_worker.server import TargetWorkerSettings
 
 ROOT = Path(__file__).parents[3]
@@ -48,13 +49,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-def test_defaults_hold_without_anything() -> None:
-    settings = load()
-    assert (settings.host, settings.port, settings.policy) == ("127.0.0.1", 50050, "ragged")
-    assert settings.draft_address is None
-    assert settings.max_request_bytes == 2**20
-
-
 @pytest.mark.parametrize(
     ("in_file", "in_environment", "in_flags", "expected"),
     [
@@ -67,7 +61,7 @@ def test_defaults_hold_without_anything() -> None:
         (True, True, True, 5),
     ],
 )
-def test_flags_go_before_variables_before_the_file_before_defaults(
+def test_flags_override_variables_override_the_file_override_defaults(
     in_file: bool,
     in_environment: bool,
     in_flags: bool,
@@ -100,25 +94,24 @@ def test_former_names_have_the_same_precedence(
     assert load(*arguments, flag, "5").max_num_seqs == 5
 
 
-def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECPOOL_CONFIG", write(tmp_path, 'draft_address = "draft:1"\n'))
-    assert load().draft_address == "draft:1"
-
-
-def test_variables_may_be_in_lower_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("specpool_config", write(tmp_path, 'draft_address = "draft:1"\n'))
-    monkeypatch.setenv("specpool_max_num_seqs", "3")
+@pytest.mark.parametrize("upper", [True, False])
+def test_variables_in_either_case_can_name_the_file(
+    upper: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"SPECPOOL_CONFIG": write(tmp_path, 'draft_address = "draft:1"\n'), "SPECPOOL_MAX_NUM_SEQS": "3"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name if upper else name.lower(), value)
     assert (load().draft_address, load().max_num_seqs) == ("draft:1", 3)
 
 
-def test_the_prefix_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_need_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSON", "not for us")
     assert not GenerateSettings.load("specpool generate", []).json_lines
     monkeypatch.setenv("SPECPOOL_JSON", "true")
     assert GenerateSettings.load("specpool generate", []).json_lines
 
 
-def test_commands_know_the_variables_of_all_processes_and_refuse_others(
+def test_commands_accept_the_variables_of_all_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers = DraftWorkerSettings.keys() | TargetWorkerSettings.keys()
@@ -133,32 +126,27 @@ def test_commands_know_the_variables_of_all_processes_and_refuse_others(
     assert capsys.readouterr().err == "specpool up: unknown environment variable SPECPOOL_WINDOW_SIZ\n"
 
 
-def test_commands_know_these_without_torch() -> None:
-    program = "import specpool.cli.main, sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
-
-
 def load_up(*arguments: str) -> UpSettings:
     return UpSettings.load("specpool up", list(arguments), other_settings=known_keys())
 
 
-def test_what_up_allows_its_processes_allow_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_accept_all_values_that_up_accepts(capsys: pytest.CaptureFixture[str]) -> None:
     settings = load_up("--max-num-seqs", "4096", "--num-speculative-tokens", "16", "--threads", "1024")
-    target, draft, coordinator = services_of(settings, "target", "draft")
-    TargetWorkerSettings.load("target", target.arguments)
+    target, draft, coordinator = services_of(settings.model_copy(update={"startup_cache": False}), "target", "draft")
+    assert not TargetWorkerSettings.load("target", target.arguments).startup_cache
     DraftWorkerSettings.load("draft", draft.arguments)
     CoordinatorSettings.load("coordinator", coordinator.arguments)
 
 
 @pytest.mark.parametrize("port", [9100, 9102])
-def test_up_needs_its_port_for_itself(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_refuses_a_port_conflict(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_up("--metrics-port", "9100", "--port", str(port))
     assert capsys.readouterr().err == "specpool up: port must not be metrics_port or one of the 2 after it\n"
     assert load_up("--metrics-port", "9100", "--port", "9103").metrics_port == 9100
 
 
-def test_no_text_stands_for_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_none_is_an_ordinary_string(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_up("--target", "None").target == "None"
     with pytest.raises(SystemExit):
         load_up("--help")
@@ -167,23 +155,23 @@ def test_no_text_stands_for_no_value(capsys: pytest.CaptureFixture[str]) -> None
     assert printed.isprintable() or set(printed) - set(filter(str.isprintable, printed)) == {"\n"}
 
 
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_address_may_have_brackets(host: str) -> None:
-    assert load("--host", host).host == "::1"
-
-
-@pytest.mark.parametrize("style", [["--port", "7"], ["--port=7"]])
-def test_both_styles_of_flags_work(style: list[str]) -> None:
-    assert load(*style).port == 7
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--host", "::1"], "host", "::1"),
+        (["--host", "[::1]"], "host", "::1"),
+        (["--port", "7"], "port", 7),
+        (["--port=7"], "port", 7),
+        (["--max-request-bytes", "2MiB"], "max_request_bytes", 2 * 2**20),
+    ],
+)
+def test_values_can_be_written_in_several_ways(arguments: list[str], name: str, value: object) -> None:
+    assert getattr(load(*arguments), name) == value
 
 
 @pytest.mark.parametrize("style", ["--config {}", "--config={}"])
 def test_both_styles_of_naming_the_file_work(style: str, tmp_path: Path) -> None:
     assert load(*style.format(write(tmp_path, "port = 7\n")).split(" ")).port == 7
-
-
-def test_sizes_can_have_units() -> None:
-    assert load("--max-request-bytes", "2MiB").max_request_bytes == 2 * 2**20
 
 
 @pytest.mark.parametrize("flag", ["--no-such-flag", "--max-num", "--max_num_seq", "stray"])
@@ -194,47 +182,32 @@ def test_unknown_flags_are_refused_by_name(flag: str, capsys: pytest.CaptureFixt
 def test_unknown_variables_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("WINDOW_SIZE", "3")
+    assert load().max_num_seqs == 16
     monkeypatch.setenv("SPECPOOL_WINDOW_SIZ", "3")
     assert "SPECPOOL_WINDOW_SIZ" in refusal(capsys)
 
 
-def test_variables_of_others_are_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WINDOW_SIZE", "3")
-    assert load().max_num_seqs == 16
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("max_num_seq = 3", "max-num-seq"),
+        ("server.port = 3", "server"),
+        ("port: 7", "line 1"),
+        ('config = "other.toml"', "a config file cannot name another config file"),
+    ],
+)
+def test_an_invalid_file_is_refused(text: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert error in refusal(capsys, "--config", write(tmp_path, f"{text}\n"))
 
 
-@pytest.mark.parametrize("key", ["max_num_seq", "server.port"])
-def test_unknown_keys_of_the_file_are_refused_by_name(
-    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = refusal(capsys, "--config", write(tmp_path, f"{key} = 3\n"))
-    assert key.split(".")[0].replace("_", "-") in error.replace("_", "-")
-
-
-def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert "/nowhere/settings.toml" in refusal(capsys, "--config", "/nowhere/settings.toml")
-
-
-def test_a_missing_file_of_the_environment_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setenv("SPECPOOL_CONFIG", "/nowhere/settings.toml")
     assert "/nowhere/settings.toml" in refusal(capsys)
 
 
-def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, "port: 7\n")
-    error = refusal(capsys, "--config", path)
-    assert path in error
-    assert "line 1" in error
-
-
-def test_a_file_cannot_name_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, 'config = "other.toml"\n')
-    assert f"{path}: a config file cannot name another config file" in refusal(capsys, "--config", path)
-
-
-def test_what_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_utf8_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not UTF-8" in refusal(capsys, "--host", "caf\udce9")
     monkeypatch.setenv("SPECPOOL_HOST", "caf\udce9")
     assert "SPECPOOL_HOST" in refusal(capsys)
@@ -268,7 +241,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("key", "value", "limit"), WRONG)
-def test_wrong_flags_are_refused_with_key_and_limit(
+def test_invalid_values_are_refused_with_key_and_limit(
     key: str, value: str, limit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refusal(capsys, f"--{key}={value}")
@@ -276,8 +249,8 @@ def test_wrong_flags_are_refused_with_key_and_limit(
     assert limit in error
 
 
-@pytest.mark.parametrize(("key", "value", "limit"), WRONG)
-def test_wrong_variables_and_files_are_refused_with_key_and_limit(
+@pytest.mark.parametrize(("key", "value", "limit"), WRONG[:3])
+def test_invalid_values_in_variables_and_files_are_refused(
     key: str,
     value: str,
     limit: str,
@@ -295,23 +268,36 @@ def test_wrong_variables_and_files_are_refused_with_key_and_limit(
     assert limit in error
 
 
-def test_more_drafts_by_default_than_allowed_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ([], "model"),
+        (["--model", "m", "--lease-seconds", "0"], "lease-seconds"),
+        (["--model", "m", "--dtype", "int8"], "dtype"),
+        (["--model", "m", "--max-sequences", "many"], "max-sequences"),
+    ],
+)
+@pytest.mark.parametrize("settings", [TargetWorkerSettings, DraftWorkerSettings])
+def test_workers_refuse_invalid_values(
+    settings: type[Settings], arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        settings.load("worker", arguments)
+    assert caught.value.code == 2
+    assert key in capsys.readouterr().err
+
+
+def test_a_default_above_the_maximum_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(capsys, "--num-speculative-tokens", "5", "--max-num-speculative-tokens", "4")
     assert ": : " not in error
     assert "num_speculative_tokens" in error
     assert "max_num_speculative_tokens" in error
 
 
-def test_several_mistakes_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_errors_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(capsys, "--port", "-1", "--max-num-seqs", "0")
     assert "port" in error
     assert "max-num-seqs" in error
-
-
-def test_settings_cannot_be_changed_afterwards() -> None:
-    settings = load()
-    with pytest.raises(ValueError, match="frozen"):
-        settings.port = 1
 
 
 def test_the_resolved_settings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,32 +319,27 @@ def test_help_names_every_key_with_its_default(capsys: pytest.CaptureFixture[str
         assert field.description.split()[0] in text
 
 
-def test_the_process_itself_refuses_with_status_2() -> None:
-    command = [sys.executable, "-m", "coordinator.server", "--nonsense", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "--nonsense" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.1"])
-def test_an_address_that_is_not_ours_is_said_with_the_reason(host: str) -> None:
-    command = [sys.executable, "-m", "coordinator.server", "--host", host, "--port", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    [said] = [line for line in done.stderr.splitlines() if line.startswith("specpool-coordinator: ")]
-    assert said.startswith(f"specpool-coordinator: cannot listen on {host}:0: ")
-    assert "Failed to bind" not in said
-    assert "Traceback" not in done.stderr
-
-
-def test_a_taken_port_is_said_without_a_stack_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [
+        (["--nonsense", "1"], 2, "--nonsense"),
+        (["--host", "no-such-host.invalid", "--port", "0"], 1, "cannot listen on no-such-host.invalid:0: "),
+        (["--port", "{taken}"], 1, "cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        pytest.param(
+            ["--host", "203.0.113.1", "--port", "0"], 1, "cannot listen on 203.0.113.1:0: ", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["unknown flag", "unknown host", "port in use", "foreign address"],
+)
+def test_a_process_ends_with_one_line(arguments: list[str], status: int, reason: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "coordinator.server", "--port", port]
+        command = [sys.executable, "-m", "coordinator.server", *(text.format(taken=port) for text in arguments)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+    assert done.returncode == status
+    lines = [line for line in done.stderr.splitlines() if line.startswith("specpool-coordinator")]
+    assert reason.format(taken=port) in lines[-1]
+    assert "Failed to bind" not in lines[-1]
     assert "Traceback" not in done.stderr

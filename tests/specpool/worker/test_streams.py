@@ -1,4 +1,4 @@
-"""Streams of rounds: whose slots yield when they end, and what they cannot take of a worker."""
+"""Streams of rounds: whose slots yield when they end, and how they are bounded."""
 
 import asyncio
 import gc
@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
-from worker_service import NO_SLOT, OK, PATIENCE_SECONDS, SLOTS, Worker, failure, held, until, verify, violated_fields
+from worker_service import NO_SLOT, OK, PATIENCE_SECONDS, SLOTS, Worker, failure, held, until, verify
 
 from specpool.protocol.errors import QueueFullError
-from specpool.worker.streams import MOST_STREAMS, MOST_STREAMS_OF_A_CLIENT, RoundStreams
+from specpool.worker.streams import MAX_STREAMS, MAX_STREAMS_PER_CLIENT, RoundStreams
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.worker.streams.ORPHANED_SECONDS", 0.01)
 
 
-# What a coordinator does that takes every slot of a target worker, and then waits until it is killed.
+# A coordinator that takes every slot of a target worker, then waits until it is killed.
 COORDINATOR = f"""
 import sys, time, grpc
 from specpool.v1 import target_worker_pb2 as pb, target_worker_pb2_grpc
@@ -38,20 +38,20 @@ for response in stub.VerifyStream(requests()):
 
 
 async def until_served(worker: Worker, *items: Any, coordinator_id: str) -> None:
-    """Repeats a round until it finds slots: that connections have ended, a worker sees in its own time."""
+    """Repeats a round until it finds slots: a worker notices the end of connections with a delay."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while {result.status for result in await worker.round(*items, coordinator_id=coordinator_id)} != {OK}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def fill(worker: Worker, stream: Any, coordinator_id: str) -> None:
-    """Takes every slot, by a stream."""
+    """Takes every slot, on a stream."""
     items = [worker.item(i, 0, [5, i]) for i in range(SLOTS)]
     await stream.write(worker.request(*items, coordinator_id=coordinator_id))
     assert {result.status for result in (await stream.read()).results} == {OK}
 
 
-async def test_the_slots_of_a_killed_coordinator_are_free_at_once(target: Worker) -> None:
+async def test_a_killed_coordinator_frees_its_slots_at_once(target: Worker) -> None:
     address = target.address
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", COORDINATOR, address, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -65,14 +65,14 @@ async def test_the_slots_of_a_killed_coordinator_are_free_at_once(target: Worker
     await until_served(target, *(verify(i, 0, [7, i]) for i in range(SLOTS)), coordinator_id="next")
 
 
-async def test_a_coordinator_that_comes_back_keeps_what_nobody_needed(worker: Worker) -> None:
+async def test_a_returning_coordinator_keeps_slots_nobody_took(worker: Worker) -> None:
     stream = worker.open_stream()
     await fill(worker, stream, "away")
     stream.cancel()
     await until_served(worker, worker.item(1, 0, [7]), coordinator_id="next")
     results = await worker.round(*(worker.item(i, 2, [6]) for i in range(SLOTS)), coordinator_id="away")
     assert sorted(result.status == OK for result in results) == [False] + [True] * (SLOTS - 1)
-    # It has been heard of: nobody takes the others.
+    # Its lease is renewed, so nobody takes the others.
     (result,) = await worker.round(worker.item(2, 0, [7]), coordinator_id="next")
     assert result.status == NO_SLOT
 
@@ -98,7 +98,7 @@ async def test_a_coordinator_of_single_calls_keeps_its_slots(worker: Worker) -> 
     assert result.status == NO_SLOT
 
 
-async def test_a_round_under_way_when_its_stream_ends_orphans_its_coordinator_too(target: Worker) -> None:
+async def test_a_round_in_flight_when_its_stream_ends_orphans_its_coordinator(target: Worker) -> None:
     with held(target) as hold:
         stream = target.open_stream()
         await stream.write(target.request(*(verify(i, 0, [5]) for i in range(SLOTS)), coordinator_id="killed"))
@@ -109,21 +109,9 @@ async def test_a_round_under_way_when_its_stream_ends_orphans_its_coordinator_to
         await until_served(target, *(verify(i, 0, [7]) for i in range(SLOTS)), coordinator_id="next")
 
 
-async def test_a_stream_serves_one_coordinator(worker: Worker) -> None:
-    stream = worker.open_stream()
-    await stream.write(worker.request(worker.item(1, 0, [5])))
-    await stream.read()
-    await stream.write(worker.request(worker.item(1, 0, [5]), coordinator_id="another"))
-    error = await failure(stream.read())
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert violated_fields(error) == ["coordinator_id"]
-
-
-async def test_more_streams_than_there_may_be_are_refused_until_one_ends(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specpool.worker.streams.MOST_STREAMS_OF_A_CLIENT", MOST_STREAMS)
-    streams = [worker.open_stream() for _ in range(MOST_STREAMS)]
+async def test_excess_streams_are_refused_until_one_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specpool.worker.streams.MAX_STREAMS_PER_CLIENT", MAX_STREAMS)
+    streams = [worker.open_stream() for _ in range(MAX_STREAMS)]
     for number, stream in enumerate(streams):
         await stream.write(worker.request(coordinator_id=f"c{number}"))
         await stream.read()
@@ -131,15 +119,15 @@ async def test_more_streams_than_there_may_be_are_refused_until_one_ends(
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await worker.round() == [], "single calls go on"
     streams[0].cancel()
-    await until(lambda: worker.host.streams._open.total() < MOST_STREAMS)
+    await until(lambda: worker.host.streams._open.total() < MAX_STREAMS)
     stream = worker.open_stream()
     await stream.write(worker.request())
     assert await stream.read() is not grpc.aio.EOF
 
 
-@pytest.mark.parametrize("ends", ["the round ends", "the client goes"])
-async def test_a_client_that_sends_and_sends_is_held_back(target: Worker, ends: str) -> None:
-    """By HTTP/2: 64 MB of requests wait at the client, not in the worker."""
+@pytest.mark.parametrize("ends", [pytest.param("the round ends", marks=pytest.mark.slow), "the client leaves"])
+async def test_flow_control_holds_back_a_fast_client(target: Worker, ends: str) -> None:
+    """HTTP/2 keeps 64 MB of requests at the client, not in the worker."""
     request = target.request(verify(1, 0, [2**32 - 1] * 200_000))
     with held(target) as hold:
         stream = target.open_stream()
@@ -153,7 +141,7 @@ async def test_a_client_that_sends_and_sends_is_held_back(target: Worker, ends: 
             except TimeoutError:
                 blocked = True
         assert blocked
-        if ends == "the client goes":
+        if ends == "the client leaves":
             stream.cancel()
             await until(lambda: target.host.streams._open.total() == 0)
         hold.open.set()
@@ -165,7 +153,7 @@ async def test_a_client_that_sends_and_sends_is_held_back(target: Worker, ends: 
     assert result.status == OK
 
 
-async def test_a_drain_ends_waiting_streams_and_refuses_what_was_not_begun() -> None:
+async def test_a_drain_ends_waiting_streams() -> None:
     gate: asyncio.Queue[Any] = asyncio.Queue()
 
     async def requests() -> AsyncIterator[Any]:
@@ -187,7 +175,7 @@ async def test_a_drain_ends_waiting_streams_and_refuses_what_was_not_begun() -> 
 
 
 async def never() -> AsyncIterator[Any]:
-    """Requests that do not come."""
+    """Requests that never arrive."""
     await asyncio.sleep(3600)
     yield None
 
@@ -196,21 +184,21 @@ async def echo(request: Any) -> Any:
     return request
 
 
-async def test_a_refused_stream_counts_no_longer() -> None:
+async def test_a_refused_stream_is_not_counted() -> None:
     streams = RoundStreams(lambda _: None)
-    open_ones = [asyncio.create_task(anext(streams.each(never(), echo, str(i % 8)), None)) for i in range(MOST_STREAMS)]  # type: ignore[arg-type, var-annotated]
+    open_ones = [asyncio.create_task(anext(streams.each(never(), echo, str(i % 8)), None)) for i in range(MAX_STREAMS)]  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0)
     for _ in range(3):
         with pytest.raises(QueueFullError):
             await anext(streams.each(never(), echo))
     streams.drain()
-    assert await asyncio.gather(*open_ones) == [None] * MOST_STREAMS
+    assert await asyncio.gather(*open_ones) == [None] * MAX_STREAMS
     assert streams._open.total() == 0
 
 
 async def test_one_client_leaves_streams_to_others() -> None:
     streams = RoundStreams(lambda _: None)
-    calls = [streams.each(never(), echo, "greedy") for _ in range(MOST_STREAMS_OF_A_CLIENT)]
+    calls = [streams.each(never(), echo, "greedy") for _ in range(MAX_STREAMS_PER_CLIENT)]
     open_ones = [asyncio.create_task(anext(call, None)) for call in calls]  # type: ignore[arg-type, var-annotated]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="of this client"):

@@ -1,4 +1,4 @@
-"""A model thread that hangs: health says so, new work is refused, and what needs no model is answered."""
+"""A hung model thread: health checks fail, new work is refused, and calls without the model are answered."""
 
 import asyncio
 import logging
@@ -35,11 +35,11 @@ from specpool.protocol.errors import UnavailableError
 from specpool.rpc.server.server import LIVE
 from specpool.v1 import target_worker_pb2
 from specpool.worker.host import WorkerHost
-from specpool.worker.model_thread import MOST_WAITING, ModelThread
+from specpool.worker.model_thread import MAX_WAITING, ModelThread
 from specpool.worker.watchdog import CHECKS, Watchdog
 from target_worker.verifier import Verifier
 
-# A worker without a model, whose rounds never end.
+# A worker whose rounds never end.
 HANGING = """
 import time, specpool.worker.process
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ specpool.worker.process.run_worker(
 )
 """
 
-# A worker whose model cannot be loaded, and which says at exit how many objects the garbage collector leaves alone.
+# A worker that cannot load its model, and prints at exit how many objects are exempt from garbage collection.
 FAILING = """
 import atexit, gc, specpool.worker.process
 from specpool.worker.servicer import WorkerServicer
@@ -120,7 +120,7 @@ async def test_a_hung_pass_fails_every_health_check_until_it_ends(
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_a_hung_process_still_ends(is_told: bool) -> None:
-    """At once when it is told to, and by itself after twice the time that work may take."""
+    """On SIGTERM at once; by itself after twice the time limit."""
     command = [sys.executable, "-c", HANGING, "--port", "0", "--watchdog-seconds", "0.3", "--drain-seconds", "0.1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
     process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=subprocess.PIPE)
@@ -151,7 +151,7 @@ async def test_a_hung_process_still_ends(is_told: bool) -> None:
 
 
 @pytest.mark.parametrize("method", ["GetWorkerInfo", "GetTokenizer"])
-async def test_what_needs_no_model_is_answered_during_a_long_pass(target: Worker, method: str) -> None:
+async def test_calls_without_the_model_are_answered_during_a_long_pass(target: Worker, method: str) -> None:
     with held(target) as hold:
         call = asyncio.create_task(target.round(verify(1, 0, [5])))
         assert await asyncio.to_thread(hold.began.wait, PATIENCE_SECONDS)
@@ -169,7 +169,7 @@ async def test_what_needs_no_model_is_answered_during_a_long_pass(target: Worker
 
 
 class Watched:
-    """A watchdog with a clock of its own, over a thread that does what it is told."""
+    """A watchdog with a fake clock over a controlled thread."""
 
     def __init__(self, seconds: float = 10.0) -> None:
         self.thread = ModelThread()
@@ -178,7 +178,7 @@ class Watched:
         self.dog = Watchdog(self.thread, lambda: self.passes, seconds, self.changes.append)
 
     def wait(self, seconds: float) -> None:
-        """Checks as often as `watch` does."""
+        """Checks at the rate of `watch`."""
         for _ in range(round(seconds / self.seconds * CHECKS)):
             self.now += self.seconds / CHECKS
             self.dog.check(self.now)
@@ -195,7 +195,7 @@ class Watched:
         return task
 
 
-async def test_long_work_that_gets_on_does_not_hang() -> None:
+async def test_long_work_with_progress_does_not_hang() -> None:
     watched, stop = Watched(), threading.Event()
     task = await watched.begin(stop.wait)
     for _ in range(5):
@@ -219,7 +219,7 @@ async def test_an_idle_thread_does_not_hang() -> None:
     assert watched.thread.close()
 
 
-async def test_work_after_work_does_not_hang() -> None:
+async def test_consecutive_work_items_do_not_hang() -> None:
     watched = Watched()
     for _ in range(5):
         stop = threading.Event()
@@ -231,7 +231,7 @@ async def test_work_after_work_does_not_hang() -> None:
     assert watched.thread.close()
 
 
-async def test_time_in_which_the_whole_process_stood_still_does_not_count() -> None:
+async def test_time_while_the_process_was_stopped_does_not_count() -> None:
     watched, stop = Watched(), threading.Event()
     task = await watched.begin(stop.wait)
     watched.wait(2.0)
@@ -246,13 +246,13 @@ async def test_time_in_which_the_whole_process_stood_still_does_not_count() -> N
 # --- The thread by itself
 
 
-async def test_more_calls_than_may_wait_are_unavailable() -> None:
+async def test_excess_calls_are_unavailable() -> None:
     thread, stop = ModelThread(), threading.Event()
     first = asyncio.create_task(thread.run("first", stop.wait))
     await until(lambda: thread.running is not None)
-    waiting = [asyncio.create_task(thread.run("waits", lambda: 7)) for _ in range(MOST_WAITING)]
+    waiting = [asyncio.create_task(thread.run("waits", lambda: 7)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
-    with pytest.raises(UnavailableError, match=f"{MOST_WAITING} calls wait"):
+    with pytest.raises(UnavailableError, match=f"{MAX_WAITING} calls wait"):
         await thread.run("one more", lambda: 8)
     waiting.pop().cancel()
     await asyncio.sleep(0)
@@ -260,7 +260,7 @@ async def test_more_calls_than_may_wait_are_unavailable() -> None:
     await asyncio.sleep(0)
     stop.set()
     assert await first
-    assert await asyncio.gather(*waiting) == [7] * MOST_WAITING
+    assert await asyncio.gather(*waiting) == [7] * MAX_WAITING
     assert thread.close()
 
 
@@ -268,7 +268,7 @@ async def test_a_cancelled_call_leaves_nothing_behind() -> None:
     thread, stop, ran = ModelThread(), threading.Event(), list[int]()
     first = asyncio.create_task(thread.run("first", stop.wait))
     await until(lambda: thread.running is not None)
-    for number in range(3 * MOST_WAITING):
+    for number in range(3 * MAX_WAITING):
         call = asyncio.create_task(thread.run("cancelled", lambda number=number: ran.append(number)))  # type: ignore[misc]
         await asyncio.sleep(0)
         call.cancel()
@@ -281,7 +281,7 @@ async def test_a_cancelled_call_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("v"), StopIteration("s"), SystemExit(3)])
-async def test_what_a_function_raises_reaches_its_caller(error: BaseException) -> None:
+async def test_exceptions_reach_the_caller(error: BaseException) -> None:
     thread = ModelThread()
 
     def fail() -> None:
@@ -293,7 +293,7 @@ async def test_what_a_function_raises_reaches_its_caller(error: BaseException) -
     assert thread.close()
 
 
-async def test_closing_waits_no_longer_than_it_may() -> None:
+async def test_close_honors_its_timeout() -> None:
     thread, stop = ModelThread(), threading.Event()
     call = asyncio.create_task(thread.run("hangs", stop.wait))
     await until(lambda: thread.running is not None)
@@ -303,7 +303,7 @@ async def test_closing_waits_no_longer_than_it_may() -> None:
     assert thread.close()
 
 
-async def test_a_process_ends_without_a_search_for_garbage() -> None:
+async def test_a_process_ends_without_garbage_collection() -> None:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", FAILING, stdout=pipe, stderr=pipe)
     printed, logged = await process.communicate()

@@ -1,4 +1,4 @@
-"""A worker's metrics: what it ran, what it holds, and whether it gets on."""
+"""A worker's metrics: work done, memory held, and whether it hangs."""
 
 import asyncio
 from dataclasses import replace
@@ -14,7 +14,7 @@ from specpool.worker.metrics import WorkerMetrics
 
 
 def seen(host: WorkerHost, kind: str = "target") -> Scrape:
-    """What a scrape would read now."""
+    """The result of a scrape."""
     registry = CollectorRegistry()
     registry.register(WorkerMetrics(kind, host))
     return Scrape.of(generate_latest(registry).decode())
@@ -35,7 +35,7 @@ async def test_rounds_passes_and_tokens_are_counted(worker: Worker) -> None:
     assert gained["realign_seconds_total"] > 0
 
 
-async def test_drafted_tokens_are_run_too(draft: Worker) -> None:
+async def test_draft_tokens_count_as_run(draft: Worker) -> None:
     before = value(draft.host, "tokens_total")
     request = draft.item(1, 0, [1, 2, 3])
     request.num_draft_tokens = 4
@@ -73,7 +73,7 @@ async def test_the_model_is_described(worker: Worker) -> None:
     assert scrape.value("specpool:worker_memory_bytes", worker=kind, part="weights") == info.weight_bytes > 0
 
 
-async def test_the_memory_of_ranks_is_told_apart_only_if_the_model_is_divided(target: Worker) -> None:
+async def test_the_memory_of_each_rank_is_reported_if_the_model_is_sharded(target: Worker) -> None:
     assert "specpool:worker_rank_memory_bytes" not in seen(target.host).families
     ranks = RankMemory("cuda:0", 5, 6, 7), RankMemory("cuda:1", 15, 16, 17)
     info = replace(target.host.info, tensor_parallel=2, tensor_parallel_sums="whole", ranks=ranks)
@@ -85,7 +85,7 @@ async def test_the_memory_of_ranks_is_told_apart_only_if_the_model_is_divided(ta
     ]  # fmt: skip
 
 
-async def test_a_pass_that_hangs_and_calls_that_wait_for_it_show(target: Worker) -> None:
+async def test_a_hung_pass_and_waiting_calls_are_reported(target: Worker) -> None:
     watching = asyncio.create_task(target.host.watch(0.1, lambda hangs: None))
     with held(target) as hold:
         rounds = [asyncio.create_task(target.round(target.item(i, 0, [1, 2]))) for i in range(3)]
@@ -98,7 +98,7 @@ async def test_a_pass_that_hangs_and_calls_that_wait_for_it_show(target: Worker)
     watching.cancel()
 
 
-async def test_a_model_that_is_still_loading_has_no_metrics() -> None:
+async def test_a_loading_model_has_no_metrics() -> None:
     host = WorkerHost(lambda: None)  # type: ignore[arg-type, return-value]
     assert value(host, "loaded") == value(host, "rounds_total") == 0
     assert "specpool:worker_slots" not in seen(host).families

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tiny_models import forget_all, random_tokens
 from tiny_pair import MAX_MODEL_LEN
 from tokenizers import Tokenizer
@@ -43,8 +42,6 @@ from worker_service import (
     worker_process,
 )
 
-import draft_worker.server
-import target_worker.server
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup import loading as startup
@@ -105,20 +102,8 @@ async def test_a_wrong_draft_token_gains_the_recovered_token(target: Worker, wro
     assert list(result.token_ids) == truth[wrong_at + 1 : wrong_at + 2]
 
 
-async def test_verifying_without_drafts_is_plain_decoding(target: Worker) -> None:
-    prompt = random_tokens(20)
-    truth = target.continuation(prompt, 15)
-    tokens, cached = list(prompt), 0
-    for _ in range(15):
-        (result,) = await target.round(verify(1, cached, tokens[cached:]))
-        tokens += result.token_ids
-        cached = result.cached_length
-        assert cached == len(tokens) - 1
-    assert tokens[20:] == truth
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 30])
-async def test_a_prompt_in_chunks_is_the_same_as_in_one(target: Worker, chunk: int) -> None:
+async def test_a_chunked_prompt_equals_a_whole_one(target: Worker, chunk: int) -> None:
     prompt = random_tokens(61)
     for start in range(0, 60, chunk):
         piece = prompt[start : min(start + chunk, 60)]
@@ -129,15 +114,7 @@ async def test_a_prompt_in_chunks_is_the_same_as_in_one(target: Worker, chunk: i
     assert list(result.token_ids) == target.continuation(prompt, 1)
 
 
-async def test_a_draft_of_no_tokens_only_extends_the_cache(draft: Worker) -> None:
-    prompt = random_tokens(30)
-    (result,) = await draft.round(propose(1, 0, prompt[:29], 0))
-    assert (list(result.draft_token_ids), result.cached_length, draft.cached(1)) == ([], 29, 29)
-    (result,) = await draft.round(propose(1, 29, prompt[29:], 4))
-    assert list(result.draft_token_ids) == draft.continuation(prompt, 4)
-
-
-async def test_each_sequence_gets_as_many_draft_tokens_as_it_wants(draft: Worker) -> None:
+async def test_each_sequence_gets_its_number_of_draft_tokens(draft: Worker) -> None:
     prompts = [random_tokens(length, length) for length in (4, 11, 25)]
     results = await draft.round(*(propose(i, 0, p, k) for i, p, k in zip((5, 6, 7), prompts, (0, 2, 6), strict=True)))
     assert [len(result.draft_token_ids) for result in results] == [0, 2, 6]
@@ -147,7 +124,7 @@ async def test_each_sequence_gets_as_many_draft_tokens_as_it_wants(draft: Worker
         assert not count or list(result.draft_token_ids) == draft.continuation(prompt, count)
 
 
-async def test_a_draft_that_is_not_sure_ends_early(draft: Worker) -> None:
+async def test_an_unlikely_draft_ends_early(draft: Worker) -> None:
     def item(number: int, min_chance: float) -> draft_worker_pb2.ProposeItem:
         made = propose(number, 0, [1, 2, 3], 8)
         made.min_chance = min_chance
@@ -164,7 +141,7 @@ async def test_a_draft_that_is_not_sure_ends_early(draft: Worker) -> None:
     assert (unasked.draft_token_ids, unasked.confidences) == (whole.draft_token_ids, [])
 
 
-async def test_what_a_drafts_probabilities_are_worth_is_told_to_it(draft: Worker) -> None:
+async def test_chances_calibrate_the_draft_probabilities(draft: Worker) -> None:
     item = propose(1, 0, [1, 2, 3], 8)
     item.min_chance = 0.5
     request = draft.request(item)
@@ -174,7 +151,7 @@ async def test_what_a_drafts_probabilities_are_worth_is_told_to_it(draft: Worker
         assert len(result.draft_token_ids) == drafted
 
 
-async def test_a_step_that_gains_too_little_for_all_is_not_taken(draft: Worker) -> None:
+async def test_a_draft_step_must_be_worth_its_cost(draft: Worker) -> None:
     def item(number: int) -> draft_worker_pb2.ProposeItem:
         made = propose(number, 0, [number, 2, 3], 8)
         made.min_chance, made.next_chance = 0.1, 0.5
@@ -192,15 +169,18 @@ async def test_a_step_that_gains_too_little_for_all_is_not_taken(draft: Worker) 
 
 
 @pytest.mark.parametrize("chance", [-0.1, 1.5, float("nan")])
-async def test_acceptance_probabilities_that_are_none_are_refused_by_name(draft: Worker, chance: float) -> None:
+async def test_invalid_chances_are_refused_by_name(draft: Worker, chance: float) -> None:
     request = draft.request(propose(1, 0, [5], 2))
     request.chances[:] = [0.5, chance]
     error = await failure(draft.stub.Propose(request))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert violated_fields(error) == ["chances[1]"]
+    item = propose(1, 0, [5], 1)
+    item.min_chance = chance
+    assert violated_fields(await failure(draft.round(item))) == ["items[0].min_chance"]
 
 
-async def test_passes_are_measured_when_the_model_is_loaded(tiny_pair: tuple[Path, Path]) -> None:
+async def test_step_times_are_measured_at_load(tiny_pair: tuple[Path, Path]) -> None:
     engine = startup.load_engine(EngineOptions(model=str(tiny_pair[1]), device="cpu", max_sequences=3), exact=False)
     async with serving(DRAFT, engine) as worker:
         costs = (await worker.info()).costs
@@ -222,7 +202,7 @@ async def test_the_draft_catches_up_with_its_own_last_token_after_a_full_accepta
     assert list(second.draft_token_ids) == draft.continuation(committed, 4)
 
 
-async def test_the_draft_takes_back_what_was_rejected(draft: Worker) -> None:
+async def test_the_draft_drops_rejected_tokens(draft: Worker) -> None:
     prompt = random_tokens(12)
     (first,) = await draft.round(propose(1, 0, prompt, 5))
     committed = [*prompt, first.draft_token_ids[0], (first.draft_token_ids[1] + 1) % 256]
@@ -230,15 +210,11 @@ async def test_the_draft_takes_back_what_was_rejected(draft: Worker) -> None:
     assert list(second.draft_token_ids) == draft.continuation(committed, 3)
 
 
-async def test_answers_come_in_the_order_of_the_items(worker: Worker) -> None:
+async def test_results_come_in_item_order(worker: Worker) -> None:
     results = await worker.round(*(worker.item(i, 0, random_tokens(4 + i, i)) for i in (9, 2, 5)))
     assert [result.sequence_id for result in results] == [9, 2, 5]
     for result in results:
         assert tokens_of(result) == worker.continuation(random_tokens(4 + result.sequence_id, result.sequence_id), 1)
-
-
-async def test_an_empty_round_is_answered(worker: Worker) -> None:
-    assert await worker.round() == []
 
 
 # --- Rounds that cannot be served as they are
@@ -255,7 +231,7 @@ async def test_an_unknown_sequence_misses_and_is_rebuilt(worker: Worker, base_le
     assert tokens_of(result) == worker.continuation(prompt, 1)
 
 
-async def test_a_cache_that_is_too_short_misses_and_stays_as_it_is(worker: Worker) -> None:
+async def test_a_cache_that_is_too_short_misses_unchanged(worker: Worker) -> None:
     prompt = random_tokens(8)
     await worker.round(worker.item(1, 0, prompt))
     (result,) = await worker.round(worker.item(1, 9, [1]))
@@ -267,7 +243,7 @@ async def test_a_cache_that_is_too_short_misses_and_stays_as_it_is(worker: Worke
     assert worker.engine.slots.in_use == 1
 
 
-async def test_a_sequence_without_a_slot_is_told_so_and_the_rest_of_the_round_is_served(worker: Worker) -> None:
+async def test_a_sequence_without_a_slot_does_not_fail_its_round(worker: Worker) -> None:
     prompts = {i: random_tokens(5 + i, i) for i in range(5)}
     await worker.round(worker.item(0, 0, prompts[0]))
     results = await worker.round(
@@ -295,13 +271,13 @@ async def test_a_delayed_round_changes_nothing(worker: Worker) -> None:
     assert tokens_of(result) == worker.continuation([*prompt, 7], 1)
 
 
-async def test_the_same_proposal_twice_is_one(draft: Worker) -> None:
+async def test_proposals_are_idempotent(draft: Worker) -> None:
     await draft.round(propose(1, 0, random_tokens(8), 2), round_id=1)
     items = [propose(1, 6, random_tokens(3, 1), 4), propose(2, 0, random_tokens(9, 2), 0), propose(3, 5, [1], 1)]
     await assert_idempotent(draft, items)
 
 
-async def test_the_same_verification_twice_is_one(target: Worker) -> None:
+async def test_verifications_are_idempotent(target: Worker) -> None:
     prompt = random_tokens(8)
     right = target.continuation([*prompt, 5], 3)
     await target.round(verify(1, 0, prompt), round_id=1)
@@ -344,7 +320,7 @@ async def test_a_sequence_may_fill_every_position(target: Worker, draft: Worker)
 # --- Releasing sequences
 
 
-async def test_release_counts_what_it_freed_and_ignores_the_rest(worker: Worker) -> None:
+async def test_release_counts_freed_sequences(worker: Worker) -> None:
     await worker.round(worker.item(1, 0, [5]), worker.item(2, 0, [6]))
     assert (await worker.info()).load.slots_in_use == 2
     assert await worker.release(1, 2, 3, 1) == 2
@@ -354,9 +330,7 @@ async def test_release_counts_what_it_freed_and_ignores_the_rest(worker: Worker)
     assert result.status == CACHE_MISS
 
 
-async def test_a_silent_coordinator_loses_its_sequences_and_only_it(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_a_silent_coordinator_loses_its_sequences(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(
         "specpool.worker.host.time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter_ns=time.perf_counter_ns)
@@ -420,27 +394,13 @@ async def test_a_worker_describes_itself(worker: Worker) -> None:
     )
 
 
-async def test_the_target_hands_out_its_tokenizer(target: Worker) -> None:
+async def test_the_target_sends_its_tokenizer(target: Worker) -> None:
     response = await target.stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest())
     text = "Zoë said: 你好"
     assert Tokenizer.from_buffer(response.tokenizer_json).encode(text).ids == byte_tokenizer().encode(text).ids
     assert response.chat_template == CHAT_TEMPLATE
     assert response.special_tokens == {"eos_token": "<eos>"}
     assert list(response.eos_token_ids) == [EOS_TOKEN_ID]
-
-
-async def test_reflection_lists_the_services(worker: Worker) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(worker.channel)
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
-    assert {service.name for service in answer.list_services_response.service} == {
-        f"specpool.v1.{worker.role.name}",
-        "grpc.health.v1.Health",
-        "grpc.reflection.v1alpha.ServerReflection",
-    }
-    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=f"specpool.v1.{worker.role.name}")
-    (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
-    assert answer.file_descriptor_response.file_descriptor_proto
 
 
 # --- Bad requests
@@ -459,7 +419,7 @@ BAD_ITEMS = [
 
 
 @pytest.mark.parametrize(("items", "field"), BAD_ITEMS, ids=[f"{field}-{i}" for i, (_, field) in enumerate(BAD_ITEMS)])
-async def test_a_bad_item_is_refused_by_name_and_nothing_of_its_round_is_done(
+async def test_an_invalid_item_fails_its_round_by_name(
     worker: Worker, items: list[tuple[int, int, list[int]]], field: str
 ) -> None:
     error = await failure(worker.round(*(worker.item(*item) for item in items)))
@@ -467,14 +427,6 @@ async def test_a_bad_item_is_refused_by_name_and_nothing_of_its_round_is_done(
     assert error.details().startswith(f"{field}: ")
     assert violated_fields(error) == [field]
     assert worker.engine.slots.in_use == 0
-
-
-@pytest.mark.parametrize("chance", [-0.1, 1.5, float("nan")])
-async def test_a_chance_that_is_none_is_refused_by_name(draft: Worker, chance: float) -> None:
-    item = propose(1, 0, [5], 1)
-    item.min_chance = chance
-    error = await failure(draft.round(item))
-    assert violated_fields(error) == ["items[0].min_chance"]
 
 
 @pytest.mark.parametrize(
@@ -485,14 +437,16 @@ async def test_a_chance_that_is_none_is_refused_by_name(draft: Worker, chance: f
         (verify(1, 0, [5] * (MAX_MODEL_LEN - 1), [6, 7]), "items[0]"),
     ],
 )
-async def test_a_bad_draft_is_refused_by_name(target: Worker, item: target_worker_pb2.VerifyItem, field: str) -> None:
+async def test_an_invalid_draft_is_refused_by_name(
+    target: Worker, item: target_worker_pb2.VerifyItem, field: str
+) -> None:
     error = await failure(target.round(item))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert violated_fields(error) == [field]
     assert target.engine.slots.in_use == 0
 
 
-async def test_a_drain_ends_streams_that_wait_and_those_in_a_round_after_it(worker: Worker) -> None:
+async def test_a_drain_ends_streams_after_their_round(worker: Worker) -> None:
     waiting, playing = worker.open_stream(), worker.open_stream()
     for number, stream in enumerate((waiting, playing), 1):
         await stream.write(worker.request(worker.item(number, 0, [5])))
@@ -508,7 +462,7 @@ async def test_a_drain_ends_streams_that_wait_and_those_in_a_round_after_it(work
         worker.host.streams._draining = False
 
 
-async def test_a_released_sequence_may_begin_with_itself(worker: Worker) -> None:
+async def test_a_released_sequence_can_reuse_its_own_cache(worker: Worker) -> None:
     prompt = random_tokens(20)
     for number in (7, 8):
         await worker.round(worker.item(number, 0, prompt))
@@ -521,11 +475,11 @@ async def test_a_released_sequence_may_begin_with_itself(worker: Worker) -> None
     worker.engine.slots.check_integrity()
 
 
-async def test_a_sequence_has_the_room_that_it_asked_for_and_no_more(worker: Worker) -> None:
+async def test_a_sequence_gets_exactly_max_length_positions(worker: Worker) -> None:
     def item(sequence_id: int, base_length: int, token_ids: list[int], max_length: int) -> Any:
-        wanted = worker.item(sequence_id, base_length, token_ids)
-        wanted.max_length = max_length
-        return wanted
+        item = worker.item(sequence_id, base_length, token_ids)
+        item.max_length = max_length
+        return item
 
     error = await failure(worker.round(item(1, 0, [5], MAX_MODEL_LEN + 1)))
     assert violated_fields(error) == ["items[0].max_length"]
@@ -547,13 +501,6 @@ async def test_a_draft_beyond_the_last_position_is_refused(draft: Worker, k: int
     assert str(MAX_MODEL_LEN) in error.details()
 
 
-async def test_a_coordinator_without_a_name_is_refused(worker: Worker) -> None:
-    for call in (worker.round(worker.item(1, 0, [5]), coordinator_id=""), worker.release(1, coordinator_id="")):
-        error = await failure(call)
-        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert violated_fields(error) == ["coordinator_id"]
-
-
 @pytest.mark.parametrize(
     "payload",
     [b"\x0a\x02\xff\xfe", b"\x0a\x03a", b"\xff\xff\xff"],
@@ -572,20 +519,20 @@ async def test_a_malformed_request_is_a_bad_request(worker: Worker, payload: byt
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_rounds_of_a_stream_are_answered_in_their_order_until_one_is_refused(worker: Worker) -> None:
+async def test_stream_rounds_are_answered_in_order_until_one_is_refused(worker: Worker) -> None:
     stream = worker.open_stream()
     prompts = ([5], [6, 7])
     for prompt in prompts:
         await stream.write(worker.request(worker.item(prompt[0], 0, prompt)))
     results = [(await stream.read()).results[0] for _ in prompts]
     assert [tokens_of(result) for result in results] == [worker.continuation(prompt, 1) for prompt in prompts]
-    await stream.write(worker.request(worker.item(1, 0, [5]), coordinator_id=""))
+    await stream.write(worker.request(worker.item(1, 0, [5]), coordinator_id="another"))
     error = await failure(stream.read())
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert violated_fields(error) == ["coordinator_id"]
 
 
-async def test_an_exception_inside_is_internal_and_shows_nothing_of_the_inside(
+async def test_an_internal_error_reveals_no_details(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -607,7 +554,7 @@ async def test_an_exception_inside_is_internal_and_shows_nothing_of_the_inside(
 
 
 @pytest.mark.parametrize("role", [TARGET, DRAFT], ids=["target", "draft"])
-async def test_a_worker_that_loads_is_unavailable_and_says_so_and_serves_then(
+async def test_a_loading_worker_is_unavailable_and_serves_later(
     role: Role, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines[role.name]
@@ -645,16 +592,7 @@ async def test_a_worker_that_loads_is_unavailable_and_says_so_and_serves_then(
     assert started.task.exception() is None
 
 
-async def test_a_worker_that_cannot_load_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load() -> Any:
-        raise OSError("no such weights")
-
-    async with worker_process(TARGET, load, monkeypatch) as started:
-        await asyncio.wait([started.task], timeout=PATIENCE_SECONDS)
-        assert isinstance(started.task.exception(), OSError)
-
-
-async def test_a_draining_worker_finishes_the_round_it_is_in(
+async def test_a_draining_worker_finishes_its_round(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines[TARGET.name]
@@ -686,11 +624,17 @@ async def test_a_draining_worker_finishes_the_round_it_is_in(
 # --- Real processes
 
 
+def test_workers_serve_before_they_import_torch() -> None:
+    program = "import draft_worker.server, target_worker.server, specpool.engine.models.embedded_pair, sys\n"
+    program += "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_SECONDS)
+
+
 @pytest.fixture(scope="module")
 def processes(
     tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All processes of these tests, started together since most of their time is spent on imports."""
+    """All processes of these tests. They start together, since imports take most of their time."""
     empty = tmp_path_factory.mktemp("empty")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
     environment |= {"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "30000", "PYTHONUNBUFFERED": "1"}
@@ -709,7 +653,7 @@ def processes(
         process.communicate()
 
 
-async def test_a_process_starts_logs_its_port_and_drains_on_sigterm(
+async def test_a_process_logs_its_port_and_drains_on_sigterm(
     processes: dict[str, subprocess.Popen[str]], engines: dict[str, Engine]
 ) -> None:
     process = processes["serves"]
@@ -737,7 +681,7 @@ async def test_a_process_starts_logs_its_port_and_drains_on_sigterm(
     assert "Traceback" not in rest
 
 
-def test_a_process_without_a_model_ends_with_one_clear_line(processes: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_process_without_a_model_ends_with_one_line(processes: dict[str, subprocess.Popen[str]]) -> None:
     process = processes["refuses"]
     _, log = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
@@ -745,77 +689,3 @@ def test_a_process_without_a_model_ends_with_one_clear_line(processes: dict[str,
     (reason,) = [line for line in log.splitlines() if line.startswith("specpool-draft-worker: ")]
     assert reason.endswith("is not a model folder: it has no config.json")
     assert log.splitlines()[-1] == reason
-
-
-# --- Settings
-
-
-@pytest.fixture(params=[target_worker.server, draft_worker.server], ids=["target", "draft"])
-def main(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs a worker's command as far as its settings; returns its exit status."""
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["command", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            request.param.main()
-        return ended.value.code
-
-    for name in os.environ:
-        if name.startswith("SPECPOOL_"):
-            monkeypatch.delenv(name)
-    return run
-
-
-def test_an_unknown_flag_is_refused(main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("--model", "m", "--no-such-flag", "1") == 2
-    message = capsys.readouterr().err
-    assert "no-such-flag" in message
-    assert "Traceback" not in message
-
-
-def test_an_unknown_variable_is_refused(
-    main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SPECPOOL_MAX_MODEL_LENGTH", "5")
-    assert main("--model", "m") == 2
-    assert "SPECPOOL_MAX_MODEL_LENGTH" in capsys.readouterr().err
-
-
-def test_an_unknown_key_of_a_file_is_refused(
-    main: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "worker.toml"
-    path.write_text('model = "m"\nmax_model_length = 5\n')
-    assert main("--config", str(path)) == 2
-    assert "max-model-length" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ([], "model"),
-        (["--model", "m", "--port", "70000"], "port"),
-        (["--model", "m", "--lease-seconds", "0"], "lease-seconds"),
-        (["--model", "m", "--dtype", "int8"], "dtype"),
-        (["--model", "m", "--max-sequences", "many"], "max-sequences"),
-        (["--config", "/no/such/file.toml"], "/no/such/file.toml"),
-    ],
-)
-def test_a_bad_value_is_refused_by_name(
-    main: Callable[..., int], capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
-) -> None:
-    assert main(*arguments) == 2
-    message = capsys.readouterr().err
-    assert named in message
-    assert "Traceback" not in message
-
-
-def test_flags_outrank_variables_which_outrank_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "worker.toml"
-    path.write_text('model = "from file"\nmax_sequences = 3\nlease_seconds = 9.5\nkv_memory = "1MiB"\n')
-    monkeypatch.setenv("SPECPOOL_CONFIG", str(path))
-    monkeypatch.setenv("SPECPOOL_MAX_SEQUENCES", "4")
-    monkeypatch.setenv("SPECPOOL_MODEL", "from variable")
-    settings = target_worker.server.TargetWorkerSettings.load("command", ["--model", "from flag"])
-    assert (settings.model, settings.max_sequences, settings.lease_seconds) == ("from flag", 4, 9.5)
-    assert settings.kv_memory == 2**20

@@ -37,7 +37,9 @@ def test_the_pair_consists_of_the_target_and_the_shipped_draft(
     monkeypatch.setattr(embedded_pair, "_make_target", shutil.copytree)
     for name in (*embedded_pair.OLDER, "smollm2-135m-30"):
         (tmp_path / "cache" / name / "target").mkdir(parents=True)
+    assert embedded_pair.existing_pair(tmp_path / "cache") is None
     pair = embedded_pair.embedded_pair(tmp_path / "cache")
+    assert embedded_pair.existing_pair(tmp_path / "cache") == pair
     assert embedded_pair.embedded_pair(tmp_path / "cache") == pair
     left = {path.name for path in (tmp_path / "cache").iterdir()}
     assert left == {embedded_pair.FOLDER, "smollm2-135m-30"}, "removes only older versions"

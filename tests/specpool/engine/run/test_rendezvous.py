@@ -1,4 +1,4 @@
-"""Who connects to the master port and is no rank is turned away, however it behaves."""
+"""Rank 0 drops strangers and dead ranks that connect to its master port."""
 
 import socket
 import threading
@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.run import rendezvous as meeting
+from specpool.engine.run import rendezvous
 from specpool.engine.run.connections import hang_up
 
 HTTP = b"GET / HTTP/1.1\r\nHost: node0\r\n\r\n"
@@ -20,22 +20,22 @@ def options(port: int, **others: object) -> EngineOptions:
     return EngineOptions.model_validate({"model": "m", **nodes, **others})
 
 
-@pytest.mark.parametrize("said", [b"", b"\0", HTTP])
-def test_who_is_no_rank_or_has_ended_is_not_waited_for(said: bytes) -> None:
+@pytest.mark.parametrize("payload", [b"", b"\0", HTTP])
+def test_strangers_and_dead_ranks_are_not_awaited(payload: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    found: list[Connection] = []
-    with mock.patch.object(meeting, "HELLO_SECONDS", 1):
-        leader = threading.Thread(target=lambda: found.extend(meeting.await_ranks(options(port), 2)), daemon=True)
+    links: list[Connection] = []
+    with mock.patch.object(rendezvous, "HELLO_SECONDS", 1):
+        leader = threading.Thread(target=lambda: links.extend(rendezvous.await_ranks(options(port), 2)), daemon=True)
         leader.start()
-        ended = meeting.join(options(port, node_rank=1))
+        ended = rendezvous.join(options(port, node_rank=1))
         with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(said)
+            stranger.sendall(payload)
             hang_up(ended)
-            ranks = [meeting.join(options(port, node_rank=node)) for node in (1, 2)]
+            ranks = [rendezvous.join(options(port, node_rank=node)) for node in (1, 2)]
             leader.join(PATIENCE_SECONDS)
     assert not leader.is_alive()
-    for link, rank in zip(found, ranks, strict=True):
+    for link, rank in zip(links, ranks, strict=True):
         rank.send_bytes(b"here")
         assert link.recv_bytes() == b"here"
         rank.close()

@@ -1,4 +1,4 @@
-"""What an operator is told about an engine: once in the log, and in its description."""
+"""Notes for the operator: once in the log, and in the description of the engine."""
 
 import logging
 from pathlib import Path
@@ -16,7 +16,7 @@ FAMILIES = "glm, glm4, llama, mistral, qwen2, qwen3"
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was warned of when the engine was ready; its self-test warns earlier."""
+    """Warnings of a ready engine. The self-test warns earlier."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -44,15 +44,13 @@ def test_why_a_model_has_no_fused_pass(architecture: str, changes: dict[str, Any
     assert is_fusable(config) == (reason is None)
 
 
-def test_a_rotary_embedding_without_a_base_is_not_fused() -> None:
+def test_a_rotary_embedding_without_theta_is_not_fused() -> None:
     config: PreTrainedConfig = small_config("llama")
     config.rope_parameters = None  # type: ignore[attr-defined]
     assert why_not_fusable(config) == "its rotary embedding has no rope_theta"
 
 
-def test_a_model_that_runs_as_it_should_has_no_notes(
-    tiny_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fast_model_has_no_notes(tiny_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     engine = load_engine(tiny_pair[0], device="cpu")
     assert engine.notes == []
     assert engine.info().notes == ()
@@ -66,7 +64,7 @@ def test_a_model_that_runs_as_it_should_has_no_notes(
         ("llama", {"fused": False}, "the fused pass is switched off"),
     ],
 )
-def test_a_model_that_runs_by_the_librarys_modules_says_so_and_why(
+def test_a_model_on_library_modules_has_a_note(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, architecture: str, options: dict[str, Any], reason: str
 ) -> None:
     changes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128} if architecture == "gpt2" else {}
@@ -76,10 +74,3 @@ def test_a_model_that_runs_by_the_librarys_modules_says_so_and_why(
     assert engine.info().notes == (note,)
     assert warnings(caplog) == [f"{folder}: {note}"]
     assert list(worker_info_response(engine.info()).model.notes) == [note]
-
-
-def test_what_is_appended_later_is_told_too(tiny_pair: tuple[Path, Path]) -> None:
-    engine = load_engine(tiny_pair[0], device="cpu")
-    engine.notes.append("a fan is broken")
-    assert engine.info().notes == ("a fan is broken",)
-    assert list(worker_info_response(engine.info()).model.notes) == ["a fan is broken"]

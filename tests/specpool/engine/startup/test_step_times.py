@@ -1,4 +1,4 @@
-"""Step times are measured as far as rounds go, and no longer than it pays."""
+"""Step times are measured up to the maximum rows of a round, while passes are short."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ def engine(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Eng
 
 
 def played(monkeypatch: pytest.MonkeyPatch, seconds_per_row: float) -> list[Sequence[Span]]:
-    """The passes that are measured from now on, each of which takes this long."""
+    """The passes measured from now on. Each seems to take `seconds_per_row` per row."""
     passes: list[Sequence[Span]] = []
 
     def seconds(engine: Engine, spans: Sequence[Span]) -> float:
@@ -40,10 +40,10 @@ def played(monkeypatch: pytest.MonkeyPatch, seconds_per_row: float) -> list[Sequ
         (1, 1, [1, 2]),
     ],
 )
-def test_passes_are_measured_up_to_the_most_rows_of_a_round(
+def test_passes_are_measured_up_to_the_maximum_rows_of_a_round(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, slots: int, limit: int, rows: list[int]
 ) -> None:
-    """More rows than a pass can have take several passes, and need not be measured."""
+    """Rows beyond one pass need not be measured."""
     monkeypatch.setattr(engine.slots, "total", slots)
     monkeypatch.setattr(engine, "max_num_batched_tokens", limit)
     times = measure_step_times(engine)
@@ -53,9 +53,7 @@ def test_passes_are_measured_up_to_the_most_rows_of_a_round(
     assert engine.info().max_rows == limit
 
 
-def test_rows_are_spread_over_all_sequences_there_can_be(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_spread_over_all_slots(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     many = load_engine(tiny_pair[0], max_sequences=80)
     passes = played(monkeypatch, 1e-6)
     assert max(measure_step_times(many)) == 512
@@ -66,15 +64,13 @@ def test_rows_are_spread_over_all_sequences_there_can_be(
         assert {span.start for span in spans} == {step_times.STEP_CACHED}
 
 
-def test_long_passes_are_repeated_once_and_not_followed_by_longer_ones(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_passes_are_repeated_once_and_end_the_measurement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = played(monkeypatch, 0.01)
     assert list(measure_step_times(engine)) == [1, 2, 4, 8, 9, 12, 16, 17, 24, 32, 64]
     counts = [sum(len(span.token_ids) for span in spans) for spans in passes]
     assert [counts.count(rows) for rows in (1, 2, 4, 8, 16, 32, 64)] == [3, 3, 3, 2, 2, 2, 2]
 
 
-def test_numbers_that_are_asked_for_are_all_measured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_row_counts_are_all_measured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     played(monkeypatch, 1.0)
     assert measure_step_times(engine, [1, 80, 90]) == {1: 1, 80: 80, 90: 90}

@@ -1,0 +1,66 @@
+"""Cost of the coordinator itself, with free fake workers: per round, and per choice of a group."""
+
+import argparse
+import asyncio
+import random
+import statistics
+from collections.abc import Sequence as Arguments
+from contextlib import ExitStack
+
+from benchmarks.cost.fakes import load_options, run_once, start_coordinator, start_fakes, wait_ready
+from benchmarks.report import finish, progress, seconds_of, show
+from coordinator.scheduling.capacity import QueueLimits
+from coordinator.scheduling.grouping import POLICIES, GroupingLimits, Policy
+from coordinator.scheduling.pool import Pool
+from coordinator.scheduling.sequence import GenerationRequest, Sequence
+from specpool.client import AsyncClient
+
+GOAL_ROUND_MS, GOAL_CHOICE_MS = 2.0, 1.0
+PORT = 50058
+POOL_SIZE, CHOICES = 10_000, 1_000
+PROMPT_LENGTHS = 20, 2_000
+
+
+def main(arguments: Arguments[str]) -> None:
+    """Parses the command line, measures, prints."""
+    options = load_options("coordinator", __doc__, 200, arguments)
+    with ExitStack() as stack:
+        start_coordinator(stack, PORT, *start_fakes(stack))
+        runs = asyncio.run(run_all(options))
+    result: dict[str, object] = {
+        "sequences": options.sequences,
+        "num_speculative_tokens": options.k,
+        "rounds": sum(run["rounds"] for run in runs),
+        **{name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0] if name.endswith("_ms")},
+        "goal_round_ms": GOAL_ROUND_MS,
+        "choose_group_of_10000_ms": {name: round(measure_choice(name), 5) for name in POLICIES},
+        "goal_choice_ms": GOAL_CHOICE_MS,
+    }
+    show("cost of the coordinator", [{"measure": name, "value": value} for name, value in result.items()])
+    finish("coordinator_cost", result, None)
+
+
+async def run_all(options: argparse.Namespace) -> list[dict[str, float]]:
+    """One row per repeat."""
+    async with AsyncClient(f"127.0.0.1:{PORT}") as client:
+        await wait_ready(client)
+        await run_once(client, options)  # warms up
+        return [await run_once(client, options) for _ in progress(range(options.repeats), "rounds with fake workers")]
+
+
+def measure_choice(name: str) -> float:
+    """Median milliseconds to choose a group of 8 and put it back, in a pool of 10,000 ready sequences."""
+    pool = Pool(max_num_seqs=POOL_SIZE, queue=QueueLimits(POOL_SIZE), prefix_caching=False)
+    rng = random.Random(0)
+    for i in range(POOL_SIZE):
+        prompt = (1,) * rng.randint(*PROMPT_LENGTHS)
+        pool.submit([Sequence(i, GenerationRequest(str(i), prompt, 1000, frozenset(), 4))])
+    pool.admit()
+    policy = POLICIES[name](GroupingLimits(max_batch_size=8, min_group_size=4))
+    return statistics.median(seconds_of(lambda: _choose(pool, policy)) for _ in range(CHOICES)) * 1000
+
+
+def _choose(pool: Pool, policy: Policy) -> None:
+    group = policy.choose(pool.ready, pool.rounds).sequences
+    pool.begin_round(group)
+    pool.end_round(group)

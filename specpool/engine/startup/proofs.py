@@ -1,0 +1,143 @@
+"""Keeps what a start proved about a model on this CPU, so that the next start need not prove it again.
+
+A proof belongs to one compiled pass. Its key covers the bits of the weights, the configuration, the options, the
+processor, the versions and the engine's own source. A start that uses a proof recomputes the logits of a fixed
+sequence; unless they are bit-identical, it discards the proof.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+import transformers
+from pydantic import BaseModel, ValidationError
+
+import specpool.engine
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.loading import LoadedModel
+from specpool.engine.passes.native.library_cache import candidate_folders, make_private, read_cached, write_cached
+
+log = logging.getLogger(__name__)
+
+FOLDER, SUFFIX, MAX_PROOFS = "proofs", ".proof", 64
+LOCK, LOCK_SECONDS, POLL_SECONDS = "measuring.lock", 60.0, 0.05
+SOURCES = {".py", ".c", ".h"}
+CPU_FIELDS = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part"}
+# Variables that change the kernels or threads of torch.
+VARIABLES = re.compile(r"(ATEN|DNNL|ONEDNN|MKL|OMP|GOMP|KMP|OPENBLAS|TORCH)_\w+")
+
+
+class Proof(BaseModel, frozen=True, extra="forbid"):
+    """What a start proved and measured."""
+
+    key: str
+    library: str
+    """SHA-256 of the compiled pass."""
+    logits: str
+    """SHA-256 of the logits of a fixed sequence."""
+    bitwise: bool
+    step_seconds: dict[int, float]
+    seconds_per_cached: float
+
+
+def proof_key(loaded: LoadedModel, options: EngineOptions, exact: bool, weights_fingerprint: str) -> str:
+    """SHA-256 over everything that a proof depends on, except the compiled pass itself."""
+    facts = {
+        "weights": weights_fingerprint,
+        "config": loaded.config.to_json_string(),
+        "options": options.model_dump(mode="json", exclude={"model", "revision"}),
+        "max_model_len": loaded.max_model_len,
+        "exact": exact,
+        "threads": (torch.get_num_threads(), len(os.sched_getaffinity(0))),
+        "cpu": (_cpu(), torch.backends.cpu.get_cpu_capability()),
+        "variables": sorted(item for item in os.environ.items() if VARIABLES.fullmatch(item[0])),
+        "versions": (platform.python_version(), torch.__version__, transformers.__version__),
+        "source": _source_digest(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def read_proof(key: str) -> Proof | None:
+    """The proof of this key; None if there is none, or if the file is damaged or could have been written by others."""
+    content = read_cached(_file(key))
+    if content is None:
+        return None
+    try:
+        proof = Proof.model_validate_json(content)
+    except ValidationError:
+        return None
+    return proof if proof.key == key else None
+
+
+def write_proof(proof: Proof) -> None:
+    """Keeps a proof for later starts, where the cache folder allows it."""
+    write_cached(proof.model_dump_json().encode(), _file(proof.key), MAX_PROOFS)
+
+
+@contextmanager
+def measuring_alone() -> Iterator[None]:
+    """Waits, up to LOCK_SECONDS, until no other worker on this machine measures itself: both would measure too long."""
+    try:
+        make_private(_folder())
+        file = os.open(_folder() / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        log.info("cannot lock out other workers while measuring: %s", error)
+        yield
+        return
+    try:
+        _lock(file)
+        yield
+    finally:
+        os.close(file)
+
+
+def _lock(file: int) -> None:
+    deadline, is_waiting = time.monotonic() + LOCK_SECONDS, False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                log.warning("another worker has been measuring for %g s; measuring beside it", LOCK_SECONDS)
+                return
+            if not is_waiting:
+                log.info("waiting for another worker to measure its passes")
+            is_waiting = True
+            time.sleep(POLL_SECONDS)
+
+
+def _folder() -> Path:
+    return Path(os.path.realpath(candidate_folders()[0])) / FOLDER
+
+
+def _file(key: str) -> Path:
+    return _folder() / f"{key[:32]}{SUFFIX}"
+
+
+@cache
+def _source_digest() -> str:
+    """SHA-256 over the source of the engine: another version may compute otherwise under the same version number."""
+    root = Path(str(specpool.engine.__file__)).parent
+    digest = hashlib.sha256()
+    for file in sorted(path for path in root.rglob("*") if path.suffix in SOURCES):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _cpu() -> list[str]:
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return [platform.processor()]
+    return [platform.machine(), *(line for line in first if line.partition(":")[0].strip() in CPU_FIELDS)]

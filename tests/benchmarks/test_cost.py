@@ -1,0 +1,33 @@
+"""The cost benchmark: each part that needs no real pair runs to its end on a small load."""
+
+import json
+
+import pytest
+
+from benchmarks.cost import __main__ as cost
+from benchmarks.cost import metrics, overlap
+
+LOAD = ["--sequences", "2", "--tokens", "6", "--repeats", "1"]
+
+
+@pytest.mark.parametrize(
+    ("part", "flags", "measures"),
+    [
+        ("overlap", ["--tokens", "6"], ["rows"]),
+        pytest.param("coordinator", LOAD, ["round_ms", "choose_group_of_10000_ms"], marks=pytest.mark.slow),
+        pytest.param("metrics", LOAD, ["observe_a_commit_us", "scrape_cpu_ms"], marks=pytest.mark.slow),
+        pytest.param("tracing", LOAD, ["off_ms", "on_ms"], marks=pytest.mark.slow),
+    ],
+)
+def test_part_ends_in_json(
+    part: str,
+    flags: list[str],
+    measures: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(overlap, "CONCURRENCIES", (1,))
+    monkeypatch.setattr(metrics, "SCRAPES", 1)
+    cost.main(["--of", part, *flags])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(result[measure] for measure in measures)
