@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from relay import forward
 from serving import PATIENCE_SECONDS, RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
 
 from coordinator.workers.draft_link import DraftLink
@@ -50,18 +51,7 @@ class ServiceTarget(RecordingTarget):
             await self._replaced_by.stop()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self._behind.rpartition(":")
-        with suppress(OSError):
-            other_reader, other_writer = await asyncio.open_connection(host, int(port))
-            await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(2**16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+        await forward(reader, writer, self._behind)
 
 
 async def tokens_until_the_end(served: Serving, request: Any, act_after: int, act: Any) -> list[int]:

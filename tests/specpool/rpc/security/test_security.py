@@ -13,6 +13,7 @@ from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate, openssl, re
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import ValidationError
+from relay import relay
 from secure_service import listening
 
 from specpool import healthcheck
@@ -21,7 +22,6 @@ from specpool.rpc.security.channel import Connector
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
 from specpool.rpc.status import ANSWERED
-from specpool.testing import CuttingProxy
 
 MAX_MESSAGE_BYTES = 1000
 TOO_LARGE = bytes(100 * MAX_MESSAGE_BYTES)
@@ -164,14 +164,8 @@ async def test_invalid_server_certificates_fail_the_handshake(
 
 async def test_slow_handshakes_succeed(ca: Authority, server: Certificate) -> None:
     """Even if they take longer than the reconnect backoff."""
-    proxy = CuttingProxy()
-    async with running(**server.options) as address:
-        slow_address = await proxy.start(address)
-        proxy.delay(0.2)
-        try:
-            assert await code(slow_address, tls_ca=ca.path) is None
-        finally:
-            await proxy.stop()
+    async with running(**server.options) as address, relay(address, delay_seconds=0.2) as slow_address:
+        assert await code(slow_address, tls_ca=ca.path) is None
 
 
 async def test_mutual_tls_requires_a_certificate_of_the_ca(
