@@ -39,7 +39,7 @@ class DraftOptions:
     draft_lag: int = 0
     """Tokens that the draft worker must catch up with first, beyond the usual one or two."""
     catch_up_rounds: int = 1
-    """Rounds over which to spread that cost."""
+    """Rounds over which to spread the cost of catching up."""
     lookup_ids: tuple[int, ...] = ()
     """Draft tokens of prompt lookup."""
     lookup_rate: float = 0.0

@@ -1,4 +1,4 @@
-"""Requests in flight: which generation each sequence belongs to, and statistics of how they end."""
+"""Requests in flight: routes events to generations, and counts finish reasons."""
 
 import time
 from collections import Counter, deque

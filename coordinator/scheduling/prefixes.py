@@ -110,7 +110,7 @@ class PrefixIndex:
         return Prefix(source, length)
 
     def _is_earlier(self, source: Sequence, sequence: Sequence) -> bool:
-        """Whether `source` entered first. Otherwise two sequences could wait for each other, or one for itself."""
+        """Whether `source` finished or entered first. Otherwise sequences could wait for each other or themselves."""
         entry = self._entries.get(sequence.sequence_id)
         return source.finish is not None or entry is None or self._entries[source.sequence_id].entered < entry.entered
 

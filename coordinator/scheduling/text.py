@@ -34,7 +34,7 @@ class TextStream:
         return bool(self._stop)
 
     def feed(self, token_id: int, may_stop: bool = True) -> str:
-        """Return the text to show after this token. Without `may_stop`, stop strings do not match."""
+        """Return the text to show after this token. Without `may_stop`, completed stop strings are text."""
         held, piece = len(self._held), self._decoder.feed([token_id])
         self._held += piece
         ends = [(stop.text, held + end) for stop in self._stop if (end := stop.feed(piece))]

@@ -10,7 +10,7 @@ from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, Prefix, S
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 
-# Shorter catch-ups are never chunked. A draft worker regularly lacks its last token and the bonus token.
+# Catch-ups of up to this many tokens are never chunked. A draft worker regularly lacks two tokens.
 MAX_UNCHUNKED_TOKENS = 8
 # Rounds of backoff after the draft worker had no free slot.
 DRAFT_BACKOFF_ROUNDS = 16
