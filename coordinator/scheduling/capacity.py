@@ -57,7 +57,7 @@ class Reservations:
         return len(self) / slots
 
     def count_fitting(self, waiting: Iterable[Sequence], places: int) -> int:
-        """Number of `waiting` sequences, in order, that fit into `places` places. An empty cache always fits the first."""
+        """Number of `waiting` sequences, in order, that fit into `places`. An empty cache always fits the first."""
         limit = self.capacity.positions if places else 0
         count, reserved = 0, sum(self._positions.values()) if limit else 0
         for sequence in islice(waiting, places):
