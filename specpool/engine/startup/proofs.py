@@ -115,6 +115,9 @@ def _lock(file: int) -> None:
                 log.info("waiting for another worker to measure its passes")
             is_waiting = True
             time.sleep(POLL_SECONDS)
+        except OSError as error:  # some network file systems cannot lock
+            log.info("cannot lock out other workers while measuring: %s", error)
+            return
 
 
 def _folder() -> Path:

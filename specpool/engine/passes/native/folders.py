@@ -6,7 +6,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -81,7 +81,8 @@ def read_kept(kept: Path) -> bytes | None:
         _check_folder(kept.parent)
         check_file(kept)
         content = kept.read_bytes()
-        os.utime(kept)
+        with suppress(OSError):  # a read-only file system
+            os.utime(kept)
     except OSError:
         return None
     digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]

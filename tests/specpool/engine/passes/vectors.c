@@ -4,7 +4,7 @@
    logits of the last row. Compiled with the same macros as decoder.c, and KIND, one of KINDS: that of most panels, dense
    or with a scale for each part. The others are FLOAT32, which is one of KINDS too. */
 
-#include "../../../engine/passes/native/decoder.c"
+#include "../../../../specpool/engine/passes/native/decoder.c"
 
 #include <stdio.h>
 #include <stdlib.h>
