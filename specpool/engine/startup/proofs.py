@@ -88,6 +88,7 @@ def write_proof(proof: Proof) -> None:
 def measuring_alone() -> Iterator[None]:
     """Waits, up to LOCK_SECONDS, until no other worker on this machine measures itself: both would measure too long."""
     try:
+        _folder().parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         make_private(_folder())
         file = os.open(_folder() / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -197,6 +197,13 @@ def test_a_file_system_without_locks_stops_no_start(cache: Path, monkeypatch: py
         pass
 
 
+def test_first_start_on_a_machine_locks_out_other_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "cache" / "specpool"
+    monkeypatch.setattr(proofs, "places", lambda: [place])
+    with proofs.measuring_alone():
+        assert (place / proofs.FOLDER / proofs.LOCK).exists()
+
+
 def test_proofs_on_a_read_only_file_system_are_used(
     model: Path, monkeypatch: pytest.MonkeyPatch, proved: list[str]
 ) -> None:
