@@ -45,7 +45,7 @@ PROFILED = ((1, 512), (8, 512))
 PROFILED_STEPS = 5
 READ_BYTES = 2**29
 OPERATIONS = {
-    "products": ("linear", "addmm", "aten::mm", "gemm", "gemv"), "attention": ("attention", "attend", "softmax", "bmm"),
+    "gemm": ("linear", "addmm", "aten::mm", "gemm", "gemv"), "attention": ("attention", "attend", "softmax", "bmm"),
 }  # fmt: skip
 """Parts of the names of torch's operations and kernels."""
 

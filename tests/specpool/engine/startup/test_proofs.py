@@ -13,7 +13,7 @@ from tiny_models import random_tokens, save_model, small_config
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.passes.native import folders
+from specpool.engine.passes.native import library_cache
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup import loading, proofs
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of proofs, which is empty."""
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(proofs, "places", lambda: [tmp_path])
+    monkeypatch.setattr(proofs, "candidate_folders", lambda: [tmp_path])
     monkeypatch.setattr(loading, "OUTDATED", 0.0)
     return tmp_path / proofs.FOLDER
 
@@ -198,10 +198,10 @@ def test_a_file_system_without_locks_stops_no_start(cache: Path, monkeypatch: py
 
 
 def test_first_start_on_a_machine_locks_out_other_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "cache" / "specpool"
-    monkeypatch.setattr(proofs, "places", lambda: [place])
+    folder = tmp_path / "cache" / "specpool"
+    monkeypatch.setattr(proofs, "candidate_folders", lambda: [folder])
     with proofs.measuring_alone():
-        assert (place / proofs.FOLDER / proofs.LOCK).exists()
+        assert (folder / proofs.FOLDER / proofs.LOCK).exists()
 
 
 def test_proofs_on_a_read_only_file_system_are_used(
@@ -211,7 +211,7 @@ def test_proofs_on_a_read_only_file_system_are_used(
         raise OSError(errno.EROFS, "Read-only file system")
 
     load(model)
-    monkeypatch.setattr(folders.os, "utime", utime)
+    monkeypatch.setattr(library_cache.os, "utime", utime)
     assert load(model).bitwise
     assert len(proved) == 1
 
