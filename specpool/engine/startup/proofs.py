@@ -88,6 +88,7 @@ def write_proof(proof: Proof) -> None:
 def measuring_alone() -> Iterator[None]:
     """Waits, up to LOCK_SECONDS, until no other worker on this machine measures itself: both would measure too long."""
     try:
+        _folder().parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         make_private(_folder())
         file = os.open(_folder() / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -115,6 +116,9 @@ def _lock(file: int) -> None:
                 log.info("waiting for another worker to measure its passes")
             is_waiting = True
             time.sleep(POLL_SECONDS)
+        except OSError as error:  # some network file systems cannot lock
+            log.info("cannot lock out other workers while measuring: %s", error)
+            return
 
 
 def _folder() -> Path:

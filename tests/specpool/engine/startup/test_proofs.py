@@ -1,5 +1,6 @@
 """A start reuses what an earlier start proved, unless anything has changed since."""
 
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from tiny_models import random_tokens, save_model, small_config
 
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.passes.native import library_cache
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup import loading, proofs
@@ -183,6 +185,34 @@ def test_step_times_of_a_busy_machine_are_measured_again(
     proofs.write_proof(proof.model_copy(update={"step_seconds": slow}))
     monkeypatch.setattr(loading, "OUTDATED", 0.6)
     assert load(model).step_seconds[1] < slow[1] / 2
+    assert len(proved) == 1
+
+
+def test_a_file_system_without_locks_stops_no_start(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(proofs.fcntl, "flock", flock)
+    with proofs.measuring_alone():
+        pass
+
+
+def test_first_start_on_a_machine_locks_out_other_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cache" / "specpool"
+    monkeypatch.setattr(proofs, "candidate_folders", lambda: [folder])
+    with proofs.measuring_alone():
+        assert (folder / proofs.FOLDER / proofs.LOCK).exists()
+
+
+def test_proofs_on_a_read_only_file_system_are_used(
+    model: Path, monkeypatch: pytest.MonkeyPatch, proved: list[str]
+) -> None:
+    def utime(path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    load(model)
+    monkeypatch.setattr(library_cache.os, "utime", utime)
+    assert load(model).bitwise
     assert len(proved) == 1
 
 
