@@ -52,7 +52,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         True,
         validation_alias=AliasChoices("fused", "lean"),
         description="run Llama-family models with our fused pass instead of the transformers modules "
-        "(deprecated alias: lean)",
+        "(deprecated name: lean)",
     )
     native: bool = Field(
         True,
@@ -65,7 +65,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         "auto",
         validation_alias=AliasChoices("gemm", "products"),
         description='GEMM backend of the fused pass on a GPU. "auto": the fastest batch-invariant one, but always '
-        '"triton" for a target if the bits of the backends differ (deprecated alias: products)',
+        '"triton" for a target if the bits of the backends differ (deprecated name: products)',
     )
     max_num_batched_tokens: int | None = Field(
         None,
@@ -73,7 +73,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         ge=1,
         le=2**20,
         description="maximum new tokens of one forward pass; longer inputs take several passes; default: 512 on a CPU, "
-        "2048 on a GPU (deprecated alias: max_forward_tokens)",
+        "2048 on a GPU (deprecated name: max_forward_tokens)",
     )
     threads: int | None = Field(
         None,
