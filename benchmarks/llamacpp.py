@@ -76,7 +76,7 @@ class Engine:
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     options = parse()
     try:
         python, version = environment()

@@ -37,7 +37,7 @@ TEMPLATE = (
 
 
 def main() -> None:
-    """Parses the command line, makes both models, prints their folders."""
+    """Parses the command line, creates both models, and prints their folders."""
     parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for both")
     parser.add_argument("--target", choices=SHAPES, default="qwen3-8b")

@@ -85,7 +85,7 @@ class Answer:
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     options = parse()
     try:
         pair, rows = asyncio.run(serve(options))

@@ -41,7 +41,7 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--concurrency", type=wholes(1, 256), default="1,4,8,16", help="requests in flight; vLLM decodes 16 at a time"

@@ -28,7 +28,7 @@ PROMPT_LENGTH = 16
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of overlap")
     parser.add_argument("--verify-ms", type=float, nargs=2, default=(8.0, 0.05), metavar=("FIRST", "MORE"))
     parser.add_argument("--draft-ms", type=float, nargs=2, default=(2.0, 0.02), metavar=("FIRST", "MORE"))

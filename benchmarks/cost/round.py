@@ -22,7 +22,7 @@ STAGES = {"models": ("draft", "verify"), "realign": ("realign",), "wire": ("wire
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of round")
     parser.add_argument("--target")
     parser.add_argument("--draft")

@@ -33,7 +33,7 @@ COLLECT = "from benchmarks.cost.tracing import collect; collect()"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     options = load_options("tracing", __doc__, 200, arguments)
     with ExitStack() as stack:
         workers = start_fakes(stack)

@@ -39,7 +39,7 @@ END_SECONDS = 120.0
 
 
 def main() -> None:
-    """Parses the command line, runs the trial, prints."""
+    """Parses the command line, runs the trial, and prints the result."""
     options = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -246,7 +246,7 @@ def check_storage(folder: Path) -> None:
 
 
 def main() -> None:
-    """Parses the command line, builds, runs, prints."""
+    """Parses the command line, builds the images, and checks them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/specpool-images"), help="storage; about 20 GB")
     parser.add_argument("--python", type=Path, help="prefix of a Python 3.12; default: pyenv's")

@@ -163,7 +163,7 @@ async def measure_all(names: Iterable[str], pid: int, seconds: float) -> list[di
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=seconds, default=6.0, help="minimum duration of a measurement")
     parser.add_argument("--only", choices=ATTACKS, help="one attack; default: all")

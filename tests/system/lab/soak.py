@@ -39,7 +39,7 @@ COUNT = whole(1, 10**9)
 
 
 def main() -> None:
-    """Parses the command line, soaks, prints the audit."""
+    """Parses the command line, runs the soak, and prints the audit."""
     options = parse()
     try:
         with tempfile.TemporaryDirectory() as folder:
