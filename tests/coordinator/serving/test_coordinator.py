@@ -514,5 +514,6 @@ async def test_a_drain_cuts_off_long_calls(monkeypatch: pytest.MonkeyPatch) -> N
         served.target.open.clear()
         served.process.server.stop()
         await served.process.wait_stopped()
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await drain(call)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -239,15 +239,20 @@ async def test_failing_releases_of_the_target_do_not_repeat_those_of_the_draft()
         await served.until_idle()
 
 
-async def test_stopping_coordinator_frees_draft_slots() -> None:
-    class Counting(RecordingDraft):
+async def test_stopping_coordinator_frees_all_slots() -> None:
+    left: dict[Any, Any] = {}
+
+    class Counting(FakeWorker):
         async def stop(self) -> None:
             left.update(self.caches)
             await super().stop()
 
-    left: dict[Any, Any] = {}
-    target = RecordingTarget()
-    async with serving(target, Counting(target, delay=0.05), drain_seconds=0) as served:
+    class CountingTarget(Counting, RecordingTarget): ...
+
+    class CountingDraft(Counting, RecordingDraft): ...
+
+    target = CountingTarget()
+    async with serving(target, CountingDraft(target, delay=0.05), drain_seconds=0) as served:
         running = asyncio.ensure_future(served.stub.Generate(make_request(max_tokens=3000)))
         await served.until(lambda info: info.counters.completion_tokens > 5)
     assert left == {}
