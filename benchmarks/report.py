@@ -1,4 +1,4 @@
-"""The frame of every benchmark: options, progress, tables on stderr, one JSON object as the last line of stdout."""
+"""Shared by all benchmarks: options, progress and tables on stderr, and a last line of JSON on stdout."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ def parser_of(description: str | None, **options: Any) -> argparse.ArgumentParse
 
 
 def output_folder(name: str) -> Path:
-    """Argument type: a folder, created at once so that no result is lost after the work."""
+    """Argument type: a folder. It is created at once, so a wrong path fails before the work."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def median(runs: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """The median of a measure over the runs that have it; None if no run has it."""
+    """The median of a measure over all runs that have it; None without such runs."""
     values = [run[name] for run in runs if run.get(name) is not None]
     return statistics.median(values) if values else None
 

@@ -1,4 +1,4 @@
-"""Cost of the coordinator itself, with free fake workers: per round, and per choice of a group."""
+"""Measure the coordinator's cost of a round with instant fake workers, and of choosing a group."""
 
 import argparse
 import asyncio

@@ -1,7 +1,7 @@
-"""What metrics cost: observing a round, a scrape, and whole rounds with and without them.
+"""Measure the cost of metrics: observations, scrapes, and whole rounds with and without metrics.
 
-Fake workers cost nothing. Coordinators with and without metrics take turns. The coordinator's processor time per round
-depends less on other work of the machine than the time of a round.
+Fake workers answer at once. Coordinators with and without metrics take turns. The benchmark reports CPU time too,
+because other processes on the machine disturb it less than elapsed time.
 """
 
 import argparse

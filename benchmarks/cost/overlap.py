@@ -1,7 +1,7 @@
-"""Two overlapping groups and drafting ahead, against one worker at a time, with fakes as fast as two GPUs might be.
+"""Compare overlapping groups and drafting ahead with alternating workers. Fakes have the assumed speed of two GPUs.
 
-Coordinator, wire and the choice of draft lengths are real. A pass takes the given milliseconds for its first row and
-for each further row. Every answer must equal plain decoding.
+The coordinator and the wire are real. The flags give the milliseconds of a pass for the first row and for each further
+row. Every answer must equal plain decoding.
 """
 
 import argparse

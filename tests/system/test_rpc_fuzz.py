@@ -95,9 +95,12 @@ class Processes:
                 return
             async for _ in responses:
                 pass
-        except grpc.aio.AioRpcError as refusal:
-            assert refusal.code() in REFUSALS, f"{refusal.code()}: {refusal.details()}"
-            assert refusal.details()
+        except grpc.aio.AioRpcError as error:
+            refusal = error
+        else:
+            return
+        assert refusal.code() in REFUSALS, f"{refusal.code()}: {refusal.details()}"
+        assert refusal.details()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from coordinator.workers.errors import MismatchError
 from coordinator.workers.link import LinkState
 from coordinator.workers.target_link import TargetLink
 from specpool.rpc.security.channel import Connector
-from specpool.testing import FakeDraft, FakeTarget
+from specpool.testing import FakeDraft, FakeTarget, FakeWorker
 from specpool.v1 import common_pb2
 
 NEVER = 3600.0
