@@ -82,12 +82,12 @@ def engine_figure(rows: list[dict[str, Any]]) -> Figure:
 
 
 def gpu_figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Steps of the target as shares of their limit, by kind of products; tokens/s of plain decoding, by concurrency."""
+    """Steps of the target as shares of their limit, by GEMM backend; tokens/s of plain decoding, by concurrency."""
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
     steps, speed = figure.subplots(1, 2)
     rows = results.get("target", {}).get("steps", ())
-    for kind in dict.fromkeys(row["products"] for row in rows):
-        selected = [row for row in rows if row["products"] == kind]
+    for kind in dict.fromkeys(row["backend"] for row in rows):
+        selected = [row for row in rows if row["backend"] == kind]
         names = [f"{row['sequences']} x {row['drafted'] + 1}\n{row['cached']}" for row in selected]
         steps.plot(names, [row["of_limit"] for row in selected], "o", label=kind)
     steps.set(xlabel="sequences x rows, cached", ylabel="limit / time of a step", ylim=(0, None))

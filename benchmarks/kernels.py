@@ -1,11 +1,11 @@
-"""What the compiler makes of the GPU's kernels: registers, spills, shared memory, kernels per layer. Needs no GPU.
+"""Compiles the GPU kernels without a GPU, and reports registers, spills, shared memory and kernels per layer.
 
     python -m benchmarks.kernels [--archs 80 90 100] [--dtypes bfloat16 float16 float32] [--shapes qwen3-8b ...]
-        [--ranks 1 4 8 --sums whole parts]
+        [--ranks 1 4 8 --sums whole parts] [--quick]
 
-Passes of a model of each shape run on tensors without memory (torch's "meta" device), with a driver of Triton that
-compiles what is launched and launches nothing. With several ranks, it is the pass of the last one, which has the
-smallest share. The last line printed is JSON.
+Passes of a model of each shape run on torch's meta device, with a Triton driver that compiles kernels instead of
+launching them. With several ranks, it is the pass of the last one, which has the smallest shard. Prints JSON as the
+last line.
 """
 
 import argparse
@@ -41,9 +41,9 @@ from specpool.engine.weights.quantized import as_tensor
 from specpool.protocol.sampling import SamplingParams
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Bytes of shared memory that a program may have, by architecture.
+# Maximum bytes of shared memory of a program, by architecture.
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Tokens of each sequence of the passes: one, a verification, many sequences, a prompt; short contexts and long ones.
+# New tokens of each sequence: plain steps, verifications, many sequences, a prompt; at short and long contexts.
 PASSES = ([1] * 8, [5] * 8, [5] * 64, [2048])
 CONTEXTS = (128, 4096)
 
@@ -51,7 +51,7 @@ _LLAMA = {
     "model_type": "llama", "vocab_size": 32_000, "hidden_act": "silu", "max_position_embeddings": 32_768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
-# Sizes of heads and groups that well-known models have, besides those of the benchmarks.
+# Further head and group sizes of well-known models.
 HEADS: dict[str, dict[str, Any]] = {
     "llama3-8b": {
         **_LLAMA, "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
@@ -93,35 +93,35 @@ Row = dict[str, Any]
 
 @dataclass
 class Compiled:
-    """A kernel as compiled for one set of constants."""
+    """A kernel, compiled for one set of constants."""
 
     name: str
     registers: int
     stack: int
-    """Bytes of memory for what does not fit into a thread's registers."""
+    """Bytes that a thread spills to memory."""
     shared: int
     """Bytes of shared memory of a program."""
 
 
 @dataclass
 class Compiler:
-    """A driver of Triton for a GPU that does not exist: it compiles what is launched, and counts it."""
+    """A Triton driver for a GPU that does not exist: it compiles kernels and counts launches."""
 
     arch: int
     number: int = field(default_factory=count().__next__)
     compiled: list[Compiled] = field(default_factory=list)
     launched: list[str] = field(default_factory=list)
     fused: bool = False
-    """Whether a kernel may have multiplications and additions joined, as the compiler likes."""
+    """Whether the compiler may fuse multiplications and additions of some kernel."""
 
     @property
     def utils(self) -> "Compiler":
-        """The functions of the driver."""
+        """The driver's functions."""
         return self
 
     @property
     def launcher_cls(self) -> Callable[..., Callable[..., None]]:
-        """Makes what would launch a kernel."""
+        """Creates the launcher of a kernel."""
         return self._launcher
 
     def _launcher(self, source: object, metadata: Any) -> Callable[..., None]:
@@ -133,7 +133,7 @@ class Compiler:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        """A number of its own, so that nothing compiled for another device is reused."""
+        """A unique number, so that Triton reuses nothing compiled for another device."""
         return self.number
 
     def get_current_stream(self, device: int | None = None) -> int:
@@ -141,11 +141,11 @@ class Compiler:
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """The properties that Triton asks for, such as how much shared memory a program may have."""
+        """The properties that Triton reads."""
         return {"max_shared_mem": SHARED[self.arch], "multiprocessor_count": 132}
 
     def load_binary(self, name: str, binary: bytes, shared: int, *_: Any) -> tuple[object, None, int, int, int]:
-        """Reads what the compiler says of the resources of a kernel."""
+        """Record the resources of a compiled kernel."""
         registers, stack = resources(binary)
         self.compiled.append(Compiled(name, registers, stack, shared))
         return self, None, registers, stack, 1024
@@ -155,29 +155,29 @@ class Compiler:
 
 
 def resources(binary: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, of a kernel compiled for an NVIDIA GPU."""
+    """Registers, and bytes of stack, of a thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", said)}
-    return found["REG"], found["STACK"]
+        output = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", output)}
+    return usage["REG"], usage["STACK"]
 
 
 @contextmanager
 def compiling(arch: int) -> Iterator[Compiler]:
-    """A context in which kernels are compiled for this architecture and not launched."""
+    """Compile kernels for this architecture instead of launching them."""
     compiler = Compiler(arch)
     triton.runtime.driver.set_active(compiler)
     try:
         yield compiler
     finally:
-        triton.runtime.driver._active = None  # there is no other driver to go back to
+        triton.runtime.driver._active = None  # there was no other driver
 
 
-class Imagined(Group):
-    """Ranks of which only one exists."""
+class FakeGroup(Group):
+    """A group of which only this rank exists."""
 
     def __init__(self, share: Share) -> None:
         self.rank, self.ranks, self.sharding = share.rank, share.sharding.ranks, share.sharding
@@ -185,14 +185,14 @@ class Imagined(Group):
         self._borders = torch.tensor(self.sharding.shares["tokens"].firsts[1:], device="meta")
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """What all ranks would give."""
+        """The shape of what all ranks send."""
         return x.new_empty(self.ranks, *x.shape)
 
 
 def model_of(
     shape: dict[str, Any], dtype: torch.dtype, layers: int = 1, ranks: int = 1, sums: Sums = "whole"
 ) -> GpuModel:
-    """A pass of this shape, or that of its last rank, without memory for its weights."""
+    """A pass of this shape, or of its last rank, on the meta device."""
     sizes = {**shape, "num_hidden_layers": layers}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device("meta"):
@@ -207,13 +207,13 @@ def model_of(
                     model.get_submodule(module), kind, nn.Parameter(as_tensor(cut(weight, piece)), requires_grad=False)
                 )
         adapt(model, share)
-        group = Imagined(share)
+        group = FakeGroup(share)
     return GpuModel(FusedModel(model, group), 64)
 
 
 @torch.inference_mode()
 def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
-    """A pass of this many tokens in each sequence, after as many cached ones."""
+    """Run a pass with these new tokens in each sequence, after `cached` cached ones."""
     layers, extent = len(model.layers), cached + max(tokens)
     columns, device = extent * len(tokens), torch.device("meta")
     arena = KVArena(layers, model.kv_heads, columns, model.head_dim, model.compute_dtype, device)
@@ -223,54 +223,61 @@ def run(model: GpuModel, tokens: Sequence[int], cached: int) -> None:
 
 
 def sample(vocab_size: int, dtype: torch.dtype) -> None:
-    """The choice of a token from logits of this size."""
+    """Sample a token from logits of this size."""
     params = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
-    with suppress(NotImplementedError):  # there is no memory that the choice could be read from
+    with suppress(NotImplementedError):  # the meta device has no memory to read the token from
         sample_rows(torch.empty(1, vocab_size, dtype=dtype, device="meta"), [(params, 1)])
 
 
-def measure(arch: int, dtype: str, shape: str, ranks: int = 1, sums: Sums = "whole") -> Row:
-    """What the compiler makes of the passes of a shape."""
+def measure(
+    arch: int, dtype: str, shape: str, ranks: int = 1, sums: Sums = "whole", passes: Sequence[list[int]] = PASSES
+) -> Row:
+    """The resources of the kernels of a shape's passes."""
     with compiling(arch) as compiler:
         one, two = (model_of(ALL_SHAPES[shape], getattr(torch, dtype), layers, ranks, sums) for layers in (1, 2))
         launches = {1: 0, 2: 0}
-        for tokens, cached in product(PASSES, CONTEXTS):
+        for tokens, cached in product(passes, CONTEXTS):
             run(one, tokens, cached)
         for layers, model in ((1, one), (2, two)):
             before = len(compiler.launched)
-            run(model, PASSES[0], CONTEXTS[-1])
+            run(model, passes[0], CONTEXTS[-1])
             launches[layers] = len(compiler.launched) - before
         sample(ALL_SHAPES[shape]["vocab_size"], getattr(torch, dtype))
-    names = sorted({its.name for its in compiler.compiled})
+    names = sorted({kernel.name for kernel in compiler.compiled})
     return {
         "sm": arch, "dtype": dtype, "shape": shape, "ranks": ranks, "sums": sums if ranks > 1 else "",
         "kernels_a_layer": launches[2] - launches[1],
         "fused": compiler.fused, "shared_limit": SHARED[arch],
-        "kernels": [most(name, [its for its in compiler.compiled if its.name == name]) for name in names],
+        "kernels": [maximum(name, [each for each in compiler.compiled if each.name == name]) for name in names],
     }  # fmt: skip
 
 
-def most(name: str, variants: Sequence[Compiled]) -> Row:
-    """The most that any variant of a kernel takes."""
+def maximum(name: str, variants: Sequence[Compiled]) -> Row:
+    """The maximum resources of any variant of a kernel."""
     return {
-        "kernel": name.strip("_"), "variants": len(variants), "registers": max(its.registers for its in variants),
-        "spilled_bytes": max(its.stack for its in variants), "shared_bytes": max(its.shared for its in variants),
+        "kernel": name.strip("_"), "variants": len(variants), "registers": max(each.registers for each in variants),
+        "spilled_bytes": max(each.stack for each in variants), "shared_bytes": max(each.shared for each in variants),
     }  # fmt: skip
 
 
 def main() -> None:
-    """Parses the command line, compiles, prints."""
+    """Parse the command line, compile, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", type=int, nargs="+", choices=SHARED, default=list(SHARED), help="80 is sm_80")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--shapes", nargs="+", choices=ALL_SHAPES, default=list(ALL_SHAPES))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="of divided models")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="of sharded models")
     parser.add_argument("--sums", nargs="+", choices=get_args(Sums), default=list(get_args(Sums)))
+    parser.add_argument("--quick", action="store_true", help="plain steps only")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
     divisions = [(ranks, sums) for ranks in options.ranks for sums in options.sums[: None if ranks > 1 else 1]]
     cells = list(product(options.archs, options.dtypes, options.shapes, divisions))
-    rows = [measure(*cell, *division) for *cell, division in progress(cells, "compiling")]
+    passes = PASSES[:1] if options.quick else PASSES
+    rows = [
+        measure(arch, dtype, shape, ranks, sums, passes)
+        for arch, dtype, shape, (ranks, sums) in progress(cells, "compiling")
+    ]
     for row in rows:
         show(
             f"{row['shape']}, {row['dtype']}, sm_{row['sm']}, ranks: {row['ranks']} {row['sums']}: "

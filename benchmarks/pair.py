@@ -135,7 +135,10 @@ def tiny_config(**changes: Any) -> LlamaConfig:
 
 @torch.no_grad()
 def make_tiny_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """Saves a tiny target and a draft that often agrees with it; returns their folders. `changes`: arguments of `tiny_config`."""
+    """Saves a tiny target and a draft that often agrees with it; returns both folders.
+
+    `changes`: arguments of `tiny_config`.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(**changes))
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]

@@ -1,4 +1,4 @@
-"""Random models with the shapes of well-known ones: as fast or slow as those, without a file of weights."""
+"""Random models with the shapes of well-known ones: as fast as those, without their weights."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_model(
     shape: str, device: str | torch.device, dtype: torch.dtype, attention: str, **changes: Any
 ) -> PreTrainedModel:
-    """A model of this shape, with weights of the size that training begins with. `changes`: to its configuration."""
+    """A randomly initialized model of this shape. `changes`: to its configuration."""
     sizes = {**SHAPES[shape], **changes}
     config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     with torch.device(device):
@@ -40,7 +40,7 @@ def random_model(
 
 
 def random_loaded(shape: str, device: str, dtype: torch.dtype) -> LoadedModel:
-    """A random model of this shape, as an engine takes it."""
+    """A random model of this shape, loaded for an engine."""
     model = random_model(shape, device, dtype, PACKED_ATTENTION)
-    tokenizer = Tokenizer(models.BPE())  # of no tokens
+    tokenizer = Tokenizer(models.BPE())  # without tokens
     return LoadedModel(shape, model, TokenizerFiles(tokenizer.to_str().encode(), "", {}, ()), MAX_MODEL_LEN)

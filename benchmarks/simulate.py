@@ -3,8 +3,8 @@
     python -m benchmarks.simulate [--answers 12] [--output FOLDER]
 
 There is no model: costs are given and acceptance is random. "steady" rates vary a little around the given one.
-"changing" rates switch between good and bad halfway through. Each row has the best fixed length, the adaptive speed as a
-fraction of the best fixed speed, and both speeds relative to plain decoding. The last line printed is JSON.
+"changing" rates switch between good and bad halfway through. Each row has the best fixed length, the adaptive
+speed as a fraction of the best fixed speed, and both speeds relative to plain decoding. The last line printed is JSON.
 """
 
 import itertools

@@ -137,7 +137,7 @@ def parse_only(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatc
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page; the empty one is its top."""
+    """Return GitHub's anchors for the headings of a page, and the empty anchor for its top."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE) if page.suffix == ".md" else []
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings} | {""}
 
@@ -155,11 +155,11 @@ def test_links_and_named_paths_exist(name: str) -> None:
 
 
 def test_named_flags_exist() -> None:
-    of_others = {"help", "api-key", "max-loras", "speculative-config", "trust-remote-code"}
+    foreign_flags = {"help", "api-key", "max-loras", "speculative-config", "trust-remote-code"}
     classes = [settings for settings, *_ in COMMANDS.values() if settings] + [settings_of(name) for name in SETTINGS]
     known = {*known_keys(), *(field for settings in classes if settings for field in settings.model_fields)}
     for page in PAGES.keys() - {"docs/benchmarks.md", "docs/smg.md", "deploy/README.md"}:  # flags of other programs
-        flags = set(re.findall(r"`--([a-z][a-z-]+)", PAGES[page])) - of_others
+        flags = set(re.findall(r"`--([a-z][a-z-]+)", PAGES[page])) - foreign_flags
         assert {flag for flag in flags if not {flag.replace("-", "_"), flag[3:].replace("-", "_")} & known} == set()
 
 

@@ -16,7 +16,7 @@ PACKAGES = ("specpool", "coordinator", "draft_worker", "target_worker")
 GENERATED = "specpool/v1/"
 ENGINE = "specpool/engine"
 
-# Packages on lower floors, and of others, that the files of a folder must not import directly.
+# Packages that the files of a folder must not import directly, although the floors would allow it.
 WORKERS = {"draft_worker", "target_worker"}
 FORBIDDEN = {
     "specpool/protocol": {"torch", "grpc"},
@@ -135,16 +135,16 @@ def test_modules_have_no_import_cycles() -> None:
 
 @pytest.mark.parametrize("depth", range(1, 6))
 def test_folders_have_no_import_cycles(depth: int) -> None:
-    """Count a folder with everything below it: first `specpool/engine`, then `specpool/engine/passes`, and so on.
+    """Treat a folder and everything below it as one node: `specpool/engine`, then `specpool/engine/passes`, and so on.
 
-    `specpool` itself is no floor: its library is below the services, its commands above them.
+    `specpool` itself is not a node: its library is below the services, its commands above them.
     """
 
-    def floor(path: Path) -> str:
+    def node(path: Path) -> str:
         folders = path.relative_to(ROOT).parent.parts
         return "/".join(folders[: depth + (folders[0] == "specpool")])
 
-    reject_cycles({(floor(path), floor(other)) for path, other in edges()})
+    reject_cycles({(node(path), node(other)) for path, other in edges()})
 
 
 # --- Floors

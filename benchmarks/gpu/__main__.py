@@ -1,19 +1,17 @@
-"""Everything about one GPU in one run: its rates, every kernel, steps, drafts, whole answers, and where time goes.
+"""Measures everything about one GPU in one run: rates, kernels, steps, drafts, whole answers, and profiles.
 
     python -m benchmarks.gpu --output FOLDER [--minutes 8] [--parts device,kernels,target]
-    python -m benchmarks.gpu --output FOLDER --rehearse     (on a CPU, with tiny models, to see that it runs to its end)
+    python -m benchmarks.gpu --output FOLDER --rehearse     (a dry run on a CPU, with tiny models)
 
-Made for a machine that is lent for minutes: each part is a process of its own and keeps its results in FOLDER as it
-finds them, so that nothing is lost by what fails, hangs or is cut off. A part for which too little time is left is
-skipped. Models are random ones of well-known shapes; of the pair that answers prompts, the draft is right 70% of the
-time. Times are medians; steps are recorded as CUDA graphs before they are timed. On a CPU, kernels are interpreted,
-which says whether they run and nothing about their speed, and engines run their pass for CPUs.
+Made for a machine that is available for minutes. Each part is a process that writes results to FOLDER as it goes, so
+no failure loses them. A part is skipped if too little time is left. Models are random, with well-known shapes; the
+draft of the pair that answers prompts agrees on 70% of tokens. Times are medians of steps captured as CUDA graphs. On
+a CPU, kernels are interpreted: that shows that they run, not how fast.
 
-Parts: `device`: versions, bandwidth, rate of products; `kernels`: errors against float64, and whether a row has the
-same bits alone and among others; `target`: steps beside the time that reading weights and cache once would take, for
-each kind of products; `draft`: drafts of 4 tokens; `pair`: answers by the whole service; `transformers`: `generate`
-with the same target; `profile`: kernels of a step, and the gaps between them. The last line printed is JSON. The exit
-status is 1 if a part failed.
+Parts: `device`: versions, bandwidth, GEMM rate; `kernels`: errors against float64, and batch invariance; `target`:
+steps with each GEMM backend, beside the time to read weights and cache once; `draft`: drafts of 4 tokens; `pair`:
+answers of the whole service; `transformers`: `generate` with the same target; `profile`: the kernels of a step and the
+gaps between them. Prints JSON as the last line. Exits with status 1 if a part failed.
 """
 
 import argparse
@@ -25,14 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import gpu_figure
-from benchmarks.gpu.part import TINY_SHAPES, Settings
-from benchmarks.gpu.report import goals, show_part
+from benchmarks.gpu.part import TINY_SHAPES, Row, Settings
 from benchmarks.report import console, finish, output_folder, show
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.devices import pick_device
@@ -40,26 +36,22 @@ from specpool.engine.config.sources import UnsupportedModelError
 
 ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float16", "float32")
-# A part begins nothing more after this share of its time. After all of it, it has these seconds to end its processes.
+# A part starts nothing new after this share of its time. At the end it has these seconds to stop its processes.
 WORKING, ENDING = 0.9, 15
+# Rows of a table to print.
+SHOWN_ROWS = 40
+Results = Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Seconds of a part: with fewer than `least` it is left out, and it never gets more than `most`."""
-
-    least: float
-    most: float
-
-
+# The minimum and maximum seconds of each part: it is skipped below the first, and stopped after the second.
 PARTS = {
-    "device": Budget(10, 60), "kernels": Budget(30, 150), "target": Budget(45, 150), "draft": Budget(30, 90),
-    "pair": Budget(90, 210), "transformers": Budget(40, 100), "profile": Budget(30, 100),
+    "device": (10, 60), "kernels": (30, 150), "target": (45, 150), "draft": (30, 90), "pair": (90, 210),
+    "transformers": (40, 100), "profile": (30, 100),
 }  # fmt: skip
 
 
 def main() -> None:
-    """Parses the command line, runs the parts, prints."""
+    """Parse the command line, run the parts, print the results."""
     options = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     began = time.monotonic()
@@ -67,17 +59,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="specpool-gpu-") as scratch:
         for name in options.parts:
             results[name] = run(name, options, scratch, began + 60 * options.minutes)
-    for name in results:
-        show_part(name, results)
+    for name, result in results.items():
+        show_part(name, result)
     reached = goals(results)
     show("goals", reached)
-    whole = {
+    report = {
         "device": options.device, "dtype": options.dtype, "target": options.target, "draft": options.draft,
         "rehearsed": options.rehearse, "seconds": round(time.monotonic() - began, 1), "goals": reached,
         "parts": results,
     }  # fmt: skip
     gpu_figure(results).savefig(options.output / "gpu.png", dpi=110)
-    finish("gpu", whole, None)  # each part's file is there already
+    finish("gpu", report, None)  # the parts have written their files
     if failed := [name for name, result in results.items() if "error" in result]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
@@ -89,20 +81,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=output_folder, required=True, help="folder for the results and the plot")
     parser.add_argument("--minutes", type=_minutes, default=8.0, help="time for all parts together")
-    parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="A,B,...", help="by default all")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models; by default on a CPU, in float32")
+    parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="A,B,...", help="default: all")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models; default device: cpu, in float32")
     parser.add_argument("--device", help="default: cuda")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16")
     shapes = {**SHAPES, **TINY_SHAPES}
     parser.add_argument("--target", choices=shapes, help="default: qwen3-8b")
     parser.add_argument("--draft", choices=shapes, help="default: qwen3-0.6b")
     options = parser.parse_args(arguments)
-    usual = ("cpu", "float32", *TINY_SHAPES) if options.rehearse else ("cuda", "bfloat16", "qwen3-8b", "qwen3-0.6b")
-    for name, value in zip(("device", "dtype", "target", "draft"), usual, strict=True):
+    defaults = ("cpu", "float32", *TINY_SHAPES) if options.rehearse else ("cuda", "bfloat16", "qwen3-8b", "qwen3-0.6b")
+    for name, value in zip(("device", "dtype", "target", "draft"), defaults, strict=True):
         setattr(options, name, getattr(options, name) or value)
-    vocabulary = [shapes[name]["vocab_size"] for name in (options.target, options.draft)]
-    if vocabulary[0] != vocabulary[1]:
-        parser.error(f"--draft: its vocabulary has {vocabulary[1]} tokens, the target's {vocabulary[0]}")
+    target_size, draft_size = (shapes[name]["vocab_size"] for name in (options.target, options.draft))
+    if target_size != draft_size:
+        parser.error(f"--draft: its vocabulary has {draft_size} tokens, the target's {target_size}")
     try:
         options.device = str(pick_device(options.device))
     except UnsupportedModelError as error:
@@ -125,16 +117,19 @@ def _parts(text: str) -> list[str]:
     return [name for name in PARTS if name in named]
 
 
+# --- Processes
+
+
 def run(name: str, options: argparse.Namespace, scratch: str, end: float) -> dict[str, Any]:
-    """The result of a part, which is also kept: what its process found, why it ended early, or why it did not begin."""
-    file, began, budget = options.output / f"{name}.json", time.monotonic(), PARTS[name]
+    """Run a part. Returns its result, with why it was skipped or failed, and writes it to its file."""
+    file, began, (minimum, maximum) = options.output / f"{name}.json", time.monotonic(), PARTS[name]
     file.unlink(missing_ok=True)  # of an earlier run
     left = end - began
     result: dict[str, Any] = {}
-    if left < budget.least:
-        result["skipped"] = f"needs {budget.least:.0f} s, and {max(0.0, left):.0f} s were left"
+    if left < minimum:
+        result["skipped"] = f"needs {minimum} s, but {max(0.0, left):.0f} s were left"
     else:
-        seconds = min(left, budget.most)
+        seconds = min(left, maximum)
         settings = Settings(
             options.device, options.dtype, options.target, options.draft, options.rehearse, str(options.output),
             scratch, deadline=began + WORKING * seconds,
@@ -148,29 +143,29 @@ def run(name: str, options: argparse.Namespace, scratch: str, end: float) -> dic
             result.setdefault("error", failure)
         result["seconds"] = round(time.monotonic() - began, 1)
     file.write_text(json.dumps(result, indent=1) + "\n")
-    said = result.get("error") or result.get("skipped") or "done"
+    status = result.get("error") or result.get("skipped") or "done"
     now = time.monotonic()
-    console.print(f"{name}: {said} ({now - began:.0f} s; {(end - now) / 60:.1f} minutes left)")
+    console.print(f"{name}: {status} ({now - began:.0f} s; {(end - now) / 60:.1f} minutes left)")
     return result
 
 
 def run_process(command: list[str], environment: Mapping[str, str], seconds: float) -> str | None:
-    """Runs a process; why it failed, None if it did not. It is ended after this time, and if we are.
+    """Run a process for at most this long, with its output on standard error. Returns why it failed.
 
-    `environment`: what is added to ours. What the process prints goes to standard error.
+    `environment`: variables to add to ours.
     """
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=2, process_group=0)
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        return f"it was not done after {seconds:.0f} s"
+        return f"not done after {seconds:.0f} s"
     finally:
         end_process(process)
-    return None if status == 0 else f"its process ended with status {status}"
+    return None if status == 0 else f"exited with status {status}"
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Asks a process to end, and kills it with all that it started if that takes too long."""
+    """Terminate a process, and kill its process group if that takes too long."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -179,6 +174,49 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+# --- Results
+
+
+def show_part(name: str, result: Mapping[str, Any]) -> None:
+    """Print the facts of a part, then its lists of rows."""
+    facts = {key: value for key, value in result.items() if isinstance(value, str | int | float | bool)}
+    show(name, [{"fact": key, "value": value} for key, value in facts.items()])
+    for title, rows in result.items():
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+            show(f"{name}: {title.replace('_', ' ')}", rows[:SHOWN_ROWS])
+    show(f"{name}: notes", [{"note": note} for note in result.get("notes", ())])
+
+
+def goals(results: Results) -> list[Row]:
+    """Compare the worst measured cases with what a GPU of the H200 class should reach."""
+    steps = [row for row in results.get("target", {}).get("steps", ()) if row["backend"] == "chosen"]
+    drafts = results.get("draft", {}).get("drafts", ())
+    runs = results.get("pair", {}).get("runs", ())
+
+    def of_steps(what: str, sequences: int, drafted: bool) -> list[float]:
+        return [row[what] for row in steps if (row["sequences"], row["drafted"] > 0) == (sequences, drafted)]
+
+    def goal(name: str, values: Iterable[float | None], at_least: float = -math.inf, at_most: float = math.inf) -> Row:
+        known = [value for value in values if value is not None]
+        worst: Callable[..., float | None] = min if math.isfinite(at_least) else max
+        measured = worst(known, default=None)
+        met = None if measured is None else at_least <= measured <= at_most
+        target = f">= {at_least:g}" if math.isfinite(at_least) else f"<= {at_most:g}"
+        return {"goal": name, "target": target, "measured": measured, "met": met}
+
+    speedups = [row["ratio"] for row in runs if (row["kind"], row["concurrency"]) == ("adaptive", 8)]
+    draft_ms = [row["ms"] for row in drafts if row["sequences"] == 8]
+    return [
+        goal("share of the limit, step of 1", of_steps("of_limit", 1, False), at_least=0.7),
+        goal("share of the limit, step of 8", of_steps("of_limit", 8, False), at_least=0.7),
+        goal("verification of 8 x 5 rows, of a plain step", of_steps("over_plain", 8, True), at_most=1.1),
+        goal("passes of 64 x 5 rows", of_steps("passes", 64, True), at_most=1),
+        goal("draft of 4 tokens for 8, ms", draft_ms, at_most=4),
+        goal("adaptive of plain, 8 at a time", speedups, at_least=2),
+        goal("exact match", [row["exact_match"] for row in runs], at_least=1),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""One part of `benchmarks.gpu`, in a process of its own: `python -m benchmarks.gpu.part NAME SETTINGS`, as JSON.
+"""One part of `benchmarks.gpu`, in its own process: `python -m benchmarks.gpu.part NAME SETTINGS`, as JSON.
 
-A part that fails or hangs takes no other with it, even if it leaves the GPU's context unusable, and each has settings
-of its own for the GPU's libraries, which read them once. Whatever is found is in a file at once.
+A part that fails or hangs does not affect the others, even if it breaks the CUDA context. Each process can also
+configure the GPU libraries differently: they read their settings once. Findings are written to a file immediately.
 """
 
-import importlib
 import json
-import logging
+import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,30 +22,37 @@ from specpool.engine.probes.kernels import TIMED_ROWS
 
 Row = dict[str, Any]
 
+MEASURES = {
+    "device": "steps:measure_device", "kernels": "kernels:measure_kernels", "target": "steps:measure_target",
+    "draft": "steps:measure_drafts", "pair": "answers:measure_pair", "transformers": "answers:measure_transformers",
+    "profile": "steps:measure_profile",
+}  # fmt: skip
+"""The function of each part, in the order of their importance."""
+
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """How much to measure."""
 
     batches: tuple[int, ...] = (1, 8, 64)
     lengths: tuple[int, ...] = (512, 2048)
     """Cached positions of each sequence of a step."""
-    drafted: int = 4
+    num_draft_tokens: int = 4
     repeats: int = 15
     in_a_row: int = 10
-    """Runs that are timed together, so that their launches do not count."""
+    """Runs to time together, to leave out their launches."""
     weights: int = 8
-    """Different weights of a shape that are multiplied in turn, at most."""
+    """Maximum distinct weights of a shape to multiply in turn."""
     timed_rows: tuple[int, ...] = TIMED_ROWS
-    # What the device can do.
+    # Device rates.
     moved_bytes: int = 2**31
-    product: int = 8192
-    """Rows, inputs and outputs of the product whose rate is measured."""
-    # Kernels, each beside itself alone.
+    gemm: int = 8192
+    """Rows, inputs and outputs of the GEMM whose rate is measured."""
+    # Kernels.
     rows: int = 2048
     positions: tuple[int, ...] = (0, 63, 64, 255, 256, 257, 511, 512, 513, 1023, 1024, 1500, 2048, 8191, 8192, 9000)
     beside: int = 256
-    """Tiles beside which a row attends; with this many, a program handles all splits of a tile."""
+    """Tiles beside a probed row; with this many, a program handles all splits of a tile."""
     sampled: int = 64
     # Answers of whole services.
     load: int = 4
@@ -57,7 +62,7 @@ class Sizes:
 
 
 REHEARSED = Sizes(
-    batches=(1, 2), lengths=(24,), repeats=2, in_a_row=1, weights=1, timed_rows=(3,), moved_bytes=2**20, product=64,
+    batches=(1, 2), lengths=(24,), repeats=2, in_a_row=1, weights=1, timed_rows=(3,), moved_bytes=2**20, gemm=64,
     rows=3, positions=(0, 20, 300), beside=3, sampled=1, load=1, max_tokens=6, runs=1,
 )  # fmt: skip
 _TINY = {"vocab_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -69,7 +74,7 @@ TINY_SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What every part is given."""
+    """The settings of every part."""
 
     device: str
     dtype: str
@@ -79,13 +84,13 @@ class Settings:
     output: str
     """Folder of the results."""
     scratch: str
-    """Folder of what one part leaves to another; removed in the end."""
+    """Folder that parts share, removed at the end."""
     deadline: float
     """When the part should be done, by `time.monotonic`."""
 
     @property
     def sizes(self) -> Sizes:
-        """How much is measured."""
+        """How much to measure."""
         return REHEARSED if self.rehearse else Sizes()
 
     @property
@@ -99,96 +104,73 @@ class Settings:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Random numbers on the device."""
+        return torch.randn(*shape, device=self.device).to(self.torch_dtype)
+
     def as_argument(self) -> str:
-        """The argument of the process."""
+        """The command line argument of the process."""
         return json.dumps(asdict(self))
 
 
 class Findings:
-    """The result of a part, in a file that is always whole."""
+    """The result of a part, in a file that is always complete JSON."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.found: dict[str, Any] = {}
+        self.result: dict[str, Any] = {}
 
-    def add(self, **more: Any) -> None:
-        """Adds to what was found."""
-        self.found.update(more)
-        self._write()
+    def add(self, **facts: Any) -> None:
+        """Add facts."""
+        self.result.update(facts)
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(self.result, indent=1) + "\n")
+        partial.replace(self._file)
 
     def add_row(self, name: str, row: Row) -> None:
-        """Adds a row to a list of this name."""
-        self.found.setdefault(name, []).append(row)
-        self._write()
+        """Append a row to the list of this name."""
+        self.add(**{name: [*self.result.get(name, ()), row]})
 
     def fits(self, settings: Settings, what: str, seconds: float) -> bool:
-        """Whether there is time left for something that takes this long; it is named if there is not."""
+        """Whether enough time is left. If not, note what is left out."""
         if settings.seconds_left < seconds:
             self.add_row("left_out", {"left out": what})
             return False
         return True
 
     def attempt(self, settings: Settings, what: str, seconds: float, measure: Callable[[], object]) -> bool:
-        """Measures something that takes this long; whether that worked. If not, it is named, and the part goes on."""
+        """Measure something if enough time is left. Note a failure and go on. Returns whether it worked."""
         if not self.fits(settings, what, seconds):
             return False
         try:
             measure()
-        except Exception as error:  # whatever it is, it is what was found
-            self.add_row("failed", {"failed": what, "error": described(error)})
+        except Exception as error:  # a failure is a result too
+            self.add_row("failed", {"failed": what, "error": describe(error)})
             return False
         return True
 
-    def _write(self) -> None:
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(self.found, indent=1) + "\n")
-        partial.replace(self._file)
 
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def log_lines(name: str) -> Iterator[list[str]]:
-    """A context that collects what a logger says."""
-    logger, handler = logging.getLogger(name), _Lines()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield handler.lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-def described(error: Exception) -> str:
-    """The type of an error and its first line. All of it goes to standard error."""
+def describe(error: Exception) -> str:
+    """The type and first line of an error. The traceback goes to standard error."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def run(name: str, settings: Settings) -> bool:
-    """Measures a part. False if it failed, in whole or in part, which its result then says."""
+    """Measure a part. False if some of it failed, which its result then says."""
     findings = Findings(Path(settings.output) / f"{name}.json")
     try:
-        importlib.import_module(f"benchmarks.gpu.{name}").measure(settings, findings)
-    except Exception as error:  # whatever it is, it is what was found
-        findings.add(error=described(error))
+        pkgutil.resolve_name(f"benchmarks.gpu.{MEASURES[name]}")(settings, findings)
+    except Exception as error:  # a failure is a result too
+        findings.add(error=describe(error))
     else:
-        failed = findings.found.get("failed", [])
+        failed = findings.result.get("failed", [])
         findings.add(**({"error": f"{len(failed)} measurements failed"} if failed else {}))
-    return "error" not in findings.found
+    return "error" not in findings.result
 
 
 def main() -> None:
-    """Runs the part that the command line names."""
+    """Run the part that the command line names."""
     settings = Settings(**json.loads(sys.argv[2]))
     if settings.rehearse:
         SHAPES.update(TINY_SHAPES)

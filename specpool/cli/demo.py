@@ -26,10 +26,10 @@ from specpool.v1 import generation_pb2 as pb
 
 
 class DemoSettings(UpSettings):
-    """Runs a pair, by default the embedded one, on a few prompts, alternately with and without speculation."""
+    """Run prompts with and without speculation, and compare the results. Default: the embedded pair."""
 
     port: int = Field(0, ge=0, le=65535, description="port of the coordinator; 0 lets the system choose")
-    log_level: LogLevel = Field("error", description="minimum severity of logged messages")
+    log_level: LogLevel = Field("error", description="minimum level of logged messages")
     prefix_caching: bool = Field(
         False,
         validation_alias=AliasChoices("prefix_caching", "prefix_reuse"),

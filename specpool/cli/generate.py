@@ -27,7 +27,7 @@ from specpool.v1 import generation_pb2 as pb
 
 
 class GenerateSettings(Settings, ClientSecurity):
-    """Generates text for a PROMPT, for every line of a JSONL file, or for standard input."""
+    """Generate text for a PROMPT, for each line of a JSONL file, or for standard input."""
 
     prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
     address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
@@ -47,7 +47,9 @@ class GenerateSettings(Settings, ClientSecurity):
     repetition_penalty: float | None = Field(None, description="above 1: earlier tokens become less likely")
     frequency_penalty: float | None = Field(None, description="above 0: each occurrence makes a token less likely")
     presence_penalty: float | None = Field(None, description="above 0: generated tokens become less likely")
-    seed: int | None = Field(None, ge=0, le=UINT64_MAX, description="default: a random seed, shown by --json")
+    seed: int | None = Field(
+        None, ge=0, le=UINT64_MAX, description="seed of sampling; default: a random one, shown by --json"
+    )
     stop: str | None = Field(None, description="end the answer before this text")
     min_tokens: int | None = Field(None, ge=0, le=UINT32_MAX, description="minimum tokens to generate")
     ignore_eos: bool | None = Field(None, description="continue after the end-of-sequence token")
@@ -145,7 +147,7 @@ async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
 
 
 async def _wait_serving(connector: Connector, seconds: float) -> None:
-    """Wait until the server is serving. After a timeout or any other error, the request itself reports the problem."""
+    """Wait until the server is serving. Ignore a timeout or error here: the request will report the problem."""
     with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
         async with asyncio.timeout(seconds), connector.open() as channel:
             if await is_serving(channel):

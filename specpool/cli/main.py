@@ -1,4 +1,4 @@
-"""`specpool`: the command and its subcommands, each with its own settings."""
+"""`specpool`: the command and its subcommands."""
 
 import os
 import sys
@@ -24,8 +24,8 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
 
 # Commands that import torch: the module that replaces this process, and a summary.
 TORCH_COMMANDS = {
-    "distill": ("specpool.distill.main", "Trains a small draft on dialogues that its target generates."),
-    "plan": ("specpool.planning.main", "Measures a pair, and predicts its speed by batch and draft length."),
+    "distill": ("specpool.distill.main", "Train a small draft on dialogues that its target generates."),
+    "plan": ("specpool.planning.main", "Measure a pair and predict its speed by batch and draft length."),
 }
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - errors must not appear among the results
     for stream in filter(None, (sys.stdin, sys.stdout)):
-        stream.reconfigure(encoding="utf-8")  # in any locale, like our files
+        stream.reconfigure(encoding="utf-8")  # whatever the locale
     try:
         try:
             status = run(name, arguments)

@@ -1,4 +1,4 @@
-"""Processes that a command starts and that never outlive it."""
+"""Child processes of a command, which never outlive it."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ SPIN_COUNT = "30000"
 
 
 class ProcessFailedError(Exception):
-    """A process cannot start, or ended before it served, after printing its own message."""
+    """A process could not start, or ended before it was serving. It has printed its own message."""
 
 
 async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
@@ -50,7 +50,7 @@ async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
 
 @dataclass
 class Service:
-    """One of the three processes. It restarts whenever it ends after having served."""
+    """One of the three processes."""
 
     name: str
     module: str
@@ -61,11 +61,11 @@ class Service:
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start the process. It logs to our stderr, and ends by itself if we are killed."""
+        """Start the process. It logs to our stderr, and exits if we are killed."""
         self.process = await start_module(self.module, *self.arguments, "--parent-pid", str(os.getpid()))
 
     async def wait_serving(self) -> None:
-        """Wait until the health check reports SERVING. ProcessFailedError if the process ends before."""
+        """Wait until the health check reports SERVING. ProcessFailedError if the process ends first."""
         async with Connector(self.address, **self.security).open() as channel:
             while True:
                 assert self.process is not None
@@ -104,7 +104,7 @@ def run_module(module: str) -> list[str]:
 
 
 async def start_module(module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
-    """Start a module in its own session: signals of the terminal reach only us, and we end it in order."""
+    """Start a module in its own session, so that terminal signals reach only us and we control the shutdown order."""
     command = [*run_module(module), *arguments]
     return await asyncio.create_subprocess_exec(*command, env=worker_environment(), start_new_session=True, **options)
 
@@ -133,8 +133,8 @@ async def kill(processes: list[asyncio.subprocess.Process]) -> None:
 def worker_environment() -> dict[str, str]:
     """Environment of the processes: without our settings, and with threads that spin only briefly.
 
-    Threads of one worker that spin while the other computes would take its cores. But waking a sleeping thread takes
-    longer than many operations (docs/decisions.md).
+    Spinning threads take cores from the other worker, but waking a sleeping thread takes longer than many operations
+    (docs/decisions.md).
     """
     inherited = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     return {"GOMP_SPINCOUNT": SPIN_COUNT, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **inherited}

@@ -1,4 +1,4 @@
-"""TLS of health checks of our own coordinator."""
+"""TLS options for health checks of the coordinator that `specpool up` starts."""
 
 import contextlib
 import ssl
@@ -14,9 +14,9 @@ MAX_MESSAGES = 4
 
 
 def health_check_security(security: ServerSecurity) -> SecurityOptions:
-    """Connection options for a coordinator with this security. They trust its certificate only, and present the same.
+    """Connection options for a coordinator with this security: trust only its certificate, and present the same one.
 
-    ProcessFailedError for an unusable certificate: expired, or not valid for clients where the coordinator needs that.
+    ProcessFailedError if the certificate has expired, or is invalid for clients although the coordinator requires that.
     """
     cert, key = security.tls_cert, security.tls_key
     if cert is None or key is None:
@@ -42,12 +42,13 @@ def _handshake(cert: Path, key: Path, ca: Path | None) -> dict[str, Any]:
         server.verify_mode = ssl.CERT_REQUIRED
         server.load_verify_locations(ca)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    near, far = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    client_side = client.wrap_bio(to_client, to_server)
+    server_side = server.wrap_bio(to_server, to_client, server_side=True)
     for _ in range(MAX_MESSAGES):
-        for side in (near, far):
+        for side in (client_side, server_side):
             with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()
-    return near.getpeercert() or {}
+    return client_side.getpeercert() or {}
 
 
 def _name(certificate: dict[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ from specpool.rpc.security.settings import ClientSecurity
 from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
-# A server asks its workers before it answers, and they may be busy.
+# The server queries its workers before it answers, and they may be busy.
 TIMEOUT_SECONDS = 10.0
 WIDE_COLUMNS = 100
 """Minimum terminal width for two columns of panels."""
@@ -36,7 +36,7 @@ STATE_STYLES = {"ready": "green", "refused": "red"}
 
 
 class TopSettings(Settings, ClientSecurity):
-    """Shows what a server is doing: pool, acceptance, groups, workers and rates. Ctrl-C ends it."""
+    """Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits."""
 
     address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between updates")
@@ -70,7 +70,7 @@ async def _show(settings: TopSettings, console: Console) -> int:
 async def _print_once(settings: TopSettings, console: Console) -> int:
     async with contextlib.aclosing(_views(settings)) as views:
         view = await anext(views)
-        if isinstance(view, View):  # rates need an earlier state
+        if isinstance(view, View):  # rates need a second state
             view = await anext(views)
     if isinstance(view, str):
         print(f"specpool top: {settings.address}: {clean(view)}", file=sys.stderr)
@@ -128,13 +128,13 @@ class Panels:
 
 
 def failure_panel(address: str, reason: str) -> Panel:
-    """Shown instead of a view if a call fails."""
+    """Replaces the view if a call fails."""
     text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C ends.")
     return Panel(text, title=Text(f"No answer from {address}"), border_style="red")
 
 
 def clean(text: str) -> str:
-    """The text without control characters, which could manipulate the terminal."""
+    """Remove control characters, which could manipulate the terminal."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -157,39 +157,39 @@ def _rates(view: View) -> Table:
     def add(name: str, number: Callable[[Activity], str]) -> None:
         rates.add_row(name, UNDEFINED if view.now is None else number(view.now), number(view.since_start))
 
-    add("tokens/s", lambda done: _number(done.tokens_per_s))
-    add("prompt tokens/s", lambda done: _number(done.prompt_tokens_per_s))
-    add("  cached", lambda done: _percent(done.cached_share))
-    add("requests/s", lambda done: _number(done.requests_per_s))
-    add("finished/s", lambda done: _number(sum(done.finished_per_s.values())))
-    add("refused/s", lambda done: _number(sum(done.refused_per_s.values())))
+    add("tokens/s", lambda activity: _number(activity.tokens_per_s))
+    add("prompt tokens/s", lambda activity: _number(activity.prompt_tokens_per_s))
+    add("  cached", lambda activity: _percent(activity.cached_share))
+    add("requests/s", lambda activity: _number(activity.requests_per_s))
+    add("finished/s", lambda activity: _number(sum(activity.finished_per_s.values())))
+    add("refused/s", lambda activity: _number(sum(activity.refused_per_s.values())))
     for code in view.since_start.refused_per_s:
-        add(f"  {clean(code)}/s", lambda done, code=code: _number(done.refused_per_s.get(code, 0.0)))  # type: ignore[misc]
-    add("rounds/s", lambda done: _number(done.rounds_per_s))
-    add("cache misses/s", lambda done: _number(done.cache_misses_per_s))
+        add(f"  {clean(code)}/s", lambda activity, code=code: _number(activity.refused_per_s.get(code, 0.0)))  # type: ignore[misc]
+    add("rounds/s", lambda activity: _number(activity.rounds_per_s))
+    add("cache misses/s", lambda activity: _number(activity.cache_misses_per_s))
     return rates
 
 
-def _speculation(done: Activity, plan: Plan) -> Table:
+def _speculation(activity: Activity, plan: Plan) -> Table:
     table = _grid()
-    rate, length = done.drafts.acceptance_rate, done.mean_acceptance_length
+    rate, length = activity.drafts.acceptance_rate, activity.mean_acceptance_length
     table.add_row("accepted", _percent(rate), _bar(rate or 0.0))
-    for method, drafts in done.methods.items():
+    for method, drafts in activity.methods.items():
         speed = f"of {_number(drafts.tokens_per_s)} draft tokens/s"
         table.add_row(f"  {clean(method)}", _percent(drafts.acceptance_rate), speed)
     table.add_row("mean acceptance length", UNDEFINED if length is None else f"{length:.2f}")
-    table.add_row("draft tokens", "", _share_list(done.draft_lengths))
+    table.add_row("draft tokens", "", _share_list(activity.draft_lengths))
     expected = f"{_number(plan.expected_tokens_per_s)} tokens/s, plain {_number(plan.plain_tokens_per_s)}"
     table.add_row("plan: draft steps", str(plan.draft_steps), expected if plan.plain_tokens_per_s else "")
     return table
 
 
-def _rounds(done: Activity) -> Table:
+def _rounds(activity: Activity) -> Table:
     table = _grid()
-    size = done.mean_group_size
-    table.add_row("mean group size", UNDEFINED if size is None else f"{size:.1f}", _share_list(done.group_sizes))
-    table.add_row("same length", _percent(done.same_length_share), _bar(done.same_length_share or 0.0))
-    for stage, share in sorted(done.stage_shares.items(), key=lambda item: -item[1]):
+    size = activity.mean_group_size
+    table.add_row("mean group size", UNDEFINED if size is None else f"{size:.1f}", _share_list(activity.group_sizes))
+    table.add_row("same length", _percent(activity.same_length_share), _bar(activity.same_length_share or 0.0))
+    for stage, share in sorted(activity.stage_shares.items(), key=lambda item: -item[1]):
         table.add_row(f"time: {clean(stage)}", _percent(share), _bar(share))
     return table
 

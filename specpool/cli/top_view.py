@@ -49,7 +49,7 @@ class Activity:
     """Share of rounds by group size."""
     mean_group_size: float | None
     same_length_share: float | None
-    """Share of the rounds of several sequences in which all had the same length."""
+    """Share of rounds with equal lengths among the rounds of several sequences."""
     stage_shares: Mapping[str, float]
     """Share of each stage in the duration of rounds."""
 
@@ -91,7 +91,7 @@ class Worker:
     ranks: int | None
     """Number of processes that share the model."""
     dtype: str
-    """Of the weights; quantized kinds are listed after it."""
+    """Dtype of the weights, followed by quantized kinds."""
     equivalence: str
     notes: tuple[str, ...]
     slots_in_use: int | None
@@ -104,7 +104,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class View:
-    """Everything shown of a server."""
+    """Everything that the command shows about a server."""
 
     address: str
     version: str
@@ -175,7 +175,7 @@ def _worker(role: str, state: pb.WorkerState) -> Worker:
 
 
 def activity(later: pb.GetServerInfoResponse, earlier: pb.GetServerInfoResponse | None = None) -> Activity:
-    """Activity between two states; since the server's start without an earlier one, or after a restart."""
+    """Activity between two states. Without an earlier one, or after a restart: since the server's start."""
     totals = _totals(later)
     if earlier is None:
         return _activity(totals)

@@ -39,16 +39,16 @@ METRICS_PORTS = 3
 CPU = "cpu"
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 PER_PROCESS = {"config", "host", "port", "metrics_port"}
-"""Settings of a server that are not the same in all processes."""
+"""Settings with a separate value for each process."""
 
-# Fields are defined by the processes that they configure.
+# Reuse the field definitions of the processes.
 ENGINE: dict[str, Any] = EngineOptions.model_fields
 COORDINATOR: dict[str, Any] = CoordinatorSettings.model_fields
 WORKER: dict[str, Any] = WorkerSettings.model_fields
 
 
 class UpSettings(ListeningSettings):
-    """Runs coordinator, draft worker and target worker on this machine. Without models: the embedded pair."""
+    """Serve a pair on this machine: coordinator, draft worker and target worker. Default: the embedded pair."""
 
     port: int = COORDINATOR["port"]
     target: str | None = Field(None, description="target: hub id, folder or GGUF file; default: the embedded pair's")
@@ -67,7 +67,7 @@ class UpSettings(ListeningSettings):
         default_factory=lambda: len(os.sched_getaffinity(0)),
         ge=1,
         le=1024,
-        description="CPU threads of each worker, divided among the ranks of a CPU target; default: all available",
+        description="CPU threads of each worker, shared by the ranks of a CPU target; default: all available",
     )
     max_num_seqs: int = COORDINATOR["max_num_seqs"]
     max_batch_size: Annotated[int | None, COORDINATOR["max_batch_size"]] = Field(
@@ -124,7 +124,7 @@ class SecureUpSettings(UpSettings, ServerSecurity, TraceSettings):
 async def running(settings: UpSettings) -> AsyncIterator[str]:
     """Run all processes and yield the coordinator's address once all are serving. ProcessFailedError.
 
-    Stop signals cancel the calling task, so that no process is left behind.
+    Stop signals cancel the calling task, which ends all processes.
     """
     services: list[Service] = []
     watchers: list[asyncio.Task[None]] = []
@@ -140,7 +140,7 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
         for watcher in watchers:
             watcher.cancel()
         try:
-            # The coordinator first: it needs the workers to drain.
+            # Stop the coordinator first: it needs the workers to drain.
             for service in reversed(services):
                 await service.stop(settings.drain_seconds)
         finally:  # a second signal skips to here
@@ -169,7 +169,7 @@ async def _serve(settings: SecureUpSettings) -> None:
 
 
 def _cancel_on_signals() -> list[signal.Signals]:
-    """Make stop signals cancel the calling task; return them. SIGHUP is not one of them under `nohup`."""
+    """Make stop signals cancel the calling task, except SIGHUP under `nohup`; return these signals."""
     caller = asyncio.current_task()
     assert caller is not None
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
@@ -180,7 +180,7 @@ def _cancel_on_signals() -> list[signal.Signals]:
 
 
 async def _models(settings: UpSettings) -> tuple[str, str | None]:
-    """Target and draft; by default the embedded pair, which is built on first use."""
+    """Target and draft. The default is the embedded pair, built on first use."""
     draft = None if settings.draft == "none" else settings.draft
     if settings.target is not None:
         return settings.target, draft
@@ -238,7 +238,7 @@ def _worker(role: str, model: str, settings: UpSettings) -> Service:
 
 
 def _common(settings: UpSettings, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the settings that another process has under the same name."""
+    """Values of the settings that share a name with these fields."""
     names = type(settings).model_fields.keys() & fields.keys() - PER_PROCESS
     return {name: getattr(settings, name) for name in sorted(names)}
 

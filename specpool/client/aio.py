@@ -28,7 +28,7 @@ class AsyncClient(Connected[grpc.aio.Channel]):
     @property
     def stub(self) -> "generation_pb2_grpc.GenerationServiceAsyncStub":
         """The stub, for custom calls. Get it for each call, because TLS files may change."""
-        # Never ended: the channel must stay open until the client is closed.
+        # No `_end_call`: the channel must stay open until the client is closed.
         stub: generation_pb2_grpc.GenerationServiceAsyncStub = self._begin_call().stub
         return stub
 
@@ -69,11 +69,11 @@ class AsyncClient(Connected[grpc.aio.Channel]):
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Stream the answer in chunks; the last message is `complete`.
 
-        Closing the iterator aborts the request. A broken stream is requested again and continues where it broke;
-        DivergedError if it cannot.
+        Closing the iterator aborts the request. If the stream breaks, repeat the request and continue where it broke;
+        DivergedError if the tokens differ.
         """
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
-        # The same for all attempts, so that `abort` finds it.
+        # One id for all attempts, so that `abort` finds the request.
         request.request_id = request.request_id or uuid.uuid4().hex
         replay = Replay()
         while True:

@@ -1,4 +1,4 @@
-"""Connections of a client: it opens a new one when TLS files change, while earlier calls end on the old one."""
+"""Client connections. When TLS files change, new calls use a new connection; earlier calls finish on the old one."""
 
 import threading
 from collections.abc import Callable
@@ -22,13 +22,13 @@ class Connection(Generic[C]):
 
 
 class Connected(Generic[C]):
-    """Base class of both clients: a connection for new calls, and earlier ones with unfinished calls. Thread-safe."""
+    """Base class of both clients. Keeps the newest connection, and older ones with unfinished calls. Thread-safe."""
 
     _open_channel: ClassVar[Callable[[Connector], Any]]
 
     def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
         """`address`: "host:port". `retry_seconds`: how long to retry while the server is unavailable or overloaded; 0:
-        never. `security`: TLS and token. ValueError names an option with an unusable file.
+        never. `security`: TLS and token. ValueError names an option whose file is unusable.
         """
         self._connector, self._retry_seconds = Connector(address, **security), retry_seconds
         self._lock = threading.Lock()

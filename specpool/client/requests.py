@@ -15,11 +15,11 @@ Prompt = str | Chat | Sequence[int]
 
 
 DraftMethodName = Literal["model", "ngram", "best"]
-"""See `DraftMethod` of the protocol."""
+"""See `DraftMethod` in the proto files."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Fields of `GenerateRequest` and `SamplingParams`, documented there. None selects the server's default."""
+    """Fields of `GenerateRequest` and `SamplingParams`; see their comments. None selects the server's default."""
 
     max_tokens: int | None
     min_tokens: int | None

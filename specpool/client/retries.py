@@ -1,4 +1,4 @@
-"""Retries without duplicate delivery: when to retry, and which part of a repeated stream is new."""
+"""Retries without duplicate delivery: decide when to retry, and filter repeated streams."""
 
 import random
 import time
@@ -9,9 +9,9 @@ import grpc
 from specpool.rpc.status import retry_delay
 from specpool.v1 import generation_pb2 as pb
 
-# CANCELLED comes from the server or the transport here, because calls cancelled by the client never reach this code.
+# CANCELLED comes from the server or the transport: calls that the client cancels never reach this code.
 _RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
-# A disconnected request stays in flight under its id until the server notices. By then the queue may be full.
+# A disconnected request keeps its id and place until the server notices. Meanwhile, the queue may be full.
 _RETRYABLE_AFTER_FAILURE = {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 # Timers cannot handle longer timeouts.
 MAX_TIMEOUT_SECONDS = 1e9
@@ -19,13 +19,13 @@ MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
 
 
 class DivergedError(Exception):
-    """A repeated request gave other tokens: the target model has changed, or is not bitwise exact."""
+    """A repeated request gave different tokens: the target model has changed, or is not bitwise exact."""
 
 
 class Retries:
-    """Attempts of one call. It is retried with exponential backoff while the server is UNAVAILABLE or asks to wait.
+    """Retries one call with exponential backoff while the server is UNAVAILABLE or asks the client to wait.
 
-    Retries end at the deadline, or `patience` seconds after the server's last answer.
+    Retries end at the deadline, or after `patience` seconds of failures without progress.
     """
 
     def __init__(self, patience: float, timeout: float | None) -> None:
@@ -75,7 +75,7 @@ class _Delivered:
 
 
 class Replay:
-    """Filters a repeated stream, so that it continues where the previous one broke."""
+    """Filters a repeated stream, so that it continues where the previous stream broke."""
 
     def __init__(self) -> None:
         self._delivered: dict[int, _Delivered] = {}

@@ -29,7 +29,7 @@ class Client(Connected[grpc.Channel]):
     @property
     def stub(self) -> generation_pb2_grpc.GenerationServiceStub:
         """The stub, for custom calls. Get it for each call, because TLS files may change."""
-        # Never ended: the channel must stay open until the client is closed.
+        # No `_end_call`: the channel must stay open until the client is closed.
         stub: generation_pb2_grpc.GenerationServiceStub = self._begin_call().stub
         return stub
 
@@ -71,11 +71,11 @@ class Client(Connected[grpc.Channel]):
     ) -> Iterator[pb.GenerateStreamResponse]:
         """Stream the answer in chunks; the last message is `complete`.
 
-        Closing the iterator aborts the request. A broken stream is requested again and continues where it broke;
-        DivergedError if it cannot.
+        Closing the iterator aborts the request. If the stream breaks, repeat the request and continue where it broke;
+        DivergedError if the tokens differ.
         """
         request, retries = make_request(prompt, **options), Retries(self._retry_seconds, timeout_seconds)
-        # The same for all attempts, so that `abort` finds it.
+        # One id for all attempts, so that `abort` finds the request.
         request.request_id = request.request_id or uuid.uuid4().hex
         replay = Replay()
         while True:

@@ -1,8 +1,8 @@
 """Agreement of a draft with its target, by kind of prompt: `python -m specpool.distill.evaluate --prompts FILE`.
 
 The target answers greedily. Then the draft reads each answer in one pass and predicts every token. A line of the file
-is a chat, {"messages"}, or a Spec-Bench question, {"turns"}, whose first turn is used; it may have a "category". The
-last line of the output is JSON.
+is a chat, {"messages"}, or a Spec-Bench question, {"turns"}, of which only the first turn is used. Both can have a
+"category". The last line of the output is JSON.
 """
 
 import json
@@ -18,9 +18,9 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from specpool.distill.corpus import MAX_ANSWER, ChatTemplate, Writer, packed
+from specpool.distill.corpus import MAX_ANSWER, ChatTemplate, Writer, concatenate
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
-from specpool.distill.training import Example, examples_of
+from specpool.distill.training import Example, split_examples
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
@@ -37,7 +37,7 @@ Chat = list[dict[str, str]]
 
 
 class EvaluateSettings(Settings):
-    """Measures how often a draft predicts its target's tokens, and the resulting acceptance lengths."""
+    """Measure how often a draft predicts its target's tokens, and the resulting acceptance lengths."""
 
     prompts: Path = Field(description="JSONL file of chats or Spec-Bench questions")
     model: str | None = Field(None, description="folder of the draft; default: the embedded one")
@@ -45,7 +45,7 @@ class EvaluateSettings(Settings):
     max_sequences: int = Field(16, ge=1, description="answers generated at a time")
     max_model_len: int = Field(2048, ge=512, description="positions of a dialogue; longer prompts are skipped")
     device: str = Field("cpu", description="device of target and draft")
-    log_level: LogLevel = Field("warning", description="minimum severity of logged messages")
+    log_level: LogLevel = Field("warning", description="minimum level of logged messages")
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: str, model: str) -> dict[str, Any]:
-    """Results for the chats of each category, and last for all together."""
+    """Return results for each category, followed by all chats together."""
     with naming(PROGRAM, "target", OSError, ValueError, UnsupportedModelError):
         engine = _load(settings, target)
         tokenizer = AutoTokenizer.from_pretrained(**source_of(target, None))
@@ -84,7 +84,7 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
         skipped += len(questions) - len(fitting)
         if fitting:
             answers = track(writer.answer(fitting), category, total=len(fitting), console=console, transient=True)
-            agreed[category] = [_agreement(draft, example) for example in examples_of(packed(list(answers)))]
+            agreed[category] = [_agreement(draft, example) for example in split_examples(concatenate(list(answers)))]
     agreed["all"] = [answer for answers in agreed.values() for answer in answers]
     rows = [{"category": category, **_summary(answers)} for category, answers in agreed.items()]
     return {"model": model, "target": target, "left_out": skipped, "categories": rows}
@@ -125,7 +125,7 @@ def _tokens(chat: Chat, template: ChatTemplate) -> list[int]:
 
 
 def _agreement(draft: Engine, example: Example) -> list[bool]:
-    """Whether the draft predicts the target's token, at each position of an answer."""
+    """Whether the draft predicts the target's token at each position of an answer."""
     choices = example.top_ids[:, 0]
     logits = draft.forward([Span(0, 0, example.token_ids[:-1].tolist(), len(choices))])
     agreed: list[bool] = (draft.token_ids(logits.argmax(-1)).cpu() == choices).tolist()

@@ -1,4 +1,4 @@
-"""`specpool distill`: a target generates dialogues, and a small draft learns from them. Every step can be resumed."""
+"""`specpool distill`: trains a small draft on dialogues that its target generates. Every step can be resumed."""
 
 import random
 import time
@@ -12,10 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from specpool.distill.corpus import ChatTemplate, Dialogues, Writer, atomic_write, packed
+from specpool.distill.corpus import ChatTemplate, Dialogues, Writer, atomic_write, concatenate
 from specpool.distill.replay import REPORTED_K, agreement_rate, mean_acceptance_length
 from specpool.distill.student import Student, check_target, check_weights, most_frequent
-from specpool.distill.training import Checkpoint, Example, agreement, batches, examples_of, learning_rate, loss_of
+from specpool.distill.training import (
+    Checkpoint,
+    Example,
+    agreement,
+    batches,
+    distillation_loss,
+    learning_rate,
+    split_examples,
+)
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
@@ -35,7 +43,7 @@ DIALOGUES_PER_SHARD = 256
 
 
 class DistillSettings(Settings):
-    """Trains a small draft on dialogues that its target generates."""
+    """Train a small draft on dialogues that its target generates."""
 
     target: str | None = Field(None, description="folder of the target; default: the embedded one")
     output: Path = Field(Path("draft"), description="folder for dialogues, checkpoint and result")
@@ -59,7 +67,7 @@ class DistillSettings(Settings):
     evaluate_every: int = Field(200, ge=1, description="training steps between evaluations")
     seed: int = Field(0, ge=0, le=UINT32_MAX, description="seed of the dialogues and of the training order")
     device: str = Field("cpu", description="device of target and draft")
-    log_level: LogLevel = Field("warning", description="minimum severity of logged messages")
+    log_level: LogLevel = Field("warning", description="minimum level of logged messages")
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -137,14 +145,14 @@ def generate_dialogues(settings: DistillSettings, target: str) -> None:
             for dialogue in writer.write(DIALOGUES_PER_SHARD):
                 finished.append(dialogue)
                 progress.advance(task)
-            packed(finished).save(files[number])
+            concatenate(finished).save(files[number])
 
 
 def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
     """Train the draft, evaluate and save it periodically, and export it as a model."""
     torch.manual_seed(settings.seed)
     files = sorted(settings.output.glob("dialogues-*.safetensors"))
-    everything = [example for file in files for example in examples_of(Dialogues.load(file))]
+    everything = [example for file in files for example in split_examples(Dialogues.load(file))]
     held_out, examples = everything[: settings.held_out], everything[settings.held_out :]
     model, _ = read_weights(target, load_config(EngineOptions(model=target)), torch.device("cpu"), torch.float32)
     student = student_of(settings, model, layers, examples).to(settings.device)
@@ -162,7 +170,7 @@ def train(settings: DistillSettings, target: str, layers: list[int]) -> None:
             for batch in batches(examples, settings.batch_tokens, rng):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, steps, min(200, steps // 10 + 1), settings.peak_rate)
-                loss = loss_of(student, batch)
+                loss = distillation_loss(student, batch)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(weights, 1.0)

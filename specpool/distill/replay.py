@@ -1,6 +1,6 @@
 """Acceptance of draft tokens, replayed on text that the target generated. Pure.
 
-Greedy decoding gives the same text whatever is drafted, so one pass of the draft is enough to replay all rounds.
+Draft tokens do not change greedy text, so one pass of the draft is enough to replay all rounds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ REPORTED_K = (1, 2, 3, 4, 5)
 
 
 def agreement_rate(agreed: Sequence[Sequence[bool]]) -> float:
-    """Share of all tokens that the draft predicts; 0 without any."""
+    """Share of all tokens that the draft predicts; 0 without tokens."""
     return sum(map(sum, agreed)) / max(1, sum(map(len, agreed)))
 
 

@@ -1,4 +1,4 @@
-"""The draft in training: some of the target's layers and a part of its output head."""
+"""The draft in training: some of the target's layers and part of its output head."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ class Student(nn.Module):
         return {**weights, "output_ids": self.output_ids.int()}
 
     def learn(self, trained: dict[str, torch.Tensor]) -> None:
-        """Load the result of `trained` of a student of the same shape."""
+        """Load weights that `trained` returned for a student of the same shape."""
         weights = {name: weight for name, weight in trained.items() if name != "output_ids"}
         missing, unexpected = self.load_state_dict(weights, strict=False)
         mismatched = [*unexpected, *(name for name in missing if "embed_tokens" not in name)]
@@ -58,7 +58,7 @@ class Student(nn.Module):
 
 
 def check_target(config: PreTrainedConfig, layers: list[int]) -> None:
-    """ValueError if the target cannot have a student with these layers."""
+    """ValueError if these layers of the target cannot form a student."""
     body = _body(config, 1)
     if not all(hasattr(body, name) for name in ("layers", "norm", "embed_tokens")):
         raise ValueError(f"model type {config.model_type} does not have the structure of Llama")
@@ -67,7 +67,7 @@ def check_target(config: PreTrainedConfig, layers: list[int]) -> None:
 
 
 def check_weights(trained: dict[str, torch.Tensor], config: PreTrainedConfig) -> None:
-    """ValueError if these are not weights of a student of this target."""
+    """ValueError if these weights do not fit a student of this target."""
     if not {"head", "output_ids"} <= trained.keys():
         raise ValueError("not a trained draft: head or output_ids is missing")
     output_ids = trained["output_ids"]
@@ -91,7 +91,7 @@ def most_frequent(counts: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _body(config: PreTrainedConfig, layers: int) -> Any:
-    """A model without an output head and without memory for weights."""
+    """A model without an output head, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(draft_config(config, layers))
     return getattr(model, "model", None)

@@ -1,4 +1,4 @@
-"""Training of a student on the target's most probable tokens for every answer token, in one causal pass per batch."""
+"""Trains a student on the target's most probable tokens at every answer position, in one causal pass per batch."""
 
 import math
 import random
@@ -27,7 +27,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples, padded on the right. Candidates at a position are predictions of the token after it."""
+    """Examples, padded on the right. Candidates at a position predict the token after it."""
 
     token_ids: torch.Tensor  # [B, T]
     attention_mask: torch.Tensor  # [B, T]
@@ -40,7 +40,7 @@ class Batch:
         return Batch(**{name: value.to(device) for name, value in vars(self).items()})
 
 
-def examples_of(dialogues: Dialogues) -> list[Example]:
+def split_examples(dialogues: Dialogues) -> list[Example]:
     """Split dialogues into examples."""
     lengths, starts = dialogues.lengths.tolist(), dialogues.answer_starts.tolist()
     answers = [length - start for length, start in zip(lengths, starts, strict=True)]
@@ -55,7 +55,7 @@ def examples_of(dialogues: Dialogues) -> list[Example]:
 
 
 def batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> Iterator[Batch]:
-    """All examples once, in batches of up to `tokens` tokens and of similar lengths, in random order."""
+    """Yield all examples once, in random batches of similar lengths and up to `tokens` tokens."""
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].token_ids) + 8 * rng.random())
     groups: list[list[Example]] = [[]]
     for example in (examples[i] for i in order):
@@ -82,7 +82,7 @@ def collate(examples: Sequence[Example]) -> Batch:
     )
 
 
-def loss_of(student: Student, batch: Batch) -> torch.Tensor:
+def distillation_loss(student: Student, batch: Batch) -> torch.Tensor:
     """Cross-entropy with the target's most probable tokens, restricted to the student's output tokens."""
     batch = batch.to(student.head.device)
     logits = student(batch.token_ids, batch.attention_mask, batch.chosen)
@@ -96,7 +96,7 @@ def loss_of(student: Student, batch: Batch) -> torch.Tensor:
 
 @torch.inference_mode()
 def agreement(student: Student, examples: Sequence[Example]) -> list[list[bool]]:
-    """Whether the student predicts the target's token, at each position of each answer."""
+    """Whether the student predicts the target's token at each position of each answer."""
     agreed = []
     for group in (examples[i : i + 16] for i in range(0, len(examples), 16)):
         batch = collate(group).to(student.head.device)
@@ -120,7 +120,7 @@ class Checkpoint:
 
     path: Path
     began: dict[str, Any]
-    """Settings that the student was created with. A checkpoint with other settings is refused."""
+    """Settings that created the student. A checkpoint with other settings is rejected."""
 
     def check(self) -> None:
         """ValueError if the checkpoint belongs to another student."""

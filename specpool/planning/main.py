@@ -1,4 +1,4 @@
-"""`specpool plan`: measures a pair for a minute, and predicts its speed in any batch with any draft length."""
+"""`specpool plan`: measures a pair for a minute and predicts its speed by batch size and draft length."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import grpc
 from rich.console import Console
 
 from specpool.planning.plan import Plan, Terms, make_plan
-from specpool.planning.prediction import Acceptance, Memory, Model, constant
+from specpool.planning.prediction import Acceptance, Memory, Model, constant_acceptance
 from specpool.planning.report import as_json, helm_values, plan_figure, show
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.responses import InvalidResponseError, check_worker_info, read_step_costs
@@ -24,7 +24,7 @@ WORKER_TIMEOUT_SECONDS = 5.0
 
 
 class UnusableWorkerError(Exception):
-    """A running worker is unreachable or unsuitable for a plan; the message says why in one line."""
+    """A running worker is unreachable or unsuitable for a plan; the message is one line."""
 
 
 def main() -> None:
@@ -52,9 +52,9 @@ def plan_of(settings: PlanSettings, console: Console) -> Plan:
     if settings.target_address is not None:
         target, drafts = running_models(settings)
     else:
-        from specpool.planning.measuring import measured  # imports torch, which running workers do not need
+        from specpool.planning.measuring import measure_pair  # imports torch, which running workers do not need
 
-        target, drafts = measured(settings, console)
+        target, drafts = measure_pair(settings, console)
     terms = Terms(
         batches=settings.batches,
         max_k=settings.max_num_speculative_tokens,
@@ -79,7 +79,7 @@ def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acc
         draft = _model_of(connector, draft_worker_pb2_grpc.DraftWorkerServiceStub)
         if target.tokenizer_fingerprint != draft.tokenizer_fingerprint:
             raise UnusableWorkerError(f"{draft.name} has another tokenizer than {target.name}")
-    return target, [(draft, constant(settings.acceptance, settings.max_num_speculative_tokens))]
+    return target, [(draft, constant_acceptance(settings.acceptance, settings.max_num_speculative_tokens))]
 
 
 def _model_of(connector: Connector, make_stub: Any) -> Model:

@@ -1,6 +1,6 @@
-"""Measurements for a plan: costs of passes, the target's answers, and where each draft agrees with them.
+"""Measurements for a plan: costs of passes, the target's answers, and each draft's agreement with them.
 
-One model is loaded at a time, so that models do not compete for memory or time.
+Load one model at a time, so that models do not compete for memory or cores.
 """
 
 import gc
@@ -23,7 +23,7 @@ from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_engine
 from specpool.engine.startup.step_times import measure_step_times
-from specpool.planning.prediction import Acceptance, Memory, Model, replayed
+from specpool.planning.prediction import Acceptance, Memory, Model, replay_acceptance
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import naming
@@ -44,8 +44,8 @@ class Answer:
     token_ids: list[int]
 
 
-def measured(settings: PlanSettings, console: Console) -> tuple[Model, list[tuple[Model, Acceptance]]]:
-    """Measure the target, then each draft with its acceptance. Exits with one line that names an invalid setting."""
+def measure_pair(settings: PlanSettings, console: Console) -> tuple[Model, list[tuple[Model, Acceptance]]]:
+    """Measure the target, then each draft with its acceptance. An invalid setting exits with one line that names it."""
     disable_progress_bar()
     target, drafts = options_of(settings)
     with naming(PROGRAM, "prompts", OSError, ValueError):
@@ -68,7 +68,7 @@ def measured(settings: PlanSettings, console: Console) -> tuple[Model, list[tupl
     for draft in drafts:
         with naming(PROGRAM, "draft", UnsupportedModelError, OSError):
             draft_model, agreed = _measure_draft(draft, model, answers, powers_of_two(max_batch), console)
-        results.append((draft_model, replayed(agreed, max_k)))
+        results.append((draft_model, replay_acceptance(agreed, max_k)))
     return model, results
 
 
@@ -99,7 +99,7 @@ def powers_of_two(maximum: int) -> list[int]:
 def _measure_target(
     options: EngineOptions, lines: Sequence[PromptLine], max_tokens: int, rows: Sequence[int], console: Console
 ) -> tuple[Model, list[Answer]]:
-    engine = _load(options, exact=True, console=console)  # as it is served
+    engine = _load(options, exact=True, console=console)  # with the settings used for serving
     model = _model(engine, rows)
     prompts = _encode(engine, lines, max_tokens)
     return model, _write_answers(engine, prompts, max_tokens, console)
@@ -187,7 +187,7 @@ def _write_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int
 
 @torch.inference_mode()
 def _agreement(engine: Engine, answers: Sequence[Answer], console: Console) -> list[list[bool]]:
-    """Whether the draft predicts each token of each answer from all tokens before it. One pass per answer."""
+    """Whether the draft predicts each token of each answer, given all tokens before it. One pass per answer."""
     slot = engine.slots.take(("plan", 0))
     assert slot is not None  # there is always space for one
     agreed = []

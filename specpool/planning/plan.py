@@ -21,8 +21,8 @@ from specpool.planning.prediction import (
 
 GIB = 2**30
 HOST_BYTES, GPU_HOST_BYTES = 2 * GIB, 4 * GIB
-"""Host memory of a worker beyond weights, activations and cache, from experience: Python, torch, compiled kernels in
-/tmp, and with a GPU the CUDA libraries."""
+"""Empirical host memory of a worker beyond weights, activations and cache: Python, torch, compiled kernels in /tmp, and
+the CUDA libraries with a GPU."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class WorkerNeeds:
     request_bytes: int
     """The pod's memory request."""
     limit_bytes: int
-    """The pod's memory limit: weights can be in memory twice while a model loads."""
+    """The pod's memory limit: loading can hold the weights in memory twice."""
 
 
 def worker_needs(memory: Memory, on_gpu: bool, slots: int, positions: int | None) -> WorkerNeeds:

@@ -53,7 +53,7 @@ class Model:
     device: str
     dtype: str
     parameters: int
-    """Excludes embeddings and output head, which say little about a model's quality."""
+    """Without embeddings and output head, which say little about a model's quality."""
     memory: Memory
     tokenizer_fingerprint: str
     step_seconds: Mapping[int, float]
@@ -91,14 +91,14 @@ class Acceptance:
     """Mean acceptance length by number of draft tokens; 1 without any."""
 
 
-def replayed(agreed: Sequence[Sequence[bool]], max_k: int) -> Acceptance:
+def replay_acceptance(agreed: Sequence[Sequence[bool]], max_k: int) -> Acceptance:
     """Acceptance for 0 to `max_k` draft tokens, given where a draft agrees with the target's answers."""
     lengths = [mean_acceptance_length(agreed, k) for k in range(max_k + 1)]
     return Acceptance(agreement_rate(agreed), acceptance_by_position(agreed, max_k), lengths)
 
 
-def constant(rate: float, max_k: int) -> Acceptance:
-    """Acceptance for 0 to `max_k` draft tokens, each accepted at this rate if all before it were."""
+def constant_acceptance(rate: float, max_k: int) -> Acceptance:
+    """Acceptance for 0 to `max_k` draft tokens, each accepted at this rate if all previous ones were."""
     by_position = [rate**k for k in range(1, max_k + 1)]
     return Acceptance(rate, by_position, [1 + sum(by_position[:k]) for k in range(max_k + 1)])
 
@@ -111,7 +111,7 @@ class MeasuredPair:
     lengths: Sequence[float]
     """Mean acceptance length by number of draft tokens; 1 without any."""
     shared: bool
-    """Whether both run on one device, where only one of them can work at a time."""
+    """Whether both share a device, so that only one of them runs at a time."""
 
     def sequential_speed(self, batch: int, k: int) -> float:
         """Tokens per second if the whole batch is drafted, then verified."""
@@ -145,7 +145,7 @@ class Speed:
     of_plain: float
     """Relative to plain decoding."""
     groups: int
-    """Groups in flight: 1, drafted then verified, or 2 halves that overlap; whichever is faster."""
+    """Groups in flight: 1 (drafted, then verified) or 2 (overlapping halves), whichever is faster."""
 
 
 @dataclass(frozen=True)

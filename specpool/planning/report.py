@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 SIGNIFICANT_DIGITS = 4
 MIB, GIB = 2**20, 2**30
 BUSY = 0.75
-"""Share of a cell's window in use at which an autoscaler adds a cell."""
+"""Used share of a cell's window at which an autoscaler adds a cell."""
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print tables and the recommendation."""
+    """Print the tables and the recommendation."""
     for draft in plan.drafts:
         console.print(_speed_table(draft))
     if plan.scaling is not None:
@@ -108,7 +108,7 @@ def _recommendation(plan: Plan) -> str:
     if window.k == 0:
         return f"{speed}, plain decoding: no number of draft tokens is faster"
     counts = f"{_count(workers.draft, 'draft worker')} per {_count(workers.target, 'target worker')}"
-    each = ", each with a part of the sequences" if workers.draft > 1 else ""
+    each = ", each with a share of the sequences" if workers.draft > 1 else ""
     return (
         f"{speed}, {window.of_plain:.2f}x plain decoding, k = {window.k} with {plan.chosen.model.name}; {counts}{each}"
     )
@@ -209,5 +209,5 @@ def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> s
 
 
 def _mi(size: int) -> str:
-    """Size as a Kubernetes quantity, rounded up; with a "B" behind it, as a setting of a worker."""
+    """Size as a Kubernetes quantity, rounded up. Followed by "B", it is a valid worker setting."""
     return f"{math.ceil(size / MIB)}Mi"

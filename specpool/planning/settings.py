@@ -15,7 +15,7 @@ PROGRAM = "specpool plan"
 
 
 class PlanSettings(Settings, ClientSecurity):
-    """Measures a pair, predicts its speed by batch and draft length, and recommends a configuration.
+    """Measure a pair, predict its speed by batch and draft length, and recommend a configuration.
 
     Acceptance holds for greedy decoding; sampling accepts fewer draft tokens.
     """
@@ -33,7 +33,7 @@ class PlanSettings(Settings, ClientSecurity):
     num_prompts: int = Field(16, ge=1, le=4096, description="number of prompts to answer, in one batch")
     max_tokens: int = Field(64, ge=2, description="maximum tokens of an answer")
     batches: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
-        [1, 2, 4, 8, 16, 32], min_length=1, description="numbers of sequences per round to predict"
+        [1, 2, 4, 8, 16, 32], min_length=1, description="batch sizes to predict: sequences per round"
     )
     max_num_speculative_tokens: int = Field(
         8,
@@ -44,17 +44,21 @@ class PlanSettings(Settings, ClientSecurity):
     )
     device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the drafts")
-    dtype: Dtype = Field("auto", description="weights of the target")
-    draft_dtype: Dtype = Field("auto", description="weights of the drafts")
+    dtype: Dtype = Field("auto", description="dtype of the target's weights")
+    draft_dtype: Dtype = Field("auto", description="dtype of the drafts' weights")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a model; default: torch's choice")
-    max_model_len: int | None = Field(None, ge=16, description="default: the model's own limit, at most 4096")
-    exchange_seconds: Seconds = Field(0.001, ge=0, description="time of a message to a worker and its answer")
-    shared: bool | None = Field(None, description="one device for both models; default: if its name is the same")
+    max_model_len: int | None = Field(
+        None, ge=16, description="maximum positions of a sequence; default: the model's limit, at most 4096"
+    )
+    exchange_seconds: Seconds = Field(
+        0.001, ge=0, description="round-trip time of a call to a worker, without its computation"
+    )
+    shared: bool | None = Field(None, description="one device for both models; default: compare the device names")
     sequence_positions: int | None = Field(
         None,
         ge=1,
-        description="positions of a typical sequence, prompt and answer; default: a cache for full-length sequences, "
-        "and speed as measured",
+        description="positions of a typical sequence, prompt and answer; default: the maximum for the cache, "
+        "as measured for the speed",
     )
     throughput: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="required tokens/s of all cells together; default: one cell"
@@ -63,11 +67,11 @@ class PlanSettings(Settings, ClientSecurity):
         None, description="folder for the result and a plot, or a .yaml file for values of the Helm chart"
     )
     force: bool = Field(False, description="replace an existing file of values")
-    log_level: LogLevel = Field("warning", description="minimum severity of logged messages")
+    log_level: LogLevel = Field("warning", description="minimum level of logged messages")
 
     @property
     def one_device(self) -> bool | None:
-        """`shared`; False for workers on different hosts, whatever their devices are called."""
+        """`shared`, or False for workers on different hosts, even if the device names are equal."""
         if self.shared is None and self.target_address is not None and self.draft_address is not None:
             hosts = {address.rpartition(":")[0] for address in (self.target_address, self.draft_address)}
             return None if len(hosts) == 1 else False
@@ -80,7 +84,7 @@ class PlanSettings(Settings, ClientSecurity):
 
     @model_validator(mode="after")
     def _check_output(self) -> Self:
-        """Fail before minutes of measuring."""
+        """Check the output before measuring for minutes."""
         if self.values_file is not None:
             check_writable(self.values_file, self.force)
         elif self.output is not None and find_spec("matplotlib") is None:

@@ -1,4 +1,4 @@
-"""Duration of vLLM's steps by number of tokens, learned from its steps: vLLM measures nothing at start. Pure."""
+"""Duration of vLLM's steps by number of tokens, learned while serving: vLLM reports no timings. Pure."""
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from coordinator.drafting.drafting import FIRST_EXCHANGE
 NEARBY_RATIO = 1.15
 # Clamp each duration to this factor of the expected one, because machines have hiccups.
 MAX_ERROR = 1.5
-# Far-off end points about which nothing is known: tokens and seconds.
+# End points beyond all observations: minimum and maximum tokens, and a guess of the seconds per token.
 FIRST, LAST, UNKNOWN_SECONDS = 1, 2**17, 1.0
 
 
@@ -25,7 +25,7 @@ class LearnedTimes(StepTimes):
         super().__init__({FIRST: UNKNOWN_SECONDS, LAST: UNKNOWN_SECONDS * LAST})
         self._seen = [0.0, 0.0]
         self._observed_first = False
-        """Whether a step with exactly FIRST tokens was observed, and not only nearby ones."""
+        """Whether a step with exactly FIRST tokens was observed, not only steps nearby."""
 
     def seen(self, tokens: int) -> float:
         """Number of observed steps near this number of tokens."""
@@ -59,7 +59,7 @@ class LearnedTimes(StepTimes):
         return self._seen[index] > 0 and max(near, tokens) <= NEARBY_RATIO * min(near, tokens)
 
     def _extrapolate_last(self) -> None:
-        """Move the last point onto the line through the last two observed points, or through zero and the only one."""
+        """Move the last point onto the line through the last two observed points, or through zero and a single one."""
         tokens, seconds = self._rows[-2], self._seconds[-2]
         observed = len(self._rows) - 1 - (not self._observed_first)
         before = (self._rows[-3], self._seconds[-3]) if observed > 1 else (0, 0.0)
@@ -69,12 +69,12 @@ class LearnedTimes(StepTimes):
 
 @dataclass
 class StepCosts(RoundCosts):
-    """Costs of a step of vLLM with the drafts before it. Only drafting exchanges messages."""
+    """Costs of a vLLM step and the drafting before it. Only drafting exchanges messages."""
 
     draft: StepTimes = field(default_factory=lambda: StepTimes(UNKNOWN_DRAFT))
     verify: LearnedTimes = field(default_factory=LearnedTimes)
     exchange: float = FIRST_EXCHANGE
 
     def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
-        """Seconds of a step with its drafts; see `RoundCosts`."""
+        """Seconds of drafting and the step; see `RoundCosts`."""
         return super().seconds(sequences, drafting, num_lookup_tokens) - self.exchange

@@ -1,7 +1,7 @@
-"""vLLM's steps as rounds: what to ask of the draft worker, and which drafts to return to vLLM. Pure.
+"""Maps vLLM's steps to rounds: builds requests to the draft worker, and returns drafts to vLLM. Pure.
 
-Draft lengths, prompt lookup and learning from rounds are the coordinator's own code. vLLM takes the place of the target
-worker: the tokens that a row has gained by its next step are the verdict on its drafts.
+Draft lengths, prompt lookup and learning from rounds reuse the coordinator's code. vLLM takes the place of the target
+worker: the tokens that a row gains in a step are the verdict on its drafts.
 """
 
 from collections.abc import Sequence as Items
@@ -55,7 +55,7 @@ class DraftModel:
 
 
 class Drafter:
-    """Drafts for vLLM's rows. Per step: `begin`, then `take` if the draft worker was asked, then `drafts`."""
+    """Drafts for vLLM's rows. In each step, call `begin`, `take` if the draft worker answered, then `drafts`."""
 
     def __init__(self, limits: Limits) -> None:
         self.round_id = 0
@@ -82,7 +82,7 @@ class Drafter:
     def begin(
         self, batch: Batch, draft: DraftModel | None, step_seconds: float, draft_seconds: float, skipped: int = 0
     ) -> tuple[list[ProposeItem], list[int]]:
-        """Commit what the rows have gained. Return items for the draft worker, and sequences to release there.
+        """Commit the tokens that the rows gained. Return items for the draft worker, and sequences to release there.
 
         `draft`: None if the draft worker is unavailable. `step_seconds`: duration of vLLM's last step.
         `draft_seconds`: duration of drafting before that step. `skipped`: number of steps since the last `begin`.
@@ -121,7 +121,7 @@ class Drafter:
 
     @property
     def may_skip(self) -> bool:
-        """Whether this round has no drafts, and its step has nothing to teach."""
+        """Whether this round has no drafts, and measuring its step would add nothing."""
         rows = len(self._step_tokens)
         is_plain = rows > 0 and not self._asked and sum(self._step_tokens.values()) == rows
         return is_plain and self._pacing.is_measured(rows)
@@ -133,7 +133,7 @@ class Drafter:
         is_probe = mode is Mode.PROBE and all(sequence.is_decoding for sequence in group)  # other steps are not timed
         if mode is not Mode.PLAIN and not is_probe:
             return self.drafting.plan_round(group, worker)
-        for sequence in group:  # prompt lookup still learns how often it is right
+        for sequence in group:  # keep measuring the acceptance of prompt lookup
             self.drafting.lookup.look_up(sequence, sequence.max_num_draft_tokens)
         return {
             s.sequence_id: DraftPlan(lookup_ids=tuple(s.token_ids[-1:]) if is_probe and s.max_num_draft_tokens else ())
@@ -141,7 +141,7 @@ class Drafter:
         }
 
     def _commit(self, batch: Batch, step_seconds: float, draft_seconds: float, skipped: int) -> list[Sequence]:
-        """Commit what the rows have gained. Return the sequences without a row."""
+        """Commit the tokens that the rows gained. Return the sequences without a row."""
         matched, gone = self._rows.match(batch, skipped > 0)
         continued = [(row, sequence) for row, sequence in enumerate(matched) if sequence is not None]
         if self._step_tokens and all(batch.sampled) and len(continued) == len(matched):  # all rows decoded
@@ -152,7 +152,7 @@ class Drafter:
             self.drafting.observe(commit)
         for sequence in gone:
             sequence.finish = Finish(FinishReason.STOP)
-            sequence.draft_prefix = None  # it would keep the history of its request alive
+            sequence.draft_prefix = None  # would keep the history of its request alive
             self._prefixes.finish(sequence)
         self.drafting.forget(sequence.sequence_id for sequence in gone)
         self._sequences = [sequence or self._new_sequence(batch, row) for row, sequence in enumerate(matched)]

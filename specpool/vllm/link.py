@@ -1,4 +1,4 @@
-"""The coordinator's link to a draft worker for a blocking caller. It runs on its own thread."""
+"""The coordinator's link to a draft worker, on its own thread and with a blocking interface."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from specpool.rpc.security.channel import Connector
 from specpool.v1 import common_pb2
 from specpool.vllm.drafter import DraftModel
 
-# A step's drafts may take the longest of: vLLM's step, this factor of the expected time, and this number of seconds.
+# Timeout of a step's drafts: the maximum of vLLM's step, this factor times the expected time, and these seconds.
 TIMEOUT_FACTOR, MIN_TIMEOUT_SECONDS = 4, 0.05
 # Extra time for the thread to answer after the deadline of a call, and to close.
 GRACE_SECONDS = 1.0
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """vLLM's model, in the form in which a `DraftLink` compares it with the draft."""
+    """vLLM's model, as a `DraftLink` compares it with the draft."""
 
     info: common_pb2.ModelInfo
 
@@ -49,7 +49,7 @@ class RemoteDraftLink(DraftLink):
         return answer
 
     def _timeout_of(self, items: list[ProposeItem]) -> float:
-        # Counted over all connections: a worker that hangs repeatedly must not get the full timeout after each backoff.
+        # Count over all connections: a worker that hangs repeatedly must not get the full timeout after each backoff.
         if self._num_served < WARMUP_ROUNDS:
             return self._timeout
         minimum = max(MIN_TIMEOUT_SECONDS, self.step_seconds)
@@ -57,7 +57,7 @@ class RemoteDraftLink(DraftLink):
 
 
 class BlockingDraftLink:
-    """The link to the draft worker, for one thread. Only `start` and `propose` raise or wait."""
+    """The link to the draft worker, for one calling thread. Only `start` and `propose` raise or wait."""
 
     def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: ServedModel) -> None:
         self._loop = asyncio.new_event_loop()
@@ -105,7 +105,7 @@ class BlockingDraftLink:
     def propose(
         self, round_id: int, items: list[ProposeItem], hints: tuple[list[float], float], step_seconds: float
     ) -> tuple[list[Proposal], Timed]:
-        """A round's proposals, with the errors of `DraftLink.propose`. `step_seconds`: duration of vLLM's last step."""
+        """Get a round's proposals; raises like `DraftLink.propose`. `step_seconds`: duration of vLLM's last step."""
         began = time.perf_counter()
         self._link.step_seconds = step_seconds
         proposals, timed = self._wait(self._propose(round_id, items, hints), self._timeout + GRACE_SECONDS)
@@ -121,7 +121,7 @@ class BlockingDraftLink:
         return await self._link.propose(round_id, items, *hints)
 
     def release(self, sequence_ids: list[int]) -> None:
-        """Release sequences soon."""
+        """Release sequences in the background."""
         if sequence_ids:
             self._loop.call_soon_threadsafe(self._release, sequence_ids)
 

@@ -1,7 +1,7 @@
-"""When vLLM's rows get drafts, so that drafts never cost more than they gain, judging by measured steps. Pure.
+"""Decides when vLLM's rows get drafts, so that drafts do not cost more time than they save. Pure.
 
-Draft plans rely on estimates. They are followed only after plain steps with as many rows, and steps with one more token
-per row, have been measured; and only while drafts have saved time so far.
+Draft plans rely on estimates. They apply only after measuring plain steps with the same number of rows, and steps with
+one more token per row. They stop applying when drafts have cost more time than they saved.
 """
 
 import enum
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from specpool.vllm.costs import StepCosts
 
-# Plain steps before the first drafts for a number of rows; then probes, and plain steps between later probes.
+# For each number of rows: plain steps before the first drafts, probes after them, and steps between later probes.
 PLAIN_STEPS, PROBES, STEPS_PER_PROBE = 6, 2, 256
 # Maximum share of time for plain steps where drafts pay.
 PLAIN_SHARE = 0.005
-# Allowed cost of drafts, in plain steps: per step, and initially. The balance is clamped, so that old gains do not pay
-# for new losses, and one long stall does not rule out drafts for long.
+# Allowed cost of drafts, in plain steps: per step, and initially. Clamping the balance keeps old gains from paying for
+# new losses, and one long stall from ruling out drafts for long.
 ALLOWANCE, FIRST_BALANCE, MAX_BALANCE = 0.01, 4.0, 16.0
 
 
@@ -26,12 +26,12 @@ class Mode(enum.Enum):
     PROBE = "probe"
     """One arbitrary draft token per row, to measure verification."""
     PLANNED = "planned"
-    """The drafts that promise to save time, if any."""
+    """Drafts that are expected to save time, if any."""
 
 
 @dataclass
 class Pacing:
-    """Chooses the mode of each step, and keeps account of the results."""
+    """Chooses the mode of each step, and tracks the time that drafts save."""
 
     costs: StepCosts
     balance: float = FIRST_BALANCE

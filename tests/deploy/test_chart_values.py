@@ -1,4 +1,4 @@
-"""Values of the Helm chart: their schema, their documentation, and the combinations that the chart rejects."""
+"""Values of the Helm chart: schema, documentation and rejected combinations."""
 
 import json
 import re

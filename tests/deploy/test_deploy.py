@@ -1,4 +1,4 @@
-"""Dockerfile, compose file and container health check against the code that they start. No container is started."""
+"""Checks Dockerfile, compose file and container health check against the code, without starting containers."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def test_requirements_come_from_the_project(tmp_path: Path) -> None:
     assert written == {"base": base + extras["otel"], "coordinator": extras["smg"], "worker": extras["worker"]}
 
 
-def test_build_context_has_everything_that_the_wheel_needs() -> None:
+def test_build_context_has_all_files_for_the_wheel() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     packages = {name.removesuffix("*") for name in project()["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert "*" in lines
@@ -120,7 +120,7 @@ def test_containers_accept_their_settings(role: str) -> None:
     assert float(service["stop_grace_period"].removesuffix("s")) > settings.drain_seconds
 
 
-def test_coordinator_knows_its_workers_and_is_published_on_this_host_only() -> None:
+def test_coordinator_finds_its_workers_and_is_published_on_loopback() -> None:
     settings, service = service_settings("coordinator"), services()["coordinator"]
     assert settings.target_address == f"target-worker:{service_settings('target-worker').port}"
     assert settings.draft_address == f"draft-worker:{service_settings('draft-worker').port}"

@@ -1,4 +1,4 @@
-"""Dashboard and alert rules: every metric, label and value that they name is served."""
+"""Checks that every metric, label and value in the dashboard and alert rules is served."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ Samples = dict[str, list[dict[str, str]]]
 
 
 @dataclass(frozen=True)
-class Question:
+class LabeledQuery:
     """A PromQL expression and the labels that its legend or annotations name."""
 
     expression: str
@@ -47,9 +47,12 @@ class Question:
         return {label for labels in lists if labels is not None for label in labels.labels}
 
 
-QUESTIONS = [
-    *(Question(query.with_values("1m"), frozenset(re.findall(r"{{(\w+)}}", query.legend))) for query in QUERIES),
-    *(Question(rule["expr"], frozenset(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))) for rule in RULES),
+LABELED_QUERIES = [
+    *(LabeledQuery(query.with_values("1m"), frozenset(re.findall(r"{{(\w+)}}", query.legend))) for query in QUERIES),
+    *(
+        LabeledQuery(rule["expr"], frozenset(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))))
+        for rule in RULES
+    ),
 ]
 
 
@@ -71,21 +74,21 @@ def matches(matcher: Any, labels: dict[str, str]) -> bool:
 
 
 def test_queries_select_served_samples(served: Samples) -> None:
-    for question in QUESTIONS:
+    for labeled_query in LABELED_QUERIES:
         known = set(ADDED_BY_PROMETHEUS)
-        for selector in question.selectors():
+        for selector in labeled_query.selectors():
             matchers = [matcher for matcher in selector.matchers.matchers if matcher.name not in ADDED_BY_PROMETHEUS]
             selected = [labels for labels in served[selector.name] if all(matches(each, labels) for each in matchers)]
             assert selected, selector.prettify()
             assert {matcher.name for matcher in matchers} <= selected[0].keys(), selector.prettify()
             known |= selected[0].keys()
-        assert question.grouping_labels() | question.labels <= known, question.expression
+        assert labeled_query.grouping_labels() | labeled_query.labels <= known, labeled_query.expression
 
 
-def test_questions_find_selectors_and_grouping_labels() -> None:
-    question = Question('sum by (a) (rate(x{b="c"}[5m])) / on (d) group_left () sum without (e) (y)')
-    assert [selector.name for selector in question.selectors()] == ["x", "y"]
-    assert question.grouping_labels() == {"a", "d", "e"}
+def test_parser_finds_selectors_and_grouping_labels() -> None:
+    labeled_query = LabeledQuery('sum by (a) (rate(x{b="c"}[5m])) / on (d) group_left () sum without (e) (y)')
+    assert [selector.name for selector in labeled_query.selectors()] == ["x", "y"]
+    assert labeled_query.grouping_labels() == {"a", "d", "e"}
 
 
 def test_grafana_can_import_the_dashboard() -> None:

@@ -42,7 +42,7 @@ def test_every_requirement_has_a_pinned_version_with_hashes() -> None:
         assert any(pinned == name and requirement.specifier.contains(version) for pinned, version in versions), name
 
 
-def test_torch_also_has_the_hashes_of_its_cpu_wheels() -> None:
+def test_constraints_include_hashes_of_torch_cpu_wheels() -> None:
     assert TORCH_CPU.splitlines()
     assert with_cpu_wheels(CONSTRAINTS, TORCH_CPU) == CONSTRAINTS
     with pytest.raises(SystemExit, match="not the wheels of the pinned torch"):

@@ -20,7 +20,7 @@ import yaml
 from dashboard import Query, ask
 from deployment import ROOT
 from scraping import free_port
-from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, Question
+from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, LabeledQuery
 
 from specpool.cli.processes import end
 from specpool.cli.up import UpSettings, services_of
@@ -145,7 +145,7 @@ def is_answered(url: str, query: Query, began: float) -> bool:
 
 async def test_prometheus_answers_every_query(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     began, port = time.time(), consecutive_free_ports(3)
-    selectors = [selector for rule in RULES for selector in Question(rule["expr"]).selectors()]
+    selectors = [selector for rule in RULES for selector in LabeledQuery(rule["expr"]).selectors()]
     missing = {query for panel in PANELS for query in panel.queries}
     missing |= {Query(selector.prettify(), "") for selector in selectors}
     async with specpool(tiny_pair, port) as client, load(client):

@@ -62,7 +62,7 @@ def test_seed_decides_which_packets_are_lost() -> None:
     assert 400 < wire.counts.lost < 600
 
 
-def test_host_that_is_cut_off_neither_sends_nor_receives() -> None:
+def test_disconnected_host_neither_sends_nor_receives() -> None:
     wire = make_wire(cut_off=("draft",))
     for source, destination in (("draft", "client"), ("client", "draft"), ("client", "target")):
         wire.send(source, destination, b"packet", now=0.0)
@@ -168,10 +168,11 @@ async def test_load_and_steps_on_a_healthy_service(monkeypatch: pytest.MonkeyPat
         load, hosts = Load(client, random_cases(4, seed=1)), NoNetwork()
         await load.decode_plainly()
         loading = load.start(2)
-        steps_ = Steps(cast(Network, hosts), Deployment({}, SecurityOptions()), client, load, cut_seconds=0.4)
-        assert await steps_.recover() == []
-        assert await steps_.cut_off("draft") == []
-        assert await steps_.cut_off("target") == ["tokens came without the target"]  # nothing was really cut off
+        steps_under_load = Steps(cast(Network, hosts), Deployment({}, SecurityOptions()), client, load, cut_seconds=0.4)
+        assert await steps_under_load.recover() == []
+        assert await steps_under_load.cut_off("draft") == []
+        # The fake network cuts nothing off.
+        assert await steps_under_load.cut_off("target") == ["tokens came without the target"]
         assert hosts.orders == [["draft"], [], ["target"], []]
         load.finish()
         await loading
@@ -231,18 +232,18 @@ def test_wrong_flags_are_named(flags: list[str], refusal: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("user", "path", "says"), [(1000, "/usr/bin", "needs root"), (0, "/nowhere", "needs the command ip")]
+    ("user", "path", "reason"), [(1000, "/usr/bin", "needs root"), (0, "/nowhere", "needs the command ip")]
 )
-def test_missing_requirements_are_named(user: int, path: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_named(user: int, path: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setenv("PATH", path)
     monkeypatch.setattr(sys, "argv", ["trial"])
     monkeypatch.setattr(trial.signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit, match=f"^trial: {says}"):
+    with pytest.raises(SystemExit, match=f"^trial: {reason}"):
         trial.main()
 
 
-def test_storage_of_images_must_not_hold_other_files(tmp_path: Path) -> None:
+def test_image_storage_must_not_hold_other_files(tmp_path: Path) -> None:
     images.check_storage(tmp_path / "new")
     (tmp_path / "storage").mkdir()
     images.check_storage(tmp_path)

@@ -62,7 +62,7 @@ class Calls(grpc.GenericRpcHandler):
 
 @asynccontextmanager
 async def calls_server(**settings: Any) -> AsyncIterator[tuple[Server, Calls, str]]:
-    """Run a server that serves `Calls`. Yields both and the address."""
+    """Run a server that serves `Calls`; yield both and the address."""
     server, calls = Server(ServerSettings(**{"drain_seconds": 0, **settings}), MESSAGE_BYTES), Calls()
     server.add("calls", lambda handler, added_to: added_to.add_generic_rpc_handlers((handler,)), calls)
     port = await server.start()

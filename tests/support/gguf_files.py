@@ -48,11 +48,11 @@ Choice = Callable[[str], str | None]
 
 def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Return random blocks [rows, bytes per row] of a type, with realistic scales."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    blocks = chance.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-    for at, usual in HALVES[kind].items():
-        numbers = usual * chance.uniform(0.5, 1.5, (rows, columns // block, 1))
+    blocks = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    for at, typical in HALVES[kind].items():
+        numbers = typical * rng.uniform(0.5, 1.5, (rows, columns // block, 1))
         blocks[..., at : at + 2] = numbers.astype(np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 

@@ -1,14 +1,15 @@
-"""Engines on a CPU that run the GPU's pass: by the kernels themselves, or by torch's operations in their place."""
+"""Run the GPU pass on a CPU: with interpreted kernels, or with torch operations in their place."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from specpool.engine.cache.arena import KVArena
-from specpool.engine.passes.gpu import attention, model
-from specpool.engine.passes.gpu import gemm as gpu_products
+from specpool.engine.passes.gpu import attention, gemm, model
 from specpool.engine.passes.gpu.graphs import Run
 from specpool.engine.passes.gpu.rows import Addend
 from specpool.engine.passes.rotary import rotate
@@ -19,12 +20,12 @@ from specpool.engine.startup import self_test
 
 
 def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Makes engines on any device run the kernels, and few passes, since the interpreter is slow."""
+    """Make engines run the GPU kernels on any device. The interpreter is slow, so self-tests run few passes."""
     patch.setattr(forward, "runs_kernels", lambda device: True)
-    patch.setattr(forward, "why_no_kernels", lambda fused: None)  # so that what stops them is raised
+    patch.setattr(forward, "why_no_kernels", lambda fused: None)  # raise instead of falling back
     patch.setattr(forward, "CudaGraphs", lambda: None)
-    patch.setattr(forward, "choose_products", lambda *_: True)
-    patch.setattr(attention, "BUSY", 8)
+    patch.setattr(forward, "choose_gemms", lambda *_: True)
+    patch.setattr(attention, "BUSY_PROGRAMS", 8)
     patch.setattr(kernels, "POSITIONS", (20,))
     patch.setattr(self_test, "LONG_PASSES", (20,))
     patch.setattr(self_test, "PROBED_PASSES", (1,))
@@ -32,23 +33,40 @@ def run_by_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(startup, "measure_seconds_per_cached", lambda _: 0.0)
 
 
+def make_dot_batch_invariant(patch: pytest.MonkeyPatch) -> None:
+    """Make the interpreter add the terms of `tl.dot` in one order.
+
+    It calls BLAS, which on some CPUs adds them in an order that depends on the shape of the tile. Tensor cores do not.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(_: object, a: Any, b: Any, accumulator: Any, *__: object) -> Any:
+        dtype = accumulator.data.dtype
+        left, right, summed = a.data.astype(dtype), b.data.astype(dtype), accumulator.data.copy()
+        for index in range(left.shape[1]):
+            summed += np.multiply.outer(left[:, index], right[index])
+        return TensorHandle(summed, accumulator.dtype.scalar)
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
 def imitate_kernels(patch: pytest.MonkeyPatch) -> None:
-    """The same with torch's operations, row by row, for tests of what is built on the kernels."""
+    """Replace the kernels with torch operations, row by row, for tests of the code around them."""
     run_by_kernels(patch)
     for name in ("attend_extents", "rotate_and_cache", "add_and_norm", "activate"):
         patch.setattr(model, name, globals()[name])
     patch.setattr(kernels, "attend_extents", attend_extents)
-    patch.setattr(gpu_products, "multiply", multiply)
+    patch.setattr(gemm, "split_k_gemm", split_k_gemm)
 
 
-class Recorder:
-    """Repeats a pass as a graph would: reading and writing the memory of the pass that was recorded."""
+class FakeGraphs:
+    """Stands in for `CudaGraphs`: replays work on the memory that it was captured with, and counts."""
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.captured = self.replayed = 0
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
-        self.recorded += 1
+        self.captured += 1
         result = run()
 
         def replay() -> None:
@@ -58,24 +76,24 @@ class Recorder:
         return replay, result
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+def split_k_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int) -> torch.Tensor:
     return torch.cat([linear(row, weight) for row in x.split(1)])[None]
 
 
 def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if added is not None:
-        more = _summed(added.parts, added.bias)
-        hidden += more if added.norm is None else _normed(more, added.norm, eps)
+        branch = _summed(added.partials, added.bias)
+        hidden += branch if added.norm is None else _normed(branch, added.norm, eps)
     return _normed(hidden, weight, eps)
 
 
 def rotate_and_cache(
-    parts: torch.Tensor, bias: torch.Tensor | None, norms: torch.Tensor | None,
+    partials: torch.Tensor, bias: torch.Tensor | None, norms: torch.Tensor | None,
     rotary: tuple[torch.Tensor, torch.Tensor], arena: KVArena, layer: int, positions: torch.Tensor,
     columns: torch.Tensor, heads: int, eps: float,
 ) -> torch.Tensor:  # fmt: skip
     kv_heads, _, dim = arena.keys[layer].shape
-    query_key, value = _summed(parts, bias).unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
+    query_key, value = _summed(partials, bias).unflatten(-1, (-1, dim)).split([heads + kv_heads, kv_heads], 1)
     if norms is not None:
         query_key = _normed(query_key, norms, eps)
     rotated = rotate(query_key, *(table[positions, None] for table in rotary))
@@ -97,13 +115,13 @@ def attend_extents(
     return query
 
 
-def activate(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    gate, up = _summed(parts, bias).chunk(2, -1)
+def activate(partials: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    gate, up = _summed(partials, bias).chunk(2, -1)
     return torch.cat([silu(row) for row in gate.split(1)]) * up
 
 
-def _summed(parts: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return parts.sum(0) if bias is None else parts.sum(0) + bias
+def _summed(partials: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return partials.sum(0) if bias is None else partials.sum(0) + bias
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -31,8 +31,8 @@ def make_prompt(seed_and_length: tuple[int, int]) -> tuple[int, ...]:
     return tuple(chance.randrange(EOS_TOKEN_ID) for _ in range(length))
 
 
-# Few seeds, so that examples share prompts and their reference runs. Lengths are near the sizes of the engine's tiles
-# and of prefill chunks.
+# Few seeds, so that examples share prompts and reference runs. Lengths are near the sizes of engine tiles and prefill
+# chunks.
 prompts = st.tuples(
     st.integers(0, 2), st.one_of(st.integers(1, 40), st.sampled_from([1, 15, 16, 17, 63, 64, 65, 250, 256, 300]))
 ).map(make_prompt)

@@ -73,11 +73,11 @@ class PairService:
     draft: WorkerHost | None
 
     async def forget(self, host: WorkerHost) -> None:
-        """Makes a worker lose every cache, like a restart."""
+        """Make a worker lose every cache, like a restart."""
         await host.run(lambda backend: backend.expire(math.inf, 0.0))
 
     async def wait_idle(self) -> None:
-        """Waits until neither worker holds a slot and the pool is empty."""
+        """Wait until neither worker holds a slot and the pool is empty."""
         while True:
             holds = [await host.run(lambda b: b.info().slots_in_use) for host in (self.target, self.draft) if host]
             if not any(holds) and not self.process.coordinator.pool.running:
@@ -93,7 +93,7 @@ async def serving_pair(
     target_worker: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[PairService]:
-    """Starts workers with `worker` settings and a coordinator. `target_worker`: further settings of the target."""
+    """Run workers with `worker` settings, and a coordinator. `target_worker`: further settings of the target."""
     async with AsyncExitStack() as stack:
         options = {"threads": 2, "port": 0, "startup_cache": False, **(worker or {})}
         target_settings = TargetWorkerSettings(model=str(target), **{**options, **(target_worker or {})})
@@ -109,7 +109,7 @@ async def serving_pair(
 
 @asynccontextmanager
 async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str, WorkerHost]]:
-    """A draft worker with these settings; yields its address and host."""
+    """Run a draft worker with these settings; yield its address and host."""
     async with AsyncExitStack() as stack:
         draft = DraftWorkerSettings(model=str(model), **{"startup_cache": False, **settings})
         host = WorkerHost(partial(load_proposer, draft))
@@ -121,7 +121,7 @@ async def serving_draft(model: Path, **settings: Any) -> AsyncIterator[tuple[str
 async def serving_coordinator(
     target: str, draft: str | None, **settings: Any
 ) -> AsyncIterator[tuple[AsyncClient, CoordinatorServer]]:
-    """A coordinator for these workers, ready to generate."""
+    """Run a coordinator for these workers until it is ready to generate."""
     settings = {"port": 0, "drain_seconds": 0, "target_address": target, "draft_address": draft, **settings}
     async with AsyncExitStack() as stack:
         process = CoordinatorServer(CoordinatorSettings(**settings))

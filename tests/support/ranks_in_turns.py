@@ -1,4 +1,4 @@
-"""Ranks of a divided model as threads of one process that take turns, so that kernels are interpreted one at a time."""
+"""The ranks of a sharded model as threads that take turns, because kernels are interpreted one at a time."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,23 +16,23 @@ from specpool.engine.sharding.shares import Sharding, Share, Sums
 from specpool.engine.startup.sharded import load_sharding
 
 Result = TypeVar("Result")
-SECONDS = 120  # a rank that waits longer is alone
+TIMEOUT_SECONDS = 120
 
 
-class Table:
-    """Where ranks put what they exchange."""
+class Exchange:
+    """The shared memory of all ranks."""
 
     def __init__(self, ranks: int) -> None:
         self.turn, self.barrier = Lock(), Barrier(ranks)
-        self.given: list[torch.Tensor | None] = [None] * ranks
+        self.tensors: list[torch.Tensor | None] = [None] * ranks
 
-    def exchanged(self, rank: int, x: torch.Tensor) -> torch.Tensor:
-        """What all ranks put here."""
-        self.given[rank] = x
+    def all_gather(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+        """Stack the tensors of all ranks."""
+        self.tensors[rank] = x
         self.turn.release()
-        self.barrier.wait(SECONDS)
-        stack = torch.stack([its for its in self.given if its is not None])
-        self.barrier.wait(SECONDS)
+        self.barrier.wait(TIMEOUT_SECONDS)
+        stack = torch.stack([tensor for tensor in self.tensors if tensor is not None])
+        self.barrier.wait(TIMEOUT_SECONDS)
         self.turn.acquire()
         return stack
 
@@ -40,32 +40,32 @@ class Table:
 class GroupInTurns(Group):
     """A group whose ranks are threads."""
 
-    def __init__(self, rank: int, sharding: Sharding, table: Table) -> None:
+    def __init__(self, rank: int, sharding: Sharding, exchange: Exchange) -> None:
         self.rank, self.ranks, self.sharding = rank, sharding.ranks, sharding
         self.in_parts = sharding.sums == "parts"
         self.exchanged: list[tuple[int, ...]] = []
-        """Shapes of what this rank has given."""
+        """Shapes of the tensors that this rank has sent."""
         self._borders = torch.tensor(sharding.shares["tokens"].firsts[1:])
-        self._table = table
+        self._exchange = exchange
         self._releases: list[Release] = []
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.exchanged.append(tuple(x.shape))
-        return self._table.exchanged(self.rank, x)
+        return self._exchange.all_gather(self.rank, x)
 
 
 def run_ranks(folder: Path, ranks: int, sums: Sums, run: Callable[[FusedModel, GroupInTurns], Result]) -> list[Result]:
-    """What `run` returns on each rank, given its share of a saved model."""
+    """Call `run` on each rank with its shard of a saved model. Returns the results by rank."""
     options = EngineOptions(model=str(folder), device="cpu", tensor_parallel=ranks, tensor_parallel_sums=sums)
-    sharding, table = load_sharding(options, sums), Table(ranks)
+    sharding, exchange = load_sharding(options, sums), Exchange(ranks)
 
     def run_rank(rank: int) -> Result:
         try:
-            with table.turn, torch.inference_mode():
-                group = GroupInTurns(rank, sharding, table)
+            with exchange.turn, torch.inference_mode():
+                group = GroupInTurns(rank, sharding, exchange)
                 return run(FusedModel(load_model(options, Share(sharding, rank)).model, group), group)
         except BaseException:
-            table.barrier.abort()
+            exchange.barrier.abort()
             raise
 
     with ThreadPoolExecutor(ranks) as pool:

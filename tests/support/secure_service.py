@@ -39,7 +39,7 @@ class SecureService:
 async def until(holds: Callable[[], object]) -> None:
     """Wait until a condition holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        while not holds():  # noqa: ASYNC110 - links notify nobody
+        while not holds():  # noqa: ASYNC110 - links have no event for it
             await asyncio.sleep(0.02)
 
 

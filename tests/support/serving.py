@@ -23,7 +23,7 @@ from specpool.v1 import generation_pb2 as pb
 PATIENCE_SECONDS = 20
 # Default deadline of every call: a test fails rather than hangs.
 DEADLINES = json.dumps({"methodConfig": [{"name": [{}], "timeout": f"{PATIENCE_SECONDS}s"}]})
-# Settings for drafts that do not depend on a clock.
+# Settings that make draft lengths independent of the clock.
 DEFAULTS = {"port": 0, "drain_seconds": 5.0, "num_speculative_tokens": 4, "draft_method": "model"}
 
 
@@ -38,7 +38,7 @@ async def info_with_loads(ask: Callable[[], Awaitable[pb.GetServerInfoResponse]]
 
 
 class RecordingTarget(FakeTarget):
-    """Target that records requests and holds them back while `open` is clear."""
+    """Target that records requests and blocks them while `open` is clear."""
 
     def __init__(self, **knobs: Any) -> None:
         super().__init__(**knobs)
@@ -57,7 +57,7 @@ class RecordingTarget(FakeTarget):
 
 
 class RecordingDraft(FakeDraft):
-    """Draft that records requests, sleeps before it answers and fails the first `failing_releases` releases."""
+    """Draft that records requests, delays answers and fails the first `failing_releases` releases."""
 
     def __init__(self, target: FakeTarget, delay: float = 0.0, **knobs: Any) -> None:
         super().__init__(target, **knobs)
@@ -220,7 +220,7 @@ def check_tokens(target: FakeTarget, request: pb.GenerateRequest, response: pb.G
 
 
 async def stream(served: Serving, request: pb.GenerateRequest) -> tuple[list[pb.GenerateChunk], pb.GenerateResponse]:
-    """Return all chunks and the complete result, which must come last and equal the joined chunks."""
+    """Return all chunks and the final result; assert that it equals the joined chunks."""
     messages = [message async for message in served.stub.GenerateStream(request)]
     kinds = [message.WhichOneof("response") for message in messages]
     assert kinds == ["chunk"] * (len(messages) - 1) + ["complete"]

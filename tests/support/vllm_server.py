@@ -39,7 +39,7 @@ def vllm_command(folder: Path) -> tuple[list[str], dict[str, str]]:
     alias = folder / f"vllm-{version}+cpu.dist-info"
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-    (alias / "entry_points.txt").write_text("[vllm.general_plugins]\nmended = mended_vllm:mend\n")
+    (alias / "entry_points.txt").write_text("[vllm.general_plugins]\npatched = patched_vllm:patch\n")
     environment["PYTHONPATH"] += f":{folder}:{ROOT / 'tests/support'}"
     return [str(python.parent / "vllm")], environment
 
@@ -50,8 +50,8 @@ class VllmServer:
     def __init__(
         self, model: Path, folder: Path, draft: str | None, *flags: str, cores: str = "0-1", **variables: str
     ) -> None:
-        """`draft`: address of the draft worker; None for plain vLLM. `folder`: for the log. `cores`: of each rank,
-        separated by "|". `variables`: environment variables."""
+        """`draft`: address of the draft worker; None for plain vLLM. `folder`: receives the log. `cores`: CPU cores of
+        each rank, separated by "|". `variables`: environment variables."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         command, environment = vllm_command(folder)
@@ -59,7 +59,7 @@ class VllmServer:
         if draft is not None:
             command += ["--speculative-config", speculative_config()]
             environment["SPECPOOL_DRAFT_ADDRESS"] = draft
-        # Beyond docs/vllm.md: limits of this machine, and no compilation, which takes minutes.
+        # In addition to docs/vllm.md: fit this machine, and skip compilation, which takes minutes.
         command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(MAX_ROWS)]
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": cores, **variables}
         self.url, self.model = f"http://127.0.0.1:{port}", str(model)
@@ -76,7 +76,7 @@ class VllmServer:
         self.close()
 
     def wait_ready(self) -> Self:
-        """Wait until it is serving. RuntimeError if it exits or takes too long."""
+        """Wait until the server is ready. RuntimeError if it exits or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
@@ -98,7 +98,7 @@ class VllmServer:
         return int(float(found[1])) if found is not None else 0
 
     def close(self) -> None:
-        """Terminate it, then kill remaining processes."""
+        """Terminate the server, then kill remaining processes."""
         self.process.terminate()
         try:
             self.process.wait(STOP_SECONDS)

@@ -14,7 +14,7 @@ from specpool.vllm import RemoteDraft
 
 MAX_MODEL_LEN, MAX_ROWS = 512, 16
 STEP_SECONDS = 0.01
-"""Duration of a step. Drafts would not pay in an instant step."""
+"""Duration of a step. Drafts cannot save time in an instant step."""
 
 
 def save_tokenizer(folder: Path) -> str:
@@ -50,7 +50,7 @@ class Row:
     tokens: list[int]
     prompt_length: int
     chunks: int = 1
-    """Steps of its prefill."""
+    """Steps of the prefill."""
     drafts: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
@@ -61,7 +61,7 @@ class Row:
 
 
 class StandIn:
-    """vLLM's batch: rows keep their places, and the last one fills gaps."""
+    """vLLM's batch: rows keep their places, and the last row fills gaps."""
 
     def __init__(self, remote: RemoteDraft, target: FakeTarget) -> None:
         self.remote, self.target = remote, target

@@ -114,7 +114,7 @@ class Worker:
         return self.engine.slots[coordinator_id, sequence_id].num_cached_tokens
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Tokens of plain decoding with this model, one at a time, alone in the batch."""
+        """Tokens of plain decoding with this model: one at a time, alone in the batch."""
         tokens = list(prompt)
         for start in [0, *range(len(prompt), len(prompt) + count - 1)]:
             tokens += self.engine.forward([Span(TRUTH_SLOT, start, tokens[start:], 1)]).argmax(-1).tolist()
@@ -223,7 +223,7 @@ async def wait_serving(channel: grpc.aio.Channel, service: str = "") -> None:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Waits for a state of a worker in this process."""
+    """Wait until a condition on a worker in this process holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - the worker sends no notice
             await asyncio.sleep(0.005)
@@ -241,7 +241,7 @@ class Hold:
 
 @contextmanager
 def held(worker: Worker) -> Iterator[Hold]:
-    """Blocks passes, at most until the end of the context."""
+    """Block passes until `Hold.open` is set or the context ends."""
     hold, forward = Hold(), worker.engine.forward
 
     def wait(spans: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The promise with a GPU's pass in both workers: recorded passes, drafts without a host in the loop."""
+"""Exactness with the GPU pass in both workers: CUDA graph replay and the draft loop."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
-from interpreted_kernels import Recorder, imitate_kernels
+from interpreted_kernels import FakeGraphs, imitate_kernels
 from mixes import MAX_TOKENS, Case, assert_equal, make_prompt, make_request, play
 from pair_service import serving_pair
 
@@ -12,7 +12,7 @@ from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
 from specpool.v1.common_pb2 import EQUIVALENCE_BITWISE
 
-# Length of the prompt, k, and after how many tokens the request is cancelled.
+# Prompt length, num_draft_tokens, and generated tokens after which the client cancels.
 KINDS = ((20, 4, None), (1, None, None), (63, 2, 5), (64, 0, None), (17, 8, None), (130, 3, None), (40, None, 0))
 MIX = [
     Case(make_prompt((seed % 3, length)), MAX_TOKENS - seed, k, seed % 2 == 0, seed, cancelled)
@@ -23,8 +23,8 @@ Pair = tuple[Path, Path]
 
 async def test_tokens_are_those_of_plain_decoding(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     imitate_kernels(monkeypatch)
-    recorder, drafted = Recorder(), 0
-    monkeypatch.setattr(forward, "CudaGraphs", lambda: recorder)
+    fake_graphs, drafted = FakeGraphs(), 0
+    monkeypatch.setattr(forward, "CudaGraphs", lambda: fake_graphs)
     draft = Engine.draft
 
     def counting(engine: Engine, *arguments: object) -> object:
@@ -44,4 +44,4 @@ async def test_tokens_are_those_of_plain_decoding(tiny_pair: Pair, monkeypatch: 
             got = await asyncio.gather(*(play(service.client, case) for case in MIX))
             assert_equal(MIX, got, expected)
     assert drafted > 10
-    assert recorder.replayed > recorder.recorded > 2
+    assert fake_graphs.replayed > fake_graphs.captured > 2

@@ -61,10 +61,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     cuda_graphs: bool = Field(
         True, description="on a GPU, capture the fused pass as CUDA graphs to cut launch overhead"
     )
-    products: Literal["auto", "triton", "cublas"] = Field(
+    gemm: Literal["auto", "triton", "cublas"] = Field(
         "auto",
-        description="kernels of that pass for products with weights on a GPU, where they are exact; "
-        '"auto": the fastest, but "triton" where bits differ and a target needs the same ones after every start',
+        validation_alias=AliasChoices("gemm", "products"),
+        description="on a GPU, GEMM backend of the fused pass, where it is batch-invariant; "
+        '"auto": the fastest, but always "triton" for a target if the bits of the backends differ '
+        "(deprecated alias: products)",
     )
     max_num_batched_tokens: int | None = Field(
         None,

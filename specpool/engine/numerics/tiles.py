@@ -1,7 +1,7 @@
 """Tile sizes that make a forward pass batch-invariant.
 
 Floating-point sums depend on their order, kernels choose the order by shape, and a batch changes the shapes. Padding to
-tiles limits the shapes to a few. `specpool.engine.probes.exactness` finds the tiles that a device needs.
+tiles limits the shapes to a few. `specpool.engine.probes.batch_invariance` finds the tiles that a device needs.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Activation functions that give an element the same bits whatever elements are beside it.
+"""Batch-invariant activation functions.
 
-On a CPU torch divides many elements among threads without regard to rows, and computes the remainder of a division
-differently from whole vectors. For a function such as `exp` the two ways differ in the last bit. So a tensor is
-processed here in pieces small enough for one thread, of whole rows if rows are whole vectors, or else row by row.
+On a CPU, torch splits large tensors among threads without regard to rows, and computes elements left over after whole
+vectors differently. For functions such as `exp` the two paths differ in the last bit. So tensors are processed in
+chunks small enough for one thread: whole rows if a row is whole vectors, else one row at a time.
 """
 
 from collections.abc import Callable
@@ -12,24 +12,24 @@ import torch
 from torch import nn
 from transformers.activations import ACT2CLS
 
-# Torch divides only this many elements or more among threads, and its vectors are no longer than this.
-DIVIDED_ELEMENTS, VECTOR_ELEMENTS = 32_768, 64
+# Torch uses threads from this many elements on. Its vectors are at most this long.
+THREADED_ELEMENTS, VECTOR_ELEMENTS = 32_768, 64
 
-_KINDS: tuple[Any, ...] = (nn.GELU, *(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()))
+_ACTIVATIONS: tuple[Any, ...] = (nn.GELU, *(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()))
 
 
-def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The result of an elementwise function for `x` [..., features]."""
+def in_chunks(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Apply an elementwise function to `x` [..., features]."""
     features = x.shape[-1]
-    rows = max(1, (DIVIDED_ELEMENTS - 1) // features) if features % VECTOR_ELEMENTS == 0 else 1
+    rows = max(1, (THREADED_ELEMENTS - 1) // features) if features % VECTOR_ELEMENTS == 0 else 1
     if x.device.type != "cpu" or x.numel() <= rows * features:
         return function(x)
-    pieces = x.reshape(-1, features).split(rows)
-    return torch.cat([function(piece) for piece in pieces]).view(x.shape)
+    chunks = x.reshape(-1, features).split(rows)
+    return torch.cat([function(chunk) for chunk in chunks]).view(x.shape)
 
 
-class _InPieces(nn.Module):
-    """An activation module of the library, applied in pieces."""
+class ChunkedActivation(nn.Module):
+    """Applies an activation module of transformers in chunks."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class _InPieces(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of `x` [..., features]."""
-        return in_pieces(self._activation, x.contiguous())  # some activations compute differently on other layouts
+        return in_chunks(self._activation, x.contiguous())  # some activations depend on the memory layout
 
 
-def activate_in_pieces(module: nn.Module) -> None:
-    """Replaces every activation module below `module`."""
+def chunk_activations(module: nn.Module) -> None:
+    """Replace every activation module below `module`."""
     for name, child in list(module.named_children()):
-        if isinstance(child, _KINDS):
-            setattr(module, name, _InPieces(child))
+        if isinstance(child, _ACTIVATIONS):
+            setattr(module, name, ChunkedActivation(child))
         else:
-            activate_in_pieces(child)
+            chunk_activations(child)

@@ -1,4 +1,4 @@
-"""Attention of packed tokens over their sequences' slots, plugged into any transformers model by its registry."""
+"""Packed attention over cache slots, for any transformers model through its attention registry."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from specpool.engine.passes.packing import PackedBatch
 
 PACKED_ATTENTION = "specpool_packed"
 
-# Features of attention that this function lacks: a model that asks for one must not be served.
+# Attention features that this function lacks. It raises if a model uses one.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
@@ -27,7 +27,7 @@ def packed_attention(
     packed_batch: PackedBatch | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Caches the keys and values of the new tokens, then attends from the new tokens. Returns [1, rows, heads, dim].
+    """Cache the new tokens' keys and values, then attend. Returns [1, rows, heads, dim].
 
     The signature is that of transformers' attention functions.
     """
@@ -36,8 +36,8 @@ def packed_attention(
         if features.get(name) is not None:
             raise NotImplementedError(f"attention with {name}")
     window = features.get("sliding_window")
-    if window is not None and window < packed_batch.longest:
-        raise NotImplementedError(f"attention with sliding_window {window} at position {packed_batch.longest}")
+    if window is not None and window < packed_batch.max_length:
+        raise NotImplementedError(f"attention with sliding_window {window} at position {packed_batch.max_length}")
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     return attend(packed_batch, layer, query, key, value, scaling)[None], None
@@ -51,7 +51,7 @@ def attend(
     value: torch.Tensor,  # [rows, kv_heads, dim]
     scaling: float | None,
 ) -> torch.Tensor:
-    """Caches the keys and values of the new tokens, then attends from the new tokens. Returns [rows, heads, dim]."""
+    """Cache the new tokens' keys and values, then attend. Returns [rows, heads, dim]."""
     arena, plan = batch.arena, batch.attention
     arena.write(layer, batch.columns, key, value)
     assert plan is not None
@@ -66,7 +66,7 @@ def _attend(
     _, heads, dim = query.shape
     kv_heads = len(keys)
     batch, length = call.query_index.shape
-    # Query heads that share a KV head become query rows of it, so that no key is ever copied for them.
+    # Fold the query heads that share a KV head into its query rows, so that no key is copied.
     q = query[call.query_index].transpose(1, 2)  # [B, heads, Q, dim]
     q = q.reshape(batch, kv_heads, heads // kv_heads * length, dim)
     k, v = call.attended(keys), call.attended(values)
@@ -75,14 +75,14 @@ def _attend(
 
 
 class LibraryModel(ForwardPass):
-    """Runs packed batches through the library's own modules, for any architecture."""
+    """Runs packed batches through the modules of transformers, for any architecture."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model, self.compute_dtype = model, model.dtype
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
+        """Logits [R, rows of the head] of the requested rows, padding included."""
         output = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
@@ -95,4 +95,4 @@ class LibraryModel(ForwardPass):
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, lambda *_, **__: None)  # masks come with the packed batch
+AttentionMaskInterface.register(PACKED_ATTENTION, lambda *_, **__: None)  # the packed batch holds the masks

@@ -1,4 +1,4 @@
-"""What every forward pass has in common, so that the engine and its probes need not know which one they have."""
+"""The interface of every forward pass, so that the engine and its probes need not know which one they run."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,94 +15,93 @@ from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.weights.quantized import Weight
 
 
-class CompiledProducts(Protocol):
-    """Matrix products in compiled code of our own, which a probe of torch's operations cannot see."""
+class CompiledGemms(Protocol):
+    """The GEMMs of compiled code, which a probe of torch operations cannot see."""
 
     @property
-    def product_inputs(self) -> Set[int]:
-        """The different numbers of inputs that products of the pass have."""
+    def gemm_inputs(self) -> Set[int]:
+        """The distinct input sizes of the pass's GEMMs."""
 
     @property
     def kinds(self) -> Mapping[str, int]:
-        """Bytes of the weights of products by the kinds in which they are kept."""
+        """Bytes of GEMM weights by the kind of their panels."""
 
-    def product_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The product of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
+    def gemm_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the GEMM of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
 
-        `outputs` is a multiple of a panel, and the weight of a kind that the pass has, or float32 that bfloat16 cannot
-        hold. `widened_from`: rows from which panels are widened into the cache; default: as the pass does it.
+        `outputs` is a multiple of a panel. The weight has one of `kinds`, or is float32. `widened_from`: rows from
+        which panels are dequantized into the cache; default: the pass's own number.
         """
 
 
 class DraftLoop(Protocol):
-    """Runs steps of one token, each on the choices of the one before."""
+    """Runs steps of one token, each on the choices of the step before."""
 
     def first(self, logits: torch.Tensor) -> torch.Tensor:
-        """The choices after the logits [n, rows of the head]: tokens and probabilities, [2, n], as float64."""
+        """The most probable tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64."""
 
     def __call__(
-        self, chosen: torch.Tensor, positions: list[int], columns: list[int], wanted: list[int], longest: int
+        self, chosen: torch.Tensor, positions: list[int], columns: list[int], remaining: list[int], max_length: int
     ) -> torch.Tensor:
-        """Goes on from the choices [2, n] of n sequences. Returns all choices, theirs included, [1 + steps, 2, n].
+        """Continue from the choices [2, n] of n sequences. Returns all choices, [1 + steps, 2, n].
 
-        `positions`, `columns`: of the chosen tokens. `wanted`: how many more tokens each sequence wants; once it has
-        them, nothing more is cached for it. `longest`: positions of the longest sequence in the end.
+        `positions`, `columns`: of the chosen tokens. `remaining`: further tokens of each sequence; after those, the
+        loop caches nothing for it. `max_length`: positions of the longest sequence at the end.
         """
 
 
 class ForwardPass(nn.Module, ABC):
-    """Computes the logits of packed batches; a module that holds all weights it needs."""
+    """Computes the logits of packed batches, and holds all weights it needs."""
 
     compute_dtype: torch.dtype
     """Dtype of activations and of the KV cache."""
     plans_attention: bool = True
-    """Whether batches need an attention plan; without one the pass finds the cached positions by itself."""
+    """Whether batches need an attention plan. Without one, the pass locates cached positions itself."""
     exact_by_construction: bool = False
-    """Whether a row has the same bits in every batch without any padding, so that no tiles have to be found."""
+    """Whether the pass is batch-invariant without padding, so that no tiles need to be chosen."""
     rows_per_tile: int = 1
-    """Most rows of a sequence that share a tile of attention, in a pass without an attention plan."""
+    """Maximum rows of a sequence that share a tile of attention, in a pass without an attention plan."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[str] = []
-        """What an operator should know about this pass, such as what it had to do without."""
+        """What an operator should know about this pass, such as a fallback."""
 
     @abstractmethod
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, rows of the head] of the rows that the batch asks for, possibly followed by padding."""
+        """Logits [R, rows of the head] of the requested rows, possibly followed by padding."""
 
     def padded_rows(self, count: int) -> int:
-        """How many rows a batch of `count` tokens, or of logits, is padded to, so that there are few different shapes.
+        """Rows that a batch of `count` tokens, or of logits, is padded to. Few sizes keep the number of shapes low.
 
-        Only a pass without an attention plan may ask for padding: its padding is neither cached nor attended.
+        Only a pass without an attention plan may pad: its padding is neither cached nor attended.
         """
         return count
 
-    def scratch_bytes(self, rows: int, longest: int) -> int:
-        """Bytes that a pass of `rows` rows over sequences of `longest` positions takes beyond what is counted as
-        activations."""
+    def scratch_bytes(self, rows: int, length: int) -> int:
+        """Scratch bytes, beyond activations, of a pass of `rows` rows over sequences of `length` positions."""
         return 0
 
-    def launched(self) -> AbstractContextManager[None]:
-        """A context in which every operation of a pass is launched one by one, where a probe can see it."""
+    def eager(self) -> AbstractContextManager[None]:
+        """A context in which passes run operation by operation, so that probes see every one."""
         return nullcontext()
 
     def draft_loop(self, arena: KVArena, token_ids: Callable[[torch.Tensor], torch.Tensor]) -> DraftLoop | None:
-        """Steps on this cache without a host in the loop, where the device can do them.
+        """A draft loop on this cache that runs on the device; None if there is none.
 
-        `token_ids`: the tokens of rows of the head.
+        `token_ids`: maps rows of the head to tokens.
         """
         return None
 
     @property
     def weight_kinds(self) -> Mapping[str, int]:
-        """Bytes of the weights by the kind in which they are kept: a dtype, or a kind of quantized weights."""
-        found = Counter[str]()
+        """Bytes of the weights by dtype or quantized kind."""
+        kinds = Counter[str]()
         for weight in weights_of(self):
-            found[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
-        return found
+            kinds[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
+        return kinds
 
     @property
-    def compiled_products(self) -> CompiledProducts | None:
-        """The products of a compiled pass; None if all operations are torch's."""
+    def compiled_gemms(self) -> CompiledGemms | None:
+        """The GEMMs of a compiled pass; None if all operations are torch's."""
         return None

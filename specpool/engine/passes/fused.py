@@ -1,9 +1,9 @@
-"""A forward pass of few operations for the Llama family: the library's weights, without the library's modules.
+"""The fused forward pass of the Llama family: the weights of a transformers model, in few operations.
 
-Queries, keys and values take one product, gate and up another, and rotary tables are looked up once for all layers. The
-differences between families are resolved when the weights are taken over, so that the pass is the same for all.
+Queries, keys and values share one GEMM, gate and up another, and rotary tables are looked up once for all layers. The
+constructor resolves the differences between families, so that all run the same pass.
 
-A rank of a divided model has its share of the weights, and gathers what the other ranks compute.
+A rank of a sharded model holds its shard of the weights and gathers what the other ranks compute.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specpool.engine.passes.activations import in_pieces
+from specpool.engine.passes.activations import in_chunks
 from specpool.engine.passes.attention import attend
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.packing import PackedBatch
@@ -30,19 +30,19 @@ from specpool.engine.weights.quantized import (
     shares_memory,
 )
 
-# Families whose rotary pairs are neighbouring features, not half a head apart.
+# Families whose rotary pairs are adjacent features, not half a head apart.
 INTERLEAVED = {"glm", "glm4"}
-# Vicuna and SmolLM are Llamas too. Norms inside a residual branch and norms of heads are recognised by their names.
+# Vicuna and SmolLM are Llamas too. Branch norms and head norms are detected by name.
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"} | INTERLEAVED
 
 
 def is_fusable(config: PreTrainedConfig) -> bool:
-    """Whether `FusedModel` can run a model of this configuration."""
+    """Whether `FusedModel` can run this configuration."""
     return why_not_fusable(config) is None
 
 
 def why_not_fusable(config: PreTrainedConfig) -> str | None:
-    """The reason why `FusedModel` cannot run a model of this configuration; None if it can."""
+    """Why `FusedModel` cannot run this configuration; None if it can."""
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is none of the families {', '.join(sorted(FAMILIES))}"
     if config.hidden_act != "silu":
@@ -50,14 +50,14 @@ def why_not_fusable(config: PreTrainedConfig) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope:
         return "its rotary embedding has no rope_theta"
-    # These types encode a position differently in a longer batch, which a table cannot do.
+    # These types encode a position differently in a longer batch, so a table cannot hold them.
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
         return f"its rotary embedding is of the type {rope['rope_type']}"
     return None
 
 
 class FusedModel(ForwardPass):
-    """Takes the weights out of a library's model, which cannot run afterwards, so that there is never a second copy."""
+    """Takes over the weights of a transformers model, which cannot run afterwards, so memory never holds them twice."""
 
     def __init__(self, model: PreTrainedModel, group: SingleRank = SINGLE_RANK) -> None:
         """`group`: the ranks that share the model."""
@@ -83,12 +83,12 @@ class FusedModel(ForwardPass):
 
     @property
     def dense_embedding(self) -> torch.Tensor:
-        """The embedding of a model without quantized weights."""
+        """The embedding, which must not be quantized."""
         assert isinstance(self.embedding, torch.Tensor)
         return self.embedding
 
     def decode(self) -> None:
-        """Dequantizes all weights, for passes that cannot widen them as they go."""
+        """Dequantize all weights, for passes that cannot dequantize them as they go."""
         layers: list[Any] = list(self.layers)
         if any(isinstance(module, QuantizedLinear) for module in self.modules()):
             self.notes.append("its quantized weights are unpacked to float32, because its pass is not compiled")
@@ -99,14 +99,14 @@ class FusedModel(ForwardPass):
             layer.decode()
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, rows of the head] of the rows that the batch asks for, padding included."""
+        """Logits [R, rows of the head] of the requested rows, padding included."""
         hidden = self.group.embed(self.dense_embedding, batch.input_ids)  # [rows, hidden]
-        cos, sin = self.rotary(batch.longest)
+        cos, sin = self.rotary(batch.max_length)
         rotation = cos[batch.positions, None], sin[batch.positions, None]  # [rows, 1, head_dim]
         for layer in self.layers:
             hidden = layer(hidden, batch, rotation)
-        wanted = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
-        return self.group.gather(self.head(wanted), "tokens")
+        normed = rms_norm(hidden[batch.logit_rows], self.norm.shape, self.norm, self.eps)
+        return self.group.gather(self.head(normed), "tokens")
 
 
 class FusedLayer(nn.Module):
@@ -140,11 +140,11 @@ class FusedLayer(nn.Module):
         attended = self._attend(self._normed(hidden, self.before_attention), batch, rotation)
         hidden = hidden + self._normed(self.group.project(self.out, attended, "attended"), self.after_attention)
         gate, up = self.gate_up(self._normed(hidden, self.before_mlp)).chunk(2, dim=-1)
-        activated = in_pieces(silu, gate) * up
+        activated = in_chunks(silu, gate) * up
         return hidden + self._normed(self.group.project(self.down, activated, "intermediate"), self.after_mlp)
 
     def decode(self) -> None:
-        """Dequantizes all weights."""
+        """Dequantize all weights."""
         self.qkv, self.out, self.gate_up, self.down = map(
             dequantized_linear, (self.qkv, self.out, self.gate_up, self.down)
         )
@@ -164,7 +164,7 @@ class FusedLayer(nn.Module):
 
 
 def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
-    """The layer with the features of every head rearranged in this order."""
+    """The layer with the features of every head in this order."""
     if torch.equal(order, torch.arange(len(order))):
         return linear
     weight = dequantized_linear(linear).weight
@@ -173,17 +173,15 @@ def _reordered(linear: nn.Linear, order: torch.Tensor) -> nn.Linear:
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear | QuantizedLinear:
-    """One layer whose outputs are the concatenated outputs of these layers."""
-    biases = [linear.bias for linear in linears]
-    known = [bias for bias in biases if bias is not None]
-    joined = None
-    if known:
-        zeros = [known[0].new_zeros(linear.out_features) for linear in linears]
-        joined = torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
+    """One layer that computes the concatenated outputs of these layers."""
+    biased = next((linear.bias for linear in linears if linear.bias is not None), None)
+    bias = None
+    if biased is not None:
+        bias = torch.cat([biased.new_zeros(each.out_features) if each.bias is None else each.bias for each in linears])
     parts = [part for linear in linears for part in parts_of(linear)]
     if any(isinstance(part, Quantized) for part in parts):
-        return QuantizedLinear(parts, joined)
-    return linear_of(torch.cat([as_tensor(part) for part in parts]), joined)
+        return QuantizedLinear(parts, bias)
+    return linear_of(torch.cat([as_tensor(part) for part in parts]), bias)
 
 
 def _norm_weight(module: Any, name: str) -> torch.Tensor | None:

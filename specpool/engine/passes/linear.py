@@ -1,7 +1,7 @@
-"""Linear layers with weights in oneDNN's own blocked layout.
+"""Linear layers with weights in oneDNN's blocked layout.
 
-On a CPU they are faster for few rows. With few exceptions, which `specpool.engine.probes.exactness` finds, a row has
-the same bits for every row count.
+On a CPU they are faster for few rows and, with few exceptions, batch-invariant at every row count.
+`specpool.engine.probes.batch_invariance` finds the exceptions.
 """
 
 import torch
@@ -19,13 +19,13 @@ class PrepackedLinear(nn.Module):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product of the rows of `x` with the weight, plus the bias."""
+        """Multiply the rows of `x` by the weight and add the bias."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return output
 
 
 def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN has a product for this dtype on this machine."""
+    """Whether oneDNN has a GEMM for this dtype on this machine."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     try:
@@ -36,7 +36,7 @@ def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def prepack_linears(module: nn.Module) -> None:
-    """Replaces every linear layer below `module`."""
+    """Replace every linear layer below `module`."""
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
             setattr(module, name, PrepackedLinear(child))

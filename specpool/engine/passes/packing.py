@@ -10,7 +10,7 @@ from specpool.engine.cache.arena import KVArena
 from specpool.engine.cache.spans import Location, Span
 from specpool.engine.passes.attention_plan import AttentionPlan
 
-# Numbers of each row, and of each tile of attention.
+# Indexes of the numbers of each row, and of each tile of attention.
 INPUT_IDS, POSITIONS, COLUMNS = range(3)
 TILE_BEGINS, TILE_SIZES = range(2)
 
@@ -23,9 +23,9 @@ class PackedBatch:
     tokens: int  # T
     rows: int
     tiles: int  # of attention, in a pass without an attention plan
-    longest: int  # positions of the longest sequence
+    max_length: int  # positions of the longest sequence
     num_logits: int  # R
-    numbers: torch.Tensor  # everything that differs between passes of one shape, moved to the device at once
+    numbers: torch.Tensor  # everything that differs between passes of one shape, copied to the device at once
     attention: AttentionPlan | None = None
     """The attention calls; None if the pass attends without a plan."""
 
@@ -41,17 +41,17 @@ class PackedBatch:
 
     @property
     def columns(self) -> torch.Tensor:
-        """Column of the arena in which each row is cached, [rows]; -1: it is not cached."""
+        """Arena column that caches each row, [rows]; -1: the row is not cached."""
         return self._of_rows(COLUMNS)
 
     @property
     def tile_begins(self) -> torch.Tensor:
-        """The first row of each tile of attention, [tiles]."""
+        """First row of each tile of attention, [tiles]."""
         return self.numbers[3 * self.rows :][: self.tiles]
 
     @property
     def tile_sizes(self) -> torch.Tensor:
-        """How many rows, of one sequence, share each tile, [tiles]; 0: none."""
+        """Rows of each tile, all of one sequence, [tiles]; 0: no rows."""
         return self.numbers[3 * self.rows + self.tiles :][: self.tiles]
 
     @property
@@ -61,7 +61,7 @@ class PackedBatch:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Memory addresses of the first input id, position, column and row of logits, for compiled code."""
+        """Memory addresses of input ids, positions, columns and logit rows, for compiled code."""
         first, size = self.numbers.data_ptr(), self.numbers.element_size()
         starts = (INPUT_IDS * self.rows, POSITIONS * self.rows, COLUMNS * self.rows, self._first_logit_row)
         return tuple(first + size * start for start in starts)
@@ -82,11 +82,11 @@ def pack(
     rows_per_tile: int = 1,
     repeats: bool = True,
 ) -> PackedBatch:
-    """Concatenates the spans in their order. `locations`: those of their sequences.
+    """Concatenate the spans in order. `locations`: one per span.
 
-    `padded`: to how many a number of tokens, tiles or rows of logits is padded. `rows_per_tile`: most rows that share a
-    tile of attention. `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is
-    neither cached nor attended.
+    `padded`: rounds up a number of tokens, tiles or logit rows. `rows_per_tile`: maximum rows of a tile of attention.
+    `repeats`: padding repeats the first token, for passes that plan attention; otherwise it is neither cached nor
+    attended.
     """
     input_ids: list[int] = []
     positions: list[int] = []
@@ -94,7 +94,7 @@ def pack(
     begins: list[int] = []
     sizes: list[int] = []
     logit_rows: list[int] = []
-    # As lists: for a few rows, operations on arrays take several times as long.
+    # Lists, because array operations take several times as long for a few rows.
     for span, location in zip(spans, locations, strict=True):
         first, count = len(input_ids), len(span.token_ids)
         input_ids += span.token_ids
@@ -105,22 +105,23 @@ def pack(
         logit_rows += range(first + count - span.num_logits, first + count)
     tokens, num_logits = len(input_ids), len(logit_rows)
     rows, tiles = padded(tokens), padded(len(begins))
-    for numbers, beyond in ((input_ids, 0), (positions, 0), (columns, -1)):
-        numbers.extend([numbers[0] if repeats else beyond] * (rows - tokens))
+    for numbers, padding in ((input_ids, 0), (positions, 0), (columns, -1)):
+        numbers.extend([numbers[0] if repeats else padding] * (rows - tokens))
     for numbers in (begins, sizes):
         numbers.extend([0] * (tiles - len(numbers)))
     if logit_rows:
         logit_rows += logit_rows[:1] * (padded(num_logits) - num_logits)
-    each = array("q", input_ids + positions + columns + begins + sizes + logit_rows)
-    together = torch.frombuffer(each, dtype=torch.int64)
+    packed = torch.frombuffer(
+        array("q", input_ids + positions + columns + begins + sizes + logit_rows), dtype=torch.int64
+    )
     if arena.device.type == "cuda":
-        together = together.pin_memory()
+        packed = packed.pin_memory()
     return PackedBatch(
         arena=arena,
         tokens=tokens,
         rows=rows,
         tiles=tiles,
-        longest=max(span.end for span in spans),
+        max_length=max(span.end for span in spans),
         num_logits=num_logits,
-        numbers=together.to(arena.device, non_blocking=True),
+        numbers=packed.to(arena.device, non_blocking=True),
     )

@@ -1,12 +1,11 @@
-"""Finds tensor operations of a forward pass that give equal rows different bits.
+"""Finds the tensor operations of a forward pass that are not batch-invariant.
 
-A kernel may divide elements among threads, compute the elements left over after whole vectors in another way, or add in
+A kernel may split elements among threads, compute the elements left over after whole vectors differently, or add in
 another order for another number of rows. So while a pass runs, its operations are repeated with the same numbers in
-every row, chosen so that such a difference shows. All rows of a result must then have the same bits, in a pass of one
-row as in a pass of hundreds.
+every row, chosen to reveal such a difference. All rows of a result must have the same bits, in every pass.
 
-Only operations that work on each row by itself can be probed so: `skipped` names the others, which whole passes test.
-Products with wide weights and attention are probed further in `specpool.engine.probes.exactness`.
+This works for operations that compute each row independently. `skipped` names the others, which only whole passes test.
+`specpool.engine.probes.batch_invariance` probes GEMM with wide weights and attention further.
 """
 
 from collections.abc import Iterable
@@ -19,28 +18,30 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from specpool.engine.probes.inputs import ProbeInputs
 
 Key = tuple[object, ...]
-# Fills per operation: the sum of a single row may happen to round to the same value in either order.
+# Fills per operation: a single sum may round to the same value in either order.
 FILLS = 4
-# Numbers that are searched for some whose result depends on whether they are computed alone.
+# Numbers to search for those whose result depends on being computed alone.
 CANDIDATES = 4096
-# An operation counts as one on rows if ordinary equal rows give rows that differ by at most this share of the largest.
+# An operation works row by row if equal ordinary rows give rows that differ by at most this share of the largest value.
 ROUNDING = 0.02
-# Rows that see different numbers of positions rightly differ, and so does memory that nothing was written to.
-_UNLIKE = {"aten::scaled_dot_product_attention", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+# Attention rows see different positions, and uninitialized memory is arbitrary: neither can be probed.
+_NOT_PROBED = {"aten::scaled_dot_product_attention", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OperationProbe(TorchDispatchMode):
-    """A context in which the operations of passes are probed."""
+    """Probes the operations of passes within this context."""
 
-    def __init__(self, kept: Iterable[torch.Tensor]) -> None:
-        """`kept`: weights, tables and caches, which operations receive unchanged."""
+    def __init__(self, constants: Iterable[torch.Tensor]) -> None:
+        """`constants`: weights, tables and caches, which repeated operations receive unchanged."""
         super().__init__()
         self.unequal: dict[str, None] = {}
-        """Names of the operations that gave equal rows different bits."""
+        """Names of operations that gave equal rows different bits."""
         self.skipped: dict[str, None] = {}
         """Names of floating-point operations that were not probed."""
-        self._kept = {tensor.untyped_storage().data_ptr() for tensor in kept if tensor.layout == torch.strided}
+        self._constants = {
+            tensor.untyped_storage().data_ptr() for tensor in constants if tensor.layout == torch.strided
+        }
         self._probed: set[Key] = set()
         self._ordinary: dict[Key, torch.Tensor] = {}
         self._fills: dict[Key, list[list[torch.Tensor]]] = {}
@@ -49,12 +50,12 @@ class OperationProbe(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation as requested, and probes it unless it was probed in this shape before."""
+        """Run the operation, and probe it the first time it occurs in this shape."""
         kwargs = kwargs or {}
         random = torch.Tag.nondeterministic_seeded in func.tags
-        collective = func.namespace == "c10d"  # only all ranks together could repeat it
-        if not (func.is_view or random or collective or func._schema.name in _UNLIKE):
-            call = _Call(func, args, kwargs, self._kept)
+        collective = func.namespace == "c10d"  # one rank cannot repeat it alone
+        if not (func.is_view or random or collective or func._schema.name in _NOT_PROBED):
+            call = _Call(func, args, kwargs, self._constants)
             if call.filled and (shape := call.shape) not in self._probed:
                 self._probed.add(shape)
                 if not self._was_probed(call):
@@ -62,8 +63,8 @@ class OperationProbe(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _was_probed(self, call: "_Call") -> bool:
-        """Probes an operation in a new shape. False if it does not seem to work on each row by itself."""
-        if call.moves_by_index or call.changes_kept:
+        """Probe an operation in a new shape. False if it does not seem to work row by row."""
+        if call.moves_by_index or call.changes_constants:
             return False
         key = call.key
         try:
@@ -71,11 +72,11 @@ class OperationProbe(TorchDispatchMode):
             if rows is None or not _is_close(rows, self._ordinary.setdefault(key, rows[:1].clone())):
                 return False
             if key not in self._fills:
-                self._fills[key] = call.telling()
+                self._fills[key] = call.revealing()
             known = self._rows.setdefault(key, [])
             for index, fill in enumerate(self._fills[key]):
                 self._compare(call, fill, index, known)
-        except (RuntimeError, IndexError, ValueError):  # an operation that refuses numbers of ours
+        except (RuntimeError, IndexError, ValueError):  # the operation rejects the numbers
             return False
         return True
 
@@ -89,76 +90,76 @@ class OperationProbe(TorchDispatchMode):
 
 
 class _Call:
-    """One call of an operation, and how to repeat it with other numbers."""
+    """One call of an operation, which can be repeated with other numbers."""
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kept: set[int]) -> None:
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], constants: set[int]) -> None:
         self.name: str = func._schema.name
-        self._func, self._kept = func, kept
+        self._func, self._constants = func, constants
         is_flat = not (kwargs or any(isinstance(value, (list, tuple)) for value in args))
         self._leaves: list[Any] = list(args)
         self._structure: Any = None
         if not is_flat:
             self._leaves, self._structure = tree_flatten((args, kwargs))
         self.filled = [index for index, leaf in enumerate(self._leaves) if self._is_filled(leaf)]
-        """Indexes of the arguments that are repeated with other numbers."""
+        """Indexes of the arguments that are replaced."""
 
     @property
     def shape(self) -> Key:
-        """What a kernel may be chosen by."""
+        """Everything that may select a kernel."""
         return (self._func, *map(_shape, self._leaves))
 
     @property
     def key(self) -> Key:
-        """What the result for a row may depend on."""
+        """Everything that the result of a row may depend on."""
         return (self._func, *(self._row_shape(index) for index in range(len(self._leaves))))
 
     @property
     def moves_by_index(self) -> bool:
-        """Whether a mask or indexes decide what becomes of each row."""
+        """Whether a mask or indexes determine the result of each row."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        return any(not (tensor.is_floating_point() or self._is_kept(tensor)) for tensor in tensors)
+        return any(not (tensor.is_floating_point() or self._is_constant(tensor)) for tensor in tensors)
 
     @property
-    def changes_kept(self) -> bool:
-        """Whether it writes to something that is kept."""
-        kept = any(isinstance(leaf, torch.Tensor) and self._is_kept(leaf) for leaf in self._leaves[:1])
-        return kept and self._func._schema.is_mutable
+    def changes_constants(self) -> bool:
+        """Whether it writes to a constant."""
+        first = self._leaves[0] if self._leaves else None
+        return isinstance(first, torch.Tensor) and self._is_constant(first) and self._func._schema.is_mutable
 
     def rows(self, fill: list[torch.Tensor]) -> torch.Tensor | None:
-        """The result [rows, width] with these rows everywhere; None if it has not one row for each that was filled."""
+        """The result [rows, width] with these rows everywhere; None if it lacks one row per filled row."""
         filled = (_alike(self._leaves[i], row) for i, row in zip(self.filled, fill, strict=True))
         result = _floating(self._run(filled))
         given = max(self._leaves[index].numel() // self._leaves[index].shape[-1] for index in self.filled)
         return result.reshape(given, -1) if result.dim() and result.numel() == given * result.shape[-1] else None
 
     def ordinary(self) -> list[torch.Tensor]:
-        """Rows whose result hardly depends on how it is computed."""
+        """Rows whose result hardly depends on the order of computation."""
         leaves = [self._leaves[index] for index in self.filled]
         return [(torch.arange(leaf.shape[-1]) % 7 / 4 + 0.5).to(leaf) for leaf in leaves]
 
-    def telling(self) -> list[list[torch.Tensor]]:
-        """Rows whose result differs if it is computed in another way: several sets, or one that surely tells."""
+    def revealing(self) -> list[list[torch.Tensor]]:
+        """Sets of rows whose result probably depends on the order of computation, or one set that surely does."""
         leaves = [self._leaves[index] for index in self.filled]
         inputs, widths = ProbeInputs(leaves[0]), [leaf.shape[-1] for leaf in leaves]
         if torch.Tag.pointwise in self._func.tags and len(leaves) == 1:
-            told = self._told_apart(inputs)
-            if told is not None:
-                return [[told.repeat(-(-widths[0] // len(told)))[: widths[0]]]]
+            sensitive = self._sensitive(inputs)
+            if sensitive is not None:
+                return [[sensitive.repeat(-(-widths[0] // len(sensitive)))[: widths[0]]]]
         weighted = any(
-            isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and self._is_kept(leaf) for leaf in self._leaves
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and self._is_constant(leaf) for leaf in self._leaves
         )
-        count = 1 if weighted else FILLS  # a product has a sum for every output already
+        count = 1 if weighted else FILLS  # GEMM has a sum for every output already
         fills = [[_cancelling(inputs, width) for width in widths] for _ in range(count)]
         return fills if weighted else [*fills, [inputs.normal(width) for width in widths]]
 
-    def _told_apart(self, inputs: ProbeInputs) -> torch.Tensor | None:
-        """Numbers whose result depends on whether they are computed alone or among others; None if none was found."""
+    def _sensitive(self, inputs: ProbeInputs) -> torch.Tensor | None:
+        """Numbers whose result depends on being computed alone or among others; None if the search finds none."""
         numbers = inputs.cancelling(CANDIDATES)
         together, alone = self._run([numbers]), [self._run([number]) for number in numbers.split(1)]
         if together.shape != numbers.shape or any(one.shape != (1,) for one in alone):
-            return None  # another argument has a shape of its own
-        found = numbers[(together != torch.cat(alone)) & together.isfinite()]
-        return found if len(found) else None
+            return None  # another argument fixes the shape
+        sensitive = numbers[(together != torch.cat(alone)) & together.isfinite()]
+        return sensitive if len(sensitive) else None
 
     def _run(self, values: Iterable[torch.Tensor]) -> Any:
         leaves = list(self._leaves)
@@ -184,11 +185,11 @@ class _Call:
             and leaf.layout == torch.strided
             and leaf.numel() > 0
             and leaf.dim() > 0
-            and not self._is_kept(leaf)
+            and not self._is_constant(leaf)
         )
 
-    def _is_kept(self, leaf: torch.Tensor) -> bool:
-        return leaf.layout != torch.strided or leaf.untyped_storage().data_ptr() in self._kept
+    def _is_constant(self, leaf: torch.Tensor) -> bool:
+        return leaf.layout != torch.strided or leaf.untyped_storage().data_ptr() in self._constants
 
 
 def _cancelling(inputs: ProbeInputs, width: int) -> torch.Tensor:
@@ -213,7 +214,7 @@ def _floating(output: Any) -> torch.Tensor:
 
 
 def _is_close(rows: torch.Tensor, one: torch.Tensor) -> bool:
-    """Whether rows are nearly what one row gave."""
+    """Whether rows nearly equal the result of one row."""
     if rows.shape[1] != one.shape[1]:
         return False
     largest = rows.float().abs().amax()

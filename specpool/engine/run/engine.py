@@ -113,8 +113,8 @@ class Engine:
             self._draft_loop.first(self.forward(spans)),
             positions=[span.end for span, _ in drafted],
             columns=[self.layout.origin(span.slot) + span.end for span, _ in drafted],
-            wanted=[length - 1 for _, length in drafted],
-            longest=max(span.end + length - 1 for span, length in drafted),
+            remaining=[length - 1 for _, length in drafted],
+            max_length=max(span.end + length - 1 for span, length in drafted),
         )
         self.tokens += sum(length - 1 for _, length in drafted)
         tokens, probabilities = map(iter, drafts.permute(1, 2, 0).tolist())  # [sequences][steps]

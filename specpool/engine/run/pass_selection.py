@@ -11,7 +11,7 @@ from specpool.engine.config.sources import UnsupportedModelError, first_line
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
-from specpool.engine.passes.activations import activate_in_pieces
+from specpool.engine.passes.activations import chunk_activations
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel, is_fusable
@@ -20,9 +20,9 @@ from specpool.engine.passes.gpu.graphs import CudaGraphs
 from specpool.engine.passes.gpu.model import GpuModel, try_kernels
 from specpool.engine.passes.linear import can_prepack, prepack_linears
 from specpool.engine.passes.native.model import NativeModel, compile_pass
-from specpool.engine.passes.native.sharded import DividedNativeModel
-from specpool.engine.probes.exactness import ONE_SHAPE, choose_tiles
-from specpool.engine.probes.kernels import choose_products
+from specpool.engine.passes.native.sharded import ShardedNativeModel
+from specpool.engine.probes.batch_invariance import ONE_SHAPE, choose_tiles
+from specpool.engine.probes.kernels import choose_gemms
 from specpool.engine.sharding.group import SINGLE_RANK, SingleRank
 
 
@@ -48,7 +48,7 @@ def build_forward_pass(loaded: LoadedModel, options: EngineOptions, group: Singl
     if (options.fused or group is not SINGLE_RANK) and is_fusable(loaded.config):
         forward_pass = fused = FusedModel(loaded.model, group)
         if options.native and device.type == "cpu":
-            native = compile_pass(fused, NativeModel if group is SINGLE_RANK else DividedNativeModel)
+            native = compile_pass(fused, NativeModel if group is SINGLE_RANK else ShardedNativeModel)
             if native is not None:
                 release_files(loaded.model)
                 return native
@@ -89,10 +89,8 @@ def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions,
     model = forward_pass.model if isinstance(forward_pass, CapturedModel) else forward_pass
     if isinstance(model, GpuModel):
         capture = forward_pass.capture if isinstance(forward_pass, CapturedModel) else None
-        forced = None if options.products == "auto" else options.products
-        exists = choose_products(
-            model, options.resolve_max_num_batched_tokens(facts.device.type), exact, forced, capture
-        )
+        forced = None if options.gemm == "auto" else options.gemm
+        exists = choose_gemms(model, options.resolve_max_num_batched_tokens(facts.device.type), exact, forced, capture)
         if facts.device.type == "cuda":
             torch.cuda.empty_cache()  # trials must not reduce the KV cache
         if exists:
@@ -103,6 +101,6 @@ def _tiles(forward_pass: ForwardPass, facts: ModelFacts, options: EngineOptions,
         return ONE_SHAPE
     if not exact or forward_pass.exact_by_construction:
         return Tiles()
-    activate_in_pieces(forward_pass)
+    chunk_activations(forward_pass)
     attention = (facts.kv_heads, facts.query_groups, facts.head_dim)
     return choose_tiles(forward_pass, attention if forward_pass.plans_attention else None)

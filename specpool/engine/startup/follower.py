@@ -21,7 +21,7 @@ from specpool.engine.config.devices import pick_rank_devices
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.facts import ModelFacts
-from specpool.engine.probes.native_gemm import products_agree
+from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run.connections import STOPS, end_process, ignore_stops, receive, send, signals_held, watch
 from specpool.engine.run.messages import Begin, Command, Loaded, Order, Probed, Report, decode, decode_run
@@ -85,14 +85,14 @@ def _build(connection: Connection, order: Order, options: EngineOptions) -> tupl
     group = Group(order.rank, share.sharding, open_store(order.store, share.sharding.ranks), facts.device)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, order.exact, group)
     footprint = footprint_of(loaded, facts, forward_pass, options.resolve_max_num_batched_tokens(facts.device.type))
-    compiled = forward_pass.compiled_products
+    compiled = forward_pass.compiled_gemms
     send(
         connection,
         Report(
             device=options.device,
             forward_pass=type(forward_pass).__name__,
             tiles=tiles,
-            agrees=compiled is None or products_agree(compiled),
+            agrees=compiled is None or gemms_agree(compiled),
             kv_limit=kv_limit(options, footprint, facts.device).kv_bytes,
             weight_bytes=footprint.weights,
             weight_kinds=dict(forward_pass.weight_kinds),

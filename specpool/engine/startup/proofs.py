@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 import specpool.engine
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import LoadedModel
-from specpool.engine.passes.native.folders import keep, make_private, places, read_kept
+from specpool.engine.passes.native.library_cache import candidate_folders, make_private, read_cached, write_cached
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def proof_key(loaded: LoadedModel, options: EngineOptions, exact: bool, weights_
 
 def read_proof(key: str) -> Proof | None:
     """The proof of this key; None if there is none, or if the file is damaged or could have been written by others."""
-    content = read_kept(_file(key))
+    content = read_cached(_file(key))
     if content is None:
         return None
     try:
@@ -81,7 +81,7 @@ def read_proof(key: str) -> Proof | None:
 
 def write_proof(proof: Proof) -> None:
     """Keeps a proof for later starts, where the cache folder allows it."""
-    keep(proof.model_dump_json().encode(), _file(proof.key), MAX_PROOFS)
+    write_cached(proof.model_dump_json().encode(), _file(proof.key), MAX_PROOFS)
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _lock(file: int) -> None:
 
 
 def _folder() -> Path:
-    return Path(os.path.realpath(places()[0])) / FOLDER
+    return Path(os.path.realpath(candidate_folders()[0])) / FOLDER
 
 
 def _file(key: str) -> Path:

@@ -12,7 +12,7 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.probes.kernels import attention_agrees
-from specpool.engine.probes.native_gemm import products_agree
+from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run.engine import Engine
 
@@ -38,9 +38,9 @@ def self_test(engine: Engine) -> bool:
 def _operations_agree(engine: Engine) -> bool:
     """Whether each operation gives equal rows equal bits, in passes from one row to the maximum."""
     forward_pass, cache = engine.forward_pass, engine.layout.arena.keys[0]
-    if forward_pass.compiled_products is not None:
+    if forward_pass.compiled_gemms is not None:
         reports = [] if engine.leader is None else engine.leader.reports
-        return products_agree(forward_pass.compiled_products) and all(report.agrees for report in reports)
+        return gemms_agree(forward_pass.compiled_gemms) and all(report.agrees for report in reports)
     if not attention_suits(forward_pass, cache, engine.facts):
         log.warning("self-test: attention is not batch invariant")
         return False
@@ -61,7 +61,7 @@ def attention_suits(forward_pass: ForwardPass, cache: torch.Tensor, facts: Model
 
     `cache`: keys of a layer. `facts`: of the model, or of a rank's shard.
     """
-    runs_kernels = not forward_pass.plans_attention and forward_pass.compiled_products is None
+    runs_kernels = not forward_pass.plans_attention and forward_pass.compiled_gemms is None
     return not runs_kernels or attention_agrees(cache, facts.query_groups, facts.max_model_len)
 
 
@@ -69,7 +69,7 @@ def attention_suits(forward_pass: ForwardPass, cache: torch.Tensor, facts: Model
 def probing(forward_pass: ForwardPass, arena: KVArena) -> Iterator[OperationProbe]:
     """Probes the operations of this rank's passes within the context."""
     constants = [*forward_pass.parameters(), *forward_pass.buffers(), *arena.keys]
-    with forward_pass.launched(), OperationProbe(constants) as probe:
+    with forward_pass.eager(), OperationProbe(constants) as probe:
         yield probe
 
 

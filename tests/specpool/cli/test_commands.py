@@ -1,4 +1,4 @@
-"""`specpool` commands as users type them: in this process where possible, otherwise as a process of their own."""
+"""`specpool` commands as users type them: in this process where possible, otherwise in a child process."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ def truth(served: Serving, text: str, count: int) -> list[int]:
 # --- generate
 
 
-async def test_answers_a_file_in_its_order(specpool: Specpool, served: Serving, tmp_path: Path) -> None:
+async def test_answers_keep_the_order_of_the_file(specpool: Specpool, served: Serving, tmp_path: Path) -> None:
     prompts = {7: "a", "seven": "bcd", "third": "e" * 30}
     lines = [json.dumps({"id": key, "prompt": text}) for key, text in prompts.items()]
     lines += ["", json.dumps({"id": "chat", "messages": [{"role": "user", "content": "hi"}]})]
@@ -76,7 +76,7 @@ async def test_answers_a_file_in_its_order(specpool: Specpool, served: Serving, 
         assert record["speculative_decoding"]["num_draft_tokens"] > 0
 
 
-async def test_a_refused_prompt_does_not_stop_the_others(specpool: Specpool, served: Serving) -> None:
+async def test_other_prompts_continue_after_a_refused_one(specpool: Specpool, served: Serving) -> None:
     lines = '{"id": 1, "prompt": ""}\n{"id": 2, "prompt": "x"}\n'
     options = ["--prompts", "-", "--max-tokens", "2", "--json"]
     status, out, err = await specpool("generate", "--address", served.address, *options, stdin=lines)
@@ -177,7 +177,7 @@ async def test_help_lists_all_commands(specpool: Specpool) -> None:
 
 
 @pytest.mark.parametrize("name", ["up", "demo", "plan", "distill"])
-async def test_commands_that_need_torch_say_so(name: str, specpool: Specpool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_torch_is_reported(name: str, specpool: Specpool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.cli.processes.find_spec", lambda _: None)
     assert await specpool(name) == (1, "", f"specpool {name}: needs torch: pip install 'specpool[worker]'\n")
 
@@ -215,7 +215,7 @@ def test_the_built_in_prompts_are_distinct() -> None:
     assert len(prompts) == len({str(line.id) for line in prompts}) == 32
 
 
-# --- Processes of their own
+# --- Child processes
 
 
 async def start_specpool(*arguments: str, **environment: str) -> asyncio.subprocess.Process:
@@ -247,8 +247,8 @@ async def test_ctrl_c_while_reading_a_prompt_ends_quietly() -> None:
     process = await start_specpool("generate")
     assert process.stdin is not None
     process.stdin.write(b"x" * 2**20)
-    await process.stdin.drain()  # more than a pipe holds: it has begun to read
-    while process.returncode is None:  # Python notices a signal just before a read only after it
+    await process.stdin.drain()  # more than a pipe holds, so the command has begun to read
+    while process.returncode is None:  # Python handles a signal that precedes a read only after the read
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), 2)

@@ -45,21 +45,21 @@ LATER = state(
 
 
 def test_rates_and_shares_cover_the_time_between_two_states() -> None:
-    done = activity(LATER, EARLIER)
-    assert (done.seconds, done.tokens_per_s, done.prompt_tokens_per_s) == (4.0, 12.0, 50.0)
-    assert (done.requests_per_s, done.rounds_per_s, done.cache_misses_per_s) == (1.0, 2.0, 0.0)
-    assert done.cached_share == 0.25
-    assert done.finished_per_s == {"stop": 0.25, "length": 0.5}
-    assert done.refused_per_s == {"RESOURCE_EXHAUSTED": 0.5}
-    assert done.stage_shares == {"draft": 0.25, "verify": 0.75}
-    assert done.methods["model"].tokens_per_s == 5.0
-    assert {method: drafts.acceptance_rate for method, drafts in done.methods.items()} == {"model": 0.5, "ngram": 1.0}
-    assert done.drafts.acceptance_rate == pytest.approx(18 / 28)
-    assert done.mean_acceptance_length == 1 + 18 / 12
-    assert done.draft_lengths == {0: 0.25, 2: 0.5, 3: 0.25}
-    assert done.group_sizes == {1: 0.5, 2: 0.25, 3: 0.25}
-    assert done.mean_group_size == 1.75
-    assert done.same_length_share == 0.75
+    result = activity(LATER, EARLIER)
+    assert (result.seconds, result.tokens_per_s, result.prompt_tokens_per_s) == (4.0, 12.0, 50.0)
+    assert (result.requests_per_s, result.rounds_per_s, result.cache_misses_per_s) == (1.0, 2.0, 0.0)
+    assert result.cached_share == 0.25
+    assert result.finished_per_s == {"stop": 0.25, "length": 0.5}
+    assert result.refused_per_s == {"RESOURCE_EXHAUSTED": 0.5}
+    assert result.stage_shares == {"draft": 0.25, "verify": 0.75}
+    assert result.methods["model"].tokens_per_s == 5.0
+    assert {method: drafts.acceptance_rate for method, drafts in result.methods.items()} == {"model": 0.5, "ngram": 1.0}
+    assert result.drafts.acceptance_rate == pytest.approx(18 / 28)
+    assert result.mean_acceptance_length == 1 + 18 / 12
+    assert result.draft_lengths == {0: 0.25, 2: 0.5, 3: 0.25}
+    assert result.group_sizes == {1: 0.5, 2: 0.25, 3: 0.25}
+    assert result.mean_group_size == 1.75
+    assert result.same_length_share == 0.75
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,18 @@ def test_rates_and_shares_cover_the_time_between_two_states() -> None:
         pytest.param(state(120.0, requests=20, rounds=49), id="longer uptime"),
     ],
 )
-def test_a_restarted_server_counts_from_its_start(restarted: pb.GetServerInfoResponse) -> None:
-    done = activity(restarted, EARLIER)
-    assert done == activity(restarted)
-    assert (done.seconds, done.requests_per_s) == (restarted.uptime_s, 20 / restarted.uptime_s)
+def test_a_server_restart_resets_the_rates(restarted: pb.GetServerInfoResponse) -> None:
+    result = activity(restarted, EARLIER)
+    assert result == activity(restarted)
+    assert (result.seconds, result.requests_per_s) == (restarted.uptime_s, 20 / restarted.uptime_s)
 
 
 def test_an_idle_server_has_no_shares() -> None:
-    done = activity(EARLIER, EARLIER)
-    assert (done.seconds, done.tokens_per_s) == (0.0, 0.0)
-    assert done.drafts.acceptance_rate is done.mean_acceptance_length is done.cached_share is None
-    assert done.same_length_share is done.mean_group_size is None
-    assert [done.stage_shares, done.draft_lengths, done.methods, done.finished_per_s] == [{}, {}, {}, {}]
+    result = activity(EARLIER, EARLIER)
+    assert (result.seconds, result.tokens_per_s) == (0.0, 0.0)
+    assert result.drafts.acceptance_rate is result.mean_acceptance_length is result.cached_share is None
+    assert result.same_length_share is result.mean_group_size is None
+    assert [result.stage_shares, result.draft_lengths, result.methods, result.finished_per_s] == [{}, {}, {}, {}]
 
 
 def server(**changes: Any) -> pb.GetServerInfoResponse:
@@ -188,7 +188,7 @@ class Terminal:
         self.process, self._reader, self.text = process, reader, ""
 
     async def until(self, text: str) -> None:
-        """Wait for this text, after the text of the previous call."""
+        """Wait for this text, after the text matched by the previous call."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while text not in self.text:
                 self.text += (await self._reader.read(65536)).decode(errors="replace")
@@ -197,16 +197,16 @@ class Terminal:
 
 @asynccontextmanager
 async def terminal_of(address: str) -> AsyncIterator[Terminal]:
-    ours, theirs = os.openpty()
+    controller, terminal = os.openpty()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "specpool.cli.main", "top", "--address", address, "--interval", "0.1",
-        stdin=theirs, stdout=theirs, stderr=theirs,
+        stdin=terminal, stdout=terminal, stderr=terminal,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
     )  # fmt: skip
-    os.close(theirs)
+    os.close(terminal)
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", 0)
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(controller, "rb", 0)
     )
     try:
         yield Terminal(process, reader)

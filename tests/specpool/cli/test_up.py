@@ -1,4 +1,4 @@
-"""`specpool up` and `specpool demo` with real processes: flags reach them, and none is left behind."""
+"""`specpool up` and `specpool demo` with real processes: flags reach them, and all of them end."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ TRACE, CALLER = 32 * "a", 16 * "b"
 async def started(
     *arguments: str, sighup: signal.Handlers = signal.SIG_DFL, **environment: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`specpool ...` as a process that inherits this handler of SIGHUP. It is gone at the end."""
+    """Run `specpool ...` with this inherited SIGHUP handler; kill it at the end."""
     before = signal.signal(signal.SIGHUP, sighup)
     try:
         process = await asyncio.create_subprocess_exec(
@@ -60,7 +60,7 @@ def plain_up(pair: Pair, *more: str) -> list[str]:
 
 
 async def address_of(process: asyncio.subprocess.Process) -> str:
-    """The address that it prints once it is serving."""
+    """The address that `specpool up` prints once it is serving."""
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode()
     assert line.startswith("specpool is serving at "), line
@@ -92,7 +92,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def end_all(process: asyncio.subprocess.Process, number: signal.Signals, status: int, children: int = 2) -> str:
-    """Assert that this signal ends the process with this status, and its children with it; return its stderr."""
+    """Assert that this signal ends the process with this status, and ends its children; return its stderr."""
     pids = children_of(process.pid)
     assert len(pids) == children
     process.send_signal(number)
@@ -213,7 +213,7 @@ async def test_a_killed_worker_restarts(tiny_pair: Pair) -> None:
 
 
 @pytest.mark.slow
-async def test_under_nohup_it_survives_sighup_and_its_children_do_not_survive_it(tiny_pair: Pair) -> None:
+async def test_sighup_is_ignored_under_nohup_and_children_die_with_the_parent(tiny_pair: Pair) -> None:
     async with started(*plain_up(tiny_pair), sighup=signal.SIG_IGN) as process:
         address = await address_of(process)
         process.send_signal(signal.SIGHUP)
@@ -237,7 +237,7 @@ async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
 
 
 @pytest.mark.slow
-async def test_a_signal_while_building_the_embedded_pair_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_signal_while_building_the_embedded_pair_leaves_no_process_or_file(tmp_path: Path) -> None:
     async with started("up", "--port", "0", XDG_CACHE_HOME=str(tmp_path)) as process:
         await until(lambda: children_of(process.pid))
         [child] = children_of(process.pid)

@@ -1,4 +1,4 @@
-"""Settings of `specpool up`, and the flags that they become."""
+"""Settings of `specpool up`, and the process flags derived from them."""
 
 from pathlib import Path
 from typing import Any

@@ -224,7 +224,7 @@ async def restarting(served: Serving, after_calls: int) -> AsyncIterator[None]:
 
 @CLIENTS
 @pytest.mark.parametrize("call", ["generate", "stream"])
-async def test_a_coordinator_restart_repeats_nothing(make_client: Any, call: str) -> None:
+async def test_a_coordinator_restart_causes_no_duplicates(make_client: Any, call: str) -> None:
     async with serving() as served, make_client(served.address) as client:
         expected = expected_tokens(served.target, make_request(PROMPT, 300))
         async with restarting(served, after_calls=20):

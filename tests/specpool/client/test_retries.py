@@ -69,13 +69,13 @@ def test_retry_delays_are_minimums_with_jitter() -> None:
 
 
 @pytest.mark.parametrize(("patience", "delay"), [(60.0, None), (2.0, 2.5), (0.0, 0.0)])
-def test_refusals_are_final_without_a_delay_or_beyond_patience(patience: float, delay: float | None) -> None:
+def test_exhausted_errors_are_final_without_delay_or_beyond_patience(patience: float, delay: float | None) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         Retries(patience, timeout=None).pause(exhausted(delay))
     assert caught.value.code() is EXHAUSTED
 
 
-def test_malformed_details_are_ignored() -> None:
+def test_malformed_error_details_are_ignored() -> None:
     trailing = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff"))
     assert retry_delay(grpc.aio.AioRpcError(EXHAUSTED, grpc.aio.Metadata(), trailing)) is None
 
@@ -83,13 +83,13 @@ def test_malformed_details_are_ignored() -> None:
 # --- Streams
 
 
-def stream_of(samples: dict[int, list[int]], chance: random.Random) -> Iterator[pb.GenerateStreamResponse]:
-    """Interleaved chunks of all samples, and their ends. Token 65 is the text A."""
+def stream_of(samples: dict[int, list[int]], rng: random.Random) -> Iterator[pb.GenerateStreamResponse]:
+    """Yield interleaved chunks of all samples, then the end of each. The text of token 65 is A."""
     position = dict.fromkeys(samples, 0)
     while position:
-        index = chance.choice(sorted(position))
+        index = rng.choice(sorted(position))
         tokens = samples[index]
-        taken = tokens[position[index] : position[index] + chance.randint(1, 4)]
+        taken = tokens[position[index] : position[index] + rng.randint(1, 4)]
         if not taken:
             del position[index]
             yield pb.GenerateStreamResponse(complete=pb.GenerateResponse(index=index, token_ids=tokens))
@@ -117,16 +117,16 @@ def check_complete(samples: dict[int, list[int]], messages: list[pb.GenerateStre
     seed=st.integers(0, 99),
 )
 def test_every_token_is_delivered_once(samples: dict[int, list[int]], breaks: list[int], seed: int) -> None:
-    chance, replay = random.Random(seed), Replay()
-    got = []
+    rng, replay = random.Random(seed), Replay()
+    delivered_messages = []
     for count in [*breaks, None]:
         replay.begin()
-        for i, message in enumerate(stream_of(samples, chance)):
+        for i, message in enumerate(stream_of(samples, rng)):
             if i == count:
                 break
             if (fresh := replay.fresh(message)) is not None:
-                got.append(fresh)
-    check_complete(samples, got)
+                delivered_messages.append(fresh)
+    check_complete(samples, delivered_messages)
 
 
 def replay_of(*messages: pb.GenerateStreamResponse) -> Replay:
@@ -156,7 +156,7 @@ class Breaking(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, *breaks: int, samples: Any = SAMPLES, refusals: Any = None) -> None:
         """`refusals`: status by number of the call, from 1."""
         self.samples, self.breaks, self.refusals = samples, list(breaks), refusals or {}
-        self.chance = random.Random(0)
+        self.rng = random.Random(0)
         self.requests: list[pb.GenerateRequest] = []
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[Any]:
@@ -164,7 +164,7 @@ class Breaking(generation_pb2_grpc.GenerationServiceServicer):
         if (status := self.refusals.get(len(self.requests))) is not None:
             await context.abort(status, "told to refuse")
         limit = self.breaks.pop(0) if self.breaks else None
-        for count, message in enumerate(stream_of(self.samples, self.chance)):
+        for count, message in enumerate(stream_of(self.samples, self.rng)):
             if count == limit:
                 await context.abort(UNAVAILABLE, "told to break")
             yield message

@@ -122,7 +122,7 @@ async def test_all_calls_of_the_blocking_client_send_the_token(tmp_path: Path) -
 
 @dataclass
 class Rotation:
-    """Files of a server and its clients, and their generations of contents."""
+    """Certificate files of a server and its clients, with several generations of contents."""
 
     trusted: Path
     shown: Certificate
@@ -143,7 +143,7 @@ class Rotation:
         return made
 
     def steps(self, generation: int) -> list[Callable[[], None]]:
-        """Steps from the previous generation to this one."""
+        """Steps that replace the previous generation by this one."""
         before, now = (self.authorities[number].path.read_bytes() for number in (generation - 1, generation))
         shown, own = self.generations[generation]
         return [
@@ -183,7 +183,7 @@ class Load:
                 await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=PATIENCE_SECONDS)
 
     async def wait_answers(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Wait for some more answers, or for a failed task."""
+        """Wait for more answers, or for a failed task."""
         enough = self.answered + 6
         await until(lambda: self.answered >= enough or any(task.done() for task in tasks))
 

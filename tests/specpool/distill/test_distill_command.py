@@ -19,7 +19,7 @@ TINY = ["--held-out", "8", "--dialogues", "64", "--output-tokens", "256", "--epo
 
 
 def run(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: object) -> int:
-    """The exit status of a command."""
+    """Run a command; return its exit status."""
     monkeypatch.setattr("sys.argv", ["command", *map(str, arguments)])
     try:
         command.main()
@@ -29,15 +29,15 @@ def run(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: object) -> in
 
 
 @pytest.fixture
-def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random models rarely end a turn."""
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truncate answers and allow long questions, because random models rarely end a turn."""
     monkeypatch.setattr(corpus, "MAX_ANSWER", 12)
     monkeypatch.setattr(corpus, "MAX_QUESTION", 400)
     monkeypatch.setattr(main, "DIALOGUES_PER_SHARD", 64)
 
 
-@pytest.mark.usefixtures("little")
-def test_a_draft_continues_with_other_dialogues(
+@pytest.mark.usefixtures("short_answers")
+def test_training_continues_with_new_dialogues(
     tmp_path: Path, tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, more = tmp_path / "first", tmp_path / "more"
@@ -83,7 +83,7 @@ def test_invalid_arguments_fail_before_anything_is_written(
     assert not list(tmp_path.rglob("dialogues-*"))
 
 
-def test_a_target_of_another_structure_is_refused(
+def test_unsupported_target_architecture_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = save_model(tmp_path / "target", small_config("gpt2", n_embd=64, n_head=4, n_layer=2))
@@ -101,7 +101,7 @@ def test_a_target_of_another_structure_is_refused(
         (lambda trained: trained.update({"body.layers.x.w": torch.zeros(2)}), "body.layers.2"),
     ],
 )
-def test_weights_of_another_draft_are_refused(tiny_pair: tuple[Path, Path], change: Any, message: str) -> None:
+def test_mismatched_initial_weights_are_refused(tiny_pair: tuple[Path, Path], change: Any, message: str) -> None:
     trained = student_of(tiny_pair, torch.arange(100)).trained()
     config = AutoConfig.from_pretrained(tiny_pair[0])
     check_weights(trained, config)

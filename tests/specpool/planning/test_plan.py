@@ -1,4 +1,4 @@
-"""Predictions and recommendations of a plan, by their properties; and values for the Helm chart."""
+"""Predictions and recommendations of a plan, and its values for the Helm chart."""
 
 from math import log10
 from pathlib import Path
@@ -26,9 +26,9 @@ from specpool.planning.prediction import (
     Model,
     Speed,
     balanced_workers,
-    constant,
+    constant_acceptance,
     predict,
-    replayed,
+    replay_acceptance,
     smallest_sufficient,
 )
 from specpool.planning.report import helm_values
@@ -55,7 +55,7 @@ def memories(draw: st.DrawFn) -> Memory:
 
 @st.composite
 def pairs(draw: st.DrawFn, shared: bool | None = None) -> MeasuredPair:
-    """A pair with arbitrary costs and an acceptance that never grows with the position."""
+    """A pair with arbitrary costs, and acceptance that never grows with the position."""
     draft, verify = (
         StepTimes({1: first, 64: first + 63 * more})
         for first, more in (draw(st.tuples(seconds, st.floats(0, 0.001))) for _ in range(2))
@@ -77,20 +77,20 @@ def test_speedup_never_exceeds_the_mean_acceptance_length(pair: MeasuredPair, ba
 
 
 @given(length=st.floats(1, 9), batch=batches, k=st.integers(1, 8))
-def test_a_free_draft_gains_its_acceptance_length(length: float, batch: int, k: int) -> None:
+def test_a_free_draft_speeds_up_by_the_acceptance_length(length: float, batch: int, k: int) -> None:
     flat, free = StepTimes({1: 0.02, 64: 0.02}), StepTimes({1: 0, 64: 0})
     pair = MeasuredPair(RoundCosts(free, flat, exchange=0), [1.0] * k + [length], shared=False)
     assert predict(pair, [batch])[k].of_plain == pytest.approx(length, rel=0.001)
 
 
 @given(pair=pairs(shared=False), half=st.integers(1, 32), k=st.integers(1, 8))
-def test_overlap_gains_at_most_what_a_second_pair_would(pair: MeasuredPair, half: int, k: int) -> None:
+def test_overlap_at_most_doubles_the_speed_of_half_the_batch(pair: MeasuredPair, half: int, k: int) -> None:
     alone, both = pair.sequential_speed(half, k), pair.overlapped_speed(2 * half, k)
     assert alone * 0.999 <= both <= 2 * alone * 1.001
 
 
 @given(pair=pairs(shared=True), batch=batches, k=st.integers(0, 8))
-def test_nothing_overlaps_on_one_device(pair: MeasuredPair, batch: int, k: int) -> None:
+def test_groups_do_not_overlap_on_one_device(pair: MeasuredPair, batch: int, k: int) -> None:
     assert pair.overlapped_speed(batch, k) == 0
 
 
@@ -102,7 +102,7 @@ def test_step_times_grow_with_sequence_length() -> None:
 # --- Acceptance
 
 
-def test_rounds_are_replayed_on_the_target_text() -> None:
+def test_replay_counts_accepted_tokens_per_round() -> None:
     answer = [True, True, False, True, False, False, True, True]  # with k = 2: 2, 1, 0, 2 accepted
     assert acceptance_by_position([answer], 2) == [3 / 4, 2 / 4]
     assert mean_acceptance_length([answer], 2) == 1 + 5 / 4
@@ -110,8 +110,8 @@ def test_rounds_are_replayed_on_the_target_text() -> None:
 
 
 def test_acceptance_at_a_constant_rate_is_a_geometric_series() -> None:
-    assert constant(0.5, 3).lengths == [1, 1.5, 1.75, 1.875]
-    assert constant(1, 2).by_position == [1, 1]
+    assert constant_acceptance(0.5, 3).lengths == [1, 1.5, 1.75, 1.875]
+    assert constant_acceptance(1, 2).by_position == [1, 1]
 
 
 @given(
@@ -140,7 +140,7 @@ def test_other_sizes_lie_between_a_small_draft_and_the_target(sizes: list[int], 
 
 
 @given(rates=st.dictionaries(batches, st.floats(0.1, 1000), min_size=1))
-def test_the_window_is_the_smallest_sufficient_batch(rates: dict[int, float]) -> None:
+def test_window_is_the_smallest_sufficient_batch(rates: dict[int, float]) -> None:
     window = smallest_sufficient(Speed(batch, 0, rate, 1, 1) for batch, rate in rates.items())
     enough = SUFFICIENT * max(rates.values())
     assert window.tokens_per_second >= enough
@@ -166,15 +166,15 @@ def plan_of(*acceptances: Acceptance, device: str = H200, fits: int = 64, **term
     target = model("org/target", 0.02, device, fits=fits, revision="f" * 40)
     drafts = [
         (model("org/draft", 0.001, device, parameters=10 ** (8 + at)), acceptance)
-        for at, acceptance in enumerate(acceptances or [constant(0.8, 4)])
+        for at, acceptance in enumerate(acceptances or [constant_acceptance(0.8, 4)])
     ]
     return make_plan(target, drafts, Terms([1, 8, 64], 4, 0.001, shared=False, **terms))
 
 
-PERFECT, USELESS = replayed([[True] * 40], 4), replayed([[False] * 40], 4)
+PERFECT, USELESS = replay_acceptance([[True] * 40], 4), replay_acceptance([[False] * 40], 4)
 
 
-def test_a_perfect_draft_proposes_the_maximum_and_a_useless_one_nothing() -> None:
+def test_plan_uses_maximum_k_for_a_perfect_draft_and_none_for_a_useless_one() -> None:
     plan = plan_of(PERFECT, USELESS)
     first, second = plan.drafts
     assert plan.chosen is first
@@ -218,7 +218,7 @@ def test_the_cache_holds_all_slots_and_one_full_length_sequence(
 
 
 @given(memory=memories(), slots=st.integers(1, 64), on_gpu=st.booleans())
-def test_a_pod_has_memory_for_its_contents(memory: Memory, slots: int, on_gpu: bool) -> None:
+def test_pod_memory_covers_the_worker(memory: Memory, slots: int, on_gpu: bool) -> None:
     needs = worker_needs(memory, on_gpu, slots, None)
     assert needs.device_bytes == memory.weights + memory.activations + needs.kv_bytes
     assert needs.request_bytes >= memory.weights + HOST_BYTES

@@ -26,7 +26,7 @@ SMALL = ["--num-prompts", "4", "--max-tokens", "24", "--longest", "3", "--thread
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`specpool plan` with arguments, in this process."""
+    """Run `specpool plan` with arguments, in this process."""
 
     def run_command(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["plan", *arguments])
@@ -37,9 +37,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def refusal(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """The text on stderr of a command that fails with status 2."""
+    """Run a command that fails with status 2; return its stderr."""
 
-    def refused(*arguments: str) -> str:
+    def run_refused(*arguments: str) -> str:
         with pytest.raises(SystemExit) as caught:
             run(*arguments)
         assert caught.value.code == 2
@@ -49,7 +49,7 @@ def refusal(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Ref
         assert "Traceback" not in captured.err
         return captured.err
 
-    return refused
+    return run_refused
 
 
 @given(maximum=st.integers(1, 10_000))
@@ -77,7 +77,7 @@ def test_measures_and_plans_a_tiny_pair(
     assert all(speed["groups"] == 1 for speed in first["speeds"])  # both are on the CPU
     recommended = result["recommended"]
     assert recommended["k"].keys() == {"1", "2", "4"}
-    assert result["scaling"] is None  # both are of one size
+    assert result["scaling"] is None  # the models have one size
     assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == result
     assert (tmp_path / "plan" / "plan.png").stat().st_size > 1000
     assert "mean acceptance length" in captured.err

@@ -13,7 +13,7 @@ from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
 pytestmark = pytest.mark.vllm
 
 PROMPTS, TOKENS = 16, 48
-# So many tokens need a second block of vLLM's KV cache.
+# Enough tokens for a second block of vLLM's KV cache.
 MANY_TOKENS, LONG_ROWS = 112, 8
 # Compiling the model takes minutes, and is irrelevant here.
 EAGER = {"enforce_eager": True}
@@ -59,7 +59,7 @@ def test_answers_equal_plain_vllm(engine: VllmEngine, prompts: list[list[int]], 
 
 
 def test_preempted_rows(draft: DraftProcess, prompts: list[list[int]], plain_long: list[list[int]]) -> None:
-    """The KV cache holds few long rows, so that vLLM preempts and resumes the others."""
+    """The KV cache holds few long rows, so vLLM preempts and resumes the others."""
     small = {"max_model_len": 512, "num_gpu_blocks_override": 6}
     with VllmEngine(float32_copy(), "remote", draft.address, **small, **EAGER) as few:
         done = few.wait_ready().run(prompts[:LONG_ROWS], MANY_TOKENS)

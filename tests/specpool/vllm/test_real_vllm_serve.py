@@ -93,8 +93,8 @@ async def test_streams_with_disconnecting_clients(remote: VllmServer, plain: lis
             running.append(asyncio.create_task(stream(client, remote, prompt, max_chunks)))
             await asyncio.sleep(0.1)
         answers = await asyncio.gather(*running)
-        whole = [*plain, *plain]
-        assert answers == [text[: len(answers[i])] if i % 3 == 2 else text for i, text in enumerate(whole)]
+        expected = [*plain, *plain]
+        assert answers == [text[: len(answers[i])] if i % 3 == 2 else text for i, text in enumerate(expected)]
         assert remote.counter("accepted") > before
 
 
@@ -129,7 +129,7 @@ async def test_a_killed_draft_worker_only_costs_drafts(
 async def test_structured_output(
     options: dict[str, Any], is_valid: Any, servers: tuple[VllmServer, VllmServer]
 ) -> None:
-    """In one batch with free-form requests."""
+    """Constrained requests share a batch with free-form ones."""
 
     async def answers(server: VllmServer) -> list[str]:
         async with server.client() as client:
@@ -168,7 +168,7 @@ async def test_penalties(servers: tuple[VllmServer, VllmServer]) -> None:
 
 
 async def test_several_answers_and_sampling(servers: tuple[VllmServer, VllmServer]) -> None:
-    """Sampling with `top_k` 1 is greedy, also in a batch with real sampling."""
+    """Sampling with `top_k` 1 is greedy, even in a batch with real sampling."""
     plain, remote = servers
     async with plain.client() as client:
         truth = [(await ask(client, plain.model, text, max_tokens=TOKENS))[0].text for text in TEXTS]
@@ -176,15 +176,15 @@ async def test_several_answers_and_sampling(servers: tuple[VllmServer, VllmServe
     async with remote.client() as client:
         free = [ask(client, remote.model, text, n=3, top_p=0.9, **options) for text in TEXTS]
         greedy = [ask(client, remote.model, text, n=3, extra_body={"top_k": 1}, **options) for text in TEXTS]
-        plainly = [ask(client, remote.model, text, max_tokens=TOKENS) for text in TEXTS]
-        done = await asyncio.gather(*free, *greedy, *plainly)
+        default = [ask(client, remote.model, text, max_tokens=TOKENS) for text in TEXTS]
+        done = await asyncio.gather(*free, *greedy, *default)
     for choices, text in zip(done[len(TEXTS) :], [*truth, *truth], strict=True):
         assert {choice.text for choice in choices} == {text}
     assert all(len({choice.text for choice in choices}) == 3 for choices in done[: len(TEXTS)])
 
 
 async def test_the_log_has_no_errors(remote: VllmServer) -> None:
-    """Neither of Specpool nor of vLLM, after all tests above."""
+    """Runs last: neither Specpool nor vLLM logged an error in the tests above."""
     written = remote.log.read_text()
     assert " ERROR " not in written, written[-3000:]
     assert "drafts for vLLM" in written

@@ -105,7 +105,7 @@ async def test_drafts_are_accepted_and_caches_are_never_rebuilt(serve: Serve) ->
         assert all(item.base_length > 0 for item in items if not item.HasField("sampling"))
 
 
-async def test_rows_come_go_move_and_swap(serve: Serve) -> None:
+async def test_rows_arrive_leave_move_and_swap(serve: Serve) -> None:
     async with serve() as served:
         vllm = served.vllm
         rows = [vllm.add([1, 2, 3, i]) for i in range(4)]

@@ -1,4 +1,4 @@
-"""Drafts pay, or there are none: a simulated vLLM in virtual time, with many costs and acceptance rates."""
+"""Drafts are used only where they pay: vLLM simulated in virtual time, with various costs and acceptance rates."""
 
 import itertools
 import math
@@ -54,7 +54,7 @@ class Row:
 
 
 class VirtualServer:
-    """vLLM with rows that come and go, noisy steps, and a draft that is right at a given rate."""
+    """vLLM with changing rows, noisy steps, and a draft whose tokens are accepted at a given rate."""
 
     def __init__(self, rows: int, step: Seconds, draft: Seconds, rate: float, answer: int = 48) -> None:
         self.now = self.plain_seconds = 0.0
@@ -63,7 +63,7 @@ class VirtualServer:
         self._rate, self._answer, self._new_token = rate, answer, itertools.count(1)
         times = StepTimes({rows: draft(rows) for rows in (1, 4, 16, 64)})
         self._model = DraftModel(MAX_LEN, VOCAB, 64, times)
-        self._rows = [self._newcomer(left) for left in range(4, 4 + rows)]
+        self._rows = [self._new_row(left) for left in range(4, 4 + rows)]
         self._token_ids = np.zeros((rows, MAX_LEN), dtype=np.int64)
         self._draft_seconds = 0.0
 
@@ -96,7 +96,7 @@ class VirtualServer:
         for at, (row, tokens) in enumerate(zip(self._rows, drafts, strict=True)):
             row.drafts = [(token, right.get(token, False)) for token in tokens]
             if row.left <= 0:
-                self._rows[at] = self._newcomer(self._answer)
+                self._rows[at] = self._new_row(self._answer)
         return sum(map(len, sampled))
 
     def _propose(self, items: list[ProposeItem]) -> dict[int, bool]:
@@ -109,10 +109,12 @@ class VirtualServer:
             proposals.append(
                 Proposal(item.sequence_id, ItemStatus.OK, tokens, cached, tuple(self._rate for _ in tokens))
             )
-        longest = max(item.num_draft_tokens for item in items)
+        max_draft_tokens = max(item.num_draft_tokens for item in items)
         seconds = self._noisy(
             self._draft(sum(len(item.token_ids) for item in items))
-            + sum(self._draft(sum(item.num_draft_tokens > step for item in items)) for step in range(1, longest))
+            + sum(
+                self._draft(sum(item.num_draft_tokens > step for item in items)) for step in range(1, max_draft_tokens)
+            )
         )
         self.now += seconds + WIRE_SECONDS
         self.drafter.take(items, proposals, Timed(seconds + WIRE_SECONDS, seconds, 0.0))
@@ -126,7 +128,7 @@ class VirtualServer:
         row.is_new = False
         return gained
 
-    def _newcomer(self, left: int) -> Row:
+    def _new_row(self, left: int) -> Row:
         return Row([self._token() for _ in range(40)], left)
 
     def _tokens_of(self, row: Row) -> int:
@@ -154,7 +156,7 @@ class VirtualServer:
 )
 def test_unprofitable_drafts_cost_little(rows: int, step: Seconds, draft: Seconds, rate: float) -> None:
     server = VirtualServer(rows, step, draft, rate)
-    assert server.run(150 * rows) > 0.93  # a new server has to measure steps
+    assert server.run(150 * rows) > 0.93  # a new server must measure steps first
     assert server.run(1200 * rows) > 0.96
 
 
@@ -162,7 +164,7 @@ def test_unprofitable_drafts_cost_little(rows: int, step: Seconds, draft: Second
     ("rows", "step", "rate", "gain"),
     [(1, flat, 0.7, 1.7), (8, flat, 0.7, 1.5), (1, bent, 0.7, 1.7), (4, bent, 0.8, 1.1)],
 )
-def test_profitable_drafts_are_made(rows: int, step: Seconds, rate: float, gain: float) -> None:
+def test_profitable_drafts_speed_up_decoding(rows: int, step: Seconds, rate: float, gain: float) -> None:
     server = VirtualServer(rows, step, fast_draft, rate)
     server.run(200 * rows)
     assert server.run(600 * rows) > gain
@@ -187,7 +189,7 @@ def test_times_follow_observed_steps() -> None:
     assert (times.seen(4), times.seen(8), times.seen(16)) == (1, 1, 0)
 
 
-def test_a_single_token_is_a_point_like_others() -> None:
+def test_single_token_steps_count_as_points() -> None:
     times = LearnedTimes()
     times.observe(1, 0.03)
     assert times(8) == pytest.approx(0.24)
@@ -212,7 +214,7 @@ def test_one_slow_step_has_little_effect() -> None:
 
 
 def test_rows_are_rarely_inspected_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After skipped steps, rows have gained several tokens, and some have come or gone."""
+    """During skipped steps, rows gain several tokens, and some arrive or leave."""
     server = VirtualServer(8, bent, slow_draft, 0.5)
     server.run(1200)
     begin: Callable[..., Any] = server.drafter.begin

@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """The one-line error of a start with these variables and this configuration of vLLM."""
+    """Start with these variables and this vLLM configuration; return the one-line error."""
 
     async def start(config: Any, **variables: str) -> str:
         for name, value in variables.items():
@@ -37,7 +37,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
     return start
 
 
-async def test_another_tokenizer_is_refused(tokenizer: str, refused: Refused) -> None:
+async def test_different_tokenizer_is_refused(tokenizer: str, refused: Refused) -> None:
     draft = RecordingDraft(FakeTarget(), fingerprint="another")
     text = await refused(vllm_config(tokenizer), DRAFT_ADDRESS=await draft.start())
     assert "the draft fake has another tokenizer than the target served" in text

@@ -1,4 +1,4 @@
-"""Matching of rows to sequences by their tokens, in time independent of their length."""
+"""Matching rows to sequences by their tokens, in time independent of the length."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`RemoteDraft` with a real draft worker, TLS and a token. A stand-in plays vLLM."""
+"""`RemoteDraft` with a real draft worker, TLS and a token, and a stand-in for vLLM."""
 
 import asyncio
 import math
@@ -81,7 +81,7 @@ async def test_drafts_of_a_real_draft_worker_over_tls(
 
 
 async def _check_drafts(vllm: StandIn, worker: Secured) -> None:
-    """Assert that drafts are accepted, also after the worker loses its caches, and that tokens are exact."""
+    """Assert that tokens are exact and drafts are accepted, even after the worker loses its caches."""
     rows = [vllm.add([i, 30, 40 + i, 7]) for i in range(3)]
     await _until(vllm, lambda: all(row.accepted > 3 for row in rows))
     await worker.host.run(lambda backend: backend.expire(math.inf, 0.0))  # as a restart would
@@ -92,7 +92,7 @@ async def _check_drafts(vllm: StandIn, worker: Secured) -> None:
 
 
 async def _check_refusals(target: Path, worker: Secured, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Assert failures without TLS and with a wrong token. Leave valid variables."""
+    """Assert failures without TLS and with a wrong token; then set valid variables."""
     monkeypatch.setenv("SPECPOOL_DRAFT_START_SECONDS", "0.3")
 
     async def refused() -> str:

@@ -1,4 +1,4 @@
-"""Drafting without a host in the loop: each step feeds the next one on the device, and all tokens are read at once."""
+"""The draft loop on the device: each step feeds the next one, and the host reads all tokens at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ import torch
 
 from specpool.engine.cache.arena import KVArena
 from specpool.engine.passes.forward_pass import ForwardPass
-from specpool.engine.passes.gpu.attention import splits_for
+from specpool.engine.passes.gpu.attention import num_splits
 from specpool.engine.passes.gpu.graphs import Capture, CapturedGraphs, Run
 from specpool.engine.passes.packing import COLUMNS, INPUT_IDS, POSITIONS, TILE_BEGINS, TILE_SIZES, PackedBatch
 
-# The numbers of a step are those of a packed batch, in which each row is a tile and has logits; the last one is how
-# many tokens each sequence still wants.
+# Rows of a step's numbers: those of a packed batch in which each row is a tile and has logits, then the tokens that
+# each sequence still needs.
 BEGINS, SIZES = COLUMNS + 1 + TILE_BEGINS, COLUMNS + 1 + TILE_SIZES
 LOGIT_ROWS, REMAINING = SIZES + 1, SIZES + 2
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one token for each sequence; all that changes between two steps is changed on the device."""
+    """A step of one token per sequence. The device computes everything that changes between steps."""
 
     numbers: torch.Tensor  # [7, rows]
-    result: torch.Tensor  # [2, rows] the tokens that the step chose, and their probabilities, as float64
+    result: torch.Tensor  # [2, rows] chosen tokens and their probabilities, as float64
 
 
 class GpuDraftLoop:
@@ -35,27 +35,47 @@ class GpuDraftLoop:
         token_ids: Callable[[torch.Tensor], torch.Tensor],
         capture: Capture | None,
     ) -> None:
-        """`token_ids`: the tokens of rows of the head. `capture`: how to capture a step; None: steps are launched."""
+        """`token_ids`: maps rows of the head to tokens. `capture`: captures steps; None: they run eagerly."""
         self._model, self._arena, self._token_ids = model, arena, token_ids
         self._graphs: CapturedGraphs[Step] = CapturedGraphs(capture)
 
     def first(self, logits: torch.Tensor) -> torch.Tensor:
-        """The choices after the logits [n, rows of the head]: tokens and probabilities, [2, n], as float64."""
+        """The most probable tokens after logits [n, rows of the head], and their probabilities: [2, n], as float64."""
         values = logits.float()
         largest, rows = values.max(-1)
         probabilities = (largest - values.logsumexp(-1)).exp()
         return torch.stack([self._token_ids(rows).double(), probabilities.double()])
 
     def __call__(
-        self, chosen: torch.Tensor, positions: list[int], columns: list[int], wanted: list[int], longest: int
+        self, chosen: torch.Tensor, positions: list[int], columns: list[int], remaining: list[int], max_length: int
     ) -> torch.Tensor:
-        """Goes on from the choices [2, n] of n sequences. Returns all choices, theirs included, [1 + steps, 2, n]."""
+        """Continue from the choices [2, n] of n sequences. Returns all choices, [1 + steps, 2, n]."""
+        count = len(positions)
+        numbers = self._numbers(chosen, positions, columns, remaining)
+        shape = numbers.shape[1], num_splits(max_length)
+        graph = self._graphs.find(shape, lambda: self._prepare(numbers, max_length))
+        run_step: Callable[[], object]
+        if graph is None:
+            step, run_step = self._prepare(numbers, max_length)
+        else:
+            step, run_step = graph.input, graph.replay
+            step.numbers.copy_(numbers)
+        choices = [chosen]
+        for _ in range(max(remaining)):
+            run_step()
+            choices.append(step.result[:, :count].clone())
+        return torch.stack(choices)
+
+    def _numbers(
+        self, chosen: torch.Tensor, positions: list[int], columns: list[int], remaining: list[int]
+    ) -> torch.Tensor:
+        """The numbers of the first step, on the device."""
         count = len(positions)
         rows = self._model.padded_rows(count)
         numbers = torch.zeros(REMAINING + 1, rows, dtype=torch.int64)
         numbers[BEGINS] = numbers[LOGIT_ROWS] = torch.arange(rows)
         numbers[POSITIONS, :count] = torch.tensor(positions)
-        numbers[REMAINING, :count] = torch.tensor(wanted)
+        numbers[REMAINING, :count] = torch.tensor(remaining)
         alive = numbers[REMAINING] > 0
         numbers[SIZES] = alive
         numbers[COLUMNS] = -1
@@ -64,23 +84,12 @@ class GpuDraftLoop:
             numbers = numbers.pin_memory()
         numbers = numbers.to(chosen.device, non_blocking=True)
         numbers[INPUT_IDS, :count] = chosen[0].long()
-        graph = self._graphs.find((rows, splits_for(longest)), lambda: self._prepared(numbers, longest))
-        again: Callable[[], object]
-        if graph is None:
-            step, again = self._prepared(numbers, longest)
-        else:
-            step, again = graph.input, graph.replay
-            step.numbers.copy_(numbers)
-        found = [chosen]
-        for _ in range(max(wanted)):
-            again()
-            found.append(step.result[:, :count].clone())
-        return torch.stack(found)
+        return numbers
 
-    def _prepared(self, numbers: torch.Tensor, longest: int) -> tuple[Step, Run]:
+    def _prepare(self, numbers: torch.Tensor, max_length: int) -> tuple[Step, Run]:
         """A step with memory of its own, and the work of a step on it."""
         rows, own = numbers.shape[1], numbers.clone()
-        batch = PackedBatch(self._arena, rows, rows, rows, longest, rows, own[:REMAINING].view(-1))
+        batch = PackedBatch(self._arena, rows, rows, rows, max_length, rows, own[:REMAINING].view(-1))
         step = Step(own, torch.zeros(2, rows, dtype=torch.float64, device=numbers.device))
 
         def run() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Recorded work: for a shape that recurs, the hundreds of launches of a pass become one."""
+"""CUDA graph capture and replay: one launch for a shape that recurs, instead of hundreds."""
 
 import logging
 from collections import OrderedDict
@@ -13,17 +13,17 @@ log = logging.getLogger(__name__)
 Input = TypeVar("Input")
 Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]
-"""Records work. Returns a function that repeats it on the same memory, and the tensor where its result then is."""
+"""Captures work. Returns a function that replays it on the same memory, and the tensor that receives its result."""
 
-# What other threads do meanwhile, such as the one that watches NCCL, is none of a graph's business.
-OWN_THREAD = "thread_local"
-MOST_RECORDINGS = 64
-"""With more, the least recently used ones are dropped: they take memory."""
+# Ignore CUDA calls of other threads during capture, such as NCCL's watchdog.
+CAPTURE_MODE = "thread_local"
+MAX_GRAPHS = 64
+"""Graphs take memory: beyond this number, the least recently used one is dropped."""
 
 
 @dataclass(frozen=True)
 class CapturedGraph(Generic[Input]):
-    """Recorded work, to be repeated with other numbers in `input`."""
+    """Captured work. Write new numbers to `input`, then replay."""
 
     input: Input
     replay: Callable[[], None]
@@ -31,65 +31,65 @@ class CapturedGraph(Generic[Input]):
 
 
 class CapturedGraphs(Generic[Input]):
-    """CapturedGraphs by shape, of which there are never more than MOST_RECORDINGS."""
+    """Up to MAX_GRAPHS captured graphs, by shape."""
 
-    def __init__(self, capture: Capture | None, needed: bool = False) -> None:
-        """`capture`: None if nothing is to be captured. `needed`: what cannot be captured is an error, since the other
-        ranks of a divided model capture it: a collective is captured by all of them or by none."""
-        self.capture, self._needed = capture, needed
+    def __init__(self, capture: Capture | None, required: bool = False) -> None:
+        """`capture`: None disables capture. `required`: raise if capture fails, instead of running eagerly. The ranks
+        of a sharded model need this: all of them capture a collective, or none does."""
+        self.capture, self._required = capture, required
         self._seen: set[Hashable] = set()
-        self._kept: OrderedDict[Hashable, CapturedGraph[Input]] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, CapturedGraph[Input]] = OrderedDict()
 
     def find(self, shape: Hashable, prepare: Callable[[], tuple[Input, Run]]) -> CapturedGraph[Input] | None:
-        """The graph of a shape; None the first time, when its kernels are compiled, and if there can be none.
+        """Return the graph of a shape, capturing it the second time the shape occurs. None: run eagerly.
 
-        `prepare`: makes the input and the work on it. RuntimeError: a graph is needed and cannot be made.
+        The first, eager run compiles the kernels. `prepare` returns the input and the work on it. RuntimeError:
+        capture is required and failed.
         """
         if self.capture is None:
             return None
-        if shape in self._kept:
-            self._kept.move_to_end(shape)
-            return self._kept[shape]
+        if shape in self._graphs:
+            self._graphs.move_to_end(shape)
+            return self._graphs[shape]
         if shape not in self._seen:
             self._seen.add(shape)
             return None
-        own, run = prepare()
+        graph_input, run = prepare()
         try:
-            graph = CapturedGraph(own, *self.capture(run))
+            graph = CapturedGraph(graph_input, *self.capture(run))
         except RuntimeError as error:
-            if self._needed:
-                raise RuntimeError(f"passes cannot be captured; cuda_graphs=false launches them: {error}") from error
-            # Not fatal: launched passes are only slower.
-            log.warning("passes cannot be captured, and are launched: %s", error)
+            if self._required:
+                raise RuntimeError(f"CUDA graph capture failed; cuda_graphs=false disables it: {error}") from error
+            log.warning("CUDA graph capture failed (%s); running eagerly", error)
             self.capture = None
             return None
-        self._kept[shape] = graph
-        if len(self._kept) > MOST_RECORDINGS:
-            self._kept.popitem(last=False)
+        self._graphs[shape] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
         return graph
 
     def clear(self) -> None:
-        """Drops all recordings."""
-        self._kept.clear()
+        """Drop all graphs."""
+        self._graphs.clear()
 
 
 class CudaGraphs:
-    """Records CUDA graphs. They share their memory, because no two run at the same time."""
+    """Captures CUDA graphs. They share a memory pool because no two run at the same time."""
 
     def __init__(self) -> None:
-        # Not shared: cuBLAS's workspaces belong to a stream, and another engine may drop its graphs at any time.
+        # A stream and pool per engine: cuBLAS workspaces belong to a stream, and engines drop their graphs at any time.
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        # The pool lives only as long as some graph uses it.
+        # A graph that is never dropped keeps the pool alive.
         self._keeper = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._keeper, pool=self._pool, stream=self._stream, capture_error_mode=OWN_THREAD):
-            self._kept = torch.zeros(1, device="cuda")
+        with torch.cuda.graph(self._keeper, pool=self._pool, stream=self._stream, capture_error_mode=CAPTURE_MODE):
+            self._pooled = torch.zeros(1, device="cuda")
 
     def __call__(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
-        """Records work. RuntimeError if it does something that a graph cannot hold."""
+        """Capture work. RuntimeError if a graph cannot hold it."""
         stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=OWN_THREAD):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=CAPTURE_MODE):
                 result = run()
         except RuntimeError:
             torch.cuda.set_stream(stream)  # a failed capture does not restore it

@@ -1,7 +1,7 @@
-"""Kernels between products and attention of a layer on a GPU: one program for each row, or each head of each row.
+"""The GPU kernels between GEMM and attention: one program per row, or per head of a row.
 
-A program adds up the parts of the product before it, and writes what the next product or attention reads. Sums and
-functions are computed in float32 and rounded once.
+Each program adds the partial sums of the GEMM before it, and writes the input of the next GEMM or of attention. All
+arithmetic is in float32 and rounds once.
 """
 
 from dataclasses import dataclass
@@ -17,160 +17,161 @@ ACTIVATED = 1024
 
 @dataclass(frozen=True)
 class Addend:
-    """A product to be added to the hidden states."""
+    """The output of a residual branch, to be added to the hidden states."""
 
-    parts: torch.Tensor  # [parts, rows, hidden]
+    partials: torch.Tensor  # [splits, rows, hidden]
     bias: torch.Tensor | None  # [hidden]
-    norm: torch.Tensor | None  # [hidden] weight of a norm of the product itself, before it is added
+    norm: torch.Tensor | None  # [hidden] weight of the branch's own norm
 
 
 def add_and_norm(hidden: torch.Tensor, added: Addend | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds a product to the hidden states [rows, hidden] in place. Returns them normalized with this weight."""
+    """Add a branch to the hidden states [rows, hidden] in place. Returns them normalized with `weight`."""
     rows, size = hidden.shape
     normed = torch.empty_like(hidden)
-    parts, bias, norm = (None, None, None) if added is None else (added.parts, added.bias, added.norm)
+    partials, bias, norm = (None, None, None) if added is None else (added.partials, added.bias, added.norm)
     _add_and_norm[(rows,)](
-        hidden, _or(parts, hidden), _or(bias, hidden), _or(norm, hidden), weight, normed, eps, rows,
-        SIZE=size, WIDTH=power_of_two(size), PARTS=0 if parts is None else len(parts), BIASED=bias is not None,
+        hidden, _or(partials, hidden), _or(bias, hidden), _or(norm, hidden), weight, normed, eps, rows,
+        SIZE=size, WIDTH=power_of_two(size), SPLITS=0 if partials is None else len(partials), BIASED=bias is not None,
         INNER=norm is not None, **UNFUSED, num_warps=min(16, max(1, power_of_two(size) // 512)),
     )  # fmt: skip
     return normed
 
 
 def rotate_and_cache(
-    parts: torch.Tensor,  # [parts, rows, (heads + 2 kv_heads) * dim]: queries, keys and values
+    partials: torch.Tensor,  # [splits, rows, (heads + 2 kv_heads) * dim]: queries, keys and values
     bias: torch.Tensor | None,  # [(heads + 2 kv_heads) * dim]
-    norms: torch.Tensor | None,  # [heads + kv_heads, dim] weights of the norms of heads
+    norms: torch.Tensor | None,  # [heads + kv_heads, dim] weights of the head norms
     rotary: tuple[torch.Tensor, torch.Tensor],  # cosines and signed sines by position, [positions, dim]
     arena: KVArena,
     layer: int,
     positions: torch.Tensor,  # [rows]
-    columns: torch.Tensor,  # [rows]; -1: the row is not cached
+    columns: torch.Tensor,  # [rows]; -1: do not cache the row
     heads: int,
     eps: float,
 ) -> torch.Tensor:
-    """Normalizes and rotates queries and keys, and caches keys and values. Returns the queries [rows, heads, dim].
+    """Normalize and rotate queries and keys, then cache keys and values. Returns the queries [rows, heads, dim].
 
-    Numbers that are not finite are cached as 0: a row of the same tile of attention gives them a weight of zero, and
-    zero times an overflow is not zero.
+    Non-finite numbers are cached as 0: attention gives masked keys a weight of 0, and 0 * inf is NaN.
     """
     keys, values = arena.keys[layer], arena.values[layer]
-    kv_heads, total, dim = keys.shape
-    rows = parts.shape[1]
+    kv_heads, columns_total, dim = keys.shape
+    rows = partials.shape[1]
     query = torch.empty(rows, heads, dim, dtype=keys.dtype, device=keys.device)
     _rotate_and_cache[(rows, heads + 2 * kv_heads)](
-        parts, _or(bias, parts), _or(norms, parts), *rotary, positions, columns,
-        query, keys, values, rows, total, eps,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=power_of_two(dim), PARTS=len(parts), BIASED=bias is not None,
-        NORMED=norms is not None, **UNFUSED, num_warps=1,
+        partials, _or(bias, partials), _or(norms, partials), *rotary, positions, columns,
+        query, keys, values, rows, columns_total, eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=power_of_two(dim), SPLITS=len(partials),
+        BIASED=bias is not None, NORMED=norms is not None, **UNFUSED, num_warps=1,
     )  # fmt: skip
     return query
 
 
 def activate(
-    parts: torch.Tensor,  # [parts, rows, 2 * size]: gate and up
+    partials: torch.Tensor,  # [splits, rows, 2 * size]: gate and up
     bias: torch.Tensor | None,  # [2 * size]
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """silu(gate) * up, [rows, size], in this dtype."""
-    rows, size = parts.shape[1], parts.shape[2] // 2
-    activated = torch.empty(rows, size, dtype=dtype, device=parts.device)
+    """silu(gate) * up, [rows, size], in `dtype`."""
+    rows, size = partials.shape[1], partials.shape[2] // 2
+    activated = torch.empty(rows, size, dtype=dtype, device=partials.device)
     _activate[(rows, -(-size // ACTIVATED))](
-        parts, _or(bias, parts), activated, rows,
-        SIZE=size, WIDTH=ACTIVATED, PARTS=len(parts), BIASED=bias is not None, **UNFUSED, num_warps=4,
+        partials, _or(bias, partials), activated, rows,
+        SIZE=size, WIDTH=ACTIVATED, SPLITS=len(partials), BIASED=bias is not None, **UNFUSED, num_warps=4,
     )  # fmt: skip
     return activated
 
 
-def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A tensor that a kernel can be given in place of one that it does not read."""
-    return other if tensor is None else tensor
+def _or(tensor: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
+    """The tensor, or one to pass to a kernel that will not read it."""
+    return unread if tensor is None else tensor
 
 
 if triton is not None:
 
     @triton.jit
-    def _summed(parts, bias, row, feature, known, rows, SIZE: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr):
-        """Features of a row of a product: its parts added up in their order, and the bias."""
-        place = parts + row * SIZE + feature
-        total = tl.load(place, mask=known, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            total += tl.load(place + part * rows.to(tl.int64) * SIZE, mask=known, other=0.0).to(tl.float32)
+    def _summed(
+        partials, bias, row, feature, mask, rows, SIZE: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr
+    ):
+        """Features of a GEMM's row: its partial sums added in order, then the bias."""
+        place = partials + row * SIZE + feature
+        total = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            total += tl.load(place + split * rows.to(tl.int64) * SIZE, mask=mask, other=0.0).to(tl.float32)
         if BIASED:
-            total += tl.load(bias + feature, mask=known, other=0.0).to(tl.float32)
+            total += tl.load(bias + feature, mask=mask, other=0.0).to(tl.float32)
         return total
 
     @triton.jit
     def _scale(x, eps, SIZE: tl.constexpr):
-        """The factor of the root-mean-square norm of a row, whose masked features are 0."""
+        """The RMSNorm factor of a row, whose masked features are 0."""
         return tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
 
     @triton.jit
-    def _normed(x, weight, feature, known, eps, SIZE: tl.constexpr):
-        """The root-mean-square norm of a row, whose masked features are 0."""
-        return x * _scale(x, eps, SIZE) * tl.load(weight + feature, mask=known, other=0.0).to(tl.float32)
+    def _normed(x, weight, feature, mask, eps, SIZE: tl.constexpr):
+        """The RMSNorm of a row, whose masked features are 0."""
+        return x * _scale(x, eps, SIZE) * tl.load(weight + feature, mask=mask, other=0.0).to(tl.float32)
 
     @triton.jit(do_not_specialize=["rows"])
     def _add_and_norm(
-        hidden, parts, bias, norm, weight, normed, eps, rows,
-        SIZE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr, INNER: tl.constexpr,
+        hidden, partials, bias, norm, weight, normed, eps, rows,
+        SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, INNER: tl.constexpr,
     ):  # fmt: skip
         row, feature = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-        known = feature < SIZE
+        mask = feature < SIZE
         own = hidden + row * SIZE + feature
-        x = tl.load(own, mask=known, other=0.0).to(tl.float32)
-        if PARTS > 0:
-            added = _summed(parts, bias, row, feature, known, rows, SIZE, PARTS, BIASED)
+        x = tl.load(own, mask=mask, other=0.0).to(tl.float32)
+        if SPLITS > 0:
+            added = _summed(partials, bias, row, feature, mask, rows, SIZE, SPLITS, BIASED)
             if INNER:
-                added = _normed(added, norm, feature, known, eps, SIZE)
+                added = _normed(added, norm, feature, mask, eps, SIZE)
             rounded = (x + added).to(hidden.dtype.element_ty)
-            tl.store(own, rounded, mask=known)
+            tl.store(own, rounded, mask=mask)
             x = rounded.to(tl.float32)
-        result = _normed(x, weight, feature, known, eps, SIZE)
-        tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=known)
+        result = _normed(x, weight, feature, mask, eps, SIZE)
+        tl.store(normed + row * SIZE + feature, result.to(normed.dtype.element_ty), mask=mask)
 
     @triton.jit(do_not_specialize=["rows", "total"])
     def _rotate_and_cache(
-        parts, bias, norms, cosines, sines, positions, columns, query, keys, values, rows, total, eps,
-        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+        partials, bias, norms, cosines, sines, positions, columns, query, keys, values, rows, total, eps,
+        HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
         BIASED: tl.constexpr, NORMED: tl.constexpr,
     ):  # fmt: skip
         row, head, feature = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
-        known, size = feature < DIM, (HEADS + 2 * KV_HEADS) * DIM
+        mask, size = feature < DIM, (HEADS + 2 * KV_HEADS) * DIM
         column = tl.load(columns + row)
-        x = _summed(parts, bias, row, head * DIM + feature, known, rows, size, PARTS, BIASED)
+        x = _summed(partials, bias, row, head * DIM + feature, mask, rows, size, SPLITS, BIASED)
         if head < HEADS + KV_HEADS:
-            # The other member of the rotary pair is half a head away; its norm is that of the same head.
+            # The other member of a rotary pair is half a head away and shares the head's norm.
             partner = (feature + DIM // 2) % DIM
-            y = _summed(parts, bias, row, head * DIM + partner, known, rows, size, PARTS, BIASED)
+            y = _summed(partials, bias, row, head * DIM + partner, mask, rows, size, SPLITS, BIASED)
             if NORMED:
                 scale = _scale(x, eps, DIM)
-                x = x * scale * tl.load(norms + head * DIM + feature, mask=known, other=0.0).to(tl.float32)
-                y = y * scale * tl.load(norms + head * DIM + partner, mask=known, other=0.0).to(tl.float32)
+                x = x * scale * tl.load(norms + head * DIM + feature, mask=mask, other=0.0).to(tl.float32)
+                y = y * scale * tl.load(norms + head * DIM + partner, mask=mask, other=0.0).to(tl.float32)
             place = tl.load(positions + row) * DIM + feature
-            cosine = tl.load(cosines + place, mask=known, other=0.0).to(tl.float32)
-            sine = tl.load(sines + place, mask=known, other=0.0).to(tl.float32)
+            cosine = tl.load(cosines + place, mask=mask, other=0.0).to(tl.float32)
+            sine = tl.load(sines + place, mask=mask, other=0.0).to(tl.float32)
             x = x * cosine + y * sine
         rounded = x.to(keys.dtype.element_ty)
         if head < HEADS:
-            tl.store(query + (row * HEADS + head) * DIM + feature, rounded, mask=known)
+            tl.store(query + (row * HEADS + head) * DIM + feature, rounded, mask=mask)
         elif column >= 0:
             finite = tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), rounded, 0.0)
             if head < HEADS + KV_HEADS:
                 place = ((head - HEADS) * total.to(tl.int64) + column) * DIM + feature
-                tl.store(keys + place, finite, mask=known)
+                tl.store(keys + place, finite, mask=mask)
             else:
                 place = ((head - HEADS - KV_HEADS) * total.to(tl.int64) + column) * DIM + feature
-                tl.store(values + place, finite, mask=known)
+                tl.store(values + place, finite, mask=mask)
 
     @triton.jit(do_not_specialize=["rows"])
     def _activate(
-        parts, bias, activated, rows,
-        SIZE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+        partials, bias, activated, rows,
+        SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr,
     ):  # fmt: skip
         row, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-        known = feature < SIZE
-        gate = _summed(parts, bias, row, feature, known, rows, 2 * SIZE, PARTS, BIASED)
-        up = _summed(parts, bias, row, SIZE + feature, known, rows, 2 * SIZE, PARTS, BIASED)
+        mask = feature < SIZE
+        gate = _summed(partials, bias, row, feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
+        up = _summed(partials, bias, row, SIZE + feature, mask, rows, 2 * SIZE, SPLITS, BIASED)
         result = gate / (1 + tl.exp(-gate)) * up
-        tl.store(activated + row * SIZE + feature, result.to(activated.dtype.element_ty), mask=known)
+        tl.store(activated + row * SIZE + feature, result.to(activated.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Compiles the forward pass for this processor, with the C compiler of this machine, and keeps it for later starts."""
+"""Compiles the forward pass for this processor with the local C compiler, and caches the library for later starts."""
 
 import ctypes
 import functools
@@ -14,98 +14,111 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from specpool.engine.passes.native.folders import check_file, keep, places, private_folder, read_kept, write
+from specpool.engine.passes.native.library_cache import (
+    candidate_folders,
+    check_file,
+    private_folder,
+    read_cached,
+    write_cached,
+    write_private,
+)
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
-INCLUDED = ("products.h", "panels.h", "vectors.h")
+HEADERS = ("gemm.h", "panels.h", "vectors.h")
 FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 NATIVE = {"x86_64": "-march=native"}
-"""Flags that select the own processor, by machine; on all other machines it is -mcpu=native."""
+"""Flags that select this machine's processor; -mcpu=native on machines that are not listed."""
 LIBRARY = "decoder.so"
-SEARCHED = ("CPATH", "C_INCLUDE_PATH")
-"""Variables that name further folders of headers."""
-TIMEOUT_SECONDS, ANSWER_SECONDS = 60.0, 10.0
-KEPT, MOST_KEPT = "compiled", 64
-"""The folder of kept libraries, in the first of `places()`, and the greatest number of them."""
+HEADER_PATHS = ("CPATH", "C_INCLUDE_PATH")
+"""Environment variables that add header folders."""
+COMPILE_SECONDS, QUERY_SECONDS = 60.0, 10.0
+CACHE_FOLDER, MAX_CACHED = "compiled", 64
+"""The folder of cached libraries, in the first candidate folder, and their maximum number."""
+
+Command = tuple[str, ...]
+Sources = tuple[tuple[str, str], ...]
 
 
 def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured: bool = False) -> ctypes.CDLL | None:
-    """The library for heads of this size and `groups` query heads per KV head; None if this machine cannot compile it.
+    """Compile the library for this head size and `groups` query heads per KV head; None if this machine cannot.
 
-    `kinds`: those of the weights, by their names in panels.h. `measured`: the library measures the time of its stages.
-    $DECODER_CFLAGS are passed to the compiler last: `-march=x86-64-v3` compiles for another processor.
+    `kinds`: of the weights, named as in panels.h. `measured`: measure the time of the stages. $DECODER_CFLAGS are
+    passed to the compiler last: `-march=x86-64-v3` compiles for another processor.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None or platform.system() != "Linux":
-        log.info("no C compiler: the forward pass runs on torch's operations")
+        log.info("no C compiler found; the forward pass runs on torch operations")
         return None
-    processor = NATIVE.get(platform.machine(), "-mcpu=native")
-    sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUPS={groups}")
-    chosen = "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds))
-    stages = ["-DMEASURED"] if measured else []
-    own = shlex.split(os.environ.get("DECODER_CFLAGS", ""))
-    sources = tuple((name, SOURCE.with_name(name).read_text()) for name in (SOURCE.name, *INCLUDED))
-    return _compile((*compiler, *FLAGS, processor, *sizes, chosen, *stages, *own), sources)
+    command = (
+        *compiler,
+        *FLAGS,
+        NATIVE.get(platform.machine(), "-mcpu=native"),
+        f"-DHEAD_DIM={head_dim}",
+        f"-DGROUPS={groups}",
+        "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds)),
+        *(["-DMEASURED"] if measured else []),
+        *shlex.split(os.environ.get("DECODER_CFLAGS", "")),
+    )
+    sources = tuple((name, SOURCE.with_name(name).read_text()) for name in (SOURCE.name, *HEADERS))
+    return _compile(command, sources)
 
 
 @functools.cache
-def _compile(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
-    """The library that an earlier process kept for this command and these sources, or a new one, which is kept if that
-    is possible; None if none can be compiled and loaded."""
+def _compile(command: Command, sources: Sources) -> ctypes.CDLL | None:
+    """Load the library from the cache, or compile and cache it. None if that fails in every candidate folder."""
     reasons = []
-    kept = _kept_file(command, sources)
-    code = read_kept(kept) if kept is not None else None
-    for place in places():
+    entry = _cache_entry(command, sources)
+    code = read_cached(entry) if entry is not None else None
+    for parent in candidate_folders():
         try:
-            with private_folder(place) as folder:
-                file = _build(command, sources, folder) if code is None else write(code, folder / LIBRARY)
+            with private_folder(parent) as folder:
+                file = _build(command, sources, folder) if code is None else write_private(code, folder / LIBRARY)
                 library = _load(file)
-                if code is None and kept is not None:
-                    keep(file.read_bytes(), kept, MOST_KEPT)
+                if code is None and entry is not None:
+                    write_cached(file.read_bytes(), entry, MAX_CACHED)
                 return library
-        except OSError as error:  # no such folder can be made here, or no code can be loaded from it
+        except OSError as error:  # the folder cannot be created, or does not allow code to be loaded
             reasons.append(str(error))
-        except subprocess.SubprocessError as error:  # it would not compile in another folder either
+        except subprocess.SubprocessError as error:  # it would fail in any folder
             reasons.append((getattr(error, "stderr", None) or str(error)).strip())
             break
-    reason = "; ".join(reasons)
-    log.warning("the forward pass could not be compiled, and runs on torch's operations: %s", reason)
+    log.warning("compiling the forward pass failed; it runs on torch operations: %s", "; ".join(reasons))
     return None
 
 
-def _kept_file(command: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> Path | None:
-    """Where the library of this command and these sources is kept; None if that cannot be found out.
+def _cache_entry(command: Command, sources: Sources) -> Path | None:
+    """The cache file of this command and these sources; None if the compiler does not identify itself.
 
-    It is named by everything that it is made of. The compiler is asked what it would run, which names its version and
-    this processor's features.
+    The name is a hash of everything that determines the code. `-###` prints what the compiler would run, which includes
+    its version and this processor's features.
     """
-    asked = [*command, "-###", "-S", "-o", "-", "-x", "c", os.devnull]
-    english = {**os.environ, "LC_ALL": "C"}
+    query = [*command, "-###", "-S", "-o", "-", "-x", "c", os.devnull]
+    environment = {**os.environ, "LC_ALL": "C"}
     try:
-        answer = subprocess.run(asked, check=True, capture_output=True, env=english, timeout=ANSWER_SECONDS).stderr
-        answer = answer.replace(os.getcwdb(), b".")  # which clang names
-        folder = Path(os.path.realpath(places()[0])) / KEPT
-        made_of = (command, sources, _openmp(), *map(os.environ.get, SEARCHED), answer)
+        answer = subprocess.run(query, check=True, capture_output=True, env=environment, timeout=QUERY_SECONDS).stderr
+        answer = answer.replace(os.getcwdb(), b".")  # clang prints it
+        folder = Path(os.path.realpath(candidate_folders()[0])) / CACHE_FOLDER
+        inputs = (command, sources, _openmp(), *map(os.environ.get, HEADER_PATHS), answer)
     except (OSError, subprocess.SubprocessError):
         return None
-    if b"cc1" not in answer:  # gcc's and clang's compiler proper
+    if b"cc1" not in answer:  # the actual compiler of both gcc and clang
         return None
-    return folder / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.kept"
+    return folder / f"{hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]}.library"
 
 
-def _build(command: tuple[str, ...], sources: tuple[tuple[str, str], ...], folder: Path) -> Path:
-    """Compiles into a private folder; returns the library, which is whole if it is there. OSError, SubprocessError."""
-    file, unfinished = folder / SOURCE.name, folder / "decoder.part"
+def _build(command: Command, sources: Sources, folder: Path) -> Path:
+    """Compile into a private folder. The library has its name only once it is complete. OSError, SubprocessError."""
+    file, partial = folder / SOURCE.name, folder / "decoder.part"
     for name, text in sources:
         (folder / name).write_text(text)
     subprocess.run(
-        [*command, str(file), "-o", str(unfinished), *_openmp(), "-lm"],
-        check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+        [*command, str(file), "-o", str(partial), *_openmp(), "-lm"],
+        check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS,
     )  # fmt: skip
-    unfinished.chmod(0o700)  # whatever the umask
-    return unfinished.rename(folder / LIBRARY)
+    partial.chmod(0o700)  # regardless of the umask
+    return partial.rename(folder / LIBRARY)
 
 
 def _load(file: Path) -> ctypes.CDLL:
@@ -118,6 +131,6 @@ def _load(file: Path) -> ctypes.CDLL:
 
 
 def _openmp() -> list[str]:
-    """The OpenMP library that torch has loaded: a second one would start threads that compete with torch's own."""
+    """Link the OpenMP library that torch has loaded: a second one would start threads that compete with torch's."""
     loaded = re.findall(r"/.*/libgomp.*", Path("/proc/self/maps").read_text())
     return ["-Wl,--as-needed", loaded[0]] if loaded else []

@@ -1,24 +1,23 @@
-/* One forward pass of a Llama-like decoder over packed rows, in float32, on OpenMP threads. Weights are kept in as few
-   bits as lose nothing (panels.h): a step of few rows takes as long as reading them.
+/* One forward pass of a Llama-like decoder over packed rows, in float32, on OpenMP threads. Weights take as few bits as
+   represent them exactly (panels.h), because a step of few rows takes as long as reading them.
 
-   The computation for a row does not depend on which other rows there are: a product adds its terms in their order,
-   with one vector lane per output, and everything else works on one row alone. So rows have the same bits in every
-   batch by construction, and no shape needs padding.
+   The pass is batch-invariant by construction. GEMM adds the terms of each output in order, with one vector lane per
+   output, and everything else works on one row alone. So no shape needs padding.
 
-   HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and KINDS (those of the weights) are known at compile
-   time. The structures are mirrored in structures.py. */
+   Compile-time constants: HEAD_DIM (a multiple of LANES), GROUPS (query heads per KV head) and KINDS (of the weights).
+   structs.py mirrors the structs. */
 
-#include "products.h"
+#include "gemm.h"
 
-/* Vectors of a head that are summed at the same time, for all query heads of a KV head. */
+/* Vectors of a head that are accumulated together, for all query heads of a KV head. */
 #define WIDTH (SUMS / GROUPS == 0 ? 1 : SUMS / GROUPS < HEAD_DIM / WIDE ? SUMS / GROUPS : HEAD_DIM / WIDE)
 
-/* Cached positions ahead of the one in use that are fetched from memory, and floats of a cache line. */
-#define SOON 64
+/* Cached positions to prefetch ahead of the current one, and floats of a cache line. */
+#define PREFETCHED 64
 #define LINE 16
 
-/* Seconds that the first thread has spent in each stage since the library was loaded, measured from end to end. */
-enum { PRODUCTS, ATTENTION, ROWS };
+/* Seconds that thread 0 has spent in each stage since the library was loaded. */
+enum { GEMM, ATTENTION, ROWS };
 #ifdef MEASURED
 extern double omp_get_wtime(void);
 double stage_seconds[ROWS + 1];
@@ -35,8 +34,8 @@ static double last_end;
 
 typedef struct {
     Linear query_key_value, out, gate_up, down;
-    const float *before_attention, *before_mlp; /* weights of norms, [hidden] */
-    const float *after_attention, *after_mlp;   /* weights of norms, [hidden], or null */
+    const float *before_attention, *before_mlp; /* norm weights, [hidden] */
+    const float *after_attention, *after_mlp;   /* norm weights, [hidden], or null */
     const float *head_norms;                    /* [heads + kv_heads, HEAD_DIM], or null */
     float *keys, *values;                        /* [kv_heads, columns, HEAD_DIM] */
 } Layer;
@@ -52,10 +51,10 @@ typedef struct {
 
 typedef struct {
     int64_t rows, results, threads;
-    const int64_t *token_ids, *positions, *columns; /* [rows]; the row's position is cached in its column */
-    const int64_t *result_rows;                     /* [results]: the rows whose logits are wanted */
+    const int64_t *token_ids, *positions, *columns; /* [rows]; the column caches the row */
+    const int64_t *result_rows;                     /* [results]: the rows that need logits */
     float *workspace;
-    int64_t scores; /* floats per query head in a thread's scores */
+    int64_t scores; /* length of a query head's scores, in each thread */
     float *logits;  /* [results, head.outputs] */
 } Batch;
 
@@ -64,7 +63,7 @@ typedef struct {
 /* --- One row */
 
 /* x / rms(x) * weight, of `size` features; `out` may be `x`. */
-static void normalise(const float *x, const float *weight, int64_t size, float eps, float *out) {
+static void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *out) {
     wide squares[SLICES] = {{0}};
     for (int64_t i = 0; i < size; i += LANES)
         for (int s = 0; s < SLICES; s++) squares[s] += at(x + i, s) * at(x + i, s);
@@ -80,13 +79,13 @@ static void rotate(const float *cosines, const float *sines, float *head) {
     }
 }
 
-/* Normalises and rotates the queries and keys of a row in place, and caches its keys and values. */
+/* Normalizes and rotates the queries and keys of a row in place, then caches weights keys and values. */
 static void cache(const Model *model, const Layer *layer, const Batch *batch, int64_t row, float *heads) {
     int64_t rotated = HEADS(model) + model->kv_heads;
     int64_t position = batch->positions[row] * HEAD_DIM;
     for (int64_t h = 0; h < rotated; h++) {
         float *head = heads + h * HEAD_DIM;
-        if (layer->head_norms) normalise(head, layer->head_norms + h * HEAD_DIM, HEAD_DIM, model->eps, head);
+        if (layer->head_norms) rms_norm(head, layer->head_norms + h * HEAD_DIM, HEAD_DIM, model->eps, head);
         rotate(model->cosines + position, model->sines + position, head);
     }
     const float *key = heads + HEADS(model) * HEAD_DIM, *value = heads + rotated * HEAD_DIM;
@@ -99,8 +98,8 @@ static void cache(const Model *model, const Layer *layer, const Batch *batch, in
     }
 }
 
-/* The dot products of a query with `count` keys, at most LANES, times `scaling`; beyond them that with the last key. */
-static INLINE void score(const float *query, const float *keys, int count, float scaling, float *out) {
+/* Dot products of a query with `count` <= LANES keys, times `scaling`. Further lanes repeat the last key. */
+static INLINE void dot_scores(const float *query, const float *keys, int count, float scaling, float *out) {
     for (int first = 0; first < LANES; first += WIDE) {
         wide sums[WIDE];
         for (int i = 0; i < WIDE; i++) {
@@ -124,21 +123,21 @@ static INLINE void score(const float *query, const float *keys, int count, float
     }
 }
 
-/* What is read SOON positions, or as many as there are, after position `i` of `count`: `after` follows upon them. */
-static INLINE const float *soon(const float *positions, int64_t i, int64_t count, const float *after) {
-    i += count < SOON ? count : SOON;
+/* The address PREFETCHED positions after position `i` of `count`, or within `after`, which is read next. */
+static INLINE const float *prefetch_at(const float *positions, int64_t i, int64_t count, const float *after) {
+    i += count < PREFETCHED ? count : PREFETCHED;
     return i < count ? positions + i * HEAD_DIM : after + (i - count) * HEAD_DIM;
 }
 
-/* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. `after`: what is
-   read after the values. */
-static INLINE void weigh(int width, const float *values, int64_t count, const float *scores, int64_t stride,
+/* The mean of the values of `count` positions, weighted by their scores, for `width` vectors of a head. `after`: the
+   address to prefetch after the values. */
+static INLINE void weighted_mean(int width, const float *values, int64_t count, const float *scores, int64_t stride,
                          const float *total, const float *after, float *out) {
     wide sums[GROUPS][WIDTH];
     for (int g = 0; g < GROUPS; g++)
         for (int v = 0; v < width; v++) sums[g][v] = (wide){0};
     for (int64_t i = 0; i < count; i++) {
-        const float *fetched = soon(values, i, count, after);
+        const float *fetched = prefetch_at(values, i, count, after);
         for (int v = 0; v < width * WIDE; v += LINE) __builtin_prefetch(fetched + v, 0, 2);
         for (int g = 0; g < GROUPS; g++)
             for (int v = 0; v < width; v++) sums[g][v] += at(values + i * HEAD_DIM, v) * scores[g * stride + i];
@@ -148,42 +147,42 @@ static INLINE void weigh(int width, const float *values, int64_t count, const fl
 }
 
 /* Attention of the query heads of one KV head over `count` cached positions. `scores`: [GROUPS, stride] floats. `after`:
-   the keys that this thread is likely to read next. */
+   the keys that this thread probably reads next. */
 static void attend(const float *query, const float *keys, const float *values, int64_t count, float scaling,
                    float *scores, int64_t stride, const float *after, float *out) {
     int64_t rest = count % LANES, whole = count - rest, blocks = whole + (rest ? LANES : 0);
     for (int64_t i = 0; i < blocks; i += LANES) {
-        const float *block = keys + i * HEAD_DIM, *fetched = soon(keys, i, blocks, values);
+        const float *block = keys + i * HEAD_DIM, *fetched = prefetch_at(keys, i, blocks, values);
         for (int k = 0; k < LANES * HEAD_DIM; k += LINE) __builtin_prefetch(fetched + k, 0, 2);
         for (int g = 0; g < GROUPS; g++) {
-            const float *its = query + g * HEAD_DIM;
-            if (i < whole) score(its, block, LANES, scaling, scores + g * stride + i);
-            else score(its, block, rest, scaling, scores + g * stride + i);
+            const float *head = query + g * HEAD_DIM;
+            if (i < whole) dot_scores(head, block, LANES, scaling, scores + g * stride + i);
+            else dot_scores(head, block, rest, scaling, scores + g * stride + i);
         }
     }
     float total[GROUPS];
     for (int g = 0; g < GROUPS; g++) {
-        float *its = scores + g * stride;
-        for (int64_t i = count; i < blocks; i++) its[i] = -INFINITY;
-        wide most[SLICES], sum[SLICES] = {{0}};
-        for (int s = 0; s < SLICES; s++) most[s] = at(its, s);
+        float *weights = scores + g * stride;
+        for (int64_t i = count; i < blocks; i++) weights[i] = -INFINITY;
+        wide peaks[SLICES], sum[SLICES] = {{0}};
+        for (int s = 0; s < SLICES; s++) peaks[s] = at(weights, s);
         for (int64_t i = LANES; i < count; i += LANES)
-            for (int s = 0; s < SLICES; s++) most[s] = larger(most[s], at(its + i, s));
-        float largest = folded(most, 1);
+            for (int s = 0; s < SLICES; s++) peaks[s] = larger(peaks[s], at(weights + i, s));
+        float largest = folded(peaks, 1);
         for (int64_t i = 0; i < count; i += LANES) {
-            for (int s = 0; s < SLICES; s++) put(its + i, s, exponential(at(its + i, s) - largest));
-            /* Beyond `count` the weights are tiny, but not zero. */
+            for (int s = 0; s < SLICES; s++) put(weights + i, s, exponential(at(weights + i, s) - largest));
+            /* exp() of the padding is tiny but not zero. */
             if (i + LANES > count)
-                for (int64_t k = count; k < i + LANES; k++) its[k] = 0;
-            for (int s = 0; s < SLICES; s++) sum[s] += at(its + i, s);
+                for (int64_t k = count; k < i + LANES; k++) weights[k] = 0;
+            for (int s = 0; s < SLICES; s++) sum[s] += at(weights + i, s);
         }
         total[g] = folded(sum, 0);
     }
     int64_t done = 0;
     for (; done + WIDTH * WIDE <= HEAD_DIM; done += WIDTH * WIDE)
-        weigh(WIDTH, values + done, count, scores, stride, total, after + done, out + done);
+        weighted_mean(WIDTH, values + done, count, scores, stride, total, after + done, out + done);
     if (HEAD_DIM / WIDE % WIDTH)
-        weigh(HEAD_DIM / WIDE % WIDTH, values + done, count, scores, stride, total, after + done, out + done);
+        weighted_mean(HEAD_DIM / WIDE % WIDTH, values + done, count, scores, stride, total, after + done, out + done);
 }
 
 /* silu(gate) * up */
@@ -194,17 +193,17 @@ static void gate(const float *gate_up, int64_t size, float *out) {
     }
 }
 
-/* --- The pass, in parts: a whole one runs them all in one parallel region. The ranks of a divided model run part after
-   part, and exchange results in between. Parts are compiled once, so that both ways have the same bits. */
+/* --- The stages of a pass. `forward` runs them all in one parallel region; the ranks of a sharded model run them one by
+   one and exchange results in between. Each stage is compiled once, so both give the same bits. */
 
-/* Where a pass keeps its numbers: [rows, ...] each. */
+/* Activations of a pass, each [rows, ...]. */
 typedef struct {
     float *hidden, *normed, *heads, *attended, *branch, *gate_up, *gated, *scores;
-} Space;
+} Activations;
 
 static int64_t attended_stride(const Model *model) { return HEADS(model) * HEAD_DIM; }
 
-/* Floats of workspace that `forward` needs besides the scores of its threads. */
+/* Floats of workspace for the activations, without the scores of the threads. */
 int64_t workspace_floats(const Model *model, int64_t rows) {
     const Layer *layer = model->layers;
     int64_t per_row = 2 * model->hidden + layer->query_key_value.outputs + attended_stride(model) +
@@ -212,161 +211,161 @@ int64_t workspace_floats(const Model *model, int64_t rows) {
     return rows * per_row;
 }
 
-Space space_of(const Model *model, const Batch *batch) {
+Activations activations_of(const Model *model, const Batch *batch) {
     const Layer *layer = model->layers;
-    Space space;
-    space.hidden = batch->workspace;
-    space.normed = space.hidden + batch->rows * model->hidden;
-    space.heads = space.normed + batch->rows * model->hidden;
-    space.attended = space.heads + batch->rows * layer->query_key_value.outputs;
-    space.branch = space.attended + batch->rows * attended_stride(model);
-    space.gate_up = space.branch + batch->rows * layer->out.outputs;
-    space.gated = space.gate_up + batch->rows * layer->gate_up.outputs;
-    space.scores = space.gated + batch->rows * model->intermediate;
-    return space;
+    Activations acts;
+    acts.hidden = batch->workspace;
+    acts.normed = acts.hidden + batch->rows * model->hidden;
+    acts.heads = acts.normed + batch->rows * model->hidden;
+    acts.attended = acts.heads + batch->rows * layer->query_key_value.outputs;
+    acts.branch = acts.attended + batch->rows * attended_stride(model);
+    acts.gate_up = acts.branch + batch->rows * layer->out.outputs;
+    acts.gated = acts.gate_up + batch->rows * layer->gate_up.outputs;
+    acts.scores = acts.gated + batch->rows * model->intermediate;
+    return acts;
 }
 
 static ONE_COPY void embed_rows(const Model *model, const Batch *batch, float *hidden) {
 #pragma omp for
     for (int64_t row = 0; row < batch->rows; row++)
-        one_output(&model->embedding, batch->token_ids[row], hidden + row * model->hidden);
+        embedding_row(&model->embedding, batch->token_ids[row], hidden + row * model->hidden);
 }
 
-/* hidden += norm(branch), for all rows. */
+/* hidden += norm(branch) */
 static ONE_COPY void add(const Model *model, int64_t rows, const float *norm, float *branch, int64_t stride,
                          float *hidden) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++) {
         float *from = branch + row * stride, *to = hidden + row * model->hidden;
-        if (norm) normalise(from, norm, model->hidden, model->eps, from);
+        if (norm) rms_norm(from, norm, model->hidden, model->eps, from);
         for (int64_t i = 0; i < model->hidden; i += WIDE) put(to + i, 0, at(to + i, 0) + at(from + i, 0));
     }
     END_OF(ROWS)
 }
 
-static ONE_COPY void normalise_rows(const Model *model, const float *norm, int64_t rows, const int64_t *chosen,
+static ONE_COPY void rms_norm_rows(const Model *model, const float *norm, int64_t rows, const int64_t *chosen,
                                     const float *hidden, float *out) {
 #pragma omp for
     for (int64_t row = 0; row < rows; row++)
-        normalise(hidden + (chosen ? chosen[row] : row) * model->hidden, norm, model->hidden, model->eps,
+        rms_norm(hidden + (chosen ? chosen[row] : row) * model->hidden, norm, model->hidden, model->eps,
                   out + row * model->hidden);
     END_OF(ROWS)
 }
 
-/* Where the keys and values begin, in floats, that the queries of a KV head and a row see: task head * rows + row. */
+/* Offset, in floats, of the first key and value of a task. Task head * rows + row is one row of one KV head. */
 static int64_t first_of_task(const Model *model, const Batch *batch, int64_t task) {
     int64_t head = task / batch->rows, row = task % batch->rows;
     return (head * model->columns + batch->columns[row] - batch->positions[row]) * HEAD_DIM;
 }
 
-/* Caches the keys and values of all rows. `attended`: what their queries find. */
-static ONE_COPY void attend_rows(const Model *model, const Layer *layer, const Batch *batch, const Space *space) {
+/* Caches the keys and values of all rows, then attends. Result: `attended`. */
+static ONE_COPY void attend_rows(const Model *model, const Layer *layer, const Batch *batch, const Activations *acts) {
     int64_t rows = batch->rows, heads_stride = layer->query_key_value.outputs, stride = attended_stride(model);
-    normalise_rows(model, layer->before_attention, rows, 0, space->hidden, space->normed);
-    apply(&layer->query_key_value, rows, space->normed, space->heads);
-    END_OF(PRODUCTS)
+    rms_norm_rows(model, layer->before_attention, rows, 0, acts->hidden, acts->normed);
+    gemm(&layer->query_key_value, rows, acts->normed, acts->heads);
+    END_OF(GEMM)
 #pragma omp for
-    for (int64_t row = 0; row < rows; row++) cache(model, layer, batch, row, space->heads + row * heads_stride);
+    for (int64_t row = 0; row < rows; row++) cache(model, layer, batch, row, acts->heads + row * heads_stride);
     END_OF(ROWS)
     int64_t tasks = rows * model->kv_heads, threads = omp_get_num_threads();
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < tasks; task++) {
         int64_t head = task / rows, row = task % rows, first = first_of_task(model, batch, task);
-        /* Threads take tasks in turn, more or less. */
+        /* Threads take tasks roughly in turn. */
         int64_t after = first_of_task(model, batch, task + threads < tasks ? task + threads : task);
-        attend(space->heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first, layer->values + first,
+        attend(acts->heads + row * heads_stride + head * GROUPS * HEAD_DIM, layer->keys + first, layer->values + first,
                batch->positions[row] + 1, model->scaling,
-               space->scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores, layer->keys + after,
-               space->attended + row * stride + head * GROUPS * HEAD_DIM);
+               acts->scores + omp_get_thread_num() * GROUPS * batch->scores, batch->scores, layer->keys + after,
+               acts->attended + row * stride + head * GROUPS * HEAD_DIM);
     }
     END_OF(ATTENTION)
 }
 
-static ONE_COPY void activate_rows(const Model *model, const Layer *layer, const Batch *batch, const Space *space) {
+static ONE_COPY void gate_rows(const Model *model, const Layer *layer, const Batch *batch, const Activations *acts) {
     int64_t stride = layer->gate_up.outputs, size = model->intermediate;
-    normalise_rows(model, layer->before_mlp, batch->rows, 0, space->hidden, space->normed);
-    apply(&layer->gate_up, batch->rows, space->normed, space->gate_up);
-    END_OF(PRODUCTS)
+    rms_norm_rows(model, layer->before_mlp, batch->rows, 0, acts->hidden, acts->normed);
+    gemm(&layer->gate_up, batch->rows, acts->normed, acts->gate_up);
+    END_OF(GEMM)
 #pragma omp for
     for (int64_t row = 0; row < batch->rows; row++)
-        gate(space->gate_up + row * stride, size, space->gated + row * size);
+        gate(acts->gate_up + row * stride, size, acts->gated + row * size);
     END_OF(ROWS)
 }
 
-/* out [rows, outputs] = the product of x, which is added to the hidden states. */
-static ONE_COPY void branch_of(const Linear *linear, const Batch *batch, const float *x, float *out) {
-    apply(linear, batch->rows, x, out);
-    END_OF(PRODUCTS)
+/* The branch to add to the hidden states: out [rows, outputs] = W x. */
+static ONE_COPY void branch_rows(const Linear *linear, const Batch *batch, const float *x, float *out) {
+    gemm(linear, batch->rows, x, out);
+    END_OF(GEMM)
 }
 
-static ONE_COPY void judge_rows(const Model *model, const Batch *batch, const Space *space) {
-    normalise_rows(model, model->norm, batch->results, batch->result_rows, space->hidden, space->normed);
-    apply(&model->head, batch->results, space->normed, batch->logits);
-    END_OF(PRODUCTS)
+static ONE_COPY void logits_rows(const Model *model, const Batch *batch, const Activations *acts) {
+    rms_norm_rows(model, model->norm, batch->results, batch->result_rows, acts->hidden, acts->normed);
+    gemm(&model->head, batch->results, acts->normed, batch->logits);
+    END_OF(GEMM)
 }
 
-/* Caches the keys and values of all rows, and computes the logits of the result rows. */
+/* Runs a whole pass: caches the keys and values of all rows and computes the logits of the result rows. */
 void forward(const Model *model, const Batch *batch) {
-    const Space space = space_of(model, batch);
+    const Activations acts = activations_of(model, batch);
     int64_t rows = batch->rows, stride = model->layers->out.outputs;
 #pragma omp parallel num_threads(batch->threads)
     {
         END_OF(-1)
-        embed_rows(model, batch, space.hidden);
+        embed_rows(model, batch, acts.hidden);
         for (const Layer *layer = model->layers; layer < model->layers + model->num_layers; layer++) {
-            attend_rows(model, layer, batch, &space);
-            branch_of(&layer->out, batch, space.attended, space.branch);
-            add(model, rows, layer->after_attention, space.branch, stride, space.hidden);
-            activate_rows(model, layer, batch, &space);
-            branch_of(&layer->down, batch, space.gated, space.branch);
-            add(model, rows, layer->after_mlp, space.branch, stride, space.hidden);
+            attend_rows(model, layer, batch, &acts);
+            branch_rows(&layer->out, batch, acts.attended, acts.branch);
+            add(model, rows, layer->after_attention, acts.branch, stride, acts.hidden);
+            gate_rows(model, layer, batch, &acts);
+            branch_rows(&layer->down, batch, acts.gated, acts.branch);
+            add(model, rows, layer->after_mlp, acts.branch, stride, acts.hidden);
         }
-        judge_rows(model, batch, &space);
+        logits_rows(model, batch, &acts);
     }
 }
 
-/* --- The same parts, each in a parallel region of its own. */
+/* --- The same stages, each in weights own parallel region. */
 
-void embed_part(const Model *model, const Batch *batch, float *out) {
+void embed_stage(const Model *model, const Batch *batch, float *out) {
 #pragma omp parallel num_threads(batch->threads)
     embed_rows(model, batch, out);
 }
 
-/* Adds the branch of the layer before, [rows, hidden], if there is one, and attends: `attended` of the space. */
-void attend_part(const Model *model, const Batch *batch, int64_t index, float *branch) {
-    const Space space = space_of(model, batch);
+/* Adds the branch of the layer before, [rows, hidden] or null, then attends. Result: `attended`. */
+void attend_stage(const Model *model, const Batch *batch, int64_t index, float *branch) {
+    const Activations acts = activations_of(model, batch);
     const Layer *layer = model->layers + index;
 #pragma omp parallel num_threads(batch->threads)
     {
-        if (branch) add(model, batch->rows, layer[-1].after_mlp, branch, model->hidden, space.hidden);
-        attend_rows(model, layer, batch, &space);
+        if (branch) add(model, batch->rows, layer[-1].after_mlp, branch, model->hidden, acts.hidden);
+        attend_rows(model, layer, batch, &acts);
     }
 }
 
-/* Adds the branch of attention, [rows, hidden], and activates: `gated` of the space. */
-void activate_part(const Model *model, const Batch *batch, int64_t index, float *branch) {
-    const Space space = space_of(model, batch);
+/* Adds the attention branch, [rows, hidden], then runs gate and up. Result: `gated`. */
+void gate_stage(const Model *model, const Batch *batch, int64_t index, float *branch) {
+    const Activations acts = activations_of(model, batch);
     const Layer *layer = model->layers + index;
 #pragma omp parallel num_threads(batch->threads)
     {
-        add(model, batch->rows, layer->after_attention, branch, model->hidden, space.hidden);
-        activate_rows(model, layer, batch, &space);
+        add(model, batch->rows, layer->after_attention, branch, model->hidden, acts.hidden);
+        gate_rows(model, layer, batch, &acts);
     }
 }
 
-/* Adds the branch of the last layer, [rows, hidden], and computes the logits of the result rows. */
-void judge_part(const Model *model, const Batch *batch, float *branch) {
-    const Space space = space_of(model, batch);
+/* Adds the last branch, [rows, hidden], then computes the logits of the result rows. */
+void logits_stage(const Model *model, const Batch *batch, float *branch) {
+    const Activations acts = activations_of(model, batch);
     const Layer *last = model->layers + model->num_layers - 1;
 #pragma omp parallel num_threads(batch->threads)
     {
-        add(model, batch->rows, last->after_mlp, branch, model->hidden, space.hidden);
-        judge_rows(model, batch, &space);
+        add(model, batch->rows, last->after_mlp, branch, model->hidden, acts.hidden);
+        logits_rows(model, batch, &acts);
     }
 }
 
-/* One product on its own. */
-void multiply(const Linear *linear, int64_t rows, int64_t threads, const float *x, float *out) {
+/* A single GEMM. */
+void run_gemm(const Linear *linear, int64_t rows, int64_t threads, const float *x, float *out) {
 #pragma omp parallel num_threads(threads)
-    apply(linear, rows, x, out);
+    gemm(linear, rows, x, out);
 }

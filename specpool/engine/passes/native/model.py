@@ -1,4 +1,4 @@
-"""The fused pass as one call of compiled code, for CPUs: computed in float32, with weights as they are stored."""
+"""The fused pass as one call of compiled code, for CPUs: float32 arithmetic on weights as they are stored."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -15,50 +15,51 @@ from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.forward_pass import ForwardPass
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.compiler import compile_decoder
-from specpool.engine.passes.native.packed_weights import PackedWeights, Products, bytes_of, products_of
-from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, NUMBERS, segments_of
-from specpool.engine.passes.native.structures import NORMS, PRODUCTS, Batch, Layer, Linear, Model
+from specpool.engine.passes.native.packed_weights import ModelPanels, PackedWeights, bytes_of, panels_of
+from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, segments_of
+from specpool.engine.passes.native.structs import LINEARS, NORMS, Batch, Layer, Linear, Model
 from specpool.engine.passes.packing import PackedBatch
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Weight
 
 # As in decoder.c.
 LANES = 16
-STAGES = ("products", "attention", "rows and cache")
+STAGES = ("gemm", "attention", "rows and cache")
 NEVER = 1 << 30
-# Numbers of rows that are tried, and how often, to find out from how many on panels are better widened into the cache.
-TRIED_ROWS, TRIALS = (4, 6, 9, 12, 16, 24, 32, 64), 5
+DENSE = {KIND_NUMBERS[FLOAT32], KIND_NUMBERS[BFLOAT16]}
+# Row counts to time, and trials of each, to find where widening panels into the cache pays off.
+TIMED_ROWS, TRIALS = (4, 6, 9, 12, 16, 24, 32, 64), 5
 
 Compiler = Callable[..., CDLL | None]
 
 
 class NativeModel(ForwardPass):
-    """Takes the weights out of a fused model layer by layer, so that there is never a second copy of all weights."""
+    """Takes over the weights of a fused model layer by layer, so that memory never holds them twice."""
 
     compute_dtype = torch.float32
     plans_attention = False
     exact_by_construction = True
     weights: torch.Tensor
 
-    def __init__(self, fused: FusedModel, products: Products, compiler: Compiler) -> None:
-        """`products`: those of the fused model. `compiler`: compiles the decoder for them, and can do so here."""
+    def __init__(self, fused: FusedModel, panels: ModelPanels, compiler: Compiler) -> None:
+        """`panels`: of the fused model. `compiler`: compiles the decoder for them, and must succeed."""
         super().__init__()
         first: Any = fused.layers[0]
-        self._groups, self._compile, self._kinds = first.heads // first.kv_heads, compiler, products.kinds
+        self._groups, self._compile, self._kinds = first.heads // first.kv_heads, compiler, panels.kinds
         library = compiler()
         assert library is not None
-        self._library, self._forward, self._multiply = library, library.forward, library.multiply
+        self._library, self._forward = library, library.forward
         self._workspace_floats = library.workspace_floats
         self._workspace_floats.restype = c_int64
         linears = (first.qkv, first.out, first.gate_up, first.down, fused.head)
-        self._product_inputs = {linear.in_features for linear in linears}
+        self._gemm_inputs = {linear.in_features for linear in linears}
         self._rotary, self._outputs = fused.rotary.in_float32(), fused.head.out_features
         self._workspace = torch.empty(0)
         self._arena: KVArena | None = None
         self._layers = (Layer * len(fused.layers))()
-        self._packed = PackedWeights(bytes_of(fused, products))
+        self._packed = PackedWeights(bytes_of(fused, panels))
         self.register_buffer("weights", self._packed.memory, persistent=False)
-        head, own = self._packed.product(products.head, fused.head.bias, NEVER), products.embedding
+        head, embedding = self._packed.linear(panels.head, fused.head.bias, NEVER), panels.embedding
         self._model = Model(
             layers=self._layers,
             num_layers=len(fused.layers),
@@ -66,28 +67,88 @@ class NativeModel(ForwardPass):
             intermediate=first.gate_up.out_features // 2,
             kv_heads=first.kv_heads,
             norm=self._packed.numbers(fused.norm),
-            embedding=head if own is None else self._packed.product(own, None, NEVER),
+            embedding=head if embedding is None else self._packed.linear(embedding, None, NEVER),
             head=head,
             eps=fused.eps,
             scaling=first.scaling,
         )
         for index, layer in enumerate(fused.layers):
-            self._layers[index] = self._layer(products.layers[index], layer)
-            products.layers[index], fused.layers[index] = {}, nn.Identity()
+            self._layers[index] = self._pack_layer(panels.layers[index], layer)
+            panels.layers[index], fused.layers[index] = {}, nn.Identity()
         self._set_widened_from(NEVER if self._kinds.keys() <= {FLOAT32, BFLOAT16} else self._best_widened_from())
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits [R, rows of the head] of the rows that the batch asks for."""
-        arguments, logits = self._prepared(batch)
+        """Logits [R, rows of the head] of the requested rows."""
+        arguments, logits = self._prepare(batch)
         self._forward(byref(self._model), byref(arguments))
         return logits[:, : self._outputs]
 
-    def _prepared(self, batch: PackedBatch) -> tuple[Batch, torch.Tensor]:
+    @property
+    def compiled_gemms(self) -> "NativeModel":
+        """The model itself: all its GEMMs are compiled."""
+        return self
+
+    @property
+    def library_digest(self) -> str:
+        """SHA-256 of the compiled code."""
+        library: Any = self._library
+        digest: str = library.digest
+        return digest
+
+    @property
+    def gemm_inputs(self) -> Set[int]:
+        """The distinct input sizes of the pass's GEMMs."""
+        return self._gemm_inputs
+
+    @property
+    def weight_kinds(self) -> Mapping[str, int]:
+        """Bytes of GEMM weights by dtype or quantized kind."""
+        return {
+            kind if kind in QUANTIZATION_TYPES and kind != INT8.name else kind.lower(): count
+            for kind, count in self._kinds.items()
+        }
+
+    @property
+    def kinds(self) -> Mapping[str, int]:
+        """Bytes of GEMM weights by kind, as named in panels.h."""
+        return self._kinds
+
+    def gemm_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the GEMM of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
+
+        `outputs` is a multiple of PANEL. The weight has one of `kinds`, or is float32. `widened_from`: rows from
+        which panels are widened into the cache; default: the pass's own number.
+        """
+        segments = segments_of([weight])
+        assert all(segment.kind in (FLOAT32, *self._kinds) for segment in segments)
+        packed = PackedWeights(sum(segment.total_bytes for segment in segments))
+        linear = packed.linear(segments, None, widened_from or self._model.head.widened_from)
+
+        def gemm(rows: torch.Tensor, _alive: PackedWeights = packed) -> torch.Tensor:
+            return self._gemm(linear, rows)
+
+        return gemm
+
+    @contextmanager
+    def measured(self) -> Iterator[dict[str, float]]:
+        """Measure the stages of passes. At the end, the dictionary holds the seconds of each stage."""
+        library = self._compile(measured=True)
+        assert library is not None
+        stages, seconds = (c_double * len(STAGES)).in_dll(library, "stage_seconds"), dict[str, float]()
+        before, unmeasured = list(stages), self._forward
+        self._forward = library.forward
+        try:
+            yield seconds
+        finally:
+            self._forward = unmeasured
+            seconds.update({name: now - then for name, now, then in zip(STAGES, stages, before, strict=True)})
+
+    def _prepare(self, batch: PackedBatch) -> tuple[Batch, torch.Tensor]:
         """The arguments of a pass, and the logits [R, padded rows of the head] that it will write."""
         self._point_to(batch.arena)
-        tables = self._rotary(batch.longest)
+        tables = self._rotary(batch.max_length)
         self._model.cosines, self._model.sines = (table.data_ptr() for table in tables)
-        threads, scores = torch.get_num_threads(), round_up(batch.longest, LANES)
+        threads, scores = torch.get_num_threads(), round_up(batch.max_length, LANES)
         floats = self._workspace_floats(byref(self._model), c_int64(batch.tokens))
         floats += threads * self._groups * scores
         if floats > self._workspace.numel():
@@ -108,71 +169,11 @@ class NativeModel(ForwardPass):
         )
         return arguments, logits
 
-    @property
-    def library_digest(self) -> str:
-        """SHA-256 of the compiled code."""
-        library: Any = self._library
-        digest: str = library.digest
-        return digest
-
-    @property
-    def compiled_products(self) -> "NativeModel":
-        """The model itself: all its products are compiled."""
-        return self
-
-    @property
-    def product_inputs(self) -> Set[int]:
-        """The different numbers of inputs that products of the pass have."""
-        return self._product_inputs
-
-    @property
-    def weight_kinds(self) -> Mapping[str, int]:
-        """Bytes of the weights of products by the kind in which they are kept."""
-        return {
-            kind if kind in QUANTIZATION_TYPES and kind != INT8.name else kind.lower(): its
-            for kind, its in self._kinds.items()
-        }
-
-    @property
-    def kinds(self) -> Mapping[str, int]:
-        """The same, by the names of panels.h."""
-        return self._kinds
-
-    def product_with(self, weight: Weight, widened_from: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The product of float32 rows [n, inputs] with a weight [outputs, inputs], as a pass computes it.
-
-        `outputs` is a multiple of PANEL, and the weight of a kind that the pass has, or float32 that bfloat16 cannot
-        hold. `widened_from`: rows from which panels are widened into the cache; default: as the pass does it.
-        """
-        segments = segments_of([weight])
-        assert all(segment.kind in (FLOAT32, *self._kinds) for segment in segments)
-        kept = PackedWeights(sum(segment.panels * segment.panel_bytes for segment in segments))
-        linear = kept.product(segments, None, widened_from or self._model.head.widened_from)
-
-        def product(rows: torch.Tensor, _alive: PackedWeights = kept) -> torch.Tensor:
-            return self._multiplied(linear, rows)
-
-        return product
-
-    @contextmanager
-    def measured(self) -> Iterator[dict[str, float]]:
-        """A context in which passes measure their stages. At its end the dictionary holds the seconds of each stage."""
-        library = self._compile(measured=True)
-        assert library is not None
-        stages, seconds = (c_double * len(STAGES)).in_dll(library, "stage_seconds"), dict[str, float]()
-        before, unmeasured = list(stages), self._forward
-        self._forward = library.forward
-        try:
-            yield seconds
-        finally:
-            self._forward = unmeasured
-            seconds.update({name: now - then for name, now, then in zip(STAGES, stages, before, strict=True)})
-
-    def _multiplied(self, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
-        """The product of contiguous rows [n, inputs], [n, padded outputs]."""
+    def _gemm(self, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply contiguous rows [n, inputs]. Returns [n, padded outputs]."""
         out = torch.empty(len(rows), linear.outputs)
         sizes = c_int64(len(rows)), c_int64(torch.get_num_threads())
-        self._multiply(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
+        self._library.run_gemm(byref(linear), *sizes, c_void_p(rows.data_ptr()), c_void_p(out.data_ptr()))
         return out
 
     def _point_to(self, arena: KVArena) -> None:
@@ -183,53 +184,54 @@ class NativeModel(ForwardPass):
 
     def _set_widened_from(self, rows: int) -> None:
         for layer in self._layers:
-            for name in PRODUCTS:
+            for name in LINEARS:
                 getattr(layer, name).widened_from = rows
         self._model.head.widened_from = rows
 
     def _best_widened_from(self) -> int:
-        """The least number of rows from which a panel is better widened once, into the cache, than in registers again
-        and again. Both ways have the same bits."""
-        layer = self._layers[0]
-        products = [getattr(layer, name) for name in PRODUCTS]
-        coded = [its for its in products if its.panels[0].kind not in (NUMBERS[FLOAT32], NUMBERS[BFLOAT16])]
-        product = min(coded or products, key=lambda its: int(its.outputs * its.inputs))
-        for rows in TRIED_ROWS:
-            x, seconds = torch.rand(rows, product.inputs), dict[int, float]()
+        """Time the minimum row count from which to widen a panel into the cache once, rather than in registers for
+        each tile of rows. Both give the same bits."""
+        linears = [getattr(self._layers[0], name) for name in LINEARS]
+        quantized = [linear for linear in linears if linear.panels[0].kind not in DENSE]
+        smallest = min(quantized or linears, key=lambda linear: int(linear.outputs * linear.inputs))
+        for rows in TIMED_ROWS:
+            x, seconds = torch.rand(rows, smallest.inputs), dict[int, float]()
             for widened_from in (NEVER, 1) * TRIALS:
-                product.widened_from = widened_from
+                smallest.widened_from = widened_from
                 began = time.perf_counter()
-                self._multiplied(product, x)
+                self._gemm(smallest, x)
                 spent = time.perf_counter() - began
                 seconds[widened_from] = min(spent, seconds.get(widened_from, spent))
             if seconds[1] < seconds[NEVER]:
                 return rows
         return NEVER
 
-    def _layer(self, products: Mapping[str, Any], layer: Any) -> Layer:
+    def _pack_layer(self, panels: Mapping[str, Any], layer: Any) -> Layer:
         return Layer(
-            **{name: self._packed.product(products[name], getattr(layer, name).bias, NEVER) for name in PRODUCTS},
+            **{name: self._packed.linear(panels[name], getattr(layer, name).bias, NEVER) for name in LINEARS},
             **{name: self._packed.numbers(getattr(layer, name)) for name in NORMS},
         )
 
 
 def compile_pass(fused: FusedModel, pass_class: type[NativeModel]) -> NativeModel | None:
-    """The model as compiled code, which takes over its weights; None if this machine cannot run it so."""
-    if not _suits(fused):
+    """Compile a fused model and take over its weights; None if this machine cannot run it that way."""
+    if not _is_supported(fused):
         return None
     layer: Any = fused.layers[0]
-    products = products_of(fused)
-    kinds = frozenset({FLOAT32, *products.kinds})
+    panels = panels_of(fused)
+    kinds = frozenset({FLOAT32, *panels.kinds})
     compiler = partial(compile_decoder, layer.head_dim, layer.heads // layer.kv_heads, kinds)
-    return None if compiler() is None else pass_class(fused, products, compiler)
+    return None if compiler() is None else pass_class(fused, panels, compiler)
 
 
-def _suits(fused: FusedModel) -> bool:
-    layer: Any = fused.layers[0]
-    # Of the whole model, so that all ranks that share it find the same.
-    intermediate = fused.group.full_size(layer.gate_up.out_features // 2, "intermediate")
-    sizes = (layer.head_dim, fused.norm.numel(), intermediate)
+def _is_supported(fused: FusedModel) -> bool:
     layers: list[Any] = list(fused.layers)
-    shapes = {tuple((its.out_features, its.in_features) for its in map(partial(getattr, x), PRODUCTS)) for x in layers}
-    suits = fused.norm.device.type == "cpu" and fused.norm.dtype in (torch.float32, torch.bfloat16)
-    return suits and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)
+    # Of the unsharded model, so that all ranks agree.
+    intermediate = fused.group.full_size(layers[0].gate_up.out_features // 2, "intermediate")
+    sizes = (layers[0].head_dim, fused.norm.numel(), intermediate)
+    shapes = {
+        tuple((getattr(layer, name).out_features, getattr(layer, name).in_features) for name in LINEARS)
+        for layer in layers
+    }
+    is_cpu = fused.norm.device.type == "cpu" and fused.norm.dtype in (torch.float32, torch.bfloat16)
+    return is_cpu and len(shapes) == 1 and all(size % LANES == 0 for size in sizes)

@@ -1,4 +1,4 @@
-"""The weights of a compiled pass, as it keeps them."""
+"""The weights of a compiled pass, packed into panels in one tensor."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,83 +12,80 @@ from torch.nn.functional import pad
 from specpool.engine.cache.memory import zeros
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.passes.fused import FusedModel
-from specpool.engine.passes.native.panels import NUMBERS, PANEL, Segment, segments_of
-from specpool.engine.passes.native.structures import NORMS, PRODUCTS, Linear, Panel
+from specpool.engine.passes.native.panels import KIND_NUMBERS, PANEL, Segment, segments_of
+from specpool.engine.passes.native.structs import LINEARS, NORMS, Linear, Panel
 from specpool.engine.weights.quantized import parts_of, shares_memory
 
 ALIGNMENT = 128
 """Bytes: two cache lines, which processors fetch together."""
 
-Product = Sequence[Segment]
-"""All panels of a product."""
-
 
 @dataclass(frozen=True)
-class Products:
-    """The panels of all products of a model, before they are written."""
+class ModelPanels:
+    """The panels of all linear layers of a model, before they are packed."""
 
-    layers: list[Mapping[str, Product]]
-    head: Product
-    embedding: Product | None
-    """None: the head's."""
+    layers: list[Mapping[str, Sequence[Segment]]]
+    head: Sequence[Segment]
+    embedding: Sequence[Segment] | None
+    """None if tied to the head."""
 
     @property
-    def all(self) -> list[Product]:
-        """Each of them once."""
-        each = [product for layer in self.layers for product in layer.values()]
-        return [*each, self.head, *([] if self.embedding is None else [self.embedding])]
+    def segments(self) -> list[Segment]:
+        """All segments, each once."""
+        linears = [linear for layer in self.layers for linear in layer.values()]
+        return [segment for linear in (*linears, self.head, self.embedding or ()) for segment in linear]
 
     @property
     def kinds(self) -> Counter[str]:
-        """Bytes of weights by their kinds."""
-        found = Counter[str]()
-        for segment in (segment for product in self.all for segment in product):
-            found[segment.kind] += segment.panels * segment.panel_bytes
-        return found
+        """Bytes of weights by kind."""
+        kinds = Counter[str]()
+        for segment in self.segments:
+            kinds[segment.kind] += segment.total_bytes
+        return kinds
 
 
-def products_of(fused: FusedModel) -> Products:
-    """The products of a model, with its weights as they are stored, or in the smaller dtype that holds them."""
+def panels_of(fused: FusedModel) -> ModelPanels:
+    """The panels of a model, with weights as stored or in the smaller dtype that holds them exactly."""
     layers: list[Any] = list(fused.layers)
     tied = shares_memory(fused.embedding, fused.head)
-    return Products(
-        [{name: segments_of(parts_of(getattr(layer, name))) for name in PRODUCTS} for layer in layers],
+    return ModelPanels(
+        [{name: segments_of(parts_of(getattr(layer, name))) for name in LINEARS} for layer in layers],
         segments_of(parts_of(fused.head)),
         None if tied else segments_of([fused.embedding]),
     )
 
 
 class PackedWeights:
-    """Panels and numbers in one tensor, for large pages: a step took up to a fifth longer if each had its own."""
+    """Panels and numbers in one tensor, to use large pages. Separate tensors made a step up to a fifth slower."""
 
     def __init__(self, size: int) -> None:
-        """`size`: bytes of all that will be kept, as `bytes_of` gives them."""
-        # Some more, since products read up to 3 bytes beyond the last panel, and the memory may begin anywhere.
+        """`size`: bytes of everything to pack, from `bytes_of`."""
+        # Over-allocate: the kernels read 3 bytes past the end, and the memory may need alignment.
         self.memory = zeros((size + 2 * ALIGNMENT,), torch.uint8, torch.device("cpu"))
         self._used = -self.memory.data_ptr() % ALIGNMENT
-        self._arrays: list[Array[Panel]] = []  # they live as long as the panels
+        self._arrays: list[Array[Panel]] = []  # must outlive the structs that point to them
 
-    def product(self, product: Product, bias: torch.Tensor | None, widened_from: int) -> Linear:
-        """Writes the panels of a product."""
-        panels = (Panel * sum(segment.panels for segment in product))()
+    def linear(self, segments: Sequence[Segment], bias: torch.Tensor | None, widened_from: int) -> Linear:
+        """Pack the panels and the bias of a linear layer."""
+        panels = (Panel * sum(segment.panels for segment in segments))()
         self._arrays.append(panels)
-        at = 0
-        for segment in product:
-            written = self._take(segment.panels * segment.panel_bytes).view(segment.panels, -1)
-            segment.write(written)
-            for its in written:
-                panels[at] = Panel(weight=its.data_ptr(), kind=NUMBERS[segment.kind])
-                at += 1
+        index = 0
+        for segment in segments:
+            packed = self._take(segment.total_bytes).view(segment.panels, -1)
+            segment.write(packed)
+            for panel in packed:
+                panels[index] = Panel(weight=panel.data_ptr(), kind=KIND_NUMBERS[segment.kind])
+                index += 1
         return Linear(
             panels=panels,
             bias=None if bias is None else self.numbers(pad(bias, (0, -len(bias) % PANEL))),
-            inputs=product[0].weight.shape[1],
+            inputs=segments[0].weight.shape[1],
             outputs=len(panels) * PANEL,
             widened_from=widened_from,
         )
 
     def numbers(self, numbers: torch.Tensor | None) -> int | None:
-        """The address of a copy in float32."""
+        """The address of a float32 copy."""
         if numbers is None:
             return None
         copy = self._take(numbers.numel() * torch.float32.itemsize).view(torch.float32)
@@ -96,17 +93,17 @@ class PackedWeights:
         return copy.data_ptr()
 
     def _take(self, count: int) -> torch.Tensor:
-        """The next so many bytes."""
+        """The next `count` bytes, aligned."""
         begin = self._used
         self._used += round_up(count, ALIGNMENT)
         return self.memory[begin : begin + count]
 
 
-def bytes_of(fused: FusedModel, products: Products) -> int:
-    """Bytes that the panels of a model and its other weights take."""
+def bytes_of(fused: FusedModel, panels: ModelPanels) -> int:
+    """Bytes that the panels, norms and biases of a model take when packed."""
     layers: list[Any] = list(fused.layers)
     norms = [fused.norm, *(getattr(layer, name) for layer in layers for name in NORMS)]
-    biases = [getattr(layer, name).bias for layer in layers for name in PRODUCTS] + [fused.head.bias]
-    numbers = [PANEL + its.numel() for its in norms + biases if its is not None]
-    panels = [segment.panels * segment.panel_bytes for product in products.all for segment in product]
-    return sum(round_up(count, ALIGNMENT) for count in [*panels, *(4 * count for count in numbers)])
+    biases = [getattr(layer, name).bias for layer in layers for name in LINEARS] + [fused.head.bias]
+    float_bytes = [4 * (PANEL + numbers.numel()) for numbers in norms + biases if numbers is not None]
+    panel_bytes = [segment.total_bytes for segment in panels.segments]
+    return sum(round_up(count, ALIGNMENT) for count in (*panel_bytes, *float_bytes))

@@ -1,12 +1,11 @@
-/* Weights as they are kept: in panels of PANEL outputs, each in one of several kinds. A kind of few bits is widened to
-   the float32 numbers that it stands for, with the roundings of the reference, right before they are used.
+/* The layouts of weights: panels of PANEL outputs, each of one kind. Quantized kinds are widened to float32 right before
+   use, rounding as the reference does. panels.py writes these layouts.
 
-   FLOAT32: [inputs, PANEL]. BFLOAT16: the same, where the halves of a panel alternate, output by output.
+   FLOAT32: [inputs, PANEL]. BFLOAT16: the same, with the two halves of a panel interleaved.
 
-   The other kinds have parts of PART inputs, whose outputs have a scale each. Of every input there is a code of a few
-   bits, and code * scale, plus an offset in some kinds, is the weight. A word of 32 bits is that of one output, and has
-   the codes of as many inputs as it has room for, the first ones in its lowest bits; words of the PANEL outputs are
-   neighbours, and so are their scales. specpool/engine/passes/native/panels.py writes these layouts. */
+   Quantized kinds consist of parts of PART inputs, with one scale per output. A weight is code * scale, plus an offset in
+   some kinds. A 32-bit word holds consecutive codes of one output, lowest bits first. The words of the PANEL outputs are
+   adjacent, and so are their scales. */
 
 #include "vectors.h"
 
@@ -16,12 +15,12 @@
 
 #define PANEL 32
 #define PART 32
-/* Inputs whose codes are taken from the same words. */
+/* Inputs that are decoded together. */
 #define GROUP 8
-/* Vectors of a panel, and those of its first half. */
+/* Vectors of a panel, and of its first half. */
 #define PIECES (PANEL / WIDE)
 #define HALF (PIECES / 2)
-/* Words of half a panel and of a whole one, in bytes. */
+/* Bytes of one word per output, for half a panel and a full one. */
 #define HALF_WORDS 64
 #define WORDS 128
 
@@ -36,7 +35,7 @@ typedef struct {
     wide scale[PIECES], sixteenth[PIECES], offset[PIECES];
 } Scales;
 
-/* --- Where things are. All of these are constants once a kind is. */
+/* --- Layout. All of these fold to constants for a constant kind. */
 
 static INLINE int has_offset(int kind) { return kind == Q4_1 || kind == Q5_1 || kind == Q4_K; }
 
@@ -44,20 +43,20 @@ static INLINE int bits_of(int kind) {
     return kind == INT8 || kind == Q8_0 ? 8 : kind == Q6_K ? 6 : kind == Q5_0 || kind == Q5_1 ? 5 : 4;
 }
 
-/* What is subtracted from a code that has no sign of its own. */
+/* The zero point of unsigned codes. */
 static INLINE int middle_of(int kind) { return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : kind == Q6_K ? 32 : 0; }
 
-/* Parts that share the scales of their scales. */
+/* Parts of a block, which share the scale of their scales. */
 static INLINE int parts_of(int kind) { return kind == Q4_K || kind == Q6_K ? 8 : 1; }
 
 /* Inputs that share a scale. */
 static INLINE int inputs_of(int kind) { return kind == Q6_K ? PART / 2 : PART; }
 
-/* Bytes before the first part of a panel, and before the parts that share the scales of their scales. */
+/* Bytes of a panel's header, and of a block's header. */
 static INLINE int64_t first_of(int kind) { return kind == INT8 ? WORDS : 0; }
 static INLINE int64_t shared_of(int kind) { return kind == Q4_K ? WORDS : kind == Q6_K ? HALF_WORDS : 0; }
 
-/* Bytes of scales before the codes of a part. */
+/* Bytes of a part's scales, which precede its codes. */
 static INLINE int64_t own_of(int kind) {
     return kind == INT8 ? 0 : parts_of(kind) == 1 && has_offset(kind) ? WORDS : HALF_WORDS;
 }
@@ -73,20 +72,20 @@ static INLINE const char *part_at(int kind, const char *panel, int64_t part) {
     return shared_at(kind, panel, part) + shared_of(kind) + part % parts_of(kind) * part_bytes(kind);
 }
 
-/* --- Numbers: those of a piece of a panel */
+/* --- Numbers of a piece of a panel */
 
 static INLINE iwide words(const char *at, int piece) { return *(const iwide *)(at + piece * 4 * WIDE); }
 
 static INLINE wide numbers(iwide integers) { return __builtin_convertvector(integers, wide); }
 
-/* Of words that hold two bfloat16 each: one for either half of the panel. */
+/* Each word holds two bfloat16, one of each half of the panel. */
 static INLINE wide of_bfloat16(const char *pairs, int piece) {
     iwide both = words(pairs, piece % HALF);
     if (piece < HALF) return (wide)(both << 16);
     return (wide)(both & ~0xffff);
 }
 
-/* Numbers of 16 bits, of the PANEL outputs in their order. */
+/* float16 numbers of the PANEL outputs, in order. */
 static INLINE wide of_float16(const char *at, int piece) {
     at += piece * 2 * WIDE;
 #if defined(__AVX512F__)
@@ -96,20 +95,19 @@ static INLINE wide of_float16(const char *at, int piece) {
 #else
     iwide bits;
     for (int i = 0; i < WIDE; i++) bits[i] = ((const uint16_t *)at)[i];
-    /* Exponent and fraction move to where those of a float32 are. Without arithmetic of subnormal numbers, which a
-       process may have switched off. */
+    /* Shift exponent and fraction into place. Avoids subnormal arithmetic, which a process may have disabled. */
     iwide size = (bits & 0x7fff) << 13, subnormal = size < 1 << 23;
     wide normal = (wide)(size + (112 << 23)), small = (wide)(size + (113 << 23)) - 0x1p-14f;
     return (wide)(((iwide)normal & ~subnormal) | ((iwide)small & subnormal) | (bits & 0x8000) << 16);
 #endif
 }
 
-/* One of the bytes of words that hold two for either half of the panel. */
+/* The first or second byte of a half of the panel. Each word holds two bytes for both halves. */
 static INLINE iwide byte_of(const char *at, int piece, int second) {
     return words(at, piece % HALF) << (24 - 16 * second - (piece < HALF ? 0 : 8));
 }
 
-/* The scales of `inputs_of(kind)` inputs of a part, beginning with input `first`. All products here are exact. */
+/* The scales of `inputs_of(kind)` inputs of a part, from input `first` on. All multiplications here are exact. */
 static INLINE Scales scales_of(int kind, const char *panel, int64_t part, int first) {
     Scales scales;
     const char *shared = shared_at(kind, panel, part), *own = part_at(kind, panel, part);
@@ -130,9 +128,9 @@ static INLINE Scales scales_of(int kind, const char *panel, int64_t part, int fi
     return scales;
 }
 
-/* The codes of input `i` of a group of GROUP inputs as numbers, those of 4 bits times 16 if `i` is odd; `codes` is where
-   those of a part begin. Words are loaded from where a code is in their lowest or highest byte, since a shift costs as
-   much as a product: processors shift and multiply in the same units. Up to 3 bytes before and behind are read, too. */
+/* The codes of input `i` of a group of GROUP inputs, times 16 for odd 4-bit inputs. `codes`: the first codes of the part.
+   Loads words at offsets that put the code into the lowest or highest byte, because a shift costs as much as a
+   multiplication. Reads up to 3 bytes before and after the codes. */
 static INLINE wide number(int kind, const char *codes, int piece, int group, int i) {
     if (bits_of(kind) == 8) return numbers(words(codes + (2 * group + i / 4) * WORDS + i % 4 - 3, piece) >> 24);
     codes += group * WORDS + i / 2;
@@ -149,8 +147,8 @@ static INLINE wide number(int kind, const char *codes, int piece, int group, int
     return numbers(code - middle_of(kind));
 }
 
-/* The weights of input `i` of a group. A code times a scale of 16 bits is exact, so that the sum is rounded once,
-   whether the compiler fuses it or not. */
+/* The weights of input `i` of a group. A code times a 16-bit scale is exact, so the result rounds once, whether or not the
+   compiler fuses the addition. */
 static INLINE wide weight_of(int kind, const char *codes, const Scales *scales, int piece, int group, int i) {
     int high = bits_of(kind) == 4 && i % 2;
     wide weight = number(kind, codes, piece, group, i) * (high ? scales->sixteenth : scales->scale)[piece];
@@ -158,7 +156,7 @@ static INLINE wide weight_of(int kind, const char *codes, const Scales *scales, 
     return weight;
 }
 
-/* Those of a panel of float32 or bfloat16, whose weights of this input begin at `at`. */
+/* Dense panels; `at` is the first weight of the input. */
 static INLINE int is_dense(int kind) { return kind == FLOAT32 || kind == BFLOAT16; }
 
 static INLINE int64_t dense_bytes(int kind) { return kind == BFLOAT16 ? HALF_WORDS : WORDS; }

@@ -1,4 +1,4 @@
-"""Writes weights as panels.h reads them: in panels of PANEL outputs, each of one kind."""
+"""Writes weights in the layouts of panels.h: panels of PANEL outputs, each of one kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,62 +13,67 @@ from specpool.engine.weights.threads import run_in_slices
 
 PANEL, PART = 32, 32
 FLOAT32, BFLOAT16 = "FLOAT32", "BFLOAT16"
-NUMBERS = {name: i for i, name in enumerate((FLOAT32, BFLOAT16, *QUANTIZATION_TYPES))}
+KIND_NUMBERS = {name: i for i, name in enumerate((FLOAT32, BFLOAT16, *QUANTIZATION_TYPES))}
 """The kinds of panels, as in the enum of panels.h."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring panels of one kind."""
+    """Consecutive panels of one kind."""
 
     kind: str
-    """A name of NUMBERS."""
+    """A name of KIND_NUMBERS."""
     weight: Weight
-    """[outputs, inputs]; the last panel need not be full."""
+    """[outputs, inputs]; the last panel may be partial."""
 
     @property
     def panels(self) -> int:
-        """How many they are."""
+        """The number of panels."""
         return -(-self.weight.shape[0] // PANEL)
 
     @cached_property
     def panel_bytes(self) -> int:
-        """Bytes of each."""
-        return self._written(slice_of(self.weight, 0, PANEL)).shape[1]
+        """Bytes of one panel."""
+        return self._layout(slice_of(self.weight, 0, PANEL)).shape[1]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all panels."""
+        return self.panels * self.panel_bytes
 
     def write(self, to: torch.Tensor) -> None:
-        """Writes them into bytes [panels, panel_bytes]."""
+        """Write the panels into bytes [panels, panel_bytes]."""
 
         def write(some: slice) -> None:
-            to[some] = self._written(slice_of(self.weight, some.start * PANEL, some.stop * PANEL))
+            to[some] = self._layout(slice_of(self.weight, some.start * PANEL, some.stop * PANEL))
 
         run_in_slices(write, self.panels, PANEL * self.weight.shape[1])
 
-    def _written(self, weight: Weight) -> torch.Tensor:
+    def _layout(self, weight: Weight) -> torch.Tensor:
         if isinstance(weight, Quantized):
-            return coded_panels(weight.qtype, weight.fields())
-        return dense_panels(self.kind, weight)
+            return _quantized_panels(weight.qtype, weight.fields())
+        return _dense_panels(self.kind, weight)
 
 
 def segments_of(parts: Sequence[Weight]) -> list[Segment]:
-    """The panels of weights whose outputs follow each other. A panel with outputs of several is kept in float32."""
-    found: list[Segment] = []
-    loose: list[Weight] = []  # rows of a panel that is not full yet
+    """The panels of concatenated weights. A panel that spans several weights is stored in float32."""
+    segments: list[Segment] = []
+    partial: list[Weight] = []  # rows of a panel that is not full yet
     for part in parts:
         begin, end = 0, part.shape[0]
-        if loose:
-            begin = min(end, PANEL - _rows(loose))
-            loose.append(slice_of(part, 0, begin))
-            if _rows(loose) < PANEL:
+        if partial:
+            begin = min(end, PANEL - _rows(partial))
+            partial.append(slice_of(part, 0, begin))
+            if _rows(partial) < PANEL:
                 continue
-            found.append(Segment(FLOAT32, torch.cat([as_tensor(rows) for rows in loose])))
-        whole = begin + (end - begin) // PANEL * PANEL
-        if whole > begin:
-            found.append(_segment(slice_of(part, begin, whole)))
-        loose = [slice_of(part, whole, end)] if whole < end else []
-    if loose:
-        found.append(_segment(loose[0] if len(loose) == 1 else torch.cat([as_tensor(rows) for rows in loose])))
-    return found
+            segments.append(Segment(FLOAT32, torch.cat([as_tensor(rows) for rows in partial])))
+        full = begin + (end - begin) // PANEL * PANEL
+        if full > begin:
+            segments.append(_segment(slice_of(part, begin, full)))
+        partial = [slice_of(part, full, end)] if full < end else []
+    if partial:
+        segments.append(_segment(partial[0] if len(partial) == 1 else torch.cat([as_tensor(rows) for rows in partial])))
+    return segments
 
 
 def _rows(parts: Sequence[Weight]) -> int:
@@ -79,27 +84,26 @@ def _segment(weight: Weight) -> Segment:
     if isinstance(weight, Quantized) and weight.shape[1] % PART == 0:
         return Segment(weight.qtype.name, weight)
     numbers = as_tensor(weight)
-    held = torch.equal(numbers.bfloat16().to(numbers.dtype), numbers)
-    return Segment(BFLOAT16 if held else FLOAT32, numbers)
+    is_lossless = torch.equal(numbers.bfloat16().to(numbers.dtype), numbers)
+    return Segment(BFLOAT16 if is_lossless else FLOAT32, numbers)
 
 
-def dense_panels(kind: str, weight: torch.Tensor) -> torch.Tensor:
-    """Bytes [panels, bytes of a panel] of a weight [outputs, inputs], which is filled up with zeros."""
+def _dense_panels(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    """Bytes [panels, panel_bytes] of a weight [outputs, inputs], zero-padded."""
     panels = _by_panel(weight.detach())
     if kind == BFLOAT16:
-        return _pairs(panels.bfloat16()).flatten(1).view(torch.uint8)
+        return _interleave_halves(panels.bfloat16()).flatten(1).view(torch.uint8)
     return panels.float().transpose(1, 2).flatten(1).view(torch.uint8)
 
 
-def coded_panels(kind: QuantizationType, fields: Fields) -> torch.Tensor:
-    """Bytes [panels, bytes of a panel]; outputs are filled up with zeros."""
-    codes = _words(kind, _by_panel(fields.codes.view(torch.uint8)))  # [panels, parts, bytes]
-    scales = [_by_panel(its).transpose(1, 2) for its in (fields.scale, fields.offset) if its is not None]
+def _quantized_panels(kind: QuantizationType, fields: Fields) -> torch.Tensor:
+    """Bytes [panels, panel_bytes], zero-padded."""
+    codes = _code_words(kind, _by_panel(fields.codes.view(torch.uint8)))  # [panels, parts, bytes]
     if kind is INT8:
         header = _by_panel(fields.scale).flatten(1).view(torch.uint8)
         return torch.cat([header, codes.flatten(1)], 1)
-    # [panels, blocks, bytes]
-    shared = torch.cat([its.contiguous().view(torch.uint8) for its in scales], 2)
+    scales = [_by_panel(field).transpose(1, 2) for field in (fields.scale, fields.offset) if field is not None]
+    shared = torch.cat([scale.contiguous().view(torch.uint8) for scale in scales], 2)  # [panels, blocks, bytes]
     if fields.scale_factors is None:
         return torch.cat([shared, codes], 2).flatten(1)
     factors = _factors(fields, shared.shape[1] * kind.block // PART)
@@ -108,49 +112,49 @@ def coded_panels(kind: QuantizationType, fields: Fields) -> torch.Tensor:
 
 
 def _by_panel(rows: torch.Tensor) -> torch.Tensor:
-    """[panels, PANEL, ...] of rows [outputs, ...], filled up with zeros."""
+    """Rows [outputs, ...] as [panels, PANEL, ...], zero-padded."""
     missing = -len(rows) % PANEL
-    filled = pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
-    return filled.reshape(-1, PANEL, *rows.shape[1:])
+    padded = pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
+    return padded.reshape(-1, PANEL, *rows.shape[1:])
 
 
-def _pairs(panels: torch.Tensor) -> torch.Tensor:
-    """Words [panels, n, PANEL / 2, 2] of numbers of 16 bits [panels, PANEL, n]: one of each half of the panel."""
+def _interleave_halves(panels: torch.Tensor) -> torch.Tensor:
+    """16-bit numbers [panels, PANEL, n] as words [panels, n, PANEL / 2, 2]: one number of each half of the panel."""
     halves = panels.reshape(len(panels), 2, PANEL // 2, -1)
     return halves.permute(0, 3, 2, 1).contiguous()
 
 
 def _factors(fields: Fields, parts: int) -> torch.Tensor:
-    """Bytes [panels, parts, 64] of what scales are multiplied by: two of each output of a part in a word."""
+    """Bytes [panels, parts, 64] of the factors of scales: two per output and part, interleaved by panel halves."""
     assert fields.scale_factors is not None
-    two = fields.scale_factors.view(torch.uint8).reshape(fields.rows, parts, -1)  # of a part: 1 or 2
+    factors = fields.scale_factors.view(torch.uint8).reshape(fields.rows, parts, -1)  # 1 or 2 per part
     if fields.offset_factors is not None:
-        two = torch.cat([two, fields.offset_factors.reshape(fields.rows, parts, 1)], 2)
-    halves = _by_panel(two).reshape(-1, 2, PANEL // 2, parts, 2)
+        factors = torch.cat([factors, fields.offset_factors.reshape(fields.rows, parts, 1)], 2)
+    halves = _by_panel(factors).reshape(-1, 2, PANEL // 2, parts, 2)
     return halves.permute(0, 3, 2, 4, 1).flatten(2)
 
 
-def _words(kind: QuantizationType, codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [panels, parts, bytes] of codes [panels, PANEL, inputs]."""
+def _code_words(kind: QuantizationType, codes: torch.Tensor) -> torch.Tensor:
+    """Codes [panels, PANEL, inputs] as bytes [panels, parts, bytes]."""
     parts = codes.shape[2] // PART
     if kind.bits == 8:
         return _by_part(codes, parts)
-    words = [_by_part(_packed(codes & 15, 4), parts)]
+    words = [_by_part(_pack_bits(codes & 15, 4), parts)]
     if kind.bits > 4:
-        words.append(_by_part(_packed(codes >> 4, kind.bits - 4), parts))
+        words.append(_by_part(_pack_bits(codes >> 4, kind.bits - 4), parts))
     return torch.cat(words, 2)
 
 
-def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of so many bits in bytes, the first ones lowest."""
-    each = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
-    packed = each[..., 0].clone()
+def _pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of `bits` bits packed into bytes, lowest bits first."""
+    codes = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+    packed = codes[..., 0].clone()
     for i in range(1, 8 // bits):
-        packed |= each[..., i] << i * bits
+        packed |= codes[..., i] << i * bits
     return packed
 
 
 def _by_part(packed: torch.Tensor, parts: int) -> torch.Tensor:
-    """Bytes [panels, parts, bytes] of bytes [panels, PANEL, ...]: words of a part, each of all outputs."""
+    """Bytes [panels, PANEL, ...] as [panels, parts, bytes]: each word of a part for all outputs in turn."""
     words = packed.reshape(len(packed), PANEL, parts, -1, 4)
     return words.permute(0, 2, 3, 1, 4).flatten(2)

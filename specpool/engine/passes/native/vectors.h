@@ -1,5 +1,5 @@
-/* Vectors for any processor: `wide` has the length of a register, WIDE floats. Sums over numbers of one row have LANES
-   lanes everywhere, in SLICES vectors, so that all processors add in the same order. */
+/* Vectors for any processor: `wide` is a register of WIDE floats. Sums along a row always have LANES lanes, in SLICES
+   vectors, so all processors add in the same order. */
 
 #include <math.h>
 #include <stdint.h>
@@ -39,8 +39,8 @@ static INLINE wide larger(wide x, wide y) {
     return (wide)(((iwide)x & mask) | ((iwide)y & ~mask));
 }
 
-/* Each run of 2 * width lanes of two vectors, folded to half its length: a run of the first, one of the second, and so
-   on. If WIDE vectors are folded in pairs until one is left, its lane i is the sum of all lanes of vector i. */
+/* Folds each run of 2 * width lanes to half its length, alternating runs of `x` and `y`. Folding WIDE vectors in pairs
+   down to one leaves the sum of all lanes of vector i in lane i. */
 #define FOLDED(x, y, width) (SHUFFLE(x, y, ALL_FROM(width, 0)) + SHUFFLE(x, y, ALL_FROM(width, width)))
 #define FROM(lane, width, plus) (lane) + (plus) + ((lane) % (2 * (width)) < (width) ? 0 : WIDE - (width))
 #define FOUR_FROM(l, w, p) FROM(l, w, p), FROM(l + 1, w, p), FROM(l + 2, w, p), FROM(l + 3, w, p)
@@ -52,7 +52,7 @@ static INLINE wide larger(wide x, wide y) {
 #define ALL_FROM(w, p) FOUR_FROM(0, w, p)
 #endif
 
-/* The sum or the largest of all LANES lanes, folded in halves until one is left. */
+/* The sum or maximum of all LANES lanes, by folding halves. */
 static INLINE float folded(const wide *slices, int take_larger) {
     float lanes[LANES];
     for (int s = 0; s < SLICES; s++) put(lanes, s, slices[s]);
@@ -64,12 +64,12 @@ static INLINE float folded(const wide *slices, int take_larger) {
     return lanes[0];
 }
 
-/* e^x to about two units in the last place: 2^n times a polynomial of the remainder of x. */
+/* e^x, accurate to about two units in the last place: 2^n times a polynomial. */
 static INLINE wide exponential(wide x) {
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    const wide least = (wide){0} - 87.0f, most = (wide){0} + 88.0f;
-    x = larger(x, least);
-    x = (wide){0} - larger((wide){0} - x, (wide){0} - most);
+    const wide lowest = (wide){0} - 87.0f, highest = (wide){0} + 88.0f;
+    x = larger(x, lowest);
+    x = (wide){0} - larger((wide){0} - x, (wide){0} - highest);
     wide n = (x * 1.44269504f + round) - round;
     wide rest = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts */
     wide p = 1.9875691500e-4f * rest + 1.3981999507e-3f;

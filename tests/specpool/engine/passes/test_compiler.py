@@ -1,4 +1,4 @@
-"""Compiled code lies in private folders, where nobody else can change it before it is loaded."""
+"""Compiled code is cached and loaded from private folders, where no other user can replace it."""
 
 import ctypes
 import functools
@@ -11,290 +11,283 @@ from typing import Any
 
 import pytest
 
-from specpool.engine.passes.native import compiler, folders
-from specpool.engine.passes.native.folders import NotPrivateError, check_file, private_folder
+from specpool.engine.passes.native import compiler, library_cache
+from specpool.engine.passes.native.library_cache import NotPrivateError, check_file, private_folder
 
-SIZES = (16, 1, ("FLOAT32",))
+Events = list[tuple[str, Path]]
+
+
+@pytest.fixture(scope="module")
+def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny library, to save the compile time of the real one."""
+    folder = tmp_path_factory.mktemp("prebuilt")
+    (folder / "tiny.c").write_text("int answer(void) { return 42; }\n")
+    command = ["cc", "-shared", "-fPIC", "tiny.c", "-o", "tiny.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "tiny.so"
+
+
+class FakeCompiler:
+    """Sets $CC to a script that identifies itself on `-###`, and otherwise copies a prebuilt library."""
+
+    def __init__(self, script: Path, prebuilt: Path) -> None:
+        self._script, self._prebuilt = script, prebuilt
+
+    def identify_as(self, text: str, status: int = 0) -> None:
+        self._script.write_text(
+            f"#!/bin/sh\ncase \"$*\" in *-###*) printf '{text}' >&2; exit {status};; esac\n"
+            f'while [ "$1" != -o ]; do shift; done\ncp {self._prebuilt} "$2"\n'
+        )
+        self._script.chmod(0o755)
+
+
+@pytest.fixture(autouse=True)
+def fake_cc(prebuilt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    fake = FakeCompiler(tmp_path / "cc", prebuilt)
+    fake.identify_as("cc1")
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    return fake
 
 
 @pytest.fixture
-def two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The only places for private folders; nothing is compiled yet."""
-    found = [tmp_path / "first", tmp_path / "second"]
-    monkeypatch.setattr(compiler, "places", lambda: found)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The only two candidate folders. Nothing is compiled yet."""
+    candidates = [tmp_path / "first", tmp_path / "second"]
+    monkeypatch.setattr(compiler, "candidate_folders", lambda: candidates)
     monkeypatch.setattr(compiler, "_compile", functools.cache(compiler._compile.__wrapped__))
-    return found
+    return candidates
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
-    """What is compiled and what is loaded, in order, with every library and folder seen to be private."""
-    events: list[tuple[str, Path]] = []
+def events(monkeypatch: pytest.MonkeyPatch) -> Events:
+    """Compilations and loads, in order. Compilations must write to private folders."""
+    log: Events = []
     run, load = subprocess.run, ctypes.CDLL
 
     def compile_(command: list[str], **options: Any) -> Any:
-        if "-###" in command:  # only asks what would be run
-            return run(command, **options)
-        output = Path(command[command.index("-o") + 1])
-        assert stat.S_IMODE(output.parent.stat().st_mode) == 0o700
-        assert output.suffix != ".so", "a library must be whole once it has its name"
-        events.append(("compile", output))
+        if "-###" not in command:
+            output = Path(command[command.index("-o") + 1])
+            assert stat.S_IMODE(output.parent.stat().st_mode) == 0o700
+            assert output.suffix != ".so", "an incomplete library must not have its final name"
+            log.append(("compile", output))
         return run(command, **options)
 
     def load_(name: str) -> ctypes.CDLL:
-        events.append(("load", Path(name)))
+        log.append(("load", Path(name)))
         return load(name)
 
     monkeypatch.setattr(compiler.subprocess, "run", compile_)
     monkeypatch.setattr(compiler.ctypes, "CDLL", load_)
-    return events
+    return log
 
 
-def refuse_to_load(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a place as if its file system were mounted noexec."""
+def refuse_to_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a folder behave as if mounted noexec."""
     load = compiler.ctypes.CDLL
 
     def refuse(name: str) -> ctypes.CDLL:
-        if Path(name).is_relative_to(place):
+        if Path(name).is_relative_to(folder):
             raise OSError(f"{name}: failed to map segment from shared object")
         return load(name)
 
     monkeypatch.setattr(compiler.ctypes, "CDLL", refuse)
 
 
-def compile_as_a_new_process() -> ctypes.CDLL | None:
+def compile_in_new_process() -> ctypes.CDLL | None:
     compiler._compile.cache_clear()
-    return compiler.compile_decoder(*SIZES)
+    return compiler.compile_decoder(16, 1, ("FLOAT32",))
 
 
-def compiler_that_says(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> None:
-    """Makes $CC a compiler that gives this answer when it is asked what it would run."""
-    script = folder / "cc"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *-###*) echo "{text}" >&2; exit {status};; esac\nexec cc "$@"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
-
-
-def test_a_library_is_compiled_in_a_private_folder_and_kept_for_the_next_process(
-    two_places: list[Path], watched: list[tuple[str, Path]]
-) -> None:
-    umask = os.umask(0)  # by which all new files are open to everybody
+@pytest.mark.parametrize("umask", [0, 0o002])
+def test_a_library_is_compiled_privately_and_cached(folders: list[Path], events: Events, umask: int) -> None:
+    before = os.umask(umask)
     try:
-        two_places[0].mkdir(mode=0o700)
-        assert compiler.compile_decoder(*SIZES) is not None
+        assert compile_in_new_process() is not None
     finally:
-        os.umask(umask)
-    assert [what for what, _ in watched] == ["compile", "load"]
-    assert all(path.is_relative_to(two_places[0]) for _, path in watched)
-    (kept,) = two_places[0].iterdir()
-    assert (kept.name, stat.S_IMODE(kept.stat().st_mode)) == (compiler.KEPT, 0o700)
-    assert not two_places[1].exists()
-    assert compile_as_a_new_process() is not None
-    assert [what for what, _ in watched] == ["compile", "load", "load"]
-    assert watched[2][1].parent.parent == two_places[0] != watched[2][1].parent != kept
-    assert not watched[2][1].exists()
+        os.umask(before)
+    assert [what for what, _ in events] == ["compile", "load"]
+    assert all(path.is_relative_to(folders[0]) for _, path in events)
+    (cache,) = folders[0].iterdir()
+    assert (cache.name, stat.S_IMODE(cache.stat().st_mode)) == (compiler.CACHE_FOLDER, 0o700)
+    assert not folders[1].exists()
+    assert compile_in_new_process() is not None
+    assert [what for what, _ in events] == ["compile", "load", "load"]
+    loaded = events[2][1]
+    assert loaded.parent.parent == folders[0]
+    assert loaded.parent != cache, "cache entries must not be loaded directly"
+    assert not loaded.exists()
 
 
-def test_a_library_for_another_processor_or_from_another_compiler_is_not_loaded(
-    two_places: list[Path], watched: list[tuple[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cached_library_is_used_for_the_same_compiler_and_processor_only(
+    folders: list[Path], events: Events, fake_cc: FakeCompiler
 ) -> None:
     for text in ("cc1 -mavx", "cc1 -mavx512f", "cc1 2 -mavx", "cc1 -mavx"):
-        compiler_that_says(tmp_path, text, monkeypatch)
-        assert compile_as_a_new_process() is not None
-    assert [what for what, _ in watched] == ["compile", "load"] * 3 + ["load"]
+        fake_cc.identify_as(text)
+        assert compile_in_new_process() is not None
+    assert [what for what, _ in events] == ["compile", "load"] * 3 + ["load"]
 
 
 @pytest.mark.parametrize(("text", "status"), [("cc1", 1), ("", 0), ("a licence", 0)])
-def test_nothing_is_kept_if_the_compiler_does_not_say_what_it_would_run(
-    text: str,
-    status: int,
-    two_places: list[Path],
-    watched: list[tuple[str, Path]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_nothing_is_cached_if_the_compiler_does_not_identify_itself(
+    text: str, status: int, folders: list[Path], events: Events, fake_cc: FakeCompiler
 ) -> None:
-    compiler_that_says(tmp_path, text, monkeypatch, status)
+    fake_cc.identify_as(text, status)
     for _ in range(2):
-        assert compile_as_a_new_process() is not None
-    assert [what for what, _ in watched] == ["compile", "load"] * 2
-    assert not [*two_places[0].iterdir()]
+        assert compile_in_new_process() is not None
+    assert [what for what, _ in events] == ["compile", "load"] * 2
+    assert not [*folders[0].iterdir()]
 
 
-def _cut_short(kept: Path) -> None:
-    kept.write_bytes(kept.read_bytes()[:8192])
-
-
-def _flip_a_bit(kept: Path) -> None:
-    content = bytearray(kept.read_bytes())
+def _flip_a_bit(entry: Path) -> None:
+    content = bytearray(entry.read_bytes())
     content[-1000] ^= 1
-    kept.write_bytes(content)
+    entry.write_bytes(content)
 
 
-def _empty(kept: Path) -> None:
-    kept.write_bytes(b"")
+UNTRUSTED: dict[str, tuple[Callable[[Path], object], bool]] = {
+    "truncated": (lambda entry: entry.write_bytes(entry.read_bytes()[:8192]), True),
+    "changed": (_flip_a_bit, True),
+    "empty": (lambda entry: entry.write_bytes(b""), True),
+    "open to others": (lambda entry: entry.parent.chmod(0o777), False),
+}
 
 
-def _open_to_all(kept: Path) -> None:
-    kept.parent.chmod(0o777)
-
-
-@pytest.mark.parametrize(
-    ("change", "mended"), [(_cut_short, True), (_flip_a_bit, True), (_empty, True), (_open_to_all, False)]
-)
-def test_a_kept_library_that_cannot_be_trusted_is_compiled_anew(
-    change: Callable[[Path], None], mended: bool, two_places: list[Path], watched: list[tuple[str, Path]]
+@pytest.mark.parametrize(("change", "is_replaced"), UNTRUSTED.values(), ids=UNTRUSTED)
+def test_an_untrusted_cache_entry_is_compiled_again(
+    change: Callable[[Path], object], is_replaced: bool, folders: list[Path], events: Events
 ) -> None:
-    assert compiler.compile_decoder(*SIZES) is not None
-    (kept,) = (two_places[0] / compiler.KEPT).iterdir()
-    change(kept)
-    watched.clear()
+    assert compile_in_new_process() is not None
+    (entry,) = (folders[0] / compiler.CACHE_FOLDER).iterdir()
+    change(entry)
+    events.clear()
     for _ in range(2):
-        assert compile_as_a_new_process() is not None
-    compiled = ["compile" for what, _ in watched if what == "compile"]
-    assert len(compiled) == (1 if mended else 2)
+        assert compile_in_new_process() is not None
+    assert [what for what, _ in events].count("compile") == (1 if is_replaced else 2)
 
 
-def test_a_kept_library_is_loaded_in_the_next_place_where_the_first_does_not_allow_it(
-    two_places: list[Path], watched: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+def test_only_the_most_recently_used_libraries_stay_cached(
+    folders: list[Path], fake_cc: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_to_load(two_places[0], monkeypatch)
-    for _ in range(2):
-        assert compile_as_a_new_process() is not None
-    assert [what for what, _ in watched].count("compile") == 2  # once in each place
-    assert watched[-1][1].is_relative_to(two_places[1])
-
-
-def _a_loop_of_links(place: Path, _: pytest.MonkeyPatch) -> None:
-    place.symlink_to(place)
-
-
-def _not_text(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = place.with_name("cc")
-    script.write_text('#!/bin/sh\ncase "$*" in *-###*) printf \'cc1 \\377\' >&2;; esac\nexec cc "$@"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
-
-
-@pytest.mark.parametrize("change", [_a_loop_of_links, _not_text])
-def test_what_is_strange_about_a_machine_does_not_keep_code_from_being_compiled(
-    change: Callable[[Path, pytest.MonkeyPatch], None], two_places: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change(two_places[0], monkeypatch)
-    assert compiler.compile_decoder(*SIZES) is not None
-
-
-def test_a_place_that_is_made_is_closed_to_others_whatever_the_umask(
-    two_places: list[Path], watched: list[tuple[str, Path]]
-) -> None:
-    umask = os.umask(0o002)
-    try:
-        assert compiler.compile_decoder(*SIZES) is not None
-    finally:
-        os.umask(umask)
-    assert (two_places[0] / compiler.KEPT).exists()
-
-
-def test_only_the_newest_libraries_are_kept(
-    two_places: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiler, "MOST_KEPT", 2)
-    kept = two_places[0] / compiler.KEPT
-    seen: list[Path] = []
+    monkeypatch.setattr(compiler, "MAX_CACHED", 2)
+    cache = folders[0] / compiler.CACHE_FOLDER
+    entries: list[Path] = []
     for version in range(3):
-        compiler_that_says(tmp_path, f"cc1 {version}", monkeypatch)
-        assert compile_as_a_new_process() is not None
-        (new,) = set(kept.iterdir()) - set(seen)
+        fake_cc.identify_as(f"cc1 {version}")
+        assert compile_in_new_process() is not None
+        (new,) = set(cache.iterdir()) - set(entries)
         os.utime(new, (version, version))
-        seen.append(new)
-    assert set(kept.iterdir()) == set(seen[1:])
+        entries.append(new)
+    assert set(cache.iterdir()) == set(entries[1:])
 
 
-def test_where_code_cannot_be_loaded_the_next_place_is_tried(
-    two_places: list[Path],
-    watched: list[tuple[str, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+# --- Unusual machines
+
+
+def test_the_next_folder_is_used_if_the_first_does_not_allow_loading(
+    folders: list[Path], events: Events, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refuse_to_load(two_places[0], monkeypatch)
-    assert compiler.compile_decoder(*SIZES) is not None
-    assert watched[-1][1].is_relative_to(two_places[1])
+    refuse_to_load(folders[0], monkeypatch)
+    for _ in range(2):
+        assert compile_in_new_process() is not None
+    assert [what for what, _ in events].count("compile") == 2  # once in each folder
+    assert events[-1][1].is_relative_to(folders[1])
     assert caplog.text == ""
 
 
-def test_where_no_place_lets_code_be_loaded_one_warning_says_so(
-    two_places: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_one_warning_says_that_no_folder_allows_loading(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for place in two_places:
-        refuse_to_load(place, monkeypatch)
+    for folder in folders:
+        refuse_to_load(folder, monkeypatch)
     for _ in range(2):
-        assert compiler.compile_decoder(*SIZES) is None
+        assert compiler.compile_decoder(16, 1, ("FLOAT32",)) is None
     (record,) = caplog.records
     assert record.getMessage().count("failed to map segment") == 2
 
 
-def test_a_place_that_cannot_be_made_is_passed_over(two_places: list[Path], watched: list[tuple[str, Path]]) -> None:
-    two_places[0].write_text("a file")
-    assert compiler.compile_decoder(*SIZES) is not None
-    assert watched[-1][1].is_relative_to(two_places[1])
-
-
-def test_code_that_does_not_compile_is_not_tried_elsewhere(
-    two_places: list[Path], watched: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "create", [lambda folder: folder.write_text("a file"), lambda folder: folder.symlink_to(folder)]
+)
+def test_a_folder_that_cannot_be_created_is_skipped(
+    create: Callable[[Path], object], folders: list[Path], events: Events
 ) -> None:
+    create(folders[0])
+    assert compile_in_new_process() is not None
+    assert events[-1][1].is_relative_to(folders[1])
+
+
+def test_a_compiler_may_identify_itself_in_any_encoding(folders: list[Path], fake_cc: FakeCompiler) -> None:
+    fake_cc.identify_as("cc1 \\377")
+    assert compile_in_new_process() is not None
+
+
+def test_code_that_does_not_compile_is_tried_once(
+    folders: list[Path], events: Events, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(compiler, "FLAGS", ("--no-such-flag",))
-    assert compiler.compile_decoder(*SIZES) is None
-    assert len(watched) == 1
+    assert compile_in_new_process() is None
+    assert len(events) == 1
+    assert "compiling the forward pass failed" in caplog.text
+    assert "no-such-flag" in caplog.text
 
 
-def test_a_place_that_others_may_write_is_refused_unless_it_is_sticky(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
+# --- Privacy
+
+
+def test_a_parent_that_others_can_write_is_rejected_unless_sticky(tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir()
     private, open_to_others = (0o700, 0o755, 0o1777, 0o3777), (0o775, 0o777, 0o2777)  # a pod's volumes: 3777, 2777
     for mode in (*private, *open_to_others):
-        place.chmod(mode)
+        parent.chmod(mode)
         if mode in private:
-            with private_folder(place) as folder:
+            with private_folder(parent) as folder:
                 assert stat.S_IMODE(folder.stat().st_mode) & 0o777 == 0o700
         else:
-            with pytest.raises(NotPrivateError, match=str(place)), private_folder(place):
-                raise AssertionError("it was made")
-        assert not [*place.iterdir()]
+            with pytest.raises(NotPrivateError, match=str(parent)), private_folder(parent):
+                pytest.fail("the folder was created")
+        assert not [*parent.iterdir()]
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["place", "its parent"])
-def test_a_place_of_another_user_is_refused(depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = tmp_path / "parent" / "place"
-    place.mkdir(parents=True)
-    theirs = [place, place.parent][depth]
-    give_away(theirs, monkeypatch)
-    with pytest.raises(NotPrivateError, match=f"{theirs} belongs to user 12345"), private_folder(place):
-        raise AssertionError("it was made")
+@pytest.mark.parametrize("depth", [0, 1], ids=["parent", "grandparent"])
+def test_a_folder_of_another_user_is_rejected(depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = tmp_path / "grandparent" / "parent"
+    parent.mkdir(parents=True)
+    foreign = [parent, parent.parent][depth]
+    give_away(foreign, monkeypatch)
+    with pytest.raises(NotPrivateError, match=f"{foreign} belongs to user 12345"), private_folder(parent):
+        pytest.fail("the folder was created")
 
 
-def test_a_link_is_followed_to_the_place_that_is_checked(tmp_path: Path) -> None:
-    open_place, link = tmp_path / "open", tmp_path / "link"
-    open_place.mkdir()
-    open_place.chmod(0o777)
-    link.symlink_to(open_place)
-    with pytest.raises(NotPrivateError, match=str(open_place)), private_folder(link):
-        raise AssertionError("it was made")
+def test_a_link_is_followed_before_the_check(tmp_path: Path) -> None:
+    open_folder, link = tmp_path / "open", tmp_path / "link"
+    open_folder.mkdir()
+    open_folder.chmod(0o777)
+    link.symlink_to(open_folder)
+    with pytest.raises(NotPrivateError, match=str(open_folder)), private_folder(link):
+        pytest.fail("the folder was created")
 
 
-def _writable(file: Path, _: pytest.MonkeyPatch) -> None:
-    file.chmod(0o664)
-
-
-def _another_users(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_away(file, monkeypatch)
-
-
-def _a_link(file: Path, _: pytest.MonkeyPatch) -> None:
+def _replace_by_link(file: Path, _: pytest.MonkeyPatch) -> None:
     file.rename(file.with_suffix(".other"))
     file.symlink_to(file.with_suffix(".other"))
 
 
-@pytest.mark.parametrize("change", [_writable, _another_users, _a_link])
-def test_a_library_that_is_not_ours_alone_is_not_loaded(
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a path look as if another user owned it."""
+    for name in ("stat", "lstat"):
+        real = getattr(Path, name)
+
+        def fake(self: Path, real: Any = real, **options: Any) -> os.stat_result:
+            status: os.stat_result = real(self, **options)
+            return os.stat_result((*status[:4], 12345, *status[5:])) if self == path else status
+
+        monkeypatch.setattr(Path, name, fake)
+
+
+@pytest.mark.parametrize("change", [lambda file, _: file.chmod(0o664), give_away, _replace_by_link])
+def test_a_library_that_others_could_write_is_not_loaded(
     change: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "decoder.so"
@@ -307,20 +300,8 @@ def test_a_library_that_is_not_ours_alone_is_not_loaded(
         compiler._load(library)
 
 
-def test_places_are_the_users_own_before_everybodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_the_user_come_before_shared_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path / "tmp"))
-    assert folders.places() == [tmp_path / "cache" / "specpool", tmp_path / "run", tmp_path / "tmp"]
-
-
-def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a path look as if another user owned it."""
-    for name in ("stat", "lstat"):
-        look = getattr(Path, name)
-
-        def changed(self: Path, look: Any = look, **options: Any) -> os.stat_result:
-            found: os.stat_result = look(self, **options)
-            return os.stat_result((*found[:4], 12345, *found[5:])) if self == path else found
-
-        monkeypatch.setattr(Path, name, changed)
+    monkeypatch.setattr(library_cache.tempfile, "tempdir", str(tmp_path / "tmp"))
+    assert library_cache.candidate_folders() == [tmp_path / "cache" / "specpool", tmp_path / "run", tmp_path / "tmp"]

@@ -1,4 +1,4 @@
-"""The compiled pass: the same on any number of threads and for any processor, and never needed."""
+"""The compiled pass is batch-invariant on any number of threads and any processor, and optional."""
 
 import platform
 from pathlib import Path
@@ -22,36 +22,46 @@ from specpool.engine.cache.spans import Span
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native import compiler, panels
-from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.passes.native.model import STAGES, NativeModel
 from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, Segment
+from specpool.engine.run.engine import Engine
 
 pytestmark = [pytest.mark.cpus, pytest.mark.thorough]
+Pair = tuple[Path, Path]
+each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    """Of the weights."""
-    name: str = request.param
-    return name
+def native_pass(engine: Engine) -> NativeModel:
+    assert isinstance(engine.forward_pass, NativeModel)
+    return engine.forward_pass
 
 
-@pytest.mark.parametrize("processor", ["-march=x86-64-v3", "-march=x86-64"])
-def test_other_processors_get_other_vectors_and_results_as_exact(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, processor: str, dtype: str
+@pytest.mark.parametrize(
+    ("processor", "dtype"),
+    [
+        ("-march=x86-64", "float32"),
+        pytest.param("-march=x86-64", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("-march=x86-64-v3", "float32", marks=pytest.mark.slow),
+        pytest.param("-march=x86-64-v3", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_the_pass_is_exact_on_other_processors(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, processor: str, dtype: str
 ) -> None:
     if platform.machine() != "x86_64":
         pytest.skip("flags of another kind of processor")
     here = load_engine(tiny_pair[0], dtype=dtype)
     monkeypatch.setitem(compiler.NATIVE, "x86_64", processor)
     there = load_engine(tiny_pair[0], dtype=dtype)
-    assert isinstance(there.forward_pass, NativeModel)
+    native_pass(there)
     tokens = random_tokens(80)
     torch.testing.assert_close(decode_alone(there, tokens), decode_alone(here, tokens), atol=1e-4, rtol=1e-4)
     assert there.bitwise
     assert rows_that_differ(there) == 0
 
 
-def test_the_number_of_threads_changes_no_bit(tiny_pair: tuple[Path, Path], dtype: str) -> None:
+@each_dtype
+def test_thread_counts_change_no_bit(tiny_pair: Pair, dtype: str) -> None:
     engine, tokens = load_engine(tiny_pair[0], dtype=dtype), random_tokens(200)
     before = torch.get_num_threads()
     logits = []
@@ -65,70 +75,68 @@ def test_the_number_of_threads_changes_no_bit(tiny_pair: tuple[Path, Path], dtyp
     assert all(torch.equal(logits[0], others) for others in logits[1:])
 
 
+@each_dtype
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
-    [(2, 1, 16), (14, 2, 64), (32, 2, 16), (4, 4, 128), (6, 2, 80), (5, 1, 96)],
-)
-def test_heads_of_any_size_and_grouping(tmp_path: Path, heads: int, kv_heads: int, head_dim: int, dtype: str) -> None:
+    [(2, 1, 16), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in (
+        (14, 2, 64), (32, 2, 16), (4, 4, 128), (6, 2, 80), (5, 1, 96)))],
+)  # fmt: skip
+def test_any_head_size_and_grouping_works(tmp_path: Path, heads: int, kv_heads: int, head_dim: int, dtype: str) -> None:
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     folder = round_weights(save_model(tmp_path, tiny_config(hidden_size=16 * heads, num_hidden_layers=2, **shape)))
     compiled, fused = load_engine(folder, dtype=dtype), load_engine(folder, native=False)
-    assert isinstance(compiled.forward_pass, NativeModel)
+    native_pass(compiled)
     tokens = random_tokens(70)
     torch.testing.assert_close(decode_alone(compiled, tokens), decode_alone(fused, tokens), atol=1e-4, rtol=1e-4)
     assert rows_that_differ(compiled) == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_of_bfloat16_give_what_they_give_in_float32(tmp_path: Path, tied: bool) -> None:
-    """Bit for bit: nothing that is computed is rounded. So they are kept so wherever it loses nothing."""
+def test_bfloat16_weights_give_the_bits_of_float32(tmp_path: Path, tied: bool) -> None:
+    """Dequantizing rounds nothing, so weights are stored in bfloat16 wherever that is lossless."""
     folder = round_weights(save_model(tmp_path, tiny_config(tie_word_embeddings=tied)))
     half, tokens = load_engine(folder), random_tokens(300)
     with mock.patch.object(panels, "_segment", side_effect=lambda weight: Segment(FLOAT32, weight)):
-        whole = load_engine(folder)
+        single = load_engine(folder)
     spans = [Span(2, 0, tokens, 40), Span(5, 0, tokens[:1], 1)]
-    assert torch.equal(half.forward(spans), whole.forward(spans))
-    assert isinstance(half.forward_pass, NativeModel)
-    assert isinstance(whole.forward_pass, NativeModel)
-    halves = half.forward_pass.kinds[BFLOAT16]
-    assert (half.forward_pass.kinds, whole.forward_pass.kinds) == ({BFLOAT16: halves}, {FLOAT32: 2 * halves})
-    assert whole.info().weight_bytes - half.info().weight_bytes == halves
-    assert half.info().kv_bytes_per_token == whole.info().kv_bytes_per_token
-    assert half.info().kv_bytes_total == sum(
-        cache.nbytes for cache in (*half.layout.arena.keys, *half.layout.arena.values)
-    )
+    assert torch.equal(half.forward(spans), single.forward(spans))
+    half_bytes = native_pass(half).kinds[BFLOAT16]
+    assert (native_pass(half).kinds, native_pass(single).kinds) == ({BFLOAT16: half_bytes}, {FLOAT32: 2 * half_bytes})
+    assert single.info().weight_bytes - half.info().weight_bytes == half_bytes
+    assert half.info().kv_bytes_per_token == single.info().kv_bytes_per_token
+    arena = half.layout.arena
+    assert half.info().kv_bytes_total == sum(cache.nbytes for cache in (*arena.keys, *arena.values))
 
 
-def test_a_head_of_some_tokens_is_kept_as_bfloat16_too(tmp_path: Path) -> None:
-    folder, tokens, kept = round_weights(save_model(tmp_path, tiny_config())), random_tokens(30), [3, 200, 7, 255, 90]
-    whole = load_engine(folder, dtype="bfloat16").forward([Span(0, 0, tokens, 30)])
-    save_output_head(folder, kept)
+def test_a_reduced_head_is_stored_in_bfloat16_too(tmp_path: Path) -> None:
+    folder, tokens, output_ids = round_weights(save_model(tmp_path, tiny_config())), random_tokens(30), [3, 200, 7, 90]
+    full = load_engine(folder, dtype="bfloat16").forward([Span(0, 0, tokens, 30)])
+    save_output_head(folder, output_ids)
     engine = load_engine(folder, dtype="bfloat16")
-    assert isinstance(engine.forward_pass, NativeModel)
+    native_pass(engine)
     assert rows_that_differ(engine) == 0
-    assert torch.equal(engine.forward([Span(0, 0, tokens, 30)]), whole[:, kept])
+    assert torch.equal(engine.forward([Span(0, 0, tokens, 30)]), full[:, output_ids])
 
 
 @pytest.mark.real_pair
-@pytest.mark.parametrize("model", ["target", "draft"])
-def test_real_weights_of_bfloat16_give_nearly_the_librarys_own_logits(model: str) -> None:
-    """Else the engine would refuse them: the library computes in bfloat16 too."""
+@pytest.mark.parametrize("model", [pytest.param("target", marks=pytest.mark.slow), "draft"])
+def test_real_bfloat16_weights_pass_the_comparison_with_transformers(model: str) -> None:
+    """Transformers computes in bfloat16. An engine with logits too far from that refuses the model."""
     engine = load_engine(getattr(embedded_pair(), model), dtype="bfloat16", max_model_len=400)
-    assert isinstance(engine.forward_pass, NativeModel)
+    native_pass(engine)
     assert engine.bitwise
 
 
-def test_large_numbers_neither_overflow_nor_lose_their_order(tmp_path: Path) -> None:
-    """Scores and gates far beyond what an exponential can hold."""
+def test_large_scores_and_gates_do_not_overflow(tmp_path: Path) -> None:
     folder = save_model(tmp_path, small_config("llama"), weight=4.0)
     compiled, fused = load_engine(folder), load_engine(folder, native=False)
     tokens = random_tokens(60)
-    own, other = decode_alone(compiled, tokens), decode_alone(fused, tokens)
-    assert torch.isfinite(own).all()
-    torch.testing.assert_close(own, other, atol=1e-3 * float(other.abs().max()), rtol=1e-2)
+    logits, expected = decode_alone(compiled, tokens), decode_alone(fused, tokens)
+    assert torch.isfinite(logits).all()
+    torch.testing.assert_close(logits, expected, atol=1e-3 * float(expected.abs().max()), rtol=1e-2)
 
 
-def test_columns_beyond_what_was_ever_written_are_not_read(tiny_pair: tuple[Path, Path]) -> None:
+def test_unwritten_columns_are_not_read(tiny_pair: Pair) -> None:
     engine, tokens = load_engine(tiny_pair[0]), random_tokens(37)
     logits = engine.forward([Span(7, 0, tokens, 5)])
     first = engine.layout.origin(7)
@@ -137,68 +145,49 @@ def test_columns_beyond_what_was_ever_written_are_not_read(tiny_pair: tuple[Path
     assert torch.equal(engine.forward([Span(7, 0, tokens, 5)]), logits)
 
 
-def test_measured_passes_are_the_same_and_say_where_their_time_went(tiny_pair: tuple[Path, Path]) -> None:
+def test_measured_passes_give_the_same_bits_and_the_seconds_of_stages(tiny_pair: Pair) -> None:
     engine, tokens = load_engine(tiny_pair[0]), random_tokens(50)
-    assert isinstance(engine.forward_pass, NativeModel)
     logits = engine.forward([Span(1, 0, tokens, 5)])
-    with engine.forward_pass.measured() as seconds:
+    with native_pass(engine).measured() as seconds:
         assert torch.equal(engine.forward([Span(1, 0, tokens, 5)]), logits)
-    assert set(seconds) == {"products", "attention", "rows and cache"}
+    assert set(seconds) == set(STAGES)
     assert all(spent > 0 for spent in seconds.values())
-    with engine.forward_pass.measured() as again:
+    with native_pass(engine).measured() as idle:
         pass
-    assert set(again.values()) == {0.0}
+    assert set(idle.values()) == {0.0}
 
 
-# --- Where it cannot be had
+# --- Fallbacks
 
 
-def assert_done_without(folder: Path, **options: object) -> None:
+def assert_falls_back(folder: Path, **options: object) -> None:
     engine = load_engine(folder, **options)
     assert not isinstance(engine.forward_pass, NativeModel)
     assert engine.bitwise
 
 
-def test_without_a_compiler_torch_does_it(tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert_done_without(tiny_pair[0])
-
-
-def test_a_compiler_that_fails_is_reported(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("compiler_name", "warning"), [("no-such-compiler", ""), ("true", "compiling the forward")])
+def test_without_a_working_compiler_the_pass_runs_on_torch(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler_name: str, warning: str
 ) -> None:
-    monkeypatch.setattr(compiler, "FLAGS", ("--no-such-flag",))
-    assert_done_without(tiny_pair[0])
-    assert "could not be compiled" in caplog.text
-    assert "no-such-flag" in caplog.text
+    monkeypatch.setenv("CC", compiler_name)
+    assert_falls_back(tiny_pair[0])
+    assert warning in caplog.text
 
 
-def test_a_file_that_is_no_library_is_reported(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CC", "true")
-    assert_done_without(tiny_pair[0])
-    assert "could not be compiled" in caplog.text
+@pytest.mark.parametrize("options", [{"native": False}, {"dtype": "float16"}])
+def test_options_can_require_torch(tiny_pair: Pair, options: dict[str, object]) -> None:
+    assert isinstance(load_engine(tiny_pair[0], **options).forward_pass, FusedModel)
 
 
 @pytest.mark.parametrize("sizes", [{"head_dim": 24}, {"hidden_size": 40}, {"intermediate_size": 100}])
-def test_sizes_that_are_no_whole_vectors_are_left_to_torch(tmp_path: Path, sizes: dict[str, int]) -> None:
-    assert_done_without(save_model(tmp_path, small_config("llama", **sizes)))
+def test_sizes_that_are_not_whole_vectors_run_on_torch(tmp_path: Path, sizes: dict[str, int]) -> None:
+    assert_falls_back(save_model(tmp_path, small_config("llama", **sizes)))
 
 
-def test_float16_is_left_to_torch(tiny_pair: tuple[Path, Path]) -> None:
-    assert isinstance(load_engine(tiny_pair[0], dtype="float16").forward_pass, FusedModel)
-
-
-def test_bfloat16_without_a_compiler_is_computed_and_cached_as_such(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_on_torch_has_a_bfloat16_cache(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     engine = load_engine(tiny_pair[0], dtype="bfloat16")
     assert isinstance(engine.forward_pass, FusedModel)
     assert engine.layout.arena.keys[0].dtype == torch.bfloat16
     assert engine.info().kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
-
-
-def test_it_can_be_switched_off(tiny_pair: tuple[Path, Path]) -> None:
-    assert_done_without(tiny_pair[0], native=False)

@@ -1,4 +1,4 @@
-"""The compiled pass on processors that only an emulator has here: `vectors.c`, run by qemu."""
+"""The compiled pass on other architectures: `vectors.c`, run by qemu."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ EMULATOR = "qemu-aarch64-static"
 
 
 def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[str]) -> tuple[int, list[float]]:
-    """How many rows differ between passes of one row and of many, and the logits of the last."""
+    """The number of rows that differ between passes of one row and of many, and the last logits."""
     kinds = {"FLOAT32", macros[-1].removeprefix("-DKIND=")}
     macros = [*macros, "-DKINDS(X)=" + " ".join(f"X({kind})" for kind in sorted(kinds))]
     program, flags = str(folder / "vectors"), [flag for flag in FLAGS if flag not in ("-fPIC", "-shared")]
@@ -35,9 +35,9 @@ def logits(compiler: list[str], emulator: list[str], folder: Path, macros: list[
     ],
     ids=" ".join,
 )
-def test_rows_have_the_same_bits_in_every_pass_on_aarch64(tmp_path: Path, macros: list[str]) -> None:
+def test_the_pass_is_batch_invariant_on_aarch64(tmp_path: Path, macros: list[str]) -> None:
     if shutil.which(FOREIGN[0]) is None or shutil.which(EMULATOR) is None:
-        pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user-static of Debian")
+        pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user-static")
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     different, there = logits(FOREIGN, [EMULATOR], tmp_path, macros)

@@ -1,4 +1,4 @@
-"""Products with weights as they are kept have the bits of the same products in float32."""
+"""GEMM with weights of every kind gives the bits of the same GEMM in float32."""
 
 import shutil
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from specpool.engine.passes.native.compiler import compile_decoder
-from specpool.engine.passes.native.packed_weights import ALIGNMENT, Kept
-from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, NUMBERS, PANEL, Segment, segments_of
-from specpool.engine.passes.native.structures import Batch, Linear, Model
+from specpool.engine.passes.native.packed_weights import ALIGNMENT, PackedWeights
+from specpool.engine.passes.native.panels import BFLOAT16, FLOAT32, KIND_NUMBERS, PANEL, Segment, segments_of
+from specpool.engine.passes.native.structs import Batch, Linear, Model
 from specpool.engine.probes.inputs import ProbeInputs
 from specpool.engine.weights.quantization_types import INT8, QUANTIZATION_TYPES, SCALE_BYTES
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 NEVER = 1 << 20
 INPUTS = 512
-# Less than a panel; several panels, as few processors take abreast, and a last one that is not full.
+# Less than a panel; and several panels, as few processors compute together, with a partial last one.
 OUTPUTS = (5, 7 * PANEL + 13)
 ROWS = range(1, 41)
 
@@ -26,50 +26,51 @@ pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
 ]
+each_kind = pytest.mark.parametrize("kind", KIND_NUMBERS)
 
 
 @pytest.fixture(scope="module")
 def library() -> CDLL:
     """Compiled for all kinds."""
-    found = compile_decoder(16, 2, NUMBERS)
-    assert found is not None
-    return found
+    compiled = compile_decoder(16, 2, KIND_NUMBERS)
+    assert compiled is not None
+    return compiled
 
 
-class Product:
-    """A product of the compiled pass with these panels."""
+class Gemm:
+    """A GEMM of the compiled pass."""
 
     def __init__(
-        self, library: CDLL, segments: Sequence[Segment], bias: torch.Tensor | None = None, widened: int = NEVER
+        self, library: CDLL, segments: Sequence[Segment], bias: torch.Tensor | None = None, widened_from: int = NEVER
     ) -> None:
         self._library, self._outputs = library, sum(segment.weight.shape[0] for segment in segments)
-        size = sum(segment.panels * segment.panel_bytes + ALIGNMENT for segment in segments)
-        self._kept = Kept(size + 4 * (self._outputs + PANEL) + ALIGNMENT)
-        self.linear: Linear = self._kept.product(segments, bias, widened)
+        size = sum(segment.total_bytes + ALIGNMENT for segment in segments)
+        self._packed = PackedWeights(size + 4 * (self._outputs + PANEL) + ALIGNMENT)
+        self.linear: Linear = self._packed.linear(segments, bias, widened_from)
 
     def __call__(self, x: torch.Tensor, threads: int = 1) -> torch.Tensor:
-        """[n, outputs] of rows [n, inputs]."""
+        """Multiply rows [n, inputs]. Returns [n, outputs]."""
         out = torch.full((len(x), self.linear.outputs), torch.nan)
-        sizes, numbers = (c_int64(len(x)), c_int64(threads)), (c_void_p(x.data_ptr()), c_void_p(out.data_ptr()))
-        self._library.multiply(byref(self.linear), *sizes, *numbers)
+        sizes, addresses = (c_int64(len(x)), c_int64(threads)), (c_void_p(x.data_ptr()), c_void_p(out.data_ptr()))
+        self._library.run_gemm(byref(self.linear), *sizes, *addresses)
         return out[:, : self._outputs]
 
-    def rows(self, chosen: torch.Tensor) -> torch.Tensor:
-        """The weights [n, inputs] of some outputs, as embeddings are looked up."""
-        out = torch.full((len(chosen), self.linear.inputs), torch.nan)
+    def embed(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The weights [n, inputs] of some outputs, looked up like embeddings."""
+        out = torch.full((len(outputs), self.linear.inputs), torch.nan)
         model = Model(hidden=self.linear.inputs, embedding=self.linear)
-        batch = Batch(rows=len(chosen), threads=1, token_ids=chosen.data_ptr())
-        self._library.embed_part(byref(model), byref(batch), c_void_p(out.data_ptr()))
+        batch = Batch(rows=len(outputs), threads=1, token_ids=outputs.data_ptr())
+        self._library.embed_stage(byref(model), byref(batch), c_void_p(out.data_ptr()))
         return out
 
 
 def random_weight(kind: str, outputs: int, inputs: int = INPUTS) -> Weight:
-    """Of a kind, with scales of both signs and some below what float16 can have without losing digits."""
+    """A weight with scales of both signs, some of them subnormal in float16."""
     numbers = ProbeInputs(torch.empty(0))
     if kind not in QUANTIZATION_TYPES:
         weight = numbers.normal(outputs, inputs)
         return weight.bfloat16().float() if kind == BFLOAT16 else weight
-    weight = numbers.coded(QUANTIZATION_TYPES[kind], outputs, inputs)
+    weight = numbers.quantized(QUANTIZATION_TYPES[kind], outputs, inputs)
     if kind == INT8.name:
         weight.data[::3, SCALE_BYTES - 1] |= 0x80
         return weight
@@ -81,52 +82,51 @@ def random_weight(kind: str, outputs: int, inputs: int = INPUTS) -> Weight:
 
 
 def random_rows(count: int, inputs: int = INPUTS) -> torch.Tensor:
-    """Whose products show in which order they were added."""
+    """Rows whose dot products reveal the order of summation."""
     return ProbeInputs(torch.empty(0)).cancelling(inputs, count).T.contiguous()
 
 
-def whole(weight: Weight) -> list[Segment]:
+def in_float32(weight: Weight) -> list[Segment]:
     """The panels of the same weight in float32."""
     return [Segment(FLOAT32, as_tensor(weight))]
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
-def test_panels_hold_the_weights_of_the_reference(library: CDLL, kind: str) -> None:
+@each_kind
+def test_panels_hold_the_dequantized_weights(library: CDLL, kind: str) -> None:
     for outputs in OUTPUTS:
         weight = random_weight(kind, outputs)
         segments = segments_of([weight])
         assert {segment.kind for segment in segments} == {kind}
-        assert torch.equal(Product(library, segments).rows(torch.arange(outputs)), as_tensor(weight))
+        assert torch.equal(Gemm(library, segments).embed(torch.arange(outputs)), as_tensor(weight))
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
-def test_a_product_has_the_bits_of_float32(library: CDLL, kind: str) -> None:
-    """For every number of rows, whether weights are widened in registers or into the cache, with and without a bias."""
+@each_kind
+def test_gemm_has_the_bits_of_float32(library: CDLL, kind: str) -> None:
+    """For every number of rows, widened in registers or into the cache, with and without a bias."""
     for outputs in OUTPUTS:
         weight, x, bias = random_weight(kind, outputs), random_rows(ROWS[-1]), torch.randn(outputs)
-        segments, reference = segments_of([weight]), Product(library, whole(weight))
+        segments, reference = segments_of([weight]), Gemm(library, in_float32(weight))
         expected = torch.cat([reference(x[i : i + 1]) for i in range(len(x))])
         assert torch.isfinite(expected).all()
-        in_registers, widened = Product(library, segments), Product(library, segments, widened=1)
+        in_registers, in_cache = Gemm(library, segments), Gemm(library, segments, widened_from=1)
         for rows in ROWS:
             assert torch.equal(in_registers(x[-rows:]), expected[-rows:])
-            assert torch.equal(widened(x[-rows:]), expected[-rows:])
-        begun = Product(library, whole(weight), bias)(x)
+            assert torch.equal(in_cache(x[-rows:]), expected[-rows:])
+        biased = Gemm(library, in_float32(weight), bias)(x)
         for widened_from in (1, NEVER):
-            assert torch.equal(Product(library, segments, bias, widened_from)(x), begun)
+            assert torch.equal(Gemm(library, segments, bias, widened_from)(x), biased)
 
 
-def test_a_product_is_what_it_should_be(library: CDLL) -> None:
+def test_gemm_is_close_to_float64(library: CDLL) -> None:
     weight, bias, x = random_weight("Q4_K", 70), torch.randn(70), torch.randn(3, INPUTS)
     expected = x.double() @ as_tensor(weight).double().T + bias
-    torch.testing.assert_close(
-        Product(library, segments_of([weight]), bias)(x).double(), expected, atol=1e-3, rtol=1e-5
-    )
+    result = Gemm(library, segments_of([weight]), bias)(x).double()
+    torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("widened", [1, 3, NEVER])
-def test_parts_of_several_kinds_are_one_product(library: CDLL, widened: int) -> None:
-    """A panel with outputs of several parts is in float32, and the numbers of threads and rows change no bit."""
+@pytest.mark.parametrize("widened_from", [1, 3, NEVER])
+def test_one_linear_layer_can_mix_kinds(library: CDLL, widened_from: int) -> None:
+    """A panel that spans several weights is float32, and thread and row counts change no bit."""
     kinds = (("Q4_K", 70), ("Q6_K", 20), ("Q8_0", 5), (FLOAT32, 2), ("INT8", 130), (BFLOAT16, 64), ("Q5_1", 40))
     parts = [random_weight(kind, outputs) for kind, outputs in kinds]
     weight, bias = torch.cat([as_tensor(part) for part in parts]), torch.randn(331)
@@ -135,25 +135,25 @@ def test_parts_of_several_kinds_are_one_product(library: CDLL, widened: int) -> 
         ("Q4_K", 64), (FLOAT32, 32), (FLOAT32, 32), ("INT8", 96),
         (FLOAT32, 32), (BFLOAT16, 32), (FLOAT32, 32), ("Q5_1", 11),
     ]  # fmt: skip
-    product, reference = Product(library, segments, bias, widened), Product(library, whole(weight), bias)
+    gemm, reference = Gemm(library, segments, bias, widened_from), Gemm(library, in_float32(weight), bias)
     x = random_rows(40)
     for threads in (1, 2, 3):
         for rows in (1, 2, 3, 4, 9, 40):
-            assert torch.equal(product(x[:rows], threads), reference(x[:rows]))
-    assert torch.equal(product.rows(torch.arange(331)), weight)
+            assert torch.equal(gemm(x[:rows], threads), reference(x[:rows]))
+    assert torch.equal(gemm.embed(torch.arange(331)), weight)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
-def test_threads_share_panels_of_one_kind_and_change_no_bit(library: CDLL, kind: str) -> None:
+def test_thread_counts_change_no_bit(library: CDLL, kind: str) -> None:
     weight, x = random_weight(kind, 11 * PANEL), random_rows(3)
-    product = Product(library, segments_of([weight]))
+    gemm = Gemm(library, segments_of([weight]))
     for rows in (1, 2, 3):
-        alone = product(x[:rows])
-        assert all(torch.equal(product(x[:rows], threads), alone) for threads in (2, 3, 4, 7, 13))
+        alone = gemm(x[:rows])
+        assert all(torch.equal(gemm(x[:rows], threads), alone) for threads in (2, 3, 4, 7, 13))
 
 
 @pytest.mark.parametrize("inputs", [48, 80])
-def test_rows_that_are_no_whole_parts_are_kept_in_float32(inputs: int) -> None:
+def test_quantized_weights_with_a_partial_part_become_float32(inputs: int) -> None:
     weight = random_weight("INT8", 40, inputs)
     assert isinstance(weight, Quantized)
     segments = segments_of([weight])
@@ -161,8 +161,8 @@ def test_rows_that_are_no_whole_parts_are_kept_in_float32(inputs: int) -> None:
     assert torch.equal(torch.cat([as_tensor(segment.weight) for segment in segments]), weight.dequantized())
 
 
-def test_panels_written_in_slices_are_the_same(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_written_by_several_threads_are_the_same(library: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight("Q4_1", 5 * PANEL + 1), random_rows(1)
-    expected = Product(library, segments_of([weight]))(x)
+    expected = Gemm(library, segments_of([weight]))(x)
     monkeypatch.setattr("specpool.engine.weights.threads.SLICE_WEIGHTS", 2 * PANEL * INPUTS)
-    assert torch.equal(Product(library, segments_of([weight]))(x), expected)
+    assert torch.equal(Gemm(library, segments_of([weight]))(x), expected)

@@ -1,10 +1,10 @@
-/* Runs the compiled pass on a random model and prints logits: for processors that only an emulator has here.
+/* Runs the compiled pass on a random model and prints logits, for processors that need an emulator.
 
-   The first line is how many rows of logits differ between passes of one row and passes of many; the others are the
-   logits of the last row. Compiled with the same macros as decoder.c, and KIND, one of KINDS: that of most panels, dense
-   or with a scale for each part. The others are FLOAT32, which is one of KINDS too. */
+   The first line is the number of rows of logits that differ between passes of one row and of many. The others are the
+   logits of the last row. Needs the macros of decoder.c, and KIND: the kind of most panels, dense or with a scale per
+   part. Other panels are FLOAT32. Both must be in KINDS. */
 
-#include "../../../engine/passes/native/decoder.c"
+#include "../../../../specpool/engine/passes/native/decoder.c"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,7 +31,7 @@ static float *floats(int64_t count, float size, float middle) {
     return found;
 }
 
-/* Words of PANEL numbers of 16 bits. */
+/* PANEL float16 numbers. */
 static void put_halves(char *to, float size, float middle) {
     for (int i = 0; i < PANEL; i++) {
         uint32_t bits = bits_of_float(middle + size * uniform());
@@ -64,8 +64,7 @@ static Panel panel(int kind, int64_t inputs) {
     return (Panel){weight, kind};
 }
 
-/* Its outputs are in panels, whose halves lie in another order as bfloat16: for random weights another random layer,
-   so that kinds of weights are not to be compared. */
+/* Kinds lay out panels differently, so the same random numbers give different layers for each kind. */
 static Linear linear(int64_t inputs, int64_t outputs) {
     Panel *panels = malloc(outputs / PANEL * sizeof(Panel));
     for (int64_t i = 0; i < outputs / PANEL; i++) panels[i] = panel(i % 5 == 3 ? FLOAT32 : KIND, inputs);
@@ -73,11 +72,11 @@ static Linear linear(int64_t inputs, int64_t outputs) {
 }
 
 static void pass(const Model *model, int64_t first, int64_t rows, const int64_t *tokens, float *logits) {
-    int64_t positions[TOKENS], wanted[TOKENS];
-    for (int64_t row = 0; row < rows; row++) positions[row] = first + row, wanted[row] = row;
+    int64_t positions[TOKENS], result_rows[TOKENS];
+    for (int64_t row = 0; row < rows; row++) positions[row] = first + row, result_rows[row] = row;
     int64_t scores = (first + rows + LANES - 1) / LANES * LANES, threads = 3;
     float *workspace = malloc((workspace_floats(model, rows) + threads * GROUPS * scores) * sizeof(float));
-    Batch batch = {rows, rows, threads, tokens + first, positions, positions, wanted, workspace, scores, logits};
+    Batch batch = {rows, rows, threads, tokens + first, positions, positions, result_rows, workspace, scores, logits};
     forward(model, &batch);
     free(workspace);
 }

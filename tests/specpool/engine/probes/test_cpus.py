@@ -1,4 +1,4 @@
-"""The promise on other CPUs: each is imitated by a process of its own, which runs the tests that are marked `cpus`."""
+"""Exactness on other CPUs: a process that imitates each one runs the tests marked `cpus`."""
 
 import os
 import platform
@@ -15,14 +15,14 @@ import torch
 ROOT = Path(__file__).parents[4]
 FILES = [
     *(f"tests/specpool/engine/passes/test_{name}.py" for name in ("activations", "native", "panels")),
-    *(f"tests/specpool/engine/probes/test_{name}.py" for name in ("cpus", "exactness")),
+    *(f"tests/specpool/engine/probes/test_{name}.py" for name in ("cpus", "batch_invariance")),
     "tests/specpool/engine/startup/test_self_test.py",
     "tests/system/test_equality.py",
 ]
-# What each level of x86-64 needs, of /proc/cpuinfo.
+# Flags of /proc/cpuinfo that each x86-64 level requires.
 LEVELS = {"x86-64-v2": {"sse4_2"}, "x86-64-v3": {"avx2", "fma"}, "x86-64-v4": {"avx512f", "avx512bw", "avx512vl"}}
 LEVELS["native"] = set()
-# The code paths of torch, of oneDNN, and of the compiled pass.
+# The code paths of torch, oneDNN and the compiled pass.
 ATEN = {"default": set[str](), "avx2": LEVELS["x86-64-v3"], "avx512": LEVELS["x86-64-v4"]}
 DNNL = {
     "SSE41": {"sse4_1"},
@@ -35,7 +35,7 @@ LEVEL_OF = dict(zip(DNNL, LEVELS, strict=True))
 
 @dataclass(frozen=True)
 class Cpu:
-    """Code paths that a CPU has, and threads."""
+    """The code paths of a CPU, and a number of threads."""
 
     aten: str
     dnnl: str
@@ -50,14 +50,14 @@ class Cpu:
         return {
             "ATEN_CPU_CAPABILITY": self.aten,
             "DNNL_MAX_CPU_ISA": self.dnnl,
-            # MKL has other paths for other processors too, but only this one can be asked for on any of them.
+            # The only code path of MKL that can be selected on every processor.
             **({"MKL_CBWR": "COMPATIBLE"} if self.aten == "default" else {}),
             "DECODER_CFLAGS": f"-march={LEVEL_OF[self.dnnl]}",
             "SPECPOOL_TEST_THREADS": str(self.threads),
         }
 
     def missing(self) -> set[str]:
-        """What this machine lacks to imitate it."""
+        """Flags that this machine lacks to imitate it."""
         here = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         assert here is not None
         return (ATEN[self.aten] | DNNL[self.dnnl] | LEVELS[LEVEL_OF[self.dnnl]]) - set(here[1].split())
@@ -70,7 +70,7 @@ ALL = [
     *(Cpu(*paths, threads) for paths in REAL for threads in (1, 3, 8)),
 ]
 
-only_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="paths of another kind of processor")
+only_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86-64 processor")
 
 
 def run_tests(cpu: Cpu, marked: str) -> None:
@@ -85,6 +85,7 @@ def run_tests(cpu: Cpu, marked: str) -> None:
 
 
 @only_x86
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", [OLD, COMMON], ids=str)
 def test_the_self_test_holds_on_other_cpus(cpu: Cpu) -> None:
     run_tests(cpu, "cpus and not thorough and not all_cpus")
@@ -98,6 +99,6 @@ def test_the_promise_holds_on_every_cpu(cpu: Cpu) -> None:
 
 
 @pytest.mark.cpus
-def test_torch_runs_as_the_cpu_that_is_imitated() -> None:
-    wanted = os.environ.get("ATEN_CPU_CAPABILITY", torch.backends.cpu.get_cpu_capability())
-    assert torch.backends.cpu.get_cpu_capability().lower() == wanted.lower()
+def test_torch_imitates_the_cpu() -> None:
+    expected = os.environ.get("ATEN_CPU_CAPABILITY", torch.backends.cpu.get_cpu_capability())
+    assert torch.backends.cpu.get_cpu_capability().lower() == expected.lower()

@@ -11,7 +11,7 @@ from gguf_files import save_random_gguf
 from tiny_models import load_engine, random_tokens, rows_that_differ, save_model, small_config
 
 from specpool.engine.cache.spans import Span
-from specpool.engine.passes.native.sharded import DividedNativeModel
+from specpool.engine.passes.native.sharded import ShardedNativeModel
 from specpool.engine.run.engine import Engine
 
 TOKENS = random_tokens(90)
@@ -50,7 +50,7 @@ def test_ranks_give_the_bits_of_one_device(
     folder = save_model(tmp_path, small_config(architecture, **changes))
     alone = load_engine(folder, device="cpu")
     with sharded(folder, ranks) as engine:
-        assert type(engine.forward_pass).__name__.removeprefix("Divided") == type(alone.forward_pass).__name__
+        assert type(engine.forward_pass).__name__.removeprefix("Sharded") == type(alone.forward_pass).__name__
         assert engine.bitwise
         assert torch.equal(logits(engine), logits(alone))
         assert rows_that_differ(engine) == 0
@@ -76,7 +76,7 @@ def test_ranks_keep_weights_quantized(tmp_path: Path, sums: Literal["whole", "pa
     file = save_random_gguf(tmp_path, lambda name: "Q4_1" if "layers" in name else "Q8_0", **changes)
     dense = load_engine(file, device="cpu", weights="float32")
     with sharded(file, 2, tensor_parallel_sums=sums) as engine:
-        assert isinstance(engine.forward_pass, DividedNativeModel)
+        assert isinstance(engine.forward_pass, ShardedNativeModel)
         kinds = engine.forward_pass.kinds
         assert kinds.keys() - {"FLOAT32"} == {"Q4_1", "Q8_0"}
         down = 2 * 4 * 128 * 48

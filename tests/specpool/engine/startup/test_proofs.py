@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of proofs, which is empty."""
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(proofs, "places", lambda: [tmp_path])
+    monkeypatch.setattr(proofs, "candidate_folders", lambda: [tmp_path])
     monkeypatch.setattr(loading, "OUTDATED", 0.0)
     return tmp_path / proofs.FOLDER
 

@@ -17,14 +17,14 @@ from specpool.engine.models.loading import load_model
 from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes import fused
 from specpool.engine.passes.gpu import attention as gpu_attention
-from specpool.engine.passes.gpu import gemm as gpu_products
-from specpool.engine.passes.gpu.gemm import Product
+from specpool.engine.passes.gpu import gemm as gpu_gemm
+from specpool.engine.passes.gpu.gemm import Gemm
 from specpool.engine.passes.gpu.model import GpuModel
 from specpool.engine.passes.native import compiler
 from specpool.engine.passes.native.model import NativeModel
-from specpool.engine.probes import exactness, kernels
-from specpool.engine.probes.kernels import choose_products
-from specpool.engine.probes.native_gemm import products_agree
+from specpool.engine.probes import batch_invariance, kernels
+from specpool.engine.probes.kernels import choose_gemms
+from specpool.engine.probes.native_gemm import gemms_agree
 from specpool.engine.probes.operations import OperationProbe
 from specpool.engine.run import pass_selection as forward
 from specpool.engine.run.engine import Engine
@@ -65,7 +65,7 @@ def different_rows(engine: Engine, length: int = 500) -> int:
 
 
 def _no_pieces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fused, "in_pieces", lambda function, x: function(x))
+    patch.setattr(fused, "in_chunks", lambda function, x: function(x))
 
 
 def _fused_rotation(patch: pytest.MonkeyPatch) -> None:
@@ -89,19 +89,19 @@ def _no_tiles(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_tiles_of_attention(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(exactness, "_attention_agrees", lambda *_: True)
-    patch.setattr(exactness, "ATTENTION_GRIDS", ((1, 1), (8, 64)))
+    patch.setattr(batch_invariance, "_attention_agrees", lambda *_: True)
+    patch.setattr(batch_invariance, "ATTENTION_GRIDS", ((1, 1), (8, 64)))
 
 
 def _last_grid_untested(patch: pytest.MonkeyPatch) -> None:
     _no_prepacked_products(patch)
-    patch.setattr(exactness, "_rows_agree", lambda linear, x, tiles: tiles.row_multiple == 64)
+    patch.setattr(batch_invariance, "_rows_agree", lambda linear, x, tiles: tiles.row_multiple == 64)
 
 
 def _one_shape_untested(patch: pytest.MonkeyPatch) -> None:
     _no_prepacked_products(patch)
-    patch.setattr(exactness, "_rows_agree", lambda *_: False)
-    patch.setattr(exactness, "_one_shape_agrees", lambda *_: True)
+    patch.setattr(batch_invariance, "_rows_agree", lambda *_: False)
+    patch.setattr(batch_invariance, "_one_shape_agrees", lambda *_: True)
 
 
 UNDONE: list[Undo] = [
@@ -264,7 +264,7 @@ def test_the_failed_operation_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     pytest.importorskip("triton")
-    for name, smaller in (("SPLIT", 32), ("BLOCK", 16), ("BUSY", 2)):  # the interpreter is slow
+    for name, smaller in (("SPLIT", 32), ("BLOCK", 16), ("BUSY_PROGRAMS", 2)):  # the interpreter is slow
         monkeypatch.setattr(gpu_attention, name, smaller)
     monkeypatch.setattr(kernels, "POSITIONS", (30,))
     return torch.zeros(1, 1, 16)
@@ -272,7 +272,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_attention_agrees_at_split_boundaries(cache: torch.Tensor) -> None:
-    assert kernels.attention_agrees(cache, query_groups=3, longest=50)
+    assert kernels.attention_agrees(cache, query_groups=3, max_length=50)
 
 
 @pytest.mark.parametrize("split", [16, *slow([64])])
@@ -282,14 +282,14 @@ def test_batch_dependent_splits_are_found(monkeypatch: pytest.MonkeyPatch, cache
         return gpu_attention.attend_extents(query, *others[:-1], 8)
 
     monkeypatch.setattr(kernels, "attend_extents", attend)
-    assert not kernels.attention_agrees(cache, query_groups=3, longest=50)
+    assert not kernels.attention_agrees(cache, query_groups=3, max_length=50)
 
 
-def products_of(folder: Path, exact: bool = True, **options: Any) -> list[Product]:
+def gemms_of(folder: Path, exact: bool = True, **options: Any) -> list[Gemm]:
     folder = save_model(folder, small_config("llama"))
     model = load_engine(folder, exact, native=False, cuda_graphs=False, **options).forward_pass
     assert isinstance(model, GpuModel)
-    return model.products()
+    return model.gemms()
 
 
 @pytest.mark.parametrize("differs", [lambda rows: rows == 320, lambda rows: rows == 8, lambda rows: rows > 8])
@@ -297,32 +297,30 @@ def test_batch_dependent_gemms_are_not_chosen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: Callable[[int], bool]
 ) -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x.flip(-1) @ weight.flip(-1).T if differs(len(x)) else gpu_products.multiply(x, weight, 1)[0]
+        return x.flip(-1) @ weight.flip(-1).T if differs(len(x)) else gpu_gemm.split_k_gemm(x, weight, 1)[0]
 
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", choose_products)
-    monkeypatch.setattr(gpu_products, "linear", linear)
-    assert {product.kind for product in products_of(tmp_path)} == {"triton"}
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    monkeypatch.setattr(gpu_gemm, "linear", linear)
+    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"triton"}
 
 
 def test_the_fastest_exact_gemm_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", choose_products)
-    monkeypatch.setattr(gpu_products, "linear", lambda x, weight: gpu_products.multiply(x, weight, 1)[0])
-    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
-    assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: gpu_gemm.split_k_gemm(x, weight, 1)[0])
+    monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
+    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"cublas"}
 
 
 def test_gemms_with_different_bits_are_chosen_consistently(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", choose_products)
-    monkeypatch.setattr(
-        gpu_products, "linear", lambda x, weight: gpu_products.multiply(x.flip(-1), weight.flip(-1), 1)[0]
-    )
-    monkeypatch.setattr(kernels, "_log_times", lambda products, kind, *_: 2.0 if kind == "cublas" else 3.0)
-    assert {product.kind for product in products_of(tmp_path)} == {"triton"}
-    assert {product.kind for product in products_of(tmp_path, products="cublas")} == {"cublas"}
-    assert {product.kind for product in products_of(tmp_path, exact=False)} == {"cublas"}
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: gpu_gemm.split_k_gemm(x.flip(-1), weight.flip(-1), 1)[0])
+    monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
+    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"triton"}
+    assert {gemm.backend for gemm in gemms_of(tmp_path, gemm="cublas")} == {"cublas"}
+    assert {gemm.backend for gemm in gemms_of(tmp_path, exact=False)} == {"cublas"}
 
 
 def test_failing_gemms_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -330,18 +328,18 @@ def test_failing_gemms_are_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path:
         raise RuntimeError("out of resource")
 
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", choose_products)
-    exact = gpu_products.multiply
-    monkeypatch.setattr(gpu_products, "multiply", refuse)
-    monkeypatch.setattr(gpu_products, "linear", lambda x, weight: exact(x, weight, 1)[0])
-    assert {product.kind for product in products_of(tmp_path)} == {"cublas"}
+    monkeypatch.setattr(forward, "choose_gemms", choose_gemms)
+    exact = gpu_gemm.split_k_gemm
+    monkeypatch.setattr(gpu_gemm, "split_k_gemm", refuse)
+    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: exact(x, weight, 1)[0])
+    assert {gemm.backend for gemm in gemms_of(tmp_path)} == {"cublas"}
 
 
 def test_without_an_exact_gemm_all_passes_have_one_shape(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     imitate_kernels(monkeypatch)
-    monkeypatch.setattr(forward, "choose_products", lambda *_: False)
+    monkeypatch.setattr(forward, "choose_gemms", lambda *_: False)
     engine = load_engine(save_model(tmp_path, small_config("llama")), native=False, cuda_graphs=False)
     assert engine.max_num_batched_tokens == engine.tiles.max_rows == 64
     assert "64 rows at a time" in engine.notes[0]
@@ -363,7 +361,7 @@ def test_the_self_test_probes_attention_kernels(tmp_path: Path, monkeypatch: pyt
 
 def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Replaces texts in the sources of the compiled pass. Exactly one file has each text."""
-    sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.INCLUDED)}
+    sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.HEADERS)}
     for before, after in changes.items():
         (name,) = (name for name, source in sources.items() if before in source)
         sources[name] = sources[name].replace(before, after)
@@ -462,9 +460,9 @@ def products_with(folder: Path, kind: str) -> NativeModel:
 def test_wrong_dequantization_fails_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     kind, changes = WIDENING_MUTANTS[name]
     change_source(changes, monkeypatch, tmp_path)
-    assert not products_agree(products_with(tmp_path / "model", kind))
+    assert not gemms_agree(products_with(tmp_path / "model", kind))
 
 
 @pytest.mark.cpus
 def test_correct_dequantization_passes_the_self_test(tmp_path: Path) -> None:
-    assert products_agree(products_with(tmp_path / "model", "Q4_K"))
+    assert gemms_agree(products_with(tmp_path / "model", "Q4_K"))

@@ -1,19 +1,19 @@
-"""The structures of decoder.c and of the files that it includes."""
+"""The structs of decoder.c and its headers, as ctypes."""
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
-PRODUCTS = ("qkv", "out", "gate_up", "down")
+LINEARS = ("qkv", "out", "gate_up", "down")
 NORMS = ("before_attention", "before_mlp", "after_attention", "after_mlp", "head_norms")
 
 
 class Panel(Structure):
-    """Weights of a few outputs of a product."""
+    """The weights of a few outputs."""
 
     _fields_ = (("weight", c_void_p), ("kind", c_int64))
 
 
 class Linear(Structure):
-    """A product."""
+    """A linear layer."""
 
     _fields_ = (
         ("panels", POINTER(Panel)),
@@ -23,13 +23,13 @@ class Linear(Structure):
 
 
 class Layer(Structure):
-    """A layer of the decoder."""
+    """A decoder layer."""
 
-    _fields_ = (*((name, Linear) for name in PRODUCTS), *((name, c_void_p) for name in (*NORMS, "keys", "values")))
+    _fields_ = (*((name, Linear) for name in LINEARS), *((name, c_void_p) for name in (*NORMS, "keys", "values")))
 
 
 class Model(Structure):
-    """A model, or a rank's share of it."""
+    """A model, or a rank's shard of it."""
 
     _fields_ = (
         ("layers", POINTER(Layer)),
@@ -43,7 +43,7 @@ class Model(Structure):
 
 
 class Batch(Structure):
-    """The input of a pass, and where it leaves its logits."""
+    """The input of a pass, its workspace and its output."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "results", "threads")),
@@ -53,8 +53,8 @@ class Batch(Structure):
     )
 
 
-class Space(Structure):
-    """Where a pass keeps its numbers in the workspace."""
+class Activations(Structure):
+    """Addresses of the activations in the workspace."""
 
     _fields_ = tuple(
         (name, c_void_p) for name in ("hidden", "normed", "heads", "attended", "branch", "gate_up", "gated", "scores")

@@ -1,13 +1,13 @@
-/* Products of rows with a weight. Each output adds its terms in the order of the inputs, whatever the kind of the weight
-   and the number of rows, so that all ways to compute it have the same bits. */
+/* GEMM. Each output adds its terms in the order of the inputs, whatever the kind of the weight and the number of rows, so
+   all code paths give the same bits. */
 
 #include "panels.h"
 
 extern int omp_get_num_threads(void);
 extern int omp_get_thread_num(void);
 
-/* TILE rows of a panel are computed together: as many as there are registers for. ABREAST panels of a single row are, so
-   that no sum waits for the one before. */
+/* TILE rows of a panel are computed together, as many as fit into registers. A single row computes ABREAST panels
+   together to hide latency. */
 #if defined(__AVX512F__)
 #define TILE 8
 #define SUMS 16
@@ -18,7 +18,7 @@ extern int omp_get_thread_num(void);
 #define ABREAST 1
 #endif
 
-/* OF_ROWS(n) for so many rows, or for TILE if there are more. */
+/* OF_ROWS(rows), or OF_ROWS(TILE) for more rows. */
 #if TILE > 3
 #define BY_ROWS(rows) \
     switch (rows) { \
@@ -40,11 +40,11 @@ extern int omp_get_thread_num(void);
     }
 #endif
 
-/* Inputs of a product that all rows are multiplied with before the next ones, so that their weights stay cached. */
+/* Inputs of a block: all rows use its weights before the next block, while they are in the cache. */
 #define BLOCK 512
 #define WIDENED 256
 
-/* Parts ahead of the one in use that are fetched from memory. */
+/* Parts to prefetch ahead of the current one. */
 #define AHEAD 4
 
 /* y = W x + b. `outputs` is a multiple of PANEL. */
@@ -52,14 +52,14 @@ typedef struct {
     const Panel *panels; /* [outputs / PANEL] */
     const float *bias;   /* [outputs], or null */
     int64_t inputs, outputs;
-    int64_t widened_from; /* rows from which a panel of few bits is widened into the cache, once for all of them */
+    int64_t widened_from; /* rows from which a quantized panel is widened into the cache once, for all rows */
 } Linear;
 
 /* --- Panels of float32 or bfloat16 */
 
-/* Adds `count` terms to the sums of PANEL outputs. `kind` and `rows` are constants at every call, so that sums stay in
-   registers. The sums begin with the bias, or are `continued` from the values in `out`. Meanwhile the weights at `ahead`
-   are prefetched, `fetched` bytes per term: a product of few rows takes as long as reading its weights. */
+/* Adds `count` terms to the sums of PANEL outputs, which start at the bias, or at `out` if `continued`. `kind` and `rows`
+   are constants at every call, which keeps the sums in registers. Prefetches the weights at `ahead`, `fetched` bytes per
+   term: GEMM with few rows takes as long as reading the weights. */
 static INLINE void dense_tile(int kind, int rows, int64_t count, const char *weight, const char *ahead, int64_t fetched,
                               const float *x, int64_t inputs, int continued, const float *bias, float *out,
                               int64_t outputs) {
@@ -82,7 +82,7 @@ static INLINE void dense_tile(int kind, int rows, int64_t count, const char *wei
         for (int p = 0; p < PIECES; p++) put(out + r * outputs, p, sums[r][p]);
 }
 
-/* `rows` rows, at most TILE. */
+/* 1 to TILE rows. */
 static INLINE void dense_rows(int kind, int64_t rows, int64_t count, const char *weight, const char *ahead,
                               int64_t fetched, const float *x, int64_t inputs, int continued, const float *bias,
                               float *out, int64_t outputs) {
@@ -106,12 +106,12 @@ static INLINE void dense_panel(int kind, const char *weight, int64_t inputs, int
     }
 }
 
-/* --- Panels of few bits */
+/* --- Quantized panels */
 
-/* Adds the terms of parts `part` to `end` to the sums of `rows` rows and `abreast` panels, which begin with the bias, or go
-   on from `out` after the first part. Weights are widened in registers, and written to `wide_weights`, [inputs, PANEL], if
-   that is not null. `kind`, `rows`, `abreast` and whether it is null are constants at every call. */
-static INLINE void coded_tile(int kind, int rows, int abreast, const Panel *panels, int64_t part, int64_t end,
+/* Adds the terms of parts `part` to `end` to the sums of `rows` rows and `abreast` panels. The sums start at the bias for
+   part 0, else at `out`. Widens weights in registers, and writes them to `wide_weights`, [inputs, PANEL], unless null.
+   `kind`, `rows`, `abreast` and whether `wide_weights` is null are constants at every call. */
+static INLINE void quantized_tile(int kind, int rows, int abreast, const Panel *panels, int64_t part, int64_t end,
                               float *wide_weights, const float *x, int64_t inputs, const float *bias, float *out,
                               int64_t outputs) {
     wide sums[TILE * ABREAST][PIECES];
@@ -165,7 +165,7 @@ static INLINE void widen(int kind, const char *panel, int64_t part, int64_t part
         }
 }
 
-/* Once for all kinds. */
+/* Not inlined: one copy serves all kinds. */
 static __attribute__((noinline)) void float_rows(int64_t rows, int64_t count, const float *weight, const float *x,
                                                  int64_t inputs, int continued, const float *bias, float *out,
                                                  int64_t outputs) {
@@ -175,61 +175,61 @@ static __attribute__((noinline)) void float_rows(int64_t rows, int64_t count, co
                    outputs);
 }
 
-/* out [rows, outputs] of one panel, for more than TILE rows. While the first TILE are computed, the weights are widened
-   into the cache, from where the other rows take them. */
-static INLINE void shared_panel(int kind, const Panel *panel, int64_t inputs, int64_t rows, const float *x,
+/* out [rows, outputs] of one panel, for more than TILE rows. The first TILE rows widen the weights into the cache for the
+   others. */
+static INLINE void widened_panel(int kind, const Panel *panel, int64_t inputs, int64_t rows, const float *x,
                                 const float *bias, float *out, int64_t outputs) {
     float floats[WIDENED * PANEL];
     for (int64_t k = 0; k < inputs; k += WIDENED) {
         int64_t count = inputs - k < WIDENED ? inputs - k : WIDENED;
-        coded_tile(kind, TILE, 1, panel, k / PART, (k + count) / PART, floats, x, inputs, bias, out, outputs);
+        quantized_tile(kind, TILE, 1, panel, k / PART, (k + count) / PART, floats, x, inputs, bias, out, outputs);
         float_rows(rows - TILE, count, floats, x + TILE * inputs + k, inputs, k > 0, bias, out + TILE * outputs, outputs);
     }
 }
 
-/* Computes some of `count` panels, which are of one kind, and returns how many. */
-static INLINE int coded_panels(int kind, const Panel *panels, int count, const Linear *linear, int64_t rows,
+/* Computes up to `count` panels of one kind. Returns the number computed. */
+static INLINE int quantized_panels(int kind, const Panel *panels, int count, const Linear *linear, int64_t rows,
                                const float *x, const float *bias, float *out) {
     int64_t inputs = linear->inputs, outputs = linear->outputs, end = inputs / PART;
     if (rows > TILE && rows >= linear->widened_from) {
-        shared_panel(kind, panels, inputs, rows, x, bias, out, outputs);
+        widened_panel(kind, panels, inputs, rows, x, bias, out, outputs);
         return 1;
     }
 #if ABREAST > 1
     if (rows == 1 && count > 2) {
-        coded_tile(kind, 1, 3, panels, 0, end, 0, x, inputs, bias, out, outputs);
+        quantized_tile(kind, 1, 3, panels, 0, end, 0, x, inputs, bias, out, outputs);
         return 3;
     }
     if (rows == 1 && count > 1) {
-        coded_tile(kind, 1, 2, panels, 0, end, 0, x, inputs, bias, out, outputs);
+        quantized_tile(kind, 1, 2, panels, 0, end, 0, x, inputs, bias, out, outputs);
         return 2;
     }
     if (rows == 2 && count > 1) {
-        coded_tile(kind, 2, 2, panels, 0, end, 0, x, inputs, bias, out, outputs);
+        quantized_tile(kind, 2, 2, panels, 0, end, 0, x, inputs, bias, out, outputs);
         return 2;
     }
 #endif
     for (int64_t row = 0; row < rows; row += TILE, x += TILE * inputs, out += TILE * outputs)
-#define OF_ROWS(n) coded_tile(kind, n, 1, panels, 0, end, 0, x, inputs, bias, out, outputs); break;
+#define OF_ROWS(n) quantized_tile(kind, n, 1, panels, 0, end, 0, x, inputs, bias, out, outputs); break;
         BY_ROWS(rows - row)
 #undef OF_ROWS
     return 1;
 }
 
-/* --- All kinds. KINDS(X) names those that this library is compiled for: X(FLOAT32) X(Q4_1) ... */
+/* --- All kinds. KINDS(X) lists the kinds that this library is compiled for: X(FLOAT32) X(Q4_1) ... */
 
-/* Each kind in a function of its own, for a processor's registers and for a compiler's patience. */
+/* One function per kind, to limit register pressure and compile time. */
 #define OF_KIND(kind) \
     static __attribute__((noinline)) int panels_##kind(const Panel *panels, int count, const Linear *linear, \
                                                        int64_t rows, const float *x, const float *bias, float *out) { \
-        if (!is_dense(kind)) return coded_panels(kind, panels, count, linear, rows, x, bias, out); \
+        if (!is_dense(kind)) return quantized_panels(kind, panels, count, linear, rows, x, bias, out); \
         dense_panel(kind, panels->weight, linear->inputs, rows, x, bias, out, linear->outputs); \
         return 1; \
     }
 KINDS(OF_KIND)
 
-/* out [rows, outputs] = the product of x [rows, inputs]. Compiled once, so that a probe runs the code of a pass. */
-static ONE_COPY void apply(const Linear *linear, int64_t rows, const float *x, float *out) {
+/* out [rows, outputs] = W x + b, for x [rows, inputs]. Compiled once, so that probes run the code of a pass. */
+static ONE_COPY void gemm(const Linear *linear, int64_t rows, const float *x, float *out) {
     if (rows == 0) return;
     int64_t panels = linear->outputs / PANEL, threads = omp_get_num_threads(), thread = omp_get_thread_num();
     for (int64_t next = panels * thread / threads, end = panels * (thread + 1) / threads; next < end;) {
@@ -247,7 +247,7 @@ static ONE_COPY void apply(const Linear *linear, int64_t rows, const float *x, f
 }
 
 /* The weights of one output, [inputs]. */
-static ONE_COPY void one_output(const Linear *linear, int64_t output, float *out) {
+static ONE_COPY void embedding_row(const Linear *linear, int64_t output, float *out) {
     const Panel *panel = linear->panels + output / PANEL;
     int lane = output % PANEL;
     float floats[WIDENED * PANEL];

@@ -1,4 +1,4 @@
-"""A vLLM plugin that fixes sampling with drafts on the CPU, for tests.
+"""A vLLM plugin for tests that fixes sampling with drafts on the CPU.
 
 vLLM 0.32 for CPU verifies drafts of sampled requests with uninitialized temperatures (vLLM issue 55005). Other devices
 have a kernel for them.
@@ -7,7 +7,7 @@ have a kernel for them.
 from typing import Any
 
 
-def mend() -> None:
+def patch() -> None:
     """Give each draft token the sampling parameters of its row."""
     import torch
     from vllm.v1.sample import rejection_sampler

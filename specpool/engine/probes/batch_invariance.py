@@ -1,4 +1,4 @@
-"""Finds the shapes for which this device gives a row the same bits in every batch."""
+"""Finds the shapes in which this device computes a row with the same bits in every batch."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,30 +16,32 @@ from specpool.engine.probes.inputs import ProbeInputs
 
 log = logging.getLogger(__name__)
 Choice = TypeVar("Choice")
+Linear = nn.Linear | PrepackedLinear
 
-# Grids, cheapest first. The first grid on which all probed shapes agree is chosen.
+# (minimum rows, multiple of rows), cheapest first. The first on which all probed shapes agree is chosen.
 ROW_GRIDS = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 8), (16, 16), (32, 32), (64, 64))
-# Where no grid is exact, every pass has this number of rows, so that all products of a layer have the same shape.
+# The last resort: every pass has exactly this many rows, so that each GEMM of a layer has one shape.
 ONE_SHAPE = Tiles(min_rows=64, row_multiple=64, max_rows=64)
 ROW_TILES = (*(Tiles(*grid) for grid in ROW_GRIDS), ONE_SHAPE)
+# (multiple of query rows, multiple of KV columns), cheapest first.
 ATTENTION_GRIDS = (
     *((1, 64), (1, 128), (1, 256), (1, 512)),
     *((8, 64), (8, 128), (8, 256), (8, 512), (16, 512), (32, 512)),
 )
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 200, 256, 384, 512)
-# Of grids with multiples from this one on, every row count is probed.
+# From this multiple on, every row count of a grid is probed.
 COARSE = 32
 # Wide layers cost more, so fewer row counts are probed.
 MANY_FEATURES, FEW_COUNTS = 8192, (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 65, 80, 96, 128, 160, 200, 256)
-NOT_EXACT = "rows depend on the rows beside them in every shape of %s: equivalence is numeric"
+NOT_FOUND = "no batch-invariant shape found for %s; equivalence is numeric"
 
 
 @torch.inference_mode()
 def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Tiles | None:
-    """The cheapest tiles on which every shape of linear layer, and attention, give the same bits whatever the batch.
+    """The cheapest tiles on which all linear layers and attention are batch-invariant.
 
-    `attention`: KV heads, query heads per KV head, and head size; None if attention is exact in every shape. Returns
-    None if there are no such tiles; a warning then names the layer.
+    `attention`: KV heads, query heads per KV head, and head size; None if attention needs no tiles. Returns None if
+    there are no such tiles, and logs the layer.
     """
     numbers = ProbeInputs(next(model.parameters()))
     rows = _row_tiles(model, numbers)
@@ -49,27 +51,28 @@ def choose_tiles(model: nn.Module, attention: tuple[int, int, int] | None) -> Ti
     if rows is None or grid is None:
         return None
     tiles = Tiles(rows.min_rows, rows.row_multiple, *grid, max_rows=rows.max_rows)
-    log.info("exact numerics with %s", tiles)
+    log.info("batch-invariant with %s", tiles)
     return tiles
 
 
 def _row_tiles(model: nn.Module, numbers: ProbeInputs) -> Tiles | None:
-    """The cheapest tiles of rows on which all linear layers agree. More rows than were probed take several passes."""
-    linears = {
+    """The cheapest row tiles on which all linear layers agree. Their `max_rows` is the largest probed count."""
+    shapes = {
         (type(module), module.in_features, module.out_features, module.bias is not None)
         for module in model.modules()
         if isinstance(module, PrepackedLinear) or type(module) is nn.Linear
     }
     rows = ROW_TILES[0]
-    for kind, inputs, outputs, biased in sorted(linears, key=str):
+    for kind, inputs, outputs, biased in sorted(shapes, key=str):
         probe = _linear_probe(kind, inputs, outputs, biased, numbers)
-        # Tiles for this layer suit those before it too: their row counts are among those of cheaper tiles.
-        found = _first(ROW_TILES[ROW_TILES.index(rows) :], partial(_layer_agrees, *probe))
-        if found is None:
-            log.warning(NOT_EXACT, f"{kind.__name__} of {inputs} inputs and {outputs} outputs")
+        # Coarser tiles also suit the layers before, because their row counts are a subset.
+        candidates = ROW_TILES[ROW_TILES.index(rows) :]
+        chosen = _first(candidates, partial(_layer_agrees, *probe))
+        if chosen is None:
+            log.warning(NOT_FOUND, f"{kind.__name__} with {inputs} inputs and {outputs} outputs")
             return None
-        rows = found
-    probed = min((_row_counts(outputs)[-1] for _, _, outputs, _ in linears), default=ROW_COUNTS[-1])
+        rows = chosen
+    probed = min((_row_counts(outputs)[-1] for _, _, outputs, _ in shapes), default=ROW_COUNTS[-1])
     return replace(rows, max_rows=rows.max_rows or probed)
 
 
@@ -77,7 +80,7 @@ def _attention_grid(kv_heads: int, groups: int, dim: int, numbers: ProbeInputs) 
     """The cheapest grid on which attention agrees."""
     grid = _first(ATTENTION_GRIDS, lambda grid: _attention_agrees(*grid, kv_heads, groups, dim, numbers))
     if grid is None:
-        log.warning(NOT_EXACT, f"attention of {kv_heads} KV heads, {groups} query heads each, head size {dim}")
+        log.warning(NOT_FOUND, f"attention with {kv_heads} KV heads, {groups} query heads each, head size {dim}")
     return grid
 
 
@@ -87,9 +90,9 @@ def _first(choices: Sequence[Choice], agrees: Callable[[Choice], bool]) -> Choic
 
 def _linear_probe(
     kind: type[nn.Module], inputs: int, outputs: int, biased: bool, numbers: ProbeInputs
-) -> tuple[nn.Linear | PrepackedLinear, torch.Tensor]:
-    """A layer of this kind and shape, and input rows, as many as are ever probed, whose products with it cancel."""
-    weight, x = numbers.product(outputs, inputs, _row_counts(outputs)[-1])
+) -> tuple[Linear, torch.Tensor]:
+    """A layer of this kind and shape, and the maximum number of input rows, whose dot products cancel."""
+    weight, x = numbers.gemm(outputs, inputs, _row_counts(outputs)[-1])
     linear = nn.Linear(inputs, outputs, biased, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if biased:
@@ -101,80 +104,80 @@ def _row_counts(outputs: int) -> tuple[int, ...]:
     return FEW_COUNTS if outputs > MANY_FEATURES else ROW_COUNTS
 
 
-def _layer_agrees(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, tiles: Tiles) -> bool:
-    """Whether the results of rows are the same bits in all passes on these tiles."""
+def _layer_agrees(linear: Linear, x: torch.Tensor, tiles: Tiles) -> bool:
+    """Whether rows have the same bits in all passes on these tiles."""
     return (_rows_agree if tiles.max_rows is None else _one_shape_agrees)(linear, x, tiles)
 
 
-def _rows_agree(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, tiles: Tiles) -> bool:
-    """Whether the results of rows are the same among fewer other rows and at every other index."""
+def _rows_agree(linear: Linear, x: torch.Tensor, tiles: Tiles) -> bool:
+    """Whether rows have the same bits among fewer rows and at every other index."""
     counts = {tiles.rows(count) for count in _row_counts(linear.out_features)}
     if tiles.row_multiple >= COARSE:
         counts.update(range(tiles.row_multiple, len(x), tiles.row_multiple))
     reference = linear(x)
-    fewer = all(torch.equal(linear(x[-count:]), reference[-count:]) for count in counts if count < len(x))
-    return fewer and _next_index_agrees(linear, x, reference)
+    fewer_agree = all(torch.equal(linear(x[-count:]), reference[-count:]) for count in counts if count < len(x))
+    return fewer_agree and _next_index_agrees(linear, x, reference)
 
 
-def _one_shape_agrees(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, tiles: Tiles) -> bool:
-    """Whether the results of as many rows as a pass has are the same at every index and beside any other rows."""
+def _one_shape_agrees(linear: Linear, x: torch.Tensor, tiles: Tiles) -> bool:
+    """Whether rows have the same bits at every index and beside any other rows, in passes of one shape."""
     count = tiles.min_rows
     rows, others = x[:count], x[count : 2 * count]
     reference = linear(rows)
     if not _next_index_agrees(linear, rows, reference):
         return False
     index = torch.arange(count, device=x.device)
-    for kept in (index < count // 2, index % 2 == 1):
-        for beside in (others, others[:1]):  # a pass is padded with a row that repeats
-            mixed = torch.where(kept[:, None], rows, beside)
-            if not torch.equal(linear(mixed)[kept], reference[kept]):
+    for probed in (index < count // 2, index % 2 == 1):
+        for beside in (others, others[:1]):  # padding repeats one row
+            mixed = torch.where(probed[:, None], rows, beside)
+            if not torch.equal(linear(mixed)[probed], reference[probed]):
                 return False
     return True
 
 
-def _next_index_agrees(linear: nn.Linear | PrepackedLinear, x: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether every row has the same result at the next index. Then a row has the same result at all of them."""
+def _next_index_agrees(linear: Linear, x: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Whether every row has the same bits at the next index, and by induction at all of them."""
     return torch.equal(linear(x.roll(1, 0)), reference.roll(1, 0))
 
 
 def _attention_agrees(query: int, kv: int, kv_heads: int, groups: int, dim: int, numbers: ProbeInputs) -> bool:
-    """Whether a query row has the same result with more rows, other sequences, or a longer cache behind it."""
-    most = 4 * kv if kv >= 256 else 1024
-    keys, values = numbers.normal(5, kv_heads, most, dim), numbers.normal(5, kv_heads, most, dim)
-    row = torch.zeros(kv_heads, groups, dim).to(keys)  # gives all visible positions the same weight
+    """Whether a query row has the same bits with more rows, other sequences, or a longer cache behind it."""
+    max_length = 4 * kv if kv >= 256 else 1024
+    keys, values = numbers.normal(5, kv_heads, max_length, dim), numbers.normal(5, kv_heads, max_length, dim)
+    row = torch.zeros(kv_heads, groups, dim).to(keys)  # weighs all visible positions equally
 
-    def attend_by_row(batch: int, rows: int, at: int, length: int, visible: int) -> torch.Tensor:
+    def attend_by_row(batch: int, rows: int, index: int, length: int, visible: int) -> torch.Tensor:
         """The probed row's result in a call with one row each of several sequences, or with several rows of one."""
         count = max(batch, rows)
-        at = at if batch == 1 else count - 1
+        index = index if batch == 1 else count - 1
         q = numbers.normal(count, kv_heads, groups, dim)
-        q[at] = row
+        q[index] = row
         positions = numbers.below(length, count, 1)
-        positions[at] = visible - 1
+        positions[index] = visible - 1
         mask = (torch.arange(length, device=q.device) <= positions)[:, None, None].expand(count, 1, groups, length)
         members = slice(5 - batch, 5)
         k, v = (cache[members, :, :length].expand(count, -1, -1, -1) for cache in (keys, values))
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask)[at]
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)[index]
 
-    def attend_together(batch: int, rows: int, at: int, length: int, visible: int) -> torch.Tensor:
+    def attend_together(batch: int, rows: int, index: int, length: int, visible: int) -> torch.Tensor:
         """The probed row's result in a call with several rows of each of several sequences."""
         q = numbers.normal(batch, kv_heads, groups, rows, dim)
-        q[-1, :, :, at] = row
+        q[-1, :, :, index] = row
         positions = numbers.below(length, batch, rows)
-        positions[-1, at] = visible - 1
+        positions[-1, index] = visible - 1
         mask = (torch.arange(length, device=q.device) <= positions[..., None])[:, None, None]
         mask = mask.expand(batch, 1, groups, rows, length).reshape(batch, 1, groups * rows, length)
-        members = slice(5 - batch, 5)  # the probed row always attends to the cache of the last sequence
+        members = slice(5 - batch, 5)  # the probed row always attends to the last sequence
         q = q.reshape(batch, kv_heads, groups * rows, dim)
         out = scaled_dot_product_attention(q, keys[members, :, :length], values[members, :, :length], attn_mask=mask)
-        return out.reshape(batch, kv_heads, groups, rows, dim)[-1, :, :, at]
+        return out.reshape(batch, kv_heads, groups, rows, dim)[-1, :, :, index]
 
     attend = attend_by_row if query == 1 else attend_together
     for visible in (2, 30, 64, 102, 250, 302, 512, 702, 1002):
         values[-1, :, :visible] = numbers.cancelling(visible, kv_heads, dim)[numbers.order(visible)].transpose(0, 1)
         length = round_up(visible, kv)
         reference = attend(1, query, 0, length, visible)
-        variants = _attention_variants(query, range(length, most + 1, kv))
+        variants = _attention_variants(query, range(length, max_length + 1, kv))
         if not all(torch.equal(attend(*variant, visible), reference) for variant in variants):
             return False
     return True

@@ -1,0 +1,110 @@
+"""Answers of the whole service, for a pair whose draft agrees on about 70% of tokens, and of `generate`."""
+
+import asyncio
+import gc
+import statistics
+import time
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+
+import torch
+from google.protobuf.json_format import MessageToDict
+
+from benchmarks.engine import finished
+from benchmarks.gpu.part import Findings, Row, Settings
+from benchmarks.pair import partly_wrong, path_through, save_model
+from benchmarks.peers import Peers
+from benchmarks.report import seconds_of
+from benchmarks.shapes import SHAPES
+from benchmarks.throughput import PLAIN, Load, run, summary
+from specpool.cli.up import UpSettings, running
+from specpool.client import AsyncClient
+from specpool.client.prompts import own_prompts
+from specpool.engine.config.devices import pick_device
+
+ACCEPTANCE = 0.7
+KINDS = [PLAIN, "k2", "k4", "adaptive"]
+# Minimum seconds left to start another run.
+RUN_SECONDS = 10
+
+
+def measure_pair(settings: Settings, findings: Findings) -> None:
+    """Measure the service: plain decoding and speculation, at several concurrencies."""
+    folder = make_pair(settings)
+    findings.add(acceptance=ACCEPTANCE, max_tokens=settings.sizes.max_tokens, prompts_per_request=settings.sizes.load)
+    asyncio.run(serve(settings, findings, folder))
+
+
+def measure_transformers(settings: Settings, findings: Findings) -> None:
+    """Measure `generate` of transformers with the same target, in static batches. cuBLAS is not restricted."""
+    sizes = settings.sizes
+    peers = Peers(str(make_pair(settings) / "target"), pick_device(settings.device), settings.torch_dtype)
+    findings.add(max_tokens=sizes.max_tokens)
+    for batch in sizes.batches:
+        prompts = [line.prompt for line in islice(cycle(own_prompts()), batch)]
+        peers.generate(prompts, batch, 2)
+        seconds: list[float] = []
+        while len(seconds) < sizes.runs and findings.fits(settings, f"a run of {batch} sequences", RUN_SECONDS):
+            generate = partial(peers.generate, prompts, batch, sizes.max_tokens)  # this pair never stops early
+            seconds.append(seconds_of(partial(finished, generate)))
+        if seconds:
+            median = statistics.median(seconds)
+            findings.add_row("runs", {
+                "sequences": batch, "runs": len(seconds), "tokens_per_s": round(batch * sizes.max_tokens / median, 1),
+                "ms_a_token": round(median / sizes.max_tokens * 1000, 3),
+            })  # fmt: skip
+    if torch.device(settings.device).type == "cuda":
+        findings.add(memory_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1))
+
+
+def make_pair(settings: Settings) -> Path:
+    """The folder of both models. The first part that needs them creates them."""
+    folder, done = Path(settings.scratch), Path(settings.scratch) / "made"
+    if not done.exists():
+        device = pick_device(settings.device)
+        torch.manual_seed(0)
+        follows = path_through(SHAPES[settings.target]["vocab_size"])
+        save_model(folder / "target", settings.target, follows, device, settings.torch_dtype)
+        mostly_follows = partly_wrong(follows, 1 - ACCEPTANCE)
+        save_model(folder / "draft", settings.draft, mostly_follows, device, settings.torch_dtype)
+        done.touch()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the workers need it
+    return folder
+
+
+async def serve(settings: Settings, findings: Findings, folder: Path) -> None:
+    """Start the service and run all kinds of decoding, one concurrency after the other."""
+    up = UpSettings(
+        port=0, log_level="warning", drain_seconds=1, prefix_caching=False, max_num_seqs=max(settings.sizes.batches),
+        target=str(folder / "target"), draft=str(folder / "draft"), target_device=settings.device,
+        draft_device=settings.device,
+    )  # fmt: skip
+    began = time.perf_counter()
+    async with running(up) as address, AsyncClient(address) as client:
+        findings.add(started_s=round(time.perf_counter() - began, 1))
+        info = await client.model_info()
+        for name, model in (("target", info.target), ("draft", info.draft)):
+            findings.add(**{name: MessageToDict(model, preserving_proto_field_name=True)})
+        truth: dict[str, list[int]] = {}
+        for concurrency in settings.sizes.batches:
+            if findings.fits(settings, f"{concurrency} at a time", RUN_SECONDS):
+                for row in await rows_of(client, settings, concurrency, truth):
+                    findings.add_row("runs", row)
+
+
+async def rows_of(client: AsyncClient, settings: Settings, concurrency: int, truth: dict[str, list[int]]) -> list[Row]:
+    """One row per kind: medians over interleaved runs. `truth`: the plain answers so far."""
+    sizes = settings.sizes
+    lines = list(islice(cycle(own_prompts()), sizes.load * concurrency))
+    load = Load(concurrency, lines, KINDS)
+    await run(client, load, KINDS[-1], sizes.max_tokens, {})  # warms up the cost model
+    runs: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+    for repeat in range(sizes.runs):
+        if repeat and settings.seconds_left < RUN_SECONDS:
+            break
+        for kind in KINDS:
+            runs[kind].append(await run(client, load, kind, sizes.max_tokens, truth))
+    return [{**summary(load, kind, own, runs[PLAIN]), "runs": len(own)} for kind, own in runs.items()]

@@ -1,0 +1,123 @@
+"""Private folders for compiled code, and a cache of it: no other user can write or replace what is loaded."""
+
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+log = logging.getLogger(__name__)
+
+DIGEST_BYTES = 32
+ANY_ACCESS_BY_OTHERS = 0o077
+WRITE_BY_OTHERS = 0o022
+ROOT = 0
+
+
+class NotPrivateError(OSError):
+    """Another user could have written or replaced a file or folder."""
+
+
+def candidate_folders() -> list[Path]:
+    """Folders to create private folders in, best first. Some may not exist, or may forbid loading code."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return [user_cache_path("specpool"), *([Path(runtime)] if runtime else []), Path(tempfile.gettempdir())]
+
+
+@contextmanager
+def private_folder(parent: Path) -> Iterator[Path]:
+    """Create a folder that only this user can open, and remove it at the end.
+
+    OSError: it cannot be created. NotPrivateError: another user could replace it.
+    """
+    parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # the check below refuses parents that others can write
+    with tempfile.TemporaryDirectory(prefix="compiled-", dir=parent.resolve()) as name:
+        folder = Path(name)
+        _check_folder(folder)
+        yield folder
+
+
+def write_private(code: bytes, file: Path) -> Path:
+    """Write a new file that only this user can open, and return it."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700)
+    with open(descriptor, "wb") as opened:
+        opened.write(code)
+    return file
+
+
+def write_cached(code: bytes, entry: Path, max_entries: int) -> None:
+    """Cache code for later processes, and delete all but the `max_entries` most recently used files.
+
+    Does nothing but log if that fails. Never load an entry directly: a file on a network file system could change or
+    vanish under the process. Use `read_cached`, then load a private copy.
+    """
+    try:
+        make_private(entry.parent)
+        with tempfile.TemporaryDirectory(dir=entry.parent) as folder:
+            partial = write_private(_digest(code) + code, Path(folder) / entry.name)
+            with partial.open("rb") as opened:
+                os.fsync(opened)
+            partial.rename(entry)
+        others = [file for file in entry.parent.iterdir() if file.is_file() and file != entry]
+        for old in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True)[max_entries - 1 :]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.info("caching compiled code failed; the next start compiles it again: %s", error)
+
+
+def read_cached(entry: Path) -> bytes | None:
+    """The cached code; None if there is none, it is damaged, or another user could have written it."""
+    try:
+        _check_folder(entry.parent)
+        check_file(entry)
+        content = entry.read_bytes()
+        os.utime(entry)
+    except OSError:
+        return None
+    digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+    return code if digest == _digest(code) else None
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that only this user can open, unless it exists. OSError if others could write or replace it."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _check_folder(folder)
+
+
+def check_file(file: Path) -> None:
+    """Raise NotPrivateError unless this user owns the file and no other user can write it."""
+    _check(file, file.lstat(), stat.S_IFREG, WRITE_BY_OTHERS)
+
+
+def _digest(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise NotPrivateError unless only this user can open the folder, and no other user can replace it."""
+    for parent in folder.parents:
+        _check_parent(parent)
+    _check(folder, folder.lstat(), stat.S_IFDIR, ANY_ACCESS_BY_OTHERS)
+
+
+def _check(path: Path, status: os.stat_result, kind: int, forbidden: int) -> None:
+    if stat.S_IFMT(status.st_mode) != kind:
+        raise NotPrivateError(f"{path} has been replaced")
+    if status.st_uid != os.geteuid():
+        raise NotPrivateError(f"{path} belongs to user {status.st_uid}")
+    if status.st_mode & forbidden:
+        raise NotPrivateError(f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):o})")
+
+
+def _check_parent(folder: Path) -> None:
+    """Raise NotPrivateError if another user can rename entries of this folder."""
+    status = folder.stat()
+    if status.st_uid not in (ROOT, os.geteuid()):
+        raise NotPrivateError(f"{folder} belongs to user {status.st_uid}")
+    if status.st_mode & WRITE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
+        raise NotPrivateError(f"{folder} is writable by other users (mode {stat.S_IMODE(status.st_mode):o})")

@@ -1,0 +1,196 @@
+"""The GPU pass of a sharded model, by interpreted kernels: the bits of one device, or sums in rank order."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreted_kernels import FakeGraphs, imitate_kernels
+from ranks_in_turns import GroupInTurns, run_ranks
+from test_fused import save_random
+from tiny_models import transformers_logits
+
+from specpool.engine.cache.arena import KVArena
+from specpool.engine.cache.spans import Location, Span
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.loading import load_model
+from specpool.engine.numerics.tiles import Tiles
+from specpool.engine.passes.forward_pass import ForwardPass
+from specpool.engine.passes.fused import FusedModel
+from specpool.engine.passes.gpu import gemm as gpu_gemm
+from specpool.engine.passes.gpu.captured import CapturedModel
+from specpool.engine.passes.gpu.gemm import Gemm, GemmBackend
+from specpool.engine.passes.gpu.model import GpuModel, try_kernels
+from specpool.engine.probes import kernels
+from specpool.engine.probes.kernels import choose_gemms
+from specpool.engine.run.runner import PassRunner
+from specpool.engine.sharding.shares import Sums
+
+pytest.importorskip("triton")
+
+TOKENS = [1, 5, 9, 60, 33]
+MAX_LENGTH = 64
+ONE_LAYER = {"num_hidden_layers": 1, "vocab_size": 64}
+# These weights use split-K, and more of it if chosen for the outputs of one rank alone.
+SPLIT = {"hidden_size": 256, "intermediate_size": 512, **ONE_LAYER, "head_dim": 64}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, **ONE_LAYER}
+
+
+def run(forward_pass: ForwardPass, kv_heads: int, head_dim: int, repeats: int = 1) -> torch.Tensor:
+    """Logits of a prompt in two passes, the second of which has another sequence with the same start."""
+    layers, groups = len(getattr(forward_pass, "model", forward_pass).layers), 2
+    arena = KVArena(layers, kv_heads, 2 * MAX_LENGTH, head_dim, forward_pass.compute_dtype, torch.device("cpu"))
+    runner = PassRunner(forward_pass, arena, Tiles(), groups)
+    locations = [Location(MAX_LENGTH), Location(0)]
+    for _ in range(repeats):
+        first = runner.run([Span(0, 0, TOKENS[:3], 3)], locations[:1])
+        second = runner.run([Span(0, 3, TOKENS[3:], 2), Span(1, 0, TOKENS[:2], 2)], locations)
+    return torch.cat([first, second])
+
+
+def run_on_one_device(folder: Path) -> torch.Tensor:
+    fused = FusedModel(load_model(EngineOptions(model=str(folder), device="cpu")).model)
+    with torch.inference_mode():
+        return run(GpuModel(fused, MAX_LENGTH), fused.kv_heads, fused.head_dim)
+
+
+def run_shard(fused: FusedModel, group: GroupInTurns) -> torch.Tensor:
+    return run(GpuModel(fused, MAX_LENGTH), fused.kv_heads, fused.head_dim)
+
+
+VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "split-K": ("llama", 2, {**SPLIT, **BIASED}),
+    "uneven shares": ("qwen3", 2, {**UNEVEN, "tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture
+def _split_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_gemm, "TARGET_PROGRAMS", 8)
+
+
+@pytest.fixture
+def _unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuModel, "padded_rows", lambda self, count: count)  # the interpreter is slow
+
+
+@pytest.mark.usefixtures("_split_k", "_unpadded")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_whole_sums_have_the_bits_of_one_device(name: str, tmp_path: Path) -> None:
+    architecture, ranks, changes = VARIANTS[name]
+    folder = save_random(tmp_path, architecture, changes)
+    expected = run_on_one_device(folder)
+    for logits in run_ranks(folder, ranks, "whole", run_shard):
+        assert torch.equal(logits, expected)
+
+
+@pytest.mark.usefixtures("_unpadded")
+@pytest.mark.parametrize(("architecture", "changes"), [("llama", {**UNEVEN, **BIASED}), ("glm4", ONE_LAYER)])
+def test_sums_in_parts_are_the_same_on_every_rank(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_random(tmp_path, architecture, changes)
+    first, second = run_ranks(folder, 2, "parts", run_shard)
+    assert torch.equal(second, first)
+    expected = transformers_logits(folder, TOKENS)
+    torch.testing.assert_close(first, torch.cat([expected, expected[:2]]), atol=1e-4, rtol=1e-3)
+    assert torch.equal(first[5:], first[:2])
+
+
+def test_each_branch_takes_one_exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imitate_kernels(monkeypatch)
+
+    def try_on_rank(fused: FusedModel, group: GroupInTurns) -> list[tuple[int, ...]]:
+        try_kernels(fused)
+        return group.exchanged
+
+    shapes = run_ranks(save_random(tmp_path, "llama", UNEVEN), 2, "parts", try_on_rank)
+    assert shapes == [[(1, 96), (1, 1, 96), (1, 1, 96)]] * 2
+
+
+# --- GEMM backends
+
+
+def chosen_backends(folder: Path, sums: Sums, preferred: GemmBackend | None = None) -> set[str]:
+    def choose(fused: FusedModel, group: GroupInTurns) -> set[str]:
+        model = GpuModel(fused, MAX_LENGTH)
+        assert choose_gemms(model, 16, exact=True, preferred=preferred)
+        assert not group.exchanged
+        return {gemm.backend for gemm in model.gemms()}
+
+    return set.union(*run_ranks(folder, 2, sums, choose))
+
+
+def test_whole_sums_use_backends_with_the_bits_of_the_unsharded_weight(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = save_random(tmp_path, "llama", ONE_LAYER)
+    imitate_kernels(monkeypatch)
+    monkeypatch.setattr(kernels, "_log_times", lambda gemms, backend, *_: 2.0 if backend == "cublas" else 3.0)
+    exact = gpu_gemm.split_k_gemm
+    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: exact(x.flip(-1), weight.flip(-1), 1)[0])
+    assert chosen_backends(folder, "whole", preferred="cublas") == {"triton"}
+    assert chosen_backends(folder, "parts", preferred="cublas") == {"cublas"}
+    monkeypatch.setattr(gpu_gemm, "linear", lambda x, weight: exact(x, weight, 1)[0])
+    assert chosen_backends(folder, "whole") == {"cublas"}
+
+
+def test_split_k_never_has_the_bits_of_cublas() -> None:
+    """The next kernel adds the partial sums without rounding them first."""
+    gemm = Gemm(torch.randn(64, 256).half())
+    assert gemm.split_k == 2
+    digests = {backend: kernels._digest_if_exact(gemm, backend, [8, 16]) for backend in gpu_gemm.GEMM_BACKENDS}
+    assert digests["triton"] is not None
+    assert digests["triton"] != digests["cublas"]
+
+
+# --- CUDA graphs
+
+
+@pytest.mark.parametrize("sums", ["whole", "parts"])
+def test_all_ranks_capture_the_same_passes(sums: Sums, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imitate_kernels(monkeypatch)
+    folder = save_random(tmp_path, "llama", {**UNEVEN, **BIASED})
+
+    def capture(fused: FusedModel, group: GroupInTurns) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        kv_heads, head_dim, fake_graphs = fused.kv_heads, fused.head_dim, FakeGraphs()
+        model = GpuModel(fused, MAX_LENGTH)
+        eager = run(model, kv_heads, head_dim)
+        forward_pass = CapturedModel(model, fake_graphs)
+        logits = run(forward_pass, kv_heads, head_dim, repeats=4)
+        assert forward_pass.draft_loop(None, lambda rows: rows) is None  # type: ignore[arg-type]
+        (release,) = group._releases
+        release()
+        assert not forward_pass._graphs._graphs
+        return logits, eager, fake_graphs.captured, fake_graphs.replayed
+
+    (logits, eager, *counts), (others, _, *same) = run_ranks(folder, 2, sums, capture)
+    assert torch.equal(logits, eager)
+    assert torch.equal(others, eager)
+    assert counts == same == [1, 7]
+
+
+def test_a_rank_raises_if_capture_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imitate_kernels(monkeypatch)
+    folder = save_random(tmp_path, "llama", UNEVEN)
+
+    def refuse(*_: object) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def capture(fused: FusedModel, group: GroupInTurns) -> str:
+        forward_pass = CapturedModel(GpuModel(fused, MAX_LENGTH), refuse)
+        with pytest.raises(RuntimeError) as caught:
+            run(forward_pass, fused.kv_heads, fused.head_dim, repeats=2)
+        return str(caught.value)
+
+    for message in run_ranks(folder, 2, "parts", capture):
+        assert message.startswith("CUDA graph capture failed; cuda_graphs=false disables it: operation not permitted")
+
+
+def test_exchanged_tensors_count_as_scratch(tmp_path: Path) -> None:
+    folder = save_random(tmp_path, "llama", UNEVEN)
+
+    def scratch(fused: FusedModel, group: GroupInTurns) -> int:
+        return GpuModel(fused, MAX_LENGTH).scratch_bytes(100, MAX_LENGTH)
+
+    assert run_ranks(folder, 2, "parts", scratch) == [3 * 2 * 100 * 96 * 4] * 2
+    assert run_ranks(folder, 2, "whole", scratch) == [2 * 100 * 96 * 4] * 2
