@@ -22,7 +22,6 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks.figures import throughput_figure
 from benchmarks.prompts import add_prompts, in_turn, load_by_category
 from benchmarks.report import (
     console,
@@ -33,6 +32,7 @@ from benchmarks.report import (
     percentile,
     progress,
     show,
+    throughput_figure,
     whole,
     wholes,
 )
