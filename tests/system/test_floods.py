@@ -133,6 +133,28 @@ async def test_drain_waits_for_a_restarting_target() -> None:
         await stopping
 
 
+async def test_requests_longer_than_the_drain_end_unavailable() -> None:
+    target = RecordingTarget()
+    async with serving(target, with_draft=False, drain_seconds=0.3) as served:
+        target.open.clear()
+        codes = asyncio.gather(served.stub.Generate(make_request()).code(), stream_code(served.stub))
+        await served.until(lambda info: info.running + info.queued == 2)
+        served.process.server.stop()
+        await served.process.server.wait_stopped()
+        assert await codes == [grpc.StatusCode.UNAVAILABLE] * 2
+        target.open.set()
+
+
+async def stream_code(stub: object) -> grpc.StatusCode:
+    call = stub.GenerateStream(make_request())  # type: ignore[attr-defined]
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
 @pytest.mark.slow
 async def test_second_signal_ends_a_drain_that_hangs() -> None:
     target = RecordingTarget()
