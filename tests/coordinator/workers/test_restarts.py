@@ -15,7 +15,7 @@ from coordinator.workers.errors import MismatchError
 from coordinator.workers.link import LinkState
 from coordinator.workers.target_link import TargetLink
 from specpool.rpc.security.channel import Connector
-from specpool.testing import FakeDraft, FakeTarget
+from specpool.testing import FakeDraft, FakeTarget, FakeWorker
 from specpool.v1 import common_pb2
 
 NO_PROBE_SECONDS = 3600.0
@@ -229,15 +229,20 @@ async def test_retried_target_releases_do_not_repeat_draft_releases() -> None:
         await served.until_idle()
 
 
-async def test_stopping_coordinator_frees_draft_slots() -> None:
-    class Counting(RecordingDraft):
+async def test_stopping_coordinator_frees_all_slots() -> None:
+    unreleased: dict[Any, Any] = {}
+
+    class Counting(FakeWorker):
         async def stop(self) -> None:
             unreleased.update(self.caches)
             await super().stop()
 
-    unreleased: dict[Any, Any] = {}
-    target = RecordingTarget()
-    async with serving(target, Counting(target, delay=0.05), drain_seconds=0) as served:
+    class CountingTarget(Counting, RecordingTarget): ...
+
+    class CountingDraft(Counting, RecordingDraft): ...
+
+    target = CountingTarget()
+    async with serving(target, CountingDraft(target, delay=0.05), drain_seconds=0) as served:
         running = asyncio.ensure_future(served.stub.Generate(make_request(max_tokens=3000)))
         await served.until(lambda info: info.counters.completion_tokens > 5)
     assert unreleased == {}
