@@ -8,6 +8,7 @@ tracing:     CPU time of the coordinator with and without traces
 overlap:     overlapping groups against alternating workers, with fakes at the speed of two GPUs
 round:       time of a real pair in models, wire and scheduling, and idle time
 start:       time from `specpool up` to the first answer, and memory of each process
+threads:     threads of the workers and how long they spin, by a demo for each choice
 
 `--of PART --help` lists the options of a part. Every part ends in one line of JSON.
 """
@@ -16,7 +17,7 @@ from importlib import import_module
 
 from benchmarks.report import parser_of
 
-PARTS = ("coordinator", "metrics", "tracing", "overlap", "round", "start")
+PARTS = ("coordinator", "metrics", "tracing", "overlap", "round", "start", "threads")
 
 
 def main(arguments: list[str] | None = None) -> None:
