@@ -1,12 +1,12 @@
-"""Cost of an engine step by shape, beside transformers and beside the time that reading the weights takes.
+"""Measure engine steps by shape, beside transformers and the memory bandwidth limit.
 
     python -m benchmarks.engine [--model FOLDER] [--threads N] [--repeats 5] [--output FOLDER]
     python -m benchmarks.engine --shape qwen3-8b --device cuda --dtype bfloat16     (random weights of that shape)
 
-A step is one forward pass over random caches: of one token per sequence (plain), or of k + 1 (verify). `transformers`
-runs the plain step on its own cache. The limit is the time to read KV cache and weights once, at the bandwidth at which
-the device sums a large tensor. Runs are interleaved; the tables show medians. `--weights auto float32` loads two
-engines and compares their plain steps. The last line printed is JSON.
+A step is one forward pass over random caches. A plain step has one token per sequence, a verify step k + 1.
+`transformers` runs the plain step on its own cache. The limit is the time to read the weights and the KV cache once.
+Summing a large tensor measures the bandwidth. Runs are interleaved; the tables show medians.
+`--weights auto float32` compares plain steps with both kinds of weights. The last line printed is JSON.
 """
 
 import argparse
@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import profile
 from transformers import DynamicCache
 
-from benchmarks.figures import engine_figure
-from benchmarks.report import finish, output_folder, parser_of, progress, seconds_of, show, whole
+from benchmarks.report import engine_figure, finish, output_folder, parser_of, progress, seconds_of, show, whole
 from benchmarks.shapes import SHAPES, random_loaded, random_model
 from specpool.engine.cache.memory import zeros
 from specpool.engine.cache.spans import Span
@@ -39,29 +37,25 @@ BATCHES, LENGTHS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 1024, 2048)
 NUM_DRAFT_TOKENS = 4
 MAX_VERIFIED_ROWS = 64
 MAX_PEER_POSITIONS = 8192
-"""Larger caches of transformers would take too much memory and time."""
+"""Skip transformers beyond this size, which takes too much memory and time."""
 PROFILED = ((1, 512), (8, 512))
-"""Number of sequences and cached length of the steps whose operations are timed."""
+"""Sequences and cached length of the profiled steps."""
 PROFILED_STEPS = 5
 READ_BYTES = 2**29
-OPERATIONS = {
-    "gemm": ("linear", "addmm", "aten::mm", "gemm", "gemv"), "attention": ("attention", "attend", "softmax", "bmm"),
-}  # fmt: skip
-"""Parts of the names of torch's operations and kernels."""
 
 Step = Callable[[], object]
 Row = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--weights", choices=("auto", "float32"), nargs="+", default=["auto"], help="how to store them")
-    parser.add_argument("--no-peer", action="store_true", help="leave out transformers, which loads its own weights")
+    parser.add_argument("--no-peer", action="store_true", help="skip transformers, which loads its own weights")
     parser.add_argument("--threads", type=whole(1, 1024), default=torch.get_num_threads())
     parser.add_argument("--lengths", type=whole(1, 2**20), nargs="+", default=LENGTHS)
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
@@ -82,7 +76,7 @@ def main() -> None:
 
 
 def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Runs all measurements and prints the tables."""
     engine = engines[options.weights[0]]
     bandwidth = measure_bandwidth(options.device, options.repeats)
     peer = None if options.no_peer else Peer(model, options)
@@ -91,7 +85,13 @@ def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) 
     show("weights in MiB, and by kind", stored)
     for length in options.lengths:
         show(f"{length} tokens cached, {options.threads} threads", [row for row in rows if row["cached"] == length])
-    parts = [shares_of_a_step(engine, batch, length) for batch, length in PROFILED if length in options.lengths]
+    parts: list[Row] = []
+    if isinstance(native := engine.forward_pass, NativeModel):
+        parts += (
+            {"sequences": batch, "cached": length, **shares_of_a_step(native, engine_step(engine, batch, length, 1))}
+            for batch, length in PROFILED
+            if length in options.lengths
+        )
     show("share of a plain step in %", parts)
     result = {
         "model": "/".join(Path(model).parts[-2:]), "dtype": engine.info().dtype, "device": engine.info().device,
@@ -102,7 +102,7 @@ def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) 
 
 
 def load(model: str, options: argparse.Namespace, weights: str) -> Engine:
-    """An engine with room for the largest step and random caches."""
+    """An engine with random caches and room for the largest step."""
     max_model_len = max(options.lengths) + NUM_DRAFT_TOKENS + 1
     settings = EngineOptions(
         model=model, device=options.device, dtype=options.dtype, weights=weights, max_model_len=max_model_len,
@@ -199,9 +199,9 @@ def summary(engine: Engine, batch: int, cached: int, ms: dict[str, float], bandw
 
 
 def weight_bytes_read(engine: Engine) -> float:
-    """Bytes of weights that a step reads: all but an untied embedding, which it only looks up.
+    """Bytes of weights that a step reads: everything except an untied embedding table.
 
-    The estimate assumes as many bytes per weight in the embedding as in the whole model.
+    Assumes that the embedding has the model's average number of bytes per weight.
     """
     config, info = engine.loaded.config, engine.info()
     tied = config.tie_word_embeddings and engine.loaded.output_ids is None
@@ -210,36 +210,24 @@ def weight_bytes_read(engine: Engine) -> float:
 
 
 def weight_sizes(engine: Engine) -> Row:
-    """The weights in MiB: all of them, and those of GEMMs by kind."""
+    """MiB of all weights, and of GEMM weights by kind."""
     info = engine.info()
     kinds = ", ".join(f"{kind} {count / 2**20:.1f}" for kind, count in info.weight_kinds.items())
     return {"whole": round(info.weight_bytes / 2**20, 1), "kinds": kinds}
 
 
 def measure_bandwidth(device: str, repeats: int) -> float:
-    """Bytes per second at which the device reads a tensor far larger than any cache."""
+    """Read bandwidth of the device in bytes per second, from a tensor larger than any cache."""
     tensor = zeros((READ_BYTES // 4,), torch.float32, torch.device(device)).fill_(1.0)
     return READ_BYTES / min(fastest(tensor.sum, 3) for _ in range(repeats))
 
 
-def shares_of_a_step(engine: Engine, batch: int, cached: int) -> Row:
-    """Shares of GEMMs, attention and the rest in a plain step."""
-    step = engine_step(engine, batch, cached, 1)
-    if isinstance(engine.forward_pass, NativeModel):
-        with engine.forward_pass.measured() as seconds:
-            total = seconds_of(lambda: [step() for _ in range(PROFILED_STEPS)])
-        shares = {name: round(100 * spent / total, 1) for name, spent in seconds.items()}
-    else:
-        with profile() as profiler:
-            finished(step)
-        events = profiler.key_averages()
-        own = {event.key: event.self_device_time_total or event.self_cpu_time_total for event in events}
-        total = sum(own.values())
-        shares = {
-            name: round(100 * sum(spent for key, spent in own.items() if any(part in key for part in parts)) / total, 1)
-            for name, parts in OPERATIONS.items()
-        }
-    return {"sequences": batch, "cached": cached, **shares, "the rest": round(100 - sum(shares.values()), 1)}
+def shares_of_a_step(native: NativeModel, step: Step) -> Row:
+    """Share of each kind of operation in a plain step, in percent."""
+    with native.measured() as seconds:
+        total = seconds_of(lambda: [step() for _ in range(PROFILED_STEPS)])
+    shares = {name: round(100 * spent / total, 1) for name, spent in seconds.items()}
+    return {**shares, "the rest": round(100 - sum(shares.values()), 1)}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Token ids of the service in batches, against the service alone with k = 0 and against `generate` of transformers.
+"""Compare token ids of batched speculation with plain decoding, and with `generate` of transformers.
 
     python -m benchmarks.equality [--prompts FILE] [--max-tokens 64] [--concurrency 8] [--k 3]
     python -m benchmarks.equality --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --reference served    (on a GPU)
 
-By default `generate` computes in float32 on the CPU. `--reference served` runs it on the device and in the dtype of the
-target, after the service has ended. It sums in another order, so it may decide near-ties differently: every difference
-is shown with the margin between the reference's two highest logits at its start, which is often 0 in bfloat16. The last
-line printed is JSON.
+Plain decoding runs one request at a time with k = 0. By default, `generate` computes in float32 on the CPU. With
+`--reference served` it uses the device and dtype of the target, after the service has ended. It sums in another order,
+so it may break near-ties differently. The table shows every difference, with the margin between the two highest logits
+there, which is often 0 in bfloat16. The last line printed is JSON.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TokenIds = list[list[int]]
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def reference_place(reference: str, info: common_pb2.ModelInfo) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of the reference. `info`: of the served target."""
+    """Device and dtype of the reference. `info`: description of the served target."""
     if reference == "float32":
         return torch.device("cpu"), torch.float32
     return use_device(info.device.split()[0]), getattr(torch, info.dtype)

@@ -1,9 +1,9 @@
-"""How often sequences of equal length can be grouped, by the size of the window. No model: acceptance is random.
+"""Simulate how often sequences of equal length can be grouped, by the size of the window.
 
     python -m benchmarks.grouping [--batch 8] [--k 4] [--max-window 10000] [--output FOLDER]
 
-The window stays full. Each draft token is accepted with the same probability, independent of the others, up to the
-first rejection. The last line printed is JSON.
+There is no model, and the window stays full. Each draft token is accepted with the same probability until the first
+rejection. The last line printed is JSON.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (20, 500), (16, 256)
 
 
 def main() -> None:
-    """Parses the command line, simulates, prints."""
+    """Parses the command line and runs the simulation."""
     parser = parser_of(__doc__)
     parser.add_argument("--batch", type=whole(1, 1024), default=8, help="maximum sequences in a round")
     parser.add_argument("--k", type=whole(0, 16), default=4, help="draft tokens per round")
@@ -55,7 +55,7 @@ def simulate(
     queue = QUEUE_PER_WINDOW * window if admission == "length" else window
     pool = Pool(window, QueueLimits(queue), by_length=admission == "length", prefix_caching=False)
     policy = POLICIES["exspec"](GroupingLimits(options.batch, min_group))
-    # Long enough to replace about every sequence once.
+    # Long enough to replace almost every sequence.
     warm_up = max(options.rounds, 4 * window)
     counters, choosing = GroupingCounters(), 0.0
     for turn in range(warm_up + max(options.rounds, 2 * window)):
@@ -95,7 +95,7 @@ def newcomer(sequence_id: int, rng: random.Random, k: int) -> Sequence:
 
 
 def run_round(sequence: Sequence, acceptance: float, rng: random.Random) -> None:
-    """Runs a round of one sequence. After a full acceptance, the draft's cache lacks one token more."""
+    """Runs a round of one sequence. After a full acceptance, the draft's cache lacks one more token."""
     drafted, accepted = sequence.max_num_draft_tokens, 0
     while accepted < drafted and rng.random() < acceptance:
         accepted += 1

@@ -1,17 +1,17 @@
-"""Specpool's service beside llama.cpp with the same GGUF file on the CPU, by requests in flight.
+"""Compare the service with llama.cpp on the CPU, with the same GGUF file, by requests in flight.
 
     python3 -m venv DIR && DIR/bin/pip install xllamacpp
     env SPECPOOL_LLAMACPP_PYTHON=DIR/bin/python python -m benchmarks.llamacpp
         [--concurrency 1,4,8,16] [--tokens 64] [--repeats 5] [--gguf FILE] [--prompts FILE] [--output FOLDER]
 
-Three systems take turns, and only one computes at a time: llama.cpp's server with a slot per request in flight (PyPI's
-xllamacpp, in an environment of its own); plain, the service without speculation; default, the service with it. All get
-the same token ids and threads, prefill every prompt, and decode `--tokens` tokens greedily. The first turn does not
-count. Ratios to llama.cpp are taken within a turn; the table shows medians, minimum and maximum.
+Three systems take turns, and only one computes at a time: llama.cpp's server with one slot per request in flight;
+"plain", the service without speculation; and "default", the service with speculation. llama.cpp is PyPI's xllamacpp in
+its own environment. All systems get the same token ids and threads, prefill every prompt, and decode greedily. The
+first turn does not count. Ratios to llama.cpp are taken within a turn; the table shows medians, minimum and maximum.
 
-`same tokens` is the share of tokens before the first difference from llama.cpp's first answer. It is no measure of
-quality: llama.cpp rounds activations to 8 bits, and told to ignore the end token it never chooses it, while the service
-may choose it and go on. The last line printed is JSON.
+`same tokens` is the share of tokens before the first difference from llama.cpp's first answer. It does not measure
+quality: llama.cpp rounds activations to 8 bits. With `ignore_eos`, llama.cpp never chooses the end token, but the
+service may choose it and continue. The last line printed is JSON.
 """
 
 import argparse
@@ -48,7 +48,7 @@ LLAMACPP = "llama.cpp"
 SERVICE: dict[str, GenerateOptions] = {"plain": {"num_speculative_tokens": 0}, "default": {}}
 HEADINGS = {
     "concurrency": "at once", "system": "system", "tokens_per_s": "tokens/s", "ratio": "ratio to llama.cpp",
-    "ratio_min": "least", "ratio_max": "greatest", "same_tokens": "same tokens",
+    "ratio_min": "min", "ratio_max": "max", "same_tokens": "same tokens",
 }  # fmt: skip
 TokenIds = list[list[int]]
 
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Engine:
-    """What llama.cpp runs with."""
+    """Settings of llama.cpp's process."""
 
     python: str
     gguf: Path
@@ -76,7 +76,7 @@ class Engine:
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     options = parse()
     try:
         python, version = environment()
@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=wholes(1, 256), default="1,4,8,16", help="requests in flight")
     parser.add_argument("--tokens", type=whole(1, 1024), default=64, help="tokens of each answer")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
-    parser.add_argument("--gguf", type=_file, help="the target's GGUF file; default: that of the embedded target")
+    parser.add_argument("--gguf", type=_file, help="the target's GGUF file; default: the file of the embedded target")
     add_prompts(parser)
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""llama.cpp's server as a child process of `benchmarks.llamacpp`, in an environment that has only `xllamacpp`.
+"""llama.cpp's server as a child process of `benchmarks.llamacpp`. Its environment has only `xllamacpp`.
 
-Standard input: a JSON object {"gguf", "slots", "threads", "context": tokens of a slot}, then one per run: {"prompts":
-token ids of each, "tokens": tokens of each answer}. Standard output: {} once the model is loaded, then {"outputs":
-token ids of each answer, "seconds"} per run; or {"error"}, after which the process ends. A run keeps one request per
-slot in flight over HTTP, because calls within the process return texts without token ids.
+Standard input has one JSON object per line: first {"gguf", "slots", "threads", "context": tokens of a slot}, then
+{"prompts": token ids, "tokens": length of each answer} per run. Standard output has {} once the model is loaded, then
+{"outputs": token ids, "seconds"} per run. After {"error"} the process ends. A run keeps one HTTP request per slot in
+flight, because xllamacpp's in-process calls return text without token ids.
 """
 
 import http.client

@@ -1,13 +1,12 @@
-"""A pair of random models in the shapes of well-known ones, whose draft is right with a chosen probability.
+"""Create a pair of random models whose draft is right with a chosen probability, in the shapes of well-known models.
 
     python -m benchmarks.pair --output FOLDER [--acceptance 0.7] [--target qwen3-8b] [--draft qwen3-0.6b]
     python -m benchmarks.throughput --target FOLDER/target --draft FOLDER/draft
 
-The target follows each token by a fixed successor, whatever came before, on a path through the whole vocabulary: the
-last token's embedding outweighs the layers, and the output head maps each embedding to its successor. The draft does
-the same, except after a share of the tokens, where it is always wrong. No token repeats, so prompt lookup finds
-nothing. Answers start with different tokens, because the chat template ends in a letter that depends on the length of
-the prompt.
+In the target, each token has a fixed successor, on a path through the whole vocabulary. The last token's embedding
+outweighs the layers, and the output head maps each embedding to the successor. The draft has the same successors for
+most tokens and wrong ones for the rest. No token repeats, so prompt lookup finds nothing. The chat template ends in a
+letter that depends on the prompt's length, so answers start with different tokens.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from specpool.engine.config.sources import UnsupportedModelError
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
 MAX_MODEL_LEN = 512
-"""Of the tiny pair."""
+"""Maximum length of the tiny pair."""
 SCALE_OF_LAYERS = 0.01
 """Factor for the output of the random layers."""
 STARTS = string.ascii_letters + string.digits
@@ -37,9 +36,9 @@ TEMPLATE = (
 
 
 def main() -> None:
-    """Parses the command line, makes both models, prints their folders."""
+    """Parses the command line, creates both models, and prints their folders."""
     parser = parser_of(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder for both")
+    parser.add_argument("--output", type=Path, required=True, help="folder for both models")
     parser.add_argument("--target", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--draft", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--acceptance", type=float, default=0.7, help="share of tokens that the draft gets right")
@@ -64,7 +63,7 @@ def _prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> to
         parser.error(f"--acceptance: {options.acceptance:g} is not from 0 to 1")
     target, draft = (SHAPES[shape]["vocab_size"] for shape in (options.target, options.draft))
     if target != draft:
-        parser.error(f"--draft: its vocabulary has {draft} tokens, the target's {target}")
+        parser.error(f"--draft: the vocabulary has {draft} tokens, but the target has {target}")
     try:
         device = pick_device(options.device)
         torch.manual_seed(options.seed)
@@ -89,7 +88,7 @@ def path_through(vocab_size: int) -> torch.Tensor:
 
 
 def partly_wrong(follows: torch.Tensor, share: float) -> torch.Tensor:
-    """`follows` with a random share of the tokens given another token's successor."""
+    """`follows` with wrong successors for a random share of the tokens."""
     wrong = torch.randperm(len(follows))[: round(share * len(follows))]
     other = follows.clone()
     other[wrong] = follows[wrong.roll(1)]
@@ -125,7 +124,7 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, template: s
 
 
 def tiny_config(**changes: Any) -> LlamaConfig:
-    """A tiny Llama with three query heads for each of two KV heads."""
+    """A tiny Llama with two KV heads and three query heads for each."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": MAX_MODEL_LEN,
@@ -136,7 +135,10 @@ def tiny_config(**changes: Any) -> LlamaConfig:
 
 @torch.no_grad()
 def make_tiny_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """Saves a tiny target and a draft that often agrees with it; returns their folders. `changes`: of `tiny_config`."""
+    """Saves a tiny target and a draft that often agrees with it; returns both folders.
+
+    `changes`: arguments of `tiny_config`.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(**changes))
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]

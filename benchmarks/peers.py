@@ -1,4 +1,4 @@
-"""Plain decoding by `transformers` itself, as a reference: `generate` in static batches, and `generate_batch`."""
+"""Plain decoding with `transformers` as a reference: `generate` in static batches, and `generate_batch`."""
 
 from typing import Any
 

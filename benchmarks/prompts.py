@@ -1,4 +1,4 @@
-"""Prompts of the benchmarks: from a file, or the small set that comes with Specpool."""
+"""Prompts for the benchmarks, from a file or from the small set that Specpool includes."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from specpool.client.prompts import PromptLine, own_prompts, read_prompts
 from specpool.engine.config.sources import source_of
 
 LOAD, MIN_PROMPTS = 2, 4
-"""Prompts of a run for each request in flight, and in all."""
+"""Prompts of a run: per request in flight, and the minimum."""
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,8 @@ def number_of_prompts(concurrency: int) -> int:
 def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
     """`count` prompts, repeated if there are fewer.
 
-    A line of the file is one of `specpool generate`, or a Spec-Bench question: {"question_id", "turns"}. The first turn
-    becomes the prompt.
+    Each line has the format of `specpool generate`, or is a Spec-Bench question: {"question_id", "turns"}. The first
+    turn becomes the prompt.
     """
     if path is None:
         lines = own_prompts()

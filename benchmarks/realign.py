@@ -1,9 +1,9 @@
-"""Cost of realignment: every policy in every KV layout, by batch, against plain decoding and `transformers`.
+"""Measure the cost of realignment for every grouping policy and KV layout, beside plain decoding and `transformers`.
 
     python -m benchmarks.realign [--prompts FILE] [--batches 1 2 4 8 16] [--repeats 5] [--output FOLDER]
 
-All answers are compared with decoding alone. Runs of all kinds are interleaved; the tables show medians. `exspec` has a
-window of twice the batch. Prefix caching is off. The last line printed is JSON.
+All answers are compared with one request at a time. Runs of all kinds are interleaved; the tables show medians. For
+`exspec`, max_num_seqs is twice the batch size. Prefix caching is off. The last line printed is JSON.
 """
 
 import argparse
@@ -13,10 +13,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from benchmarks.figures import realign_figure
 from benchmarks.peers import Peers
 from benchmarks.prompts import add_prompts, load_prompts, number_of_prompts
-from benchmarks.report import console, finish, median, output_folder, parser_of, progress, show, whole
+from benchmarks.report import console, finish, median, output_folder, parser_of, progress, realign_figure, show, whole
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
 from specpool.cli.processes import Service, free_port
@@ -35,7 +34,7 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser, pair = parser_of(__doc__), embedded_pair()
     parser.add_argument("--target", default=str(pair.target))
     parser.add_argument("--draft", default=str(pair.draft))
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--k", type=whole(1, 16), default=4, help="draft tokens per round")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     every = [PLAIN, *SPECULATIVE, *PEERS]
-    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="ways to decode; plain always runs")
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="kinds of decoding; plain always runs")
     parser.add_argument("--output", type=output_folder, help="folder for the result and the plot")
     parser.add_argument("--name", default="realign", help="name of the files there")
     options = parser.parse_args()
@@ -57,7 +56,7 @@ def main() -> None:
 
 
 async def measure(options: argparse.Namespace) -> list[Run]:
-    """One row for each way to decode and batch."""
+    """One row for each kind of decoding and batch size."""
     peers = Peers(options.target) if set(PEERS) & set(options.kinds) else None
     kinds = list(dict.fromkeys([PLAIN, *options.kinds]))
     plan = [(kind, batch) for batch in options.batches for kind in kinds] * options.repeats
@@ -153,7 +152,7 @@ def peer_run(peers: Peers, kind: str, batch: int, lines: list[PromptLine], max_t
 
 
 def summary(kind: str, batch: int, runs: list[Run], plain: float) -> Run:
-    """The row of a way to decode. `plain`: tokens/s of plain decoding at the same batch."""
+    """The row of a kind of decoding. `plain`: tokens/s of plain decoding at the same batch size."""
     speed = median(runs, "tokens_per_s") or 0.0
     row: Run = {"batch": batch, "decoding": kind, "tokens_per_s": round(speed, 1), "of_plain": round(speed / plain, 3)}
     for name in COLUMNS:
@@ -164,7 +163,7 @@ def summary(kind: str, batch: int, runs: list[Run], plain: float) -> Run:
 
 
 def cells(row: Run) -> Run:
-    """The part of a row that a table has room for; shares of a round in percent."""
+    """The columns that fit a table, with shares of a round in percent."""
     shares = {
         f"{name.removesuffix('_share')} %": None if share is None else round(100 * share, 2)
         for name, share in row.items()

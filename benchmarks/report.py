@@ -1,4 +1,4 @@
-"""The frame of every benchmark: options, progress, tables on stderr, one JSON object as the last line of stdout."""
+"""Shared by all benchmarks: options, progress, tables on stderr, plots, and a last line of JSON on stdout."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ def parser_of(description: str | None, **options: Any) -> argparse.ArgumentParse
 
 
 def output_folder(name: str) -> Path:
-    """Argument type: a folder, created at once so that no result is lost after the work."""
+    """Argument type: a folder. It is created at once, so a wrong path fails before the work."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def median(runs: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """The median of a measure over the runs that have it; None if no run has it."""
+    """The median of a measure over all runs that have it; None without such runs."""
     values = [run[name] for run in runs if run.get(name) is not None]
     return statistics.median(values) if values else None
 
@@ -93,3 +93,101 @@ def finish(name: str, result: Mapping[str, Any], folder: Path | None, figure: Fi
         if figure is not None:
             figure.savefig(folder / f"{name}.png", dpi=110)
     print(json.dumps(result))
+
+
+def realign_figure(rows: list[dict[str, Any]]) -> Figure:
+    """Speed relative to plain decoding, and the share of realignment, by batch."""
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    speed, share = figure.subplots(1, 2)
+    kinds = dict.fromkeys(row["decoding"] for row in rows)
+    for kind in kinds:
+        selected = [row for row in rows if row["decoding"] == kind]
+        batches = [row["batch"] for row in selected]
+        style = {"marker": "o", "linestyle": "--" if "padded" in kind else "-"}
+        if kind != "plain":
+            speed.plot(batches, [row["of_plain"] for row in selected], label=kind, **style)
+        if "/" in kind:
+            share.plot(batches, [100 * row["realign_share"] for row in selected], label=kind, **style)
+    speed.axhline(1, color="gray", linewidth=1)
+    speed.set(xscale="log", xlabel="batch", ylabel="tokens/s, relative to plain decoding here", ylim=(0, None))
+    share.set(xscale="log", xlabel="batch", ylabel="realignment, % of a round", ylim=(0, None))
+    batches = sorted({row["batch"] for row in rows})
+    for axes in (speed, share):
+        axes.set_xticks(batches, labels=map(str, batches))
+        axes.minorticks_off()
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def throughput_figure(rows: list[dict[str, Any]]) -> Figure:
+    """Speed relative to plain decoding by concurrency, with a line for each kind; bars span the repeats."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    mixed = [row for row in rows if row["category"] is None and row["kind"] != "plain"]
+    for kind in dict.fromkeys(row["kind"] for row in mixed):
+        selected = [row for row in mixed if row["kind"] == kind]
+        ratios = [row["ratio"] for row in selected]
+        below = [row["ratio"] - row["ratio_min"] for row in selected]
+        above = [row["ratio_max"] - row["ratio"] for row in selected]
+        concurrencies = [row["concurrency"] for row in selected]
+        style = "o--" if kind.startswith("k") else "o-"
+        axes.errorbar(concurrencies, ratios, [below, above], fmt=style, capsize=2, label=kind)
+    axes.axhline(1, color="gray", linewidth=1)
+    axes.set(xscale="log", xlabel="requests at a time", ylabel="tokens/s, relative to plain decoding", ylim=(0, None))
+    concurrencies = sorted({row["concurrency"] for row in mixed})
+    axes.set_xticks(concurrencies, labels=map(str, concurrencies))
+    axes.minorticks_off()
+    if mixed:
+        axes.legend(fontsize="x-small", ncols=2)
+    return figure
+
+
+TICKS_MS = (10, 20, 50, 100, 200, 500)
+
+
+def engine_figure(rows: list[dict[str, Any]]) -> Figure:
+    """Milliseconds of plain and verify steps by sequences and cached length, with the limit and transformers."""
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    plain, verify = figure.subplots(1, 2)
+    lengths = sorted({row["cached"] for row in rows})
+    for color, length in enumerate(lengths):
+        selected = [row for row in rows if row["cached"] == length]
+        for name, style in (("plain_ms", "-"), ("limit_ms", ":"), ("transformers_ms", "--"), ("verify_ms", "-")):
+            axes = verify if name == "verify_ms" else plain
+            measured = [row for row in selected if row[name] is not None]
+            label = f"{length} cached" if style == "-" else None
+            points = [row["sequences"] for row in measured], [row[name] for row in measured]
+            axes.plot(*points, color=f"C{color}", linestyle=style, marker="o", label=label)
+    plain.set(title="plain; dashed: transformers, dotted: reading all once")
+    verify.set(title="verify, 4 draft tokens each")
+    batches = sorted({row["sequences"] for row in rows})
+    for axes in (plain, verify):
+        axes.set(xscale="log", yscale="log", xlabel="sequences", ylabel="ms a step")
+        axes.set_xticks(batches, labels=map(str, batches))
+        axes.set_yticks(TICKS_MS, labels=map(str, TICKS_MS))
+        axes.minorticks_off()
+        axes.legend(fontsize="x-small")
+    return figure
+
+
+def gpu_figure(results: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """Steps of the target as shares of their limit, by GEMM backend; tokens/s of plain decoding, by concurrency."""
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    steps, speed = figure.subplots(1, 2)
+    rows = results.get("target", {}).get("steps", ())
+    for kind in dict.fromkeys(row["backend"] for row in rows):
+        selected = [row for row in rows if row["backend"] == kind]
+        names = [f"{row['sequences']} x {row['drafted'] + 1}\n{row['cached']}" for row in selected]
+        steps.plot(names, [row["of_limit"] for row in selected], "o", label=kind)
+    steps.set(xlabel="sequences x rows, cached", ylabel="limit / time of a step", ylim=(0, None))
+    steps.tick_params(axis="x", labelsize="xx-small")
+    runs = [row for row in results.get("pair", {}).get("runs", ()) if row["kind"] != "plain"]
+    for kind in dict.fromkeys(row["kind"] for row in runs):
+        selected = [row for row in runs if row["kind"] == kind]
+        speed.plot([str(row["concurrency"]) for row in selected], [row["ratio"] for row in selected], "o-", label=kind)
+    speed.axhline(1, color="gray", linewidth=1)
+    speed.set(xlabel="requests at a time", ylabel="tokens/s, relative to plain decoding", ylim=(0, None))
+    for axes, lines in ((steps, rows), (speed, runs)):
+        if lines:
+            axes.legend(fontsize="x-small")
+    return figure

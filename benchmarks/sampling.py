@@ -1,12 +1,12 @@
-"""Cost of sampling, on a CPU or a GPU, and how often a draft that shares the target's noise makes the same choice.
+"""Measure the cost of sampling, and how often draft and target sample the same token.
 
-    python -m benchmarks.sampling [--target FOLDER] [--draft FOLDER] [--prompts FILE] [--device cuda] [--output FOLDER]
+    python -m benchmarks.sampling [--target FOLDER] [--draft FOLDER] [--prompts FILE] [--output FOLDER]
 
-On a GPU it measures only the cost of choosing a token for all rows of a batch together. Otherwise both models see the
-prompts with the target's greedy answers, and draw with the same seeds at each position of an answer. The table compares
-the agreement with the lower bound of shared noise, (1 - TV) / (1 + TV) (Daliri, Musco and Suresh, 2025), with the upper
-bound of any method, 1 - TV, and with a draft that has noise of its own. `--skip-layer` makes a second draft, the target
-without that layer, which stands for a good one. The last line printed is JSON.
+Both models read the prompts with the target's greedy answers. At each position of an answer, they sample with the same
+seeds, so they share their noise. The table has the share of equal tokens (shared noise), its lower bound
+(1 - TV) / (1 + TV) (Daliri, Musco and Suresh, 2025), the upper bound of any method, 1 - TV, and the agreement of drafts
+with independent noise (own noise). `--skip-layer` adds a second draft that stands for a good one: the target without
+that layer. The last line printed is JSON.
 """
 
 import argparse
@@ -21,10 +21,8 @@ from transformers import PreTrainedModel
 from benchmarks.peers import Peers
 from benchmarks.prompts import add_prompts, load_prompts
 from benchmarks.report import finish, output_folder, parser_of, progress, seconds_of, show, whole
-from specpool.engine.config.devices import use_device
-from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
-from specpool.engine.sampling.sampler import choose_batch, choose_token
+from specpool.engine.sampling.sampler import choose_token
 from specpool.protocol.sampling import SamplingParams
 
 RULES: Mapping[str, Mapping[str, Any]] = {
@@ -37,11 +35,10 @@ RULES: Mapping[str, Mapping[str, Any]] = {
 }
 TEMPERATURES = (0.5, 1.0)
 CONTEXT_TOKENS, CHOICES = 512, 50
-BATCHES = (1, 8, 64, 256)
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__)
     pair = embedded_pair()
     parser.add_argument("--target", default=str(pair.target))
@@ -51,18 +48,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=whole(1, 4000), default=16)
     parser.add_argument("--seeds", type=whole(1, 10_000), default=20, help="draws at each position")
     parser.add_argument("--skip-layer", type=whole(0, 1000), default=25)
-    parser.add_argument("--device", default="cpu", help="on a GPU: cost of batches of random logits")
-    parser.add_argument("--vocab-size", type=whole(2, 2**20), default=151_936, help="vocabulary of these logits")
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
-    try:
-        device = use_device(options.device)
-    except UnsupportedModelError as error:
-        parser.error(f"--device: {error}")
-    if device.type != "cpu":
-        finish("sampling-batches", {"batches": batches(options.device, options.vocab_size)}, options.output)
-        return
-    target, rows_of = rows_to_choose_from(options)
+    target, rows_of = logits_at_answers(options)
     costs = [{"rules": name, "ms_per_token": cost(target[0], rules)} for name, rules in RULES.items()]
     show(f"choosing a token of {target.shape[1]}, one row, {torch.get_num_threads()} threads", costs)
     plan = [(name, temperature) for name in rows_of for temperature in TEMPERATURES]
@@ -76,63 +64,42 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def rows_to_choose_from(options: argparse.Namespace) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits at the positions of the answers: of the target, and of each draft by name. [positions, vocab_size]"""
+def logits_at_answers(options: argparse.Namespace) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of the target, and logits of each draft by name: [positions of the answers, vocab_size]."""
     peers = Peers(options.target)
     drafts = {
         "the draft": Peers(options.draft).model.eval(),
         f"target without layer {options.skip_layer}": without_layer(peers.model, options.skip_layer),
     }
     models = {"target": peers.model, **drafts}
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in models}
+    logits_of: dict[str, list[torch.Tensor]] = {name: [] for name in models}
     for line in progress(load_prompts(options.prompts, options.num_prompts), "prompts"):
         prompt = peers.encode(line.prompt)
         (answer,) = peers.generate([line.prompt], 1, options.max_tokens)
         for name, model in models.items():
             logits = model(torch.tensor([prompt + answer[:-1]]), use_cache=False).logits[0]
-            found[name].append(logits[len(prompt) - 1 :])
-    rows = {name: torch.cat(logits) for name, logits in found.items()}
+            logits_of[name].append(logits[len(prompt) - 1 :])
+    rows = {name: torch.cat(logits) for name, logits in logits_of.items()}
     return rows.pop("target"), rows
 
 
 def without_layer(model: PreTrainedModel, layer: int) -> PreTrainedModel:
-    """A copy that lacks one layer."""
+    """A copy of the model without one layer."""
     shorter = copy.deepcopy(model)
     del shorter.model.layers[layer]
     return shorter
 
 
 def cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
-    """Median milliseconds of one choice."""
+    """Median milliseconds to sample one token."""
     context = [i % 1000 for i in range(CONTEXT_TOKENS)]
     params = SamplingParams(**rules, prompt_length=CONTEXT_TOKENS // 2)
     seconds = [seconds_of(lambda: choose_token(logits, params, context)) for _ in range(CHOICES)]
     return round(statistics.median(seconds) * 1000, 2)
 
 
-def batches(device: str, vocab_size: int) -> list[dict[str, Any]]:
-    """Costs by number of rows of random bfloat16 logits, all with the same rules."""
-    found = []
-    for rows in BATCHES:
-        logits = (torch.randn(rows, vocab_size) * 3).to(device, torch.bfloat16)
-        costs = {name: batch_cost(logits, rules) for name, rules in RULES.items()}
-        found.append({"rows": rows, **{f"{name} ms": milliseconds for name, milliseconds in costs.items()}})
-    show(f"choosing tokens of {vocab_size} on {device}, all rows together", found)
-    return found
-
-
-def batch_cost(logits: torch.Tensor, rules: Mapping[str, Any]) -> float:
-    """Median milliseconds of choosing a token for every row; each row is a sequence of its own."""
-    context = [i % 1000 for i in range(CONTEXT_TOKENS)]
-    params = [SamplingParams(**rules, seed=row, prompt_length=CONTEXT_TOKENS // 2) for row in range(len(logits))]
-    sequences = [(each, context, 1) for each in params]
-    choose_batch(logits, sequences)  # compiles the kernels
-    seconds = [seconds_of(lambda: choose_batch(logits, sequences)) for _ in range(CHOICES)]
-    return round(statistics.median(seconds) * 1000, 3)
-
-
 def agreement(target: torch.Tensor, draft: torch.Tensor, temperature: float, seeds: int) -> dict[str, float]:
-    """Share of equal draws, the bounds, and the share with independent noise: means over the positions."""
+    """Mean agreement over the positions, with its bounds."""
     same = 0
     for position, (row, other) in enumerate(zip(target, draft, strict=True)):
         context = [0] * position  # the noise depends only on its length

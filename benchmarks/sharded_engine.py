@@ -1,6 +1,6 @@
-"""An engine, alone or sharded among ranks, in a process of its own.
+"""An engine in a child process, sharded among ranks or not.
 
-A process can have only one sharded engine, so engines that take turns need processes of their own.
+A process can have only one sharded engine, so each of several engines needs its own process.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from specpool.engine.startup.loading import load_engine
 MAX_MODEL_LEN, MAX_SEQUENCES = 320, 16
 NUM_DRAFT_TOKENS = 3
 WRONG_EVERY = 4
-"""One of this many draft tokens is wrong, so rounds end at different lengths."""
+"""Every fourth draft token is wrong, so rounds end at different lengths."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A number of ranks, how they sum (None: not sharded), and the threads of each."""
+    """Number of ranks, kind of sums (None: not sharded), and threads per rank."""
 
     ranks: int
     sums: Sums | None
@@ -68,7 +68,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Answers:
-    """The tokens of each answer, and a SHA-256 of the logits that they come from."""
+    """The tokens of each answer, and a SHA-256 of all logits behind them."""
 
     token_ids: list[list[int]]
     logits: str
@@ -76,7 +76,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of each rank: weights, and memory that its process shares with no other."""
+    """Bytes of each rank: weights, and private memory of the process."""
 
     weights: list[int]
     resident: list[int]
@@ -84,7 +84,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Start:
-    """How an engine was loaded. `before`: bytes that its process had for itself before loading."""
+    """The start of an engine. `before`: private bytes of the process before loading."""
 
     seconds: float
     bitwise: bool
@@ -92,7 +92,7 @@ class Start:
 
 
 class MeasuredEngine:
-    """An engine in a process of its own; a context manager that ends all ranks.
+    """An engine in a child process; a context manager that ends all ranks.
 
     Every method raises BrokenProcessPool, a RuntimeError, if the process has ended.
     """

@@ -1,10 +1,10 @@
-"""Adaptive draft lengths against the best fixed length in hindsight, by acceptance, batch and costs, without a model.
+"""Simulate adaptive draft lengths against the best fixed length in hindsight, by acceptance, batch size and costs.
 
     python -m benchmarks.simulate [--answers 12] [--output FOLDER]
 
-Costs are given; acceptance is random. With "steady" rates, each sequence has a rate around the given one. With
-"changing" rates, good ones become bad halfway through, and bad ones good. Each row has the share of the best fixed
-length's tokens per second, that length, and both relative to plain decoding. The last line printed is JSON.
+There is no model: costs are given and acceptance is random. "steady" rates vary a little around the given one.
+"changing" rates switch between good and bad halfway through. Each row has the best fixed length, the adaptive
+speed as a fraction of the best fixed speed, and both speeds relative to plain decoding. The last line printed is JSON.
 """
 
 import itertools
@@ -28,7 +28,7 @@ COSTS = {
     "passes of 64 rows": (0.001, 0.00001, 0.008, 0.00002),
     "passes of 24 rows": (0.001, 0.0002, 0.008, 0.0004),
 }
-"""Seconds: a draft step of one sequence, each further sequence, a verification of one row, each further row."""
+"""Seconds of a draft step: first and each further sequence. Seconds of a verification: first and each further row."""
 MAX_ROWS = {"passes of 64 rows": 64, "passes of 24 rows": 24}
 """Maximum rows of one pass of the target."""
 EXCHANGE_SECONDS = 0.001
@@ -49,10 +49,10 @@ class Simulated:
 
 
 def main() -> None:
-    """Parses the command line, simulates, prints."""
+    """Parses the command line and runs the simulation."""
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--answers", type=whole(1, 10_000), default=12, help="answers for each place in the batch, at least 24 in all"
+        "--answers", type=whole(1, 10_000), default=12, help="answers per slot of the batch; at least 24 in total"
     )
     parser.add_argument("--output", type=output_folder, help="folder for the result")
     options = parser.parse_args()
@@ -105,7 +105,7 @@ def speed_of_fixed(costs: str, batch: int, rates: Rates, k: int, answers: int) -
 
 
 def speed_of_adaptive(costs: str, batch: int, rates: Rates, answers: int) -> float:
-    """Tokens per second with adaptive draft lengths, when every measured cost is off by a factor of up to 1.5."""
+    """Tokens per second with adaptive draft lengths. Every measured cost is wrong by a factor of up to 1.5."""
     true, rng = true_costs(costs), random.Random(1)
     draft, verify = (
         StepTimes(
@@ -131,9 +131,9 @@ def simulate(
     choose: Callable[[dict[int, int]], dict[int, int]],
     learner: DraftLengths | None = None,
 ) -> float:
-    """Tokens per second of a batch in which new sequences replace finished ones, until all answers are complete.
+    """Tokens per second until all answers are complete; new sequences replace finished ones.
 
-    Every way to choose lengths sees the same acceptance.
+    Acceptance does not depend on `choose`.
     """
     rng = random.Random(0)
     waiting = [drawn(rng, number, rates(rng, number / answers)) for number in range(answers)]

@@ -1,12 +1,12 @@
-"""A model sharded among ranks, beside the same model in one process, on a CPU.
+"""Compare a model sharded among ranks with the same model in one process, on a CPU.
 
     python -m benchmarks.tensor_parallel [--model FOLDER] [--ranks 1 2] [--repeats 5] [--output FOLDER]
 
-For each number of ranks and each kind of sums: times of passes, the share of collectives, memory of each rank, time to
-load, and whether token ids and logits equal those of one process. The ranks share this machine's threads evenly; one
-process runs with all of them, and with as few as a rank has. All engines stay loaded and take turns; the tables show
-medians. Rank 0 times the collectives, including its waiting for slower ranks. `python -m
-benchmarks.tensor_parallel_estimate` estimates passes on GPUs. The last line printed is JSON.
+For each number of ranks and kind of sums, it measures the time of passes, the share of collectives, memory and load
+time. It also compares token ids and logits with one process. The ranks share the machine's threads evenly. One process
+runs with all threads, and with as few as a rank has. All engines stay loaded and take turns; the tables show medians.
+Rank 0 times the collectives, and includes waiting for slower ranks. `python -m benchmarks.tensor_parallel_estimate`
+estimates passes on GPUs. The last line printed is JSON.
 """
 
 import argparse
@@ -55,7 +55,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--ranks", type=whole(1, MAX_RANKS), nargs="+", default=[1, 2], help="1 is always included")

@@ -1,13 +1,13 @@
-"""Speed of speculation against plain decoding: every draft method, by requests in flight and by category of prompts.
+"""Compare all draft methods with plain decoding, by requests in flight and by category of prompts.
 
     python -m benchmarks.throughput [--prompts FILE] [--concurrencies 1,2,4,8,16,32] [--repeats 3] [--output FOLDER]
 
-One service runs all kinds in turns, since requests name their draft method. The kinds are plain; k1 to k5, a fixed
-number of draft tokens by the model; adaptive, as many as pay off; ngram, the same by prompt lookup; best, the server's
-default, whichever promises more. The last three keep what they learn from run to run; the first runs do not count.
-Ratios are taken within a repeat; the tables show medians. Answers are streamed, and times are the client's. The plan's
-promise is read halfway through a run. Categories are those of Spec-Bench. An answer is exact if it equals the first
-plain answer to its prompt. Exit status 1: an answer was not exact. The last line printed is JSON.
+One service runs all kinds in turns, because each request names its draft method. "plain" does not speculate. "k1" to
+"k5" draft a fixed number of tokens with the draft model, "adaptive" as many as pay off. "ngram" drafts by prompt
+lookup. "best" is the server's default, which picks the better method. The last three learn from run to run, so a
+warm-up comes first. Ratios are taken within a repeat; the tables show medians. Answers are streamed, and the client
+measures all times. "promise" is the speedup that the server predicts halfway through a run. An answer is exact if it
+equals the first plain answer to the same prompt. Exit status 1: an answer was not exact. The last line printed is JSON.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from benchmarks.figures import throughput_figure
 from benchmarks.prompts import add_prompts, in_turn, load_by_category
 from benchmarks.report import (
     console,
@@ -33,6 +32,7 @@ from benchmarks.report import (
     percentile,
     progress,
     show,
+    throughput_figure,
     whole,
     wholes,
 )
@@ -44,7 +44,7 @@ from specpool.client.requests import GenerateOptions
 from specpool.v1 import generation_pb2 as pb
 
 LOAD = 4
-"""Prompts of a run for each request in flight. Short runs understate the speedup: the batch empties unevenly."""
+"""Prompts per request in flight. Short runs understate the speedup, because the batch empties unevenly."""
 PLAIN, BEST = "plain", "best"
 KINDS: dict[str, GenerateOptions] = {
     PLAIN: {"num_speculative_tokens": 0},
@@ -54,13 +54,13 @@ KINDS: dict[str, GenerateOptions] = {
     BEST: {"draft_method": "best"},
 }
 SHOWN = {
-    "tokens/s": ("tokens_per_s", 1), "ratio": ("ratio", 2), "least": ("ratio_min", 2),
+    "tokens/s": ("tokens_per_s", 1), "ratio": ("ratio", 2), "min": ("ratio_min", 2),
     "first ms": ("first_token_ms", 0), "p50 ms": ("token_p50_ms", 1), "p99 ms": ("token_p99_ms", 1),
     "length": ("acceptance_length", 2), "drafted": ("rounds_drafted", 2), "draft": ("draft_busy", 2),
     "verify": ("verify_busy", 2), "promise": ("predicted_ratio", 2), "exact": ("exact_match", 3),
 }  # fmt: skip
 """Columns of a table: the measure and its digits."""
-OF_A_CATEGORY = ("tokens/s", "ratio", "least", "length", "drafted", "exact")
+OF_A_CATEGORY = ("tokens/s", "ratio", "min", "length", "drafted", "exact")
 Run = dict[str, Any]
 
 
@@ -85,7 +85,7 @@ class Answer:
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     options = parse()
     try:
         pair, rows = asyncio.run(serve(options))

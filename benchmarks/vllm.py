@@ -1,19 +1,20 @@
-"""What a draft worker gains for vLLM, by requests in flight: `specpool.vllm.RemoteDraft` against plain vLLM.
+"""Measure the speedup of vLLM with `specpool.vllm.RemoteDraft`, by requests in flight.
 
     python -m benchmarks.vllm [--concurrency 1,4,8,16] [--tokens 64] [--repeats 5] [--eager] [--output DIR]
 
-Four engines stay loaded and take turns: plain; none, set up for drafts that never come, which shows what speculation
-itself costs vLLM; ngram, vLLM's own prompt lookup; remote, `RemoteDraft`. Each runs in a process of the Python that
-SPECPOOL_VLLM_PYTHON names, with the embedded pair in fp32 on the CPU. A new request follows each finished one, so the
-batch stays full until the end of a run. At each concurrency the first run of each engine does not count, nor do
-`--warm-up` further runs of RemoteDraft, which learns. `first` is the ratio of the first runs: that of a new server, at
-the first concurrency only. Ratios to plain are taken within a repeat; the tables show medians, minimum and maximum.
-`equal` is the share of answers that equal plain vLLM's.
+Four engines stay loaded and take turns: "plain"; "none", with speculation but without draft tokens, which shows the
+overhead of speculation in vLLM; "ngram", vLLM's own prompt lookup; "remote", `RemoteDraft`. Each engine is a process of
+the Python that SPECPOOL_VLLM_PYTHON names. All run the embedded pair in fp32 on the CPU. A new request follows each
+finished one, so the batch stays full until the end of a run.
 
-Draft and target share this machine's cores and wait for each other, so two devices are only estimated. `waited` is the
-time that vLLM stood still for drafts per step; `alone` is the time of the same passes when the draft worker measured
-itself on idle cores. `two devices` is the ratio to plain if the passes had taken that long, with the same draft lengths
-and wire. `free drafts` is the ratio if vLLM had not waited at all. The last line printed is JSON.
+The first run of each engine and the `--warm-up` runs of RemoteDraft do not count. `first` is the ratio of the first
+runs; only at the first concurrency does it show a new server. Ratios to plain are taken within a repeat. The tables
+show medians, minimum and maximum. `equal` is the share of answers that equal plain vLLM's answers.
+
+Draft and target share the cores and wait for each other, so the figures for two devices are estimates. `waited` is the
+time per step in which vLLM waits for drafts. `alone` is the time of the same draft passes on idle cores. `two devices`
+is the ratio to plain with passes as fast as `alone`; `free drafts` is the ratio without any waiting. The last line
+printed is JSON.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from specpool.engine.models.embedded_pair import embedded_pair, float32_copy
 
 PLAIN, REMOTE = "plain", "remote"
 KINDS = {PLAIN: "plain", "none": "none", "ngram": "ngram", REMOTE: "timed"}
-"""Ways to draft, and their names in `benchmarks.vllm_process.SPECULATION`."""
+"""Draft methods, and their names in `benchmarks.vllm_process.SPECULATION`."""
 SPEED = ("drafts", "tokens_per_s", "ratio", "ratio_min", "ratio_max", "ratio_first", "equal_answers",
          "drafted_per_step", "accepted")  # fmt: skip
 STEP = ("step_ms", "asked", "waited_ms", "passes_ms", "alone_ms", "ratio", "ratio_of_two_devices",
@@ -41,7 +42,7 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--concurrency", type=wholes(1, 256), default="1,4,8,16", help="requests in flight; vLLM decodes 16 at a time"
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each concurrency and way to draft."""
+    """One row for each concurrency and draft method."""
     vllm_python()
     pair, target = embedded_pair(), float32_copy()
     prompts = token_ids(target, load_prompts(options.prompts, LOAD * max(options.concurrency)))
@@ -88,7 +89,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def run_in_turns(
     engines: dict[str, VllmEngine], prompts: list[list[int]], concurrency: int, options: argparse.Namespace
 ) -> dict[str, list[Run]]:
-    """The runs of each way to draft; the first one does not count."""
+    """The runs of each draft method. The first one does not count."""
     runs: dict[str, list[Run]] = {kind: [] for kind in engines}
     warm_up = [*engines, *[REMOTE] * options.warm_up]
     for turn, kind in enumerate(progress(warm_up + [*engines] * options.repeats, f"{concurrency} at a time")):
@@ -103,9 +104,9 @@ def summaries(runs: dict[str, list[Run]], concurrency: int) -> list[dict[str, An
     seconds, truth = [run["seconds"] for run in runs[PLAIN]], runs[PLAIN][0]["outputs"]
     tokens = sum(map(len, truth))
     rows = []
-    for kind, found in runs.items():
-        ratios, counted = _ratios(seconds, [run["seconds"] for run in found]), found[1:]
-        answers = [one == other for run in found for one, other in zip(run["outputs"], truth, strict=True)]
+    for kind, own in runs.items():
+        ratios, counted = _ratios(seconds, [run["seconds"] for run in own]), own[1:]
+        answers = [one == other for run in own for one, other in zip(run["outputs"], truth, strict=True)]
         rows.append(
             {
                 "concurrency": concurrency,
@@ -128,7 +129,7 @@ def _ratios(plain: list[float], own: list[float]) -> list[float]:
 
 
 def _drafted(runs: list[Run]) -> dict[str, Any]:
-    """Time and draft tokens of a step."""
+    """Time and draft tokens per step."""
     steps, drafted, accepted = (sum(run[name] for run in runs) for name in ("steps", "draft_tokens", "accepted"))
     return {
         "step_ms": round(1000 * sum(run["seconds"] for run in runs) / steps, 2),
@@ -138,7 +139,7 @@ def _drafted(runs: list[Run]) -> dict[str, Any]:
 
 
 def _devices(plain: list[float], runs: list[Run]) -> dict[str, Any]:
-    """Waiting for drafts, and the estimates for two devices."""
+    """Time spent waiting for drafts, and estimates for two devices."""
     steps = sum(run["steps"] for run in runs)
     two = [run["seconds"] - run["passes"] + run["alone"] for run in runs]
     free = [run["seconds"] - run["waited"] for run in runs]
@@ -151,7 +152,7 @@ def _devices(plain: list[float], runs: list[Run]) -> dict[str, Any]:
 
 
 def show_all(rows: list[dict[str, Any]]) -> None:
-    """A table of all runs, and one of the draft's time."""
+    """Prints a table of all runs, and one of the draft worker's time."""
     show("tokens/s, and ratios to plain vLLM", [_columns(row, SPEED) for row in rows])
     show("RemoteDraft: ms of a step", [_columns(row, STEP) for row in rows if row["drafts"] == REMOTE])
 

@@ -1,10 +1,10 @@
 """A vLLM engine as a child process of tests and benchmarks, in vLLM's own environment.
 
-Standard input: a JSON object of arguments for `vllm.LLM`, then one per run: {"prompts": token ids of each,
-"max_tokens", "at_a_time": requests in flight, default: all}. Standard output: a line once the engine is ready, then one
-per run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the sums of `Clock`}. Decoding
-is greedy and ignores the end of sequence. The parent imports `main` instead of running this file, because vLLM imports
-the drafters below from this module, and both must share one clock.
+Standard input has one JSON object per line: first the arguments of `vllm.LLM`, then one object per run with "prompts"
+(token ids), "max_tokens" and "at_a_time" (requests in flight; default: all). Standard output has a line once the engine
+is ready, then one per run: {"outputs", "seconds", "steps", "draft_tokens", "accepted", "preemptions", and the fields of
+`Clock`}. Decoding is greedy and ignores the end of sequence. The process must import `main` from this module: vLLM
+imports the drafters from here, and both must share one clock.
 """
 
 import copy
@@ -33,29 +33,29 @@ class Clock:
     """Sums over the steps of this process, in seconds."""
 
     asked: int = 0
-    """Steps that asked the draft worker."""
+    """Steps with a call of the draft worker."""
     waited: float = 0.0
-    """Time that vLLM waited for its answers."""
+    """Time that vLLM waited for drafts."""
     passes: float = 0.0
-    """Time that the draft worker computed meanwhile."""
+    """Compute time of the draft worker during these calls."""
     alone: float = 0.0
-    """Time that the same passes took when the draft worker measured itself, before vLLM started."""
+    """Time of the same passes in the draft worker's own measurement, before vLLM started."""
 
 
 CLOCK = Clock()
 
 
 class NoDrafts:
-    """Never drafts: shows what speculation itself costs vLLM."""
+    """A drafter without draft tokens, to measure the overhead of speculation in vLLM."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Takes what vLLM passes."""
+        """Ignores vLLM's configuration."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Loads nothing."""
 
     def propose(self, sampled_token_ids: Any, *_: Any, **__: Any) -> list[list[int]]:
-        """No draft tokens for each row."""
+        """An empty draft for each row."""
         return [[] for _ in sampled_token_ids]
 
 

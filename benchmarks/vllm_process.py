@@ -1,6 +1,6 @@
 """A vLLM engine and a draft worker as processes, for tests and benchmarks with the real vLLM.
 
-vLLM has an environment of its own; SPECPOOL_VLLM_PYTHON names its Python (default: the one of `make test-vllm`).
+vLLM needs its own environment. SPECPOOL_VLLM_PYTHON names the Python there; by default, `make test-vllm` installs it.
 """
 
 import json
@@ -28,7 +28,7 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "timed": {"method": "custom_class", "model": "benchmarks.vllm_engine.TimedRemoteDraft"},
     "none": {"method": "custom_class", "model": "benchmarks.vllm_engine.NoDrafts"},
 }
-"""vLLM's `speculative_config` by way to draft, without the number of tokens."""
+"""vLLM's `speculative_config` by draft method, without the number of tokens."""
 PRELOADED = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
 """Memory allocator and OpenMP that vLLM for CPU should run with, where they exist."""
 ENGINE = "from benchmarks.vllm_engine import main; main()"
@@ -43,7 +43,7 @@ def vllm_python() -> Path:
 
 
 def vllm_environment(python: Path, draft_address: str | None = None, cores: str = "0-1") -> dict[str, str]:
-    """Environment variables of a vLLM process on the CPU. `cores`: those of each rank, separated by "|"."""
+    """Environment variables of a vLLM process on the CPU. `cores`: cores of each rank, separated by "|"."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SPECPOOL_")}
     libraries = [python.parents[1] / library for library in PRELOADED]
     return {
@@ -63,12 +63,12 @@ def vllm_environment(python: Path, draft_address: str | None = None, cores: str 
 
 
 class VllmEngine:
-    """`benchmarks.vllm_engine` in a process of its own. It loads its model in the background until `wait_ready`."""
+    """`benchmarks.vllm_engine` in a child process, which loads the model in the background until `wait_ready`."""
 
     def __init__(
         self, model: Path, kind: str, draft_address: str | None = None, log: IO[str] | None = None, **arguments: Any
     ) -> None:
-        """`kind`: of `SPECULATION`. `log`: for standard error. `arguments`: of `vllm.LLM`, and `cores`."""
+        """`kind`: a key of `SPECULATION`. `log`: standard error. `arguments`: arguments of `vllm.LLM`, and `cores`."""
         python = vllm_python()
         environment = vllm_environment(python, draft_address, arguments.pop("cores", "0-1"))
         self._process = subprocess.Popen(
@@ -144,7 +144,7 @@ class DraftProcess:
         self._process = subprocess.Popen(self._command, cwd=ROOT, env={**worker_environment(), "PYTHONPATH": str(ROOT)})
 
     def wait_ready(self, seconds: float = 120.0) -> None:
-        """Waits until it serves and has measured itself. RuntimeError."""
+        """Waits until the worker serves and has measured its costs. RuntimeError."""
         until = time.monotonic() + seconds
         while (reason := problem(Connector(self.address), "", 1.0)) is not None:
             if time.monotonic() > until or self._process.poll() is not None:

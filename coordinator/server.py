@@ -1,4 +1,4 @@
-"""The coordinator's process: settings, coordinator, server."""
+"""The coordinator process: loads settings, and runs the coordinator and its gRPC server."""
 
 import asyncio
 import contextlib
@@ -45,14 +45,14 @@ class CoordinatorServer:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Starts listening and connecting to the workers; returns the port."""
+        """Listen and connect to the workers. Return the port."""
         port = await self.server.start()
         self._running = asyncio.create_task(self.coordinator.run())
-        self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # it cannot serve calls any more
+        self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # it can no longer serve calls
         return port
 
     async def wait_stopped(self) -> None:
-        """Serves until the server stops, and drains. Raises the error of a failed coordinator."""
+        """Serve until the server has stopped and drained. Raises the error of a failed coordinator."""
         assert self._running is not None
         waiting = asyncio.create_task(self._end_drain_without_target())
         await self.server.wait_stopped()
@@ -71,7 +71,7 @@ class CoordinatorServer:
                 await self._tracer.close()
 
     async def _end_drain_without_target(self) -> None:
-        """Cuts a drain short once the target worker has been away for some seconds."""
+        """Cut a drain short once the target worker has been away for some seconds."""
         target = self.coordinator.target
         await self.server.wait_stopping()
         while True:

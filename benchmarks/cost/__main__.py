@@ -1,14 +1,14 @@
-"""What one part of the service costs.
+"""Measure the cost of one part of the service.
 
     python -m benchmarks.cost --of PART [options of the part]
 
-coordinator: the coordinator and the wire, per round with free fake workers, and per choice of a group
-metrics:     observing a round, a scrape, and rounds with and without metrics
-tracing:     the coordinator's processor time with every request traced, and without
-overlap:     two overlapping groups, against one worker at a time, with fakes as fast as two GPUs might be
-round:       shares of the time of a real pair: models, wire, scheduling, idling
-start:       time from `specpool up` to the first answer, and memory of the three processes
-threads:     threads and spinning of the workers, by a demo for each choice
+coordinator: rounds of the coordinator with instant fake workers, and the choice of a group
+metrics:     observations, scrapes, and rounds with and without metrics
+tracing:     CPU time of the coordinator with and without traces
+overlap:     overlapping groups against alternating workers, with fakes at the speed of two GPUs
+round:       time of a real pair in models, wire and scheduling, and idle time
+start:       time from `specpool up` to the first answer, and memory of each process
+threads:     threads of the workers and how long they spin, by a demo for each choice
 
 `--of PART --help` lists the options of a part. Every part ends in one line of JSON.
 """

@@ -1,4 +1,4 @@
-"""Cost of the coordinator itself, with free fake workers: per round, and per choice of a group."""
+"""Measure the coordinator's cost of a round with instant fake workers, and of choosing a group."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ PROMPT_LENGTHS = 20, 2_000
 
 
 def main(arguments: Arguments[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     options = load_options("coordinator", __doc__, 200, arguments)
     with ExitStack() as stack:
         start_coordinator(stack, PORT, *start_fakes(stack))

@@ -1,7 +1,7 @@
-"""Two overlapping groups and drafting ahead, against one worker at a time, with fakes as fast as two GPUs might be.
+"""Compare overlapping groups and drafting ahead with alternating workers. Fakes have the assumed speed of two GPUs.
 
-Coordinator, wire and the choice of draft lengths are real. A pass takes the given milliseconds for its first row and
-for each further row. Every answer must equal plain decoding.
+The coordinator and the wire are real. The flags give the milliseconds of a pass for the first row and for each further
+row. Every answer must equal plain decoding.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PROMPT_LENGTH = 16
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of overlap")
     parser.add_argument("--verify-ms", type=float, nargs=2, default=(8.0, 0.05), metavar=("FIRST", "MORE"))
     parser.add_argument("--draft-ms", type=float, nargs=2, default=(2.0, 0.02), metavar=("FIRST", "MORE"))

@@ -1,6 +1,6 @@
-"""Shares of the service's time over real sockets: models, wire, scheduling, and idling.
+"""Measure the time that a service spends in models, wire and scheduling, and its idle time.
 
-The stages are those of `GetServerInfo`; idle is the rest of the time. Every run prefills its prompts. Runs are
+`GetServerInfo` reports the time of each stage; the rest of the time is idle. Every run prefills its prompts. Runs are
 interleaved; the table shows medians.
 """
 
@@ -22,7 +22,7 @@ STAGES = {"models": ("draft", "verify"), "realign": ("realign",), "wire": ("wire
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of round")
     parser.add_argument("--target")
     parser.add_argument("--draft")

@@ -1,10 +1,10 @@
-"""Time from `specpool up` to the first answer, and memory of the three processes, with the embedded pair.
+"""Measure the time from `specpool up` to the first answer, and the memory of each process, with the embedded pair.
 
 Each run starts the command, waits until it serves, and generates one token, then 16. Seconds count from the start of
-the command. The pair exists and its files are mostly in the page cache; all runs but the first may find compiled code.
-`--bare` gives each run an empty cache folder, so pip fetches the pair and its code is compiled, as on a new machine.
-Memory is the resident size after the second answer, and its maximum; pages of mapped files count. The benchmark uses
-only the command line and the client, so it can measure other commits.
+the command. Usually the model files are in the page cache, and all runs but the first load compiled code. `--bare`
+gives each run an empty cache folder, as on a new machine: pip downloads the pair, and the code is compiled. Memory is
+the resident size after the second answer and its maximum, mapped files included. The benchmark uses only the command
+line and the client, so it can measure other commits.
 """
 
 import os
@@ -33,7 +33,7 @@ MEASURES = {"resident": "VmRSS", "of which files": "RssFile", "maximum": "VmHWM"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of start")
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
     parser.add_argument("--bare", action="store_true", help="give each run an empty cache folder")
@@ -93,5 +93,5 @@ def memory_of_children(pid: int) -> dict[str, dict[str, float]]:
 
 def spread(numbers: list[float]) -> dict[str, float]:
     """Median, minimum and maximum."""
-    found = {"median": statistics.median(numbers), "least": min(numbers), "greatest": max(numbers)}
+    found = {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
     return {name: round(value, 2) for name, value in found.items()}

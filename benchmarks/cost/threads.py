@@ -1,4 +1,4 @@
-"""CPU threads of each worker, and how long they should spin while they wait: one demo for each choice.
+"""Compare numbers of CPU threads and spin counts of the workers, with one demo for each choice.
 
 Runs of all choices are interleaved; the table shows medians.
 """
@@ -15,12 +15,12 @@ from typing import Any
 from benchmarks.report import finish, parser_of, progress, show, whole
 
 SPIN_COUNTS = (0, 3_000, 30_000, 300_000, 10**12)
-"""Iterations of a waiting loop before a thread sleeps; the last is practically endless."""
+"""Iterations of a waiting loop before a thread sleeps. The last one practically never sleeps."""
 MEASURES = ("plain_tokens_per_s", "speculative_tokens_per_s")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parse the command line, measure and print."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of threads")
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
     parser.add_argument("--num-prompts", type=whole(1, 1000), default=8)

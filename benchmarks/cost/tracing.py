@@ -1,6 +1,6 @@
-"""What traces cost the coordinator: its processor time per round with every request traced, and without traces.
+"""Measure the coordinator's CPU time per round with every request traced, and without traces.
 
-Fake workers cost nothing, so rounds are as short as possible. A collector in a process of its own discards all spans.
+Fake workers answer at once, so rounds are as short as possible. A collector in another process discards all spans.
 """
 
 import argparse
@@ -33,7 +33,7 @@ COLLECT = "from benchmarks.cost.tracing import collect; collect()"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     options = load_options("tracing", __doc__, 200, arguments)
     with ExitStack() as stack:
         workers = start_fakes(stack)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
             for name in flags:
                 runs[name].append(measure(workers, flags[name], options))
     result: dict[str, object] = {f"{name}_ms": round(statistics.median(found), 4) for name, found in runs.items()}
-    result |= {f"{name}_least_ms": round(min(found), 4) for name, found in runs.items()}
+    result |= {f"{name}_min_ms": round(min(found), 4) for name, found in runs.items()}
     show("processor time of the coordinator per round", [{"measure": key, "value": result[key]} for key in result])
     finish("tracing_cost", result, None)
 

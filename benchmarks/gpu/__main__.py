@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import gpu_figure
 from benchmarks.gpu.part import TINY_SHAPES, Row, Settings
-from benchmarks.report import console, finish, output_folder, show
+from benchmarks.report import console, finish, gpu_figure, output_folder, show
 from benchmarks.shapes import SHAPES
 from specpool.engine.config.devices import pick_device
 from specpool.engine.config.sources import UnsupportedModelError

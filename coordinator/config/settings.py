@@ -11,13 +11,13 @@ from specpool.protocol.rounds import MAX_DRAFT_TOKENS
 from specpool.rpc.config.settings import UINT32_MAX, Seconds, ServerSettings
 
 MAX_NUM_SEQS = 4096
-"""Largest window: no worker has more slots."""
+"""Limit of the flags: no worker has more slots."""
 MAX_SPECULATIVE_TOKENS = MAX_DRAFT_TOKENS
-"""Maximum draft tokens of a request, unless the settings say otherwise."""
+"""Default of `max_num_speculative_tokens`."""
 
 PolicyName = Literal["ragged", "exspec", "eqspec"]
 Overlap = Literal["auto", "on", "off"]
-"""Whether both workers may run at a time; "auto": if they have separate devices."""
+"""Whether both workers may run at the same time. "auto": only on separate devices."""
 
 
 def _check_stubs_installed(smg: bool) -> bool:

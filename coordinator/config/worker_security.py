@@ -34,11 +34,11 @@ class WorkerSecurity(ServerSecurity, frozen=True):
         ca = self.worker_tls_ca or self.tls_ca
         if self.worker_tls is False or ca is None:
             return security
-        own = self.worker_tls_cert is None
+        use_own = self.worker_tls_cert is None
         return security | SecurityOptions(
             tls_ca=ca,
-            tls_cert=self.tls_cert if own else self.worker_tls_cert,
-            tls_key=self.tls_key if own else self.worker_tls_key,
+            tls_cert=self.tls_cert if use_own else self.worker_tls_cert,
+            tls_key=self.tls_key if use_own else self.worker_tls_key,
             tls_name=self.worker_tls_name,
         )
 
@@ -51,7 +51,7 @@ class WorkerSecurity(ServerSecurity, frozen=True):
         security = self.worker_security
         for name in ("worker_tls_ca", "worker_tls_cert", "worker_tls_name") if "tls_ca" not in security else ():
             if getattr(self, name) is not None:
-                other = "worker_tls_ca" if self.worker_tls is None else "worker_tls, which is off"
-                raise ValueError(f"{name}: must be given with {other}")
+                required = "worker_tls_ca" if self.worker_tls is None else "worker_tls, which is off"
+                raise ValueError(f"{name}: must be given with {required}")
         Connector("", **security)
         return self

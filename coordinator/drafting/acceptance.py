@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Decay per draft token of the observations of one sequence and of all sequences. The overall rate counts as
-# `PRIOR_TOKENS` observations of every sequence.
+# Decay of older observations per draft token, for one sequence and overall. The overall rate is the prior of every
+# sequence and weighs as much as `PRIOR_TOKENS` observations.
 DECAY, OVERALL_DECAY, PRIOR_TOKENS = 0.985, 0.995, 10.0
 # Bins of the draft's own probabilities.
 CONFIDENCES = 10
@@ -19,7 +19,7 @@ class Acceptance:
     tried: float = 0.0
 
     def add(self, drafted: float, accepted: float) -> None:
-        """Adds a round. Tokens after the first rejected one do not count as tried."""
+        """Add a round. Tokens after the first rejected one do not count as tried."""
         tried = min(drafted, accepted + 1)
         decay = self.decay**tried
         self.accepted = self.accepted * decay + accepted
@@ -48,7 +48,7 @@ class Calibration:
         return self._bins[index].rate((index + 0.5) / CONFIDENCES)
 
     def add(self, confidences: Sequence[float], accepted: int) -> None:
-        """Adds the verified draft tokens of a round, of which the first `accepted` were accepted."""
+        """Add the verified draft tokens of a round, of which the first `accepted` were accepted."""
         for i, confidence in enumerate(confidences[: accepted + 1]):
             self._bins[_bin(confidence)].add(1, int(i < accepted))
 
@@ -59,15 +59,15 @@ def _bin(confidence: float) -> int:
 
 @dataclass
 class AcceptanceRates:
-    """Acceptance rates of many sequences. A new one is expected to be like the others."""
+    """Acceptance rates of many sequences. A new sequence starts with the overall rate."""
 
     first_rate: float
-    """Rate to assume before anything was drafted."""
+    """Overall rate before the first draft token."""
     _overall: Acceptance = field(default_factory=lambda: Acceptance(OVERALL_DECAY))
     _sequences: dict[int, Acceptance] = field(default_factory=dict)
 
     def add(self, sequence_id: int, drafted: float, accepted: float) -> None:
-        """Adds a round of one sequence."""
+        """Add a round of one sequence."""
         if drafted:
             self._overall.add(drafted, accepted)
             self._sequences.setdefault(sequence_id, Acceptance()).add(drafted, accepted)

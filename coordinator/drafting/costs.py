@@ -1,4 +1,4 @@
-"""Costs of a round: seconds of a worker's passes by rows, measured at start and corrected by every round. Pure."""
+"""Cost model of a round: seconds of a pass by rows. Workers measure it at startup; every round corrects it. Pure."""
 
 import math
 from bisect import bisect_right
@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-# Minimum weight of a new observation, in the scale of all points and in the points near it. The first rounds weigh
-# more, because measurements at start are unreliable on a busy machine.
+# Minimum weight of a new observation, for the scale of all points and for the nearest points. The first rounds weigh
+# more: startup measurements are unreliable on a busy machine.
 SCALE_WEIGHT, POINT_WEIGHT = 0.1, 0.02
-# Maximum growth of the time per row: the first row of another kernel tile costs as much as several later ones.
+# Maximum growth of the time per row. The first row of a kernel tile costs as much as several later rows.
 MAX_GROWTH = 1.25
-# Bounds of a pass's time, which keep ratios finite.
+# Bounds of the time of a pass. They keep ratios finite.
 MIN_SECONDS, MAX_SECONDS = 1e-6, 1e6
-# Seconds by rows, for workers that have not measured themselves.
+# Default seconds by rows, for workers without measurements.
 UNKNOWN_VERIFY, UNKNOWN_DRAFT = {1: 0.02, 64: 0.04, 1024: 0.345}, {1: 0.002, 64: 0.004, 1024: 0.0345}
 
 
 class StepTimes:
-    """Seconds by number of rows: linear between measured points, and extrapolated from the last two.
+    """Seconds by number of rows. Interpolates between measured points and extrapolates from the last two.
 
     A worker splits more than `max_rows` rows into full passes and one pass with the rest.
     """
@@ -26,18 +26,20 @@ class StepTimes:
     def __init__(
         self, points: Mapping[int, float], cached: float = 0, per_cached: float = 0.0, max_rows: int = 0
     ) -> None:
-        """`points`: seconds by rows, at least two, measured with `cached` positions per sequence. `per_cached`: extra
-        seconds of a row per additional cached position. `max_rows`: rows of a pass; 0: unlimited."""
+        """`points`: seconds by rows, at least two, measured with `cached` positions per sequence.
+
+        `per_cached`: extra seconds of a row per additional cached position. `max_rows`: rows of a pass; 0: unlimited.
+        """
         assert len(points) > 1
         self.cached = cached
-        """Present mean number of cached positions per sequence."""
+        """Current mean number of cached positions per sequence."""
         self.max_rows = max_rows
         self._measured_at, self._per_cached = cached, max(0.0, per_cached)
         self._rows = sorted(points)
         self._seconds = [_bounded(points[rows]) for rows in self._rows]
         self._observed = 0
         self._seen = [1.0] * len(points)
-        """Observations of each point. A measurement counts as one, an extrapolated point as none."""
+        """Observations of each point: 1 for a measured point, 0 for an extrapolated one."""
         self._keep_plausible()
 
     def __call__(self, rows: float) -> float:
@@ -48,19 +50,19 @@ class StepTimes:
 
     @property
     def points(self) -> dict[int, float]:
-        """Present estimates of one pass, in seconds by rows."""
+        """Current estimates of one pass, in seconds by rows."""
         return dict(zip(self._rows, self._seconds, strict=True))
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learns from a round with this number of rows."""
+        """Learn from a round with this number of rows."""
         self.observe_steps([rows], seconds)
 
     def observe_steps(self, steps: Sequence[int], seconds: float) -> None:
-        """Learns from the total time of several steps, given their numbers of rows.
+        """Learn from the total time of several steps, given their numbers of rows.
 
-        First all points move together: a slower worker is slower at every size, and moving points one by one would
-        distort the cost of one more row. Errors of extrapolated points do not count here. Then the points that make up
-        the time move, in proportion to their share of it.
+        First all points are scaled, since a slower worker is slower at every size. Moving single points would distort
+        the cost of one more row. Extrapolated points do not affect the scale. Then each contributing point moves in
+        proportion to its share of the time.
         """
         steps = [rows for rows in steps if rows > 0]
         if not steps or not 0 < seconds < math.inf:
@@ -88,18 +90,18 @@ class StepTimes:
         return [(self.max_rows, int(full)), *([(rest, 1)] if rest else [])]
 
     def _parts(self, steps: Sequence[int]) -> dict[int, float]:
-        """Seconds that each point contributes to these steps, by index. Extrapolates points as needed."""
+        """Seconds that each point contributes to these steps, by index. Extrapolate points as needed."""
         parts: dict[int, float] = {}
         for rows, count in chain.from_iterable(map(self._passes, steps)):
             self._extrapolate(rows)
-            left, share = self._segment(rows)
-            for at, part in ((left, 1 - share), (left + 1, share)):
+            index, share = self._segment(rows)
+            for at, part in ((index, 1 - share), (index + 1, share)):
                 if part:
                     parts[at] = parts.get(at, 0.0) + count * part * self._seconds[at]
         return parts
 
     def _extrapolate(self, rows: float) -> None:
-        """Appends points on the last line until they cover a pass of this number of rows."""
+        """Append points on the last line until they cover a pass of this number of rows."""
         while (last := self._rows[-1]) < rows:
             following = min(2 * last, self.max_rows or 2 * last)
             self._seconds.append(_bounded(self._line(following)))
@@ -108,17 +110,17 @@ class StepTimes:
 
     def _line(self, rows: float) -> float:
         """Seconds of one pass, for sequences as long as during the measurement."""
-        left, share = self._segment(rows)
-        return self._seconds[left] * (1 - share) + self._seconds[left + 1] * share
+        index, share = self._segment(rows)
+        return self._seconds[index] * (1 - share) + self._seconds[index + 1] * share
 
     def _extra(self, rows: float) -> float:
-        """Extra seconds because sequences are longer than during the measurement."""
+        """Extra seconds for sequences longer than during the measurement."""
         return rows * self._per_cached * max(0.0, self.cached - self._measured_at)
 
     def _keep_plausible(self) -> None:
-        """Corrects points so that more rows never take less time, nor much more time per row.
+        """Correct points so that more rows never take less time, nor much more time per row.
 
-        Of contradicting points, the one observed most often stays.
+        Where points contradict each other, the one with the most observations wins.
         """
         points = pairwise(zip(self._rows, self._seconds, strict=True))
         if all(before <= after <= before * rows / fewer * MAX_GROWTH for (fewer, before), (rows, after) in points):
@@ -132,15 +134,15 @@ class StepTimes:
             kept.append(at)
 
     def _bounds(self, at: int, known: int) -> tuple[float, float]:
-        """Plausible seconds of a point, given another one."""
+        """Minimum and maximum plausible seconds of point `at`, given point `known`."""
         seconds, ratio = self._seconds[known], self._rows[at] / self._rows[known]
         return (seconds, seconds * ratio * MAX_GROWTH) if ratio > 1 else (seconds * ratio / MAX_GROWTH, seconds)
 
     def _segment(self, rows: float) -> tuple[int, float]:
-        """Index of the point to the left, and the share of the way to the next one: above 1 beyond the last."""
-        left = min(max(0, bisect_right(self._rows, rows) - 1), len(self._rows) - 2)
-        first, second = self._rows[left], self._rows[left + 1]
-        return left, max(0.0, (rows - first) / (second - first))
+        """Index of the point below, and the fraction of the way to the next point. Above 1 beyond the last."""
+        index = min(max(0, bisect_right(self._rows, rows) - 1), len(self._rows) - 2)
+        first, second = self._rows[index], self._rows[index + 1]
+        return index, max(0.0, (rows - first) / (second - first))
 
 
 def _bounded(seconds: float) -> float:
@@ -149,14 +151,14 @@ def _bounded(seconds: float) -> float:
 
 @dataclass
 class RoundCosts:
-    """The parts of a round's time."""
+    """Cost of a round, by component."""
 
     draft: StepTimes
     """A draft step, by participating sequences."""
     verify: StepTimes
     """A verification, by rows: one per sequence, and one per draft token."""
     exchange: float
-    """Seconds of a message to a worker and its answer, without the pass."""
+    """Seconds of a round trip to a worker, without the pass."""
 
     def seconds(self, sequences: int, drafting: list[int], num_lookup_tokens: int = 0) -> float:
         """Seconds of a round of `sequences` sequences, of which `drafting[j]` take part in draft step j.

@@ -1,7 +1,8 @@
-"""Adaptive draft lengths: for each sequence the number and source of draft tokens that gain the most tokens/s. Pure.
+"""Adaptive draft lengths: how many tokens each sequence drafts, and with which method, to maximize tokens/s. Pure.
 
-A draft token gains the probability that it and all before it are accepted. It costs a row of the verification and, if
-the model drafts it, a share of a draft step. Where drafting does not pay, nothing is drafted.
+The expected gain of a draft token is the probability that it and all draft tokens before it are accepted. It costs a
+row of the verification. A token of the draft model also costs a share of a draft step. If no draft token pays off,
+nothing is drafted.
 """
 
 from collections import Counter
@@ -15,64 +16,68 @@ from coordinator.drafting.costs import RoundCosts
 from coordinator.drafting.trials import FREE_TRIALS, Trials
 from coordinator.scheduling.commits import DraftPlan
 
-# Bins of acceptance rates, so that sequences with similar rates are counted instead of examined one by one.
+# Number of bins of acceptance rates. Planning counts sequences per bin instead of examining each one.
 RATE_BINS = 32
-# Gain that another number of draft steps must promise to replace the present one, and gain over plain decoding before
-# the model drafts at all. Estimates are off by a few per cent, and plain decoding loses nothing.
+# Minimum gain of a new plan over the current one, and of drafting over plain decoding. Estimates are off by a few per
+# cent, and plain decoding loses nothing.
 HYSTERESIS, MIN_DRAFTING_GAIN = 0.02, 0.04
-# Rounds before a plan is renewed, and the relative change of the batch that renews it sooner.
+# Maximum rounds between plans, and the relative change of the batch size that forces a new plan.
 PLAN_ROUNDS, PLAN_BATCH_CHANGE = 8, 0.25
-# Lag that a draft worker catches up with at no noticeable cost.
+# Draft lag in tokens whose cost is negligible.
 SMALL_LAG = 8
-# While the model drafts, every so many rounds one is plain: no other round shows the time of plain decoding.
+# While the model drafts, one of this many rounds decodes plainly, to measure the time of plain decoding.
 PLAIN_EVERY = 128
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What a sequence could draft in the next round."""
+    """Draft tokens available to a sequence in the next round."""
 
     max_num_draft_tokens: int
     has_model: bool = True
     """Whether the draft worker can draft."""
     draft_lag: int = 0
-    """Tokens that the draft worker must catch up with first, beyond those of every round."""
+    """Tokens that the draft worker must catch up with first, beyond the usual one or two."""
     catch_up_rounds: int = 1
-    """Rounds over which to spread that cost."""
+    """Rounds over which to spread the cost of catching up."""
     lookup_ids: tuple[int, ...] = ()
     """Draft tokens of prompt lookup."""
     lookup_rate: float = 0.0
-    """Expected acceptance rate of those."""
+    """Expected acceptance rate of `lookup_ids`."""
+
+    @property
+    def can_use_model(self) -> bool:
+        return self.has_model and self.max_num_draft_tokens > 0
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Costs of a draft token in the next rounds, as the tokens that the same time would gain otherwise."""
+    """Plan for the next rounds. Costs are expressed in tokens that the same time would gain otherwise."""
 
     sequences: int = 0
     speed: float = 0.0
     """Expected tokens per second."""
     row: float = 0.0
-    """Cost of verifying one more token: the `min_chance` of a token already drafted."""
+    """Cost of verifying one more token, used as `min_chance`."""
     steps: tuple[float, ...] = ()
-    """Cost of each draft step for one more sequence, without the row."""
+    """Cost of each draft step for one more sequence, without the verification row."""
     shares: tuple[float, ...] = ()
-    """Cost of each draft step, shared equally by its sequences."""
+    """Cost of each draft step, divided equally among its sequences."""
 
 
 @dataclass
 class DraftLengths:
-    """Chooses draft lengths, and learns from the acceptance of the model's tokens."""
+    """Chooses draft lengths, and tracks the acceptance of the draft model's tokens."""
 
     costs: RoundCosts
     max_num_draft_tokens: int
     first_rate: float = 0.6
-    """Acceptance rate to assume of a draft model at first."""
+    """Initial acceptance rate of a draft model."""
     plan: RoundPlan = RoundPlan()
-    """The present plan."""
+    """The current plan."""
     _age: int = 0
     _num_lookup_tokens: Mapping[int, int] = field(default_factory=dict)
-    """By sequence: tokens that prompt lookup drafted in the last round."""
+    """Prompt-lookup tokens of the last round, by sequence id."""
     _model_trials: Trials = field(default_factory=Trials)
     _lookup_trials: Trials = field(default_factory=Trials)
     _since_plain: int = PLAIN_EVERY - FREE_TRIALS
@@ -84,12 +89,12 @@ class DraftLengths:
         self._age += 1
         changed = abs(len(options) - self.plan.sequences) > PLAN_BATCH_CHANGE * self.plan.sequences
         if changed or self._age >= PLAN_ROUNDS:
-            self.plan, self._age = self._best(options), 0
-        plans = {i: self._plan_sequence(i, own) for i, own in options.items()}
+            self.plan, self._age = self._best_plan(options), 0
+        plans = {i: self._plan_sequence(i, option) for i, option in options.items()}
         self._num_lookup_tokens = {i: len(plan.lookup_ids) for i, plan in plans.items() if not plan.num_draft_tokens}
         self._since_plain += 1
         if not self.plan.steps:
-            self._try_others(plans, options)
+            self._run_trials(plans, options)
         elif self._since_plain >= PLAIN_EVERY:
             plans = dict.fromkeys(options, DraftPlan())
         if not any(plan.num_draft_tokens or plan.lookup_ids for plan in plans.values()):
@@ -97,12 +102,14 @@ class DraftLengths:
         return plans
 
     def _plan_sequence(self, sequence_id: int, options: DraftOptions) -> DraftPlan:
-        """Drafts by the model or by prompt lookup, whichever gains more."""
+        """Choose the draft model or prompt lookup, whichever gains more."""
         plan, rate = self.plan, _middle(_bin(self.acceptance.rate(sequence_id)))
         limit = options.max_num_draft_tokens
-        num_draft_tokens = _paying(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
+        num_draft_tokens = (
+            _profitable_length(rate, [plan.row + step for step in plan.steps]) if options.has_model else 0
+        )
         num_draft_tokens = min(num_draft_tokens, limit)
-        num_lookup_tokens = _paying(options.lookup_rate, [plan.row] * min(limit, len(options.lookup_ids)))
+        num_lookup_tokens = _profitable_length(options.lookup_rate, [plan.row] * min(limit, len(options.lookup_ids)))
         lookup_ids = options.lookup_ids[:num_lookup_tokens]
         gain = expected_tokens(rate, num_draft_tokens) - 1
         if num_draft_tokens and num_lookup_tokens:
@@ -116,20 +123,20 @@ class DraftLengths:
     def _catch_up_seconds(self, tokens: float) -> float:
         return self.costs.draft(1 + tokens) - self.costs.draft(1)
 
-    def _best(self, options: Mapping[int, DraftOptions]) -> RoundPlan:
-        """The fastest plan, assuming that prompt lookup goes on for the sequences it drafted for last."""
+    def _best_plan(self, options: Mapping[int, DraftOptions]) -> RoundPlan:
+        """The fastest plan, assuming that prompt lookup keeps drafting for the same sequences as in the last round."""
         lookups = {
-            i: min(self._num_lookup_tokens.get(i, 0), own.max_num_draft_tokens, len(own.lookup_ids))
-            for i, own in options.items()
+            i: min(self._num_lookup_tokens.get(i, 0), option.max_num_draft_tokens, len(option.lookup_ids))
+            for i, option in options.items()
         }
         lookup_gain = sum(expected_tokens(options[i].lookup_rate, k) - 1 for i, k in lookups.items() if k)
-        able = [i for i, own in options.items() if own.max_num_draft_tokens > 0 and own.has_model and not lookups[i]]
-        counts = Counter(_bin(self.acceptance.rate(i)) for i in able)
+        drafting = [i for i, option in options.items() if option.can_use_model and not lookups[i]]
+        counts = Counter(_bin(self.acceptance.rate(i)) for i in drafting)
         batch = _Batch(self.costs, len(options), counts, sum(lookups.values()), lookup_gain)
         num_steps = min(len(self.plan.steps), self.max_num_draft_tokens)
         best = batch.plan(num_steps)
         for direction in (-1, 1):  # the speed has one peak for each number of passes
-            while 0 <= num_steps + direction <= self.max_num_draft_tokens and able:
+            while 0 <= num_steps + direction <= self.max_num_draft_tokens and drafting:
                 other = batch.plan(num_steps + direction)
                 if not self._replaces(other, best):
                     break
@@ -142,14 +149,16 @@ class DraftLengths:
         return best if best.speed > plain.speed * (1 + min_gain) else plain
 
     def _replaces(self, other: RoundPlan, best: RoundPlan) -> bool:
-        """Whether another plan beats the best so far; hysteresis protects the present number of steps."""
+        """Whether another plan beats the best so far. Hysteresis favours the current number of steps."""
         return other.speed > best.speed * (1 + HYSTERESIS * (len(best.steps) == len(self.plan.steps)))
 
-    def _try_others(self, plans: dict[int, DraftPlan], options: Mapping[int, DraftOptions]) -> None:
-        """Now and then drafts one token for idle sequences, so that changes are noticed."""
-        idle = {i: own for i, own in options.items() if own.max_num_draft_tokens > 0 and not plans[i].lookup_ids}
+    def _run_trials(self, plans: dict[int, DraftPlan], options: Mapping[int, DraftOptions]) -> None:
+        """Occasionally draft one token for idle sequences, to notice changes in acceptance or cost."""
+        idle = {
+            i: option for i, option in options.items() if option.max_num_draft_tokens > 0 and not plans[i].lookup_ids
+        }
         plain = self.costs.seconds(len(options), [])
-        if lags := {i: own.draft_lag for i, own in idle.items() if own.has_model}:
+        if lags := {i: option.draft_lag for i, option in idle.items() if option.has_model}:
             min_lag = min(lags.values())
             # All sequences with a small lag, or a single one with a large lag.
             tried = [i for i, lag in lags.items() if lag <= min_lag + 1][: None if min_lag <= SMALL_LAG else 1]
@@ -158,7 +167,7 @@ class DraftLengths:
             gained = sum(map(self.acceptance.rate, tried)) * plain / len(options)
             if self._model_trials.may_try(plain, seconds, gained):
                 plans.update(dict.fromkeys(tried, DraftPlan(num_draft_tokens=1)))
-        elif rates := {i: own.lookup_rate for i, own in idle.items() if own.lookup_ids}:
+        elif rates := {i: option.lookup_rate for i, option in idle.items() if option.lookup_ids}:
             seconds = self.costs.seconds(len(options), [], len(rates)) - plain
             if self._lookup_trials.may_try(plain, seconds, sum(rates.values()) * plain / len(options)):
                 plans.update({i: DraftPlan(lookup_ids=options[i].lookup_ids[:1]) for i in rates})
@@ -166,7 +175,7 @@ class DraftLengths:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The sequences of a round, as far as a plan depends on them."""
+    """Planning inputs: the sequences of a round, by acceptance rate."""
 
     costs: RoundCosts
     sequences: int
@@ -177,27 +186,27 @@ class _Batch:
     """Expected tokens gained by prompt lookup."""
 
     def plan(self, max_steps: int) -> RoundPlan:
-        """The best plan of at most `max_steps` draft steps. Sequences take part in a step while it pays for them."""
+        """The best plan of at most `max_steps` draft steps. A sequence leaves once a step no longer pays off for it."""
         costs, lengths = self.costs, dict.fromkeys(self.counts, max_steps)
-        for _ in range(3):  # the speed decides what a second is worth, and so which sequences take part
+        for _ in range(3):  # speed and participation depend on each other
             speed, drafting = self._speed(lengths), self._drafting(lengths, max_steps)
-            # An average, because a single row could cost a whole pass or tile that the others fill.
+            # The average: a single row could cost a whole pass or tile that the other rows fill.
             drafted = max(1, self.num_lookup_tokens + sum(drafting))
             row = speed * (costs.verify(self.sequences + drafted) - costs.verify(self.sequences)) / drafted
-            # One more sequence in a step is cheap; a sequence alone would cost the whole step.
+            # The marginal cost of a sequence: alone, it would cost the whole step.
             steps = [speed * (costs.draft(n) - costs.draft(n - 1)) if n > 1 else 0.0 for n in drafting]
-            lengths = {rate: _paying(_middle(rate), [row + step for step in steps]) for rate in lengths}
+            lengths = {rate: _profitable_length(_middle(rate), [row + step for step in steps]) for rate in lengths}
         num_steps = max(lengths.values(), default=0)
         shares = [speed * costs.draft(n) / n for n in self._drafting(lengths, num_steps)]
         return RoundPlan(self.sequences, self._speed(lengths), row, tuple(steps[:num_steps]), tuple(shares))
 
     def steps_filling_passes(self) -> set[int]:
         """Numbers of draft steps that fill the passes of plain decoding, or one pass more."""
-        max_rows, able = self.costs.verify.max_rows, sum(self.counts.values())
-        if not max_rows or not able:
+        max_rows, drafting = self.costs.verify.max_rows, sum(self.counts.values())
+        if not max_rows or not drafting:
             return set()
         room = -(self.sequences + self.num_lookup_tokens) % max_rows
-        return {room // able, (room + max_rows) // able}
+        return {room // drafting, (room + max_rows) // drafting}
 
     def _speed(self, lengths: Mapping[int, int]) -> float:
         """Expected tokens per second."""
@@ -216,8 +225,8 @@ def expected_tokens(rate: float, k: int) -> float:
     return 1.0 + float(sum(accumulate(repeat(rate, k), mul)))
 
 
-def _paying(rate: float, min_chances: list[float]) -> int:
-    """Number of draft tokens worth their cost, given the `min_chance` of each."""
+def _profitable_length(rate: float, min_chances: list[float]) -> int:
+    """Number of draft tokens worth their cost. `min_chances`: minimum acceptance probability of each."""
     length, chance = 0, rate
     while length < len(min_chances) and chance >= min_chances[length]:
         length, chance = length + 1, chance * rate

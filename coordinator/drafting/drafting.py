@@ -1,4 +1,4 @@
-"""Draft plans of each round, and what a round teaches about acceptance and costs. Pure."""
+"""Draft planning: plans each round, and learns acceptance rates and costs from its outcome. Pure."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,17 +14,17 @@ from coordinator.scheduling.counters import Timed
 from coordinator.scheduling.sequence import MAX_DRAFT_LAG, DraftMethod, Sequence
 from specpool.protocol.rounds import Proposal, ProposeItem, VerifyItem
 
-# Maximum number of rounds over which the cost of catching up the draft worker is spread.
+# Maximum rounds over which to spread the cost of catching up the draft worker.
 MAX_CATCH_UP_ROUNDS = 32
 # Minimum `min_chance`, even where verifying one more token seems free.
 MIN_CHANCE = 0.02
-# Seconds of a message to a worker and its answer: the first estimate, and the weight of each round.
+# Seconds of a round trip to a worker: the initial estimate, and the weight of each observation.
 FIRST_EXCHANGE, EXCHANGE_WEIGHT = 0.0015, 0.05
-# Gain that two alternating groups must promise over one.
+# Minimum relative gain of two alternating groups over one group.
 OVERLAP_GAIN = 0.05
-# Draft tokens that a request may always fix, even beside requests with adaptive draft lengths.
+# Draft tokens that a request with a fixed length always gets, even beside adaptive requests.
 MIN_FIXED_TOKENS = 4
-# Minimum probability that all drafts of a round are accepted: otherwise drafting ahead is of no use.
+# Minimum probability that a round accepts all drafts. Below it, drafting ahead is wasted work.
 MIN_AHEAD_CHANCE = 0.1
 
 
@@ -35,23 +35,23 @@ class DraftWorker:
     max_model_len: int
     round_id: int
     step_times: StepTimes | None = None
-    """Measured by the worker, and anew whenever it comes back; None: as learned so far."""
+    """Measured by the worker at each start. None: keep the learned times."""
 
 
 @dataclass
 class RoundOutcome:
-    """What a round teaches."""
+    """Results and durations of a round."""
 
     verify_items: Items[VerifyItem]
     verified: Timed
     commits: Items[Commit]
     proposals: list[tuple[Items[ProposeItem], Items[Proposal], Timed]] = field(default_factory=list)
-    """The calls to the draft worker: items, answers and times."""
+    """Calls to the draft worker: items, proposals and durations."""
 
 
 @dataclass(frozen=True)
 class SpeculationState:
-    """The figures behind the present draft lengths, documented by `specpool.v1.SpeculationState`."""
+    """Estimates behind the current draft lengths. `specpool.v1.SpeculationState` documents them."""
 
     draft_steps: int
     expected_tokens_per_s: float
@@ -78,7 +78,7 @@ class Drafting:
 
     @property
     def costs(self) -> RoundCosts:
-        """Present estimates."""
+        """Current estimates."""
         return self.lengths.costs
 
     @property
@@ -88,7 +88,7 @@ class Drafting:
 
     @property
     def hints(self) -> tuple[list[float], float]:
-        """For the draft worker: acceptance by its probabilities, and the tokens that a draft step must gain."""
+        """For the draft worker: acceptance by draft probability, and the minimum gain of a draft step in tokens."""
         return self.calibration.chances, self.lengths.plan.speed * self.costs.draft(1)
 
     def plan_round(
@@ -98,8 +98,8 @@ class Drafting:
 
         `verify_times`: like `DraftWorker.step_times`, of the target worker.
 
-        Requests can fix their number of draft tokens. Beside adaptive ones they get at most as many as the plan has
-        draft steps or `MIN_FIXED_TOKENS`: the others would wait for steps that save them no time.
+        Beside adaptive requests, a fixed number of draft tokens is limited to the draft steps of the plan, or to
+        `MIN_FIXED_TOKENS` if that is more. Otherwise adaptive requests would wait for unprofitable steps.
         """
         self.costs.verify = verify_times or self.costs.verify
         self.costs.draft = (worker and worker.step_times) or self.costs.draft
@@ -129,7 +129,7 @@ class Drafting:
             self.observe(commit)
 
     def observe(self, commit: Commit) -> None:
-        """Learns from the draft tokens of one sequence."""
+        """Learn from the draft tokens of one sequence."""
         sequence_id, proposal = commit.sequence.sequence_id, commit.proposal
         self.lookup.observe(sequence_id, commit.token_ids)
         if proposal is None or not proposal.draft_token_ids:
@@ -137,13 +137,13 @@ class Drafting:
         drafted, accepted = (commit.drafted, commit.accepted) if commit.method is DraftMethod.MODEL else (0, 0)
         self.calibration.add(proposal.confidences[:drafted], accepted)
         unverified = proposal.confidences[drafted : drafted + 1]
-        if accepted == drafted and unverified:  # the first unverified token counts as its probability says
+        if accepted == drafted and unverified:  # the first unverified token counts with its probability
             self.lengths.acceptance.add(sequence_id, drafted + 1, accepted + self.chance(unverified[0]))
         else:
             self.lengths.acceptance.add(sequence_id, drafted, accepted)
 
     def observe_proposals(self, items: Items[ProposeItem], proposals: Items[Proposal], timed: Timed) -> None:
-        """Learns from the time of a round's draft steps."""
+        """Learn from the time of a round's draft steps."""
         self._observe_exchange(timed)
         lengths = [len(proposal.draft_token_ids) for proposal in proposals]
         if any(lengths) and all(len(item.token_ids) <= MAX_DRAFT_LAG for item in items):
@@ -155,7 +155,7 @@ class Drafting:
         self.costs.exchange += EXCHANGE_WEIGHT * (timed.wire - self.costs.exchange)
 
     def overlap_pays(self, sequences: int) -> bool:
-        """Whether two alternating halves, one drafting while the other is verified, beat a single group."""
+        """Whether two alternating halves beat a single group: one drafts while the other is verified."""
         steps, costs = self._draft_steps, self.costs
         if not steps or sequences < 2:
             return False
@@ -166,7 +166,7 @@ class Drafting:
         return cycle * (1 + OVERLAP_GAIN) < costs.seconds(sequences, [sequences] * steps)
 
     def num_ahead_steps(self, items: Items[VerifyItem]) -> int:
-        """Draft steps that take no longer than verifying these items; 0 if they would hardly be of use."""
+        """Draft steps that fit into the verification of these items; 0 if their tokens would rarely be used."""
         rates = (self.lengths.acceptance.rate(item.sequence_id) ** (1 + len(item.draft_token_ids)) for item in items)
         if math.prod(rates) < MIN_AHEAD_CHANCE:
             return 0
@@ -214,7 +214,7 @@ class Drafting:
         round_plan = self.lengths.plan
         if not plan.num_draft_tokens or not round_plan.shares or not sequence.request.sampling.is_argmax:
             return plan
-        # Drafting pays on average. How far it pays this time, the draft's own probabilities tell better.
+        # Drafting pays off on average. The draft's own probabilities decide where this draft ends.
         return replace(
             plan,
             num_draft_tokens=self._max_num_draft_tokens(sequence),
@@ -223,7 +223,7 @@ class Drafting:
         )
 
     def _plan_fixed(self, sequence: Sequence, options: DraftOptions, limit: int | None) -> DraftPlan:
-        """As many tokens as the request asks for, up to `limit`, by the method with the higher expected acceptance."""
+        """The requested number of tokens, at most `limit`, by the method with the higher expected acceptance."""
         k = options.max_num_draft_tokens if limit is None else min(options.max_num_draft_tokens, limit)
         rate = self.lengths.acceptance.rate(sequence.sequence_id)
         prefers_lookup = options.lookup_ids and expected_tokens(options.lookup_rate, k) > expected_tokens(rate, k)

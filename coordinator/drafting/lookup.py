@@ -8,7 +8,7 @@ from coordinator.drafting.ngrams import MAX_RUN, MIN_RUN, NgramIndex
 from coordinator.scheduling.sequence import DraftMethod, Sequence
 from coordinator.scheduling.turn import agreement_length
 
-# Acceptance rates to assume at first, for the shortest and the longest run.
+# Initial acceptance rates for the shortest and the longest run.
 FIRST_RATES = (0.3, 0.6)
 
 
@@ -34,13 +34,13 @@ class PromptLookup:
         self._lookups: dict[int, Lookup] = {}
 
     def look_up(self, sequence: Sequence, limit: int) -> Lookup:
-        """At most `limit` draft tokens for the next round; none if the request rules them out."""
+        """At most `limit` draft tokens for the next round; none if the request excludes prompt lookup."""
         lookup = Lookup()
         if sequence.request.method is not DraftMethod.MODEL and sequence.max_num_draft_tokens > 0:
             index = self._indexes.setdefault(sequence.sequence_id, NgramIndex())
             if sequence.is_decoding:
                 lookup = Lookup(*index.propose(sequence.token_ids, limit))
-            else:  # long prompts are indexed over as many rounds as they are prefilled
+            else:  # index long prompts while they are prefilled
                 index.extend(sequence.token_ids)
         self._lookups[sequence.sequence_id] = lookup
         return lookup
@@ -51,7 +51,7 @@ class PromptLookup:
         return self.acceptance[lookup.run].rate(sequence.sequence_id) if lookup.token_ids else 0.0
 
     def observe(self, sequence_id: int, gained: tuple[int, ...]) -> None:
-        """Learns from the tokens that a sequence gained, whether the lookup was verified or not."""
+        """Learn from the tokens that a sequence gained, whether the lookup was verified or not."""
         lookup = self._lookups.get(sequence_id, Lookup())
         if lookup.token_ids:
             tried = min(len(lookup.token_ids), len(gained))

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 # Lengths of repeated runs; the longest wins.
 MAX_RUN, MIN_RUN = 4, 2
-# Tokens to index per call, so that no round waits for a long prompt.
+# Tokens to index per call. A long prompt must not stall a round.
 TOKENS_PER_CALL = 512
-# Runs are found within at least this many last tokens, and at most twice as many. This bounds the memory.
+# Search window in tokens: at least this many, at most twice as many. It bounds the memory.
 MEMORY_TOKENS = 16_384
 # Occurrences of the last pair to examine for a longer run, latest first.
 MAX_OCCURRENCES = 64
@@ -16,21 +16,21 @@ MAX_OCCURRENCES = 64
 class NgramIndex:
     """Index of one sequence, extended as it grows.
 
-    It stores pairs of tokens, each occurrence linked to the one before. Longer runs are found among these.
+    It stores pairs of tokens. Each occurrence links to the previous one, and longer runs are found along these links.
     """
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], int] = {}
         """By pair: the position after its last occurrence."""
         self._old: dict[tuple[int, int], int] = {}
-        """The same, for tokens before the last `MEMORY_TOKENS` or so."""
+        """The same for older pairs, which are dropped after another `MEMORY_TOKENS` tokens."""
         self._previous = array("I", (0, 0))
         """At each position: the position after the previous occurrence of the pair before it; 0 without one."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Indexes the next tokens. `token_ids` must extend those of the last call.
+        """Index the next tokens. `token_ids` must extend the tokens of the last call.
 
-        The last run is left out, because it is the one to look up.
+        Leaves out the last run, which is the one to look up.
         """
         start = len(self._previous)
         for end in range(start, min(len(token_ids), start + TOKENS_PER_CALL)):
@@ -41,9 +41,9 @@ class NgramIndex:
                 self._last, self._old = {}, self._last
 
     def propose(self, token_ids: Sequence[int], k: int) -> tuple[tuple[int, ...], int]:
-        """At most `k` tokens that may follow, and the length of the repeated run; `((), 0)` without one.
+        """At most `k` tokens that may follow, and the length of the repeated run. `((), 0)` if no run repeats.
 
-        `token_ids` must extend those of the last call. If the run overlaps its occurrence, the proposal loops.
+        `token_ids` must extend the tokens of the last call. If the run overlaps its occurrence, the proposal loops.
         """
         self.extend(token_ids)
         at, length = self._longest_run(token_ids)
@@ -72,7 +72,7 @@ class NgramIndex:
 
 
 def _run_length(token_ids: Sequence[int], at: int) -> int:
-    """Number of tokens before `at` that equal the last tokens, up to `MAX_RUN`. The first `MIN_RUN` are known to."""
+    """Number of tokens before `at` that equal the last tokens, up to `MAX_RUN`. The first `MIN_RUN` do."""
     length = MIN_RUN
     while length < min(MAX_RUN, at) and token_ids[at - 1 - length] == token_ids[-1 - length]:
         length += 1

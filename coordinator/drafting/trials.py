@@ -1,10 +1,10 @@
-"""Trials of draft methods that do not pay now: only drafting shows when costs or acceptance change. Pure."""
+"""Trials of draft methods that currently do not pay off, to notice changes in cost or acceptance. Pure."""
 
 from dataclasses import dataclass
 
-# Share of all time that trials may cost, and the share of a trial's time that counts as its cost at least.
+# Maximum share of all time spent on trials, and the minimum share of a trial's time that counts as its cost.
 TIME_SHARE, MIN_LOSS = 0.01, 0.1
-# Trials that need no savings, because rounds have not shown the costs yet.
+# Initial trials without a time budget, since the costs are not known yet.
 FREE_TRIALS = 4
 
 
@@ -17,7 +17,7 @@ class Trials:
     """Seconds that the next trial may cost."""
 
     def may_try(self, plain: float, seconds: float, gained: float) -> bool:
-        """Whether to make a trial in a round that takes `plain` seconds without one.
+        """Whether to run a trial in this round, which would take `plain` seconds without it.
 
         `seconds`: extra time of the trial. `gained`: time that plain decoding would need for the expected tokens.
         """

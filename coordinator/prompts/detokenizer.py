@@ -14,7 +14,7 @@ REPLACEMENT = "\ufffd"
 
 # Maximum number of tokens that wait for the rest of a character. No character has more than four bytes.
 MAX_PENDING = 16
-# Tokens that keep waiting beyond the maximum: the last ones may begin a character.
+# Tokens that still wait beyond this maximum: the last ones may begin a character.
 KEPT_PENDING = 4
 
 

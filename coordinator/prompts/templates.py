@@ -61,8 +61,8 @@ def _environment() -> Any:
 
 
 def _product(left: Any, right: Any) -> Any:
-    numbers = [each for each in (left, right) if isinstance(each, int)]
-    lengths = [len(each) for each in (left, right) if isinstance(each, str | list | tuple)]
+    numbers = [factor for factor in (left, right) if isinstance(factor, int)]
+    lengths = [len(factor) for factor in (left, right) if isinstance(factor, str | list | tuple)]
     if sum(map(int.bit_length, numbers)) > MAX_BITS or (lengths and math.prod(lengths + numbers) > MAX_SEQUENCE_LENGTH):
         raise OverflowError("a product is too large")
     return left * right

@@ -1,4 +1,4 @@
-"""A request in flight as its caller sees it: samples with their commits, ends and timings.
+"""A request in flight, as seen by its caller: samples with commits, timings and finish reasons.
 
 A streaming caller sets the pace. A sample with too many unread tokens pauses, and an abandoned stream fails.
 """
@@ -21,7 +21,7 @@ COMMITS_PER_TURN = 64
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of each phase; 0 if it never began. The last two count from the arrival of the request."""
+    """Seconds of each phase; 0 if it never began. `time_to_first_token_s` and `total_s` start at arrival."""
 
     queue_s: float
     prefill_s: float
@@ -65,7 +65,7 @@ class Sample:
         )
 
     async def logprobs(self) -> AsyncIterator[list[TokenLogprobs]]:
-        """Log-probabilities of all tokens if requested, in parts, so that long answers do not block the event loop."""
+        """Log-probabilities of all tokens, if requested. Yields in chunks, to keep the event loop responsive."""
         if self.sequence.request.logprobs is None:
             return
         for start in range(0, len(self.commits), COMMITS_PER_TURN):
@@ -74,7 +74,7 @@ class Sample:
             await asyncio.sleep(0)
 
     def admit(self) -> None:
-        """Records that the sequence entered the window, possibly again after preemption."""
+        """Record that the sequence entered the window, possibly again after preemption."""
         self._admitted = self._admitted or time.monotonic()
 
     def add(self, commit: Commit) -> None:
@@ -90,7 +90,7 @@ class Sample:
 
 
 class Generation:
-    """One request: yields the commits of its samples as they come."""
+    """One request. Yields the commits of its samples as they arrive."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class Generation:
         self._events: asyncio.Queue[tuple[Sample, Commit | None] | ServiceError] = asyncio.Queue()
         self._stall_seconds, self._pause, self._resume = stall_seconds, pause, resume
         self._fail: Callable[[ServiceError], None] | None = None
-        """Set while the commits are streamed."""
+        """Fails the call. Set only while commits are streamed."""
         self._stall: asyncio.TimerHandle | None = None
-        """Runs while the reader holds up a paused sample, or the memory of samples that have ended."""
+        """Timer that runs while the reader blocks a paused sample, or the memory of finished samples."""
         self._last_read = 0.0
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Generation:
         return all(sample.has_ended for sample in self.samples)
 
     async def stream(self, fail: Callable[[ServiceError], None]) -> AsyncIterator[tuple[Sample, Commit | None]]:
-        """Each commit with its sample, at the pace of the caller; None instead of a commit at the end of a sample.
+        """Yield each commit with its sample, at the pace of the caller. None marks the end of a sample.
 
         `fail` is called if the caller stops reading, and must end the call. Raises the error of a failed request.
         """
@@ -139,10 +139,10 @@ class Generation:
                 yield sample, commit
         finally:
             self._fail = None
-            self._watch()
+            self._update_stall_timer()
 
     async def finished(self) -> list[Sample]:
-        """Waits for the end, and returns all samples. Raises the error of a failed request."""
+        """Wait for the end, and return all samples. Raises the error of a failed request."""
         async for _, commit in self._all_commits():
             if commit is not None:
                 _ = commit.text  # detokenizing everything at the end would block the event loop
@@ -164,12 +164,12 @@ class Generation:
         if self._fail is not None and sample.unread > MAX_UNREAD and not sample.paused:
             sample.paused = True
             self._pause(sample.sequence)
-            self._watch()
+            self._update_stall_timer()
 
     def end(self, sample: Sample, error: ServiceError | None = None) -> None:
         sample.end()
         self._events.put_nowait(error or (sample, None))
-        self._watch()
+        self._update_stall_timer()
 
     def _note_read(self, sample: Sample, commit: Commit | None) -> None:
         sample.unread -= len(commit.token_ids) if commit is not None else 0
@@ -177,12 +177,12 @@ class Generation:
         if sample.paused and sample.unread <= MAX_UNREAD // 2:
             sample.paused = False
             self._resume(sample.sequence)
-            self._watch()
+            self._update_stall_timer()
 
-    def _watch(self) -> None:
-        """Runs the timer while the reader holds something up."""
-        holds_up = any(sample.paused and not sample.has_ended for sample in self.samples) or self._has_ended
-        if self._fail is None or not holds_up:
+    def _update_stall_timer(self) -> None:
+        """Start or stop the stall timer."""
+        is_blocked = any(sample.paused and not sample.has_ended for sample in self.samples) or self._has_ended
+        if self._fail is None or not is_blocked:
             if self._stall is not None:
                 self._stall.cancel()
                 self._stall = None
@@ -193,7 +193,7 @@ class Generation:
         self._stall = asyncio.get_running_loop().call_later(seconds, self._timed_out)
 
     def _timed_out(self) -> None:
-        """Fails the stream, unless all samples have ended and the rest is being read."""
+        """Fail the stream, unless all samples have ended and the caller is still reading."""
         unread_for = time.monotonic() - self._last_read
         if self._has_ended and unread_for < self._stall_seconds:
             self._start_timer(self._stall_seconds - unread_for)

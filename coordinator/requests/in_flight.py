@@ -1,4 +1,4 @@
-"""Requests in flight: which generation each sequence belongs to, and statistics of how they end."""
+"""Requests in flight: routes events to generations, and counts finish reasons."""
 
 import time
 from collections import Counter, deque
@@ -9,9 +9,9 @@ from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.sequence import FinishReason, Sequence
 from specpool.protocol.errors import WorkerFailedError
 
-# Recent ends that estimate the rate of the next ones.
+# Number of recent ends that the rate is estimated from.
 MAX_ENDS = 32
-# Retry delay of refused clients in seconds: the first estimate, the minimum and the maximum.
+# Retry delay of refused clients in seconds: initial estimate, minimum and maximum.
 FIRST_RETRY, MIN_RETRY, MAX_RETRY = 1.0, 0.05, 10.0
 
 COMPLETED = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -22,10 +22,10 @@ class EndRate:
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=MAX_ENDS + 1)
-        """Times of the last ends, after the time of the start or of the end before them."""
+        """Start of the measurement, then the times of the most recent ends."""
 
     def begin(self, now: float) -> None:
-        """Restarts after idle time, which says nothing about the rate."""
+        """Restart the measurement after idle time, which says nothing about the rate."""
         self._times.clear()
         self._times.append(now)
 
@@ -33,7 +33,7 @@ class EndRate:
         self._times.append(now)
 
     def seconds_until(self, ends: int, now: float) -> float:
-        """Estimated time until so many sequences have ended."""
+        """Estimated seconds until `ends` more sequences have ended."""
         known = len(self._times) - 1
         if known < 1:
             return FIRST_RETRY
@@ -44,7 +44,7 @@ class RequestsInFlight:
     """Passes the events of the round loop to the generations."""
 
     def __init__(self, latencies: Latencies | None = None) -> None:
-        """`latencies`: observes the samples; None without metrics."""
+        """`latencies`: None without metrics."""
         self.latencies = latencies
         self.requests = 0
         """Requests since the start."""
@@ -56,18 +56,18 @@ class RequestsInFlight:
         self._ends = EndRate()
 
     def seconds_until_free(self, places: int) -> float:
-        """Estimated time until so many sequences have ended, for a refused client."""
+        """Retry delay of a refused client: estimated seconds until `places` sequences have ended."""
         return self._ends.seconds_until(places, time.monotonic())
 
     def add(self, generation: Generation) -> None:
-        """Starts passing events to a generation."""
+        """Start passing events to a generation."""
         self.requests += 1
         if not self._samples:
             self._ends.begin(time.monotonic())
         self._samples.update({sample.sequence.sequence_id: (generation, sample) for sample in generation.samples})
 
     def discard(self, generation: Generation) -> None:
-        """Drops a generation that is no longer read."""
+        """Drop a generation that is no longer read."""
         for sample in generation.samples:
             del self._samples[sample.sequence.sequence_id]
 
@@ -76,7 +76,7 @@ class RequestsInFlight:
         sample.admit()
 
     def committed(self, commit: Commit) -> None:
-        """The sequence gained tokens, and may have finished with them."""
+        """Publish committed tokens, and the end of the sequence if it has finished."""
         sequence = commit.sequence
         if sequence.sequence_id not in self._samples:
             return
@@ -91,7 +91,7 @@ class RequestsInFlight:
         self._end(sequence, "error", WorkerFailedError(reason))
 
     def aborted(self, sequence: Sequence) -> None:
-        """The caller ended the sequence. Publishes the text held back."""
+        """Handle an abort by the caller. Publish the text held back."""
         if sequence.text is not None:
             generation, sample = self._samples[sequence.sequence_id]
             generation.publish(sample, Commit(sequence, (), sequence.text.flush))

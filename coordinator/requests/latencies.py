@@ -1,6 +1,6 @@
 """Request latencies, observed at each commit and at the end of each sample.
 
-This is the only cost of metrics in a round: about a microsecond per commit.
+All other metrics cost nothing during a round. An observation takes about a microsecond per commit.
 """
 
 from bisect import bisect_left
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from coordinator.requests.generation import Sample
 
-# vLLM's buckets, with finer ones below: rounds of small models take milliseconds.
+# vLLM's buckets, plus finer ones at the lower end: rounds of small models take milliseconds.
 FIRST_TOKEN_SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,

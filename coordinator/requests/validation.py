@@ -1,4 +1,4 @@
-"""Validation: turns a request message into a request, or raises an error that names the field and its limit."""
+"""Request validation. Errors name the field and its limit."""
 
 import secrets
 import uuid
@@ -49,9 +49,9 @@ async def read_request(
     pool: TokenizerPool,
     check_queue: Callable[[GenerationRequest], None],
 ) -> GenerationRequest:
-    """The validated request of a client. `check_queue` is called before long work begins, and may raise.
+    """Validate a client's request. `check_queue` runs before expensive work, and may raise.
 
-    InvalidArgumentError, QueueFullError.
+    Raises InvalidArgumentError, QueueFullError.
     """
     request = _parse(message, client, limits)
     logs.bind_request(request.request_id)
@@ -77,7 +77,7 @@ def _check_size(field: str, values: Sized, limit: int, unit: str = "entries") ->
 
 
 def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> GenerationRequest:
-    """Everything but the prompt."""
+    """Parse everything except the prompt."""
     params = message.sampling_params
     check_request_id(message.request_id)
     sampling = _sampling(params)

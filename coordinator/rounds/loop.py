@@ -1,7 +1,7 @@
-"""The round loop: choose a group, run its round with the workers, publish the commits; repeat.
+"""The round loop: choose a group, run its round with the workers, publish the commits, repeat.
 
-While the target worker is away, the loop waits. An error of the coordinator fails the requests involved. A request on
-which the target worker keeps failing runs alone, and then fails.
+The loop waits while the target worker is unavailable. An internal error fails only the requests involved. A request
+that keeps failing on the target worker runs alone, and then fails.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RoundLoop:
-    """Keeps as many groups in flight as the runner allows. Meanwhile requests queue and leave."""
+    """Keeps as many groups in flight as the runner allows."""
 
     def __init__(self, pool: Pool, policy: Policy, runner: RoundRunner, in_flight: RequestsInFlight) -> None:
         self._pool, self._policy, self._runner, self._in_flight = pool, policy, runner, in_flight
@@ -28,7 +28,7 @@ class RoundLoop:
         self._work = asyncio.Event()
         self._has_leaving = asyncio.Event()
         self._lost_rounds: list[tuple[str, Group, str]] = []
-        """Rounds that lost the target worker: its process, the group, and the reason."""
+        """Rounds during which the target worker was lost: (instance id, group, reason)."""
 
     def wake(self) -> None:
         """Call after a change of the pool."""
@@ -36,7 +36,7 @@ class RoundLoop:
         self._has_leaving.set()
 
     async def run(self) -> None:
-        """Runs rounds for ever, and frees the slots of sequences that left."""
+        """Run rounds, and release the slots of sequences that left. Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._release_slots())
             for position in range(MAX_PIPELINE_DEPTH):
@@ -55,9 +55,9 @@ class RoundLoop:
                 await self._work.wait()
 
     def _next_group(self) -> Group:
-        """Admits sequences and begins the round of the next group.
+        """Admit sequences and begin the round of the next group.
 
-        An error fails the sequences that would have been in the round. It propagates only if there are none.
+        An error fails the sequences that the round would have contained. It propagates only if there are none.
         """
         try:
             self._admit()
@@ -93,7 +93,7 @@ class RoundLoop:
         return group
 
     def _fail_selection(self, sequences: list[Sequence]) -> bool:
-        """Fails sequences for which no group could be chosen. False if there are none."""
+        """Fail these sequences after an error in group selection. Return False if there are none."""
         if not sequences:
             return False
         extra = logs.about(*_request_ids(sequences))
@@ -114,7 +114,7 @@ class RoundLoop:
                 self._work.set()
 
     async def _run_round(self, group: Group) -> None:
-        """Runs the round of a group and handles every error."""
+        """Run the round of a group and handle every error."""
         instance_id = self._target.instance_id
         try:
             progressed = await self._run_or_split(group)
@@ -139,7 +139,7 @@ class RoundLoop:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _blame_for_restart(self) -> None:
-        """Blames the rounds that crashed the target worker. A cut connection is nobody's fault."""
+        """Blame the rounds that crashed the target worker. A lost connection alone blames no request."""
         while self._lost_rounds:
             instance_id, group, reason = self._lost_rounds.pop()
             if instance_id != self._target.instance_id:
@@ -158,7 +158,7 @@ class RoundLoop:
             self.wake()
 
     async def _run_or_split(self, group: Group) -> bool:
-        """Runs a round. If the target refuses it, runs each sequence alone, to find those that it cannot serve."""
+        """Run a round. If the target refuses it, run each sequence alone and fail the ones refused again."""
         try:
             return await self._runner.run(group)
         except WorkerRefusedError:
@@ -170,7 +170,7 @@ class RoundLoop:
             return True
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
-        """Ends a sequence with an error, unless it has finished."""
+        """End a sequence with an error, unless it has finished."""
         if sequence.finish is None:
             self._pool.abort(sequence)
             self._in_flight.failed(sequence, reason)
@@ -181,7 +181,7 @@ def _request_ids(sequences: list[Sequence]) -> list[str]:
 
 
 def _without_suspects(sequences: list[Sequence]) -> list[Sequence]:
-    """The group without suspects, or its first sequence alone if that is one: suspects run alone, in their turn."""
+    """Drop suspects from a group. If the first sequence is a suspect, it runs alone."""
     if not sequences or sequences[0].blame.is_suspect:
         return sequences[:1]
     return [sequence for sequence in sequences if not sequence.blame.is_suspect]

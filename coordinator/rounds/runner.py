@@ -1,6 +1,6 @@
 """Runs one round with the workers: the draft worker proposes, the target worker verifies.
 
-A failing draft worker costs its drafts only: the round goes on without them.
+If the draft worker fails, the round continues without its drafts.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ RETRY_SECONDS = 0.05
 
 
 class RoundRunner:
-    """Runs rounds, two at a time where drafting for one group beside the verification of another pays."""
+    """Runs rounds. Overlaps two groups if that is faster: one drafts while the other is verified."""
 
     def __init__(
         self,
@@ -53,32 +53,32 @@ class RoundRunner:
 
     @property
     def pipeline_depth(self) -> int:
-        """Groups that may be in flight at a time."""
+        """Maximum number of groups in flight."""
         pays = self._can_overlap and self._drafting.overlap_pays(self._pool.schedulable)
         return MAX_PIPELINE_DEPTH if pays else 1
 
     @property
     def _can_overlap(self) -> bool:
-        """Whether both workers can run at a time without slowing each other down."""
+        """Whether both workers can run at the same time without slowing each other down."""
         draft = self._workers.ready_draft
         if draft is None or self._overlap == "off":
             return False
         return self._overlap == "on" or draft.hosts_and_devices.isdisjoint(self.target.hosts_and_devices)
 
     async def run(self, group: Group) -> bool:
-        """Runs one round. False if no sequence made progress.
+        """Run one round. Return False if no sequence made progress.
 
-        WorkerUnreachableError, WorkerRefusedError of the target worker: nothing was committed.
+        Raises WorkerUnreachableError or WorkerRefusedError of the target worker. Nothing is then committed.
         """
         with self._traces.round(group) as trace:
             return await self._run(group, trace)
 
     async def release(self, sequence_ids: set[int]) -> None:
-        """Frees the slots of sequences that have left; returns once the target worker has confirmed."""
+        """Free the slots of sequences that have left. Return once the target worker has confirmed."""
         self._drafting.forget(sequence_ids)
         if self._workers.draft is not None:
             self._workers.draft.release_soon(sequence_ids)
-        while not await self.target.release(sequence_ids):  # noqa: ASYNC110 - a slow answer is no answer
+        while not await self.target.release(sequence_ids):  # noqa: ASYNC110 - polls a remote worker
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _run(self, group: Group, trace: RoundTrace) -> bool:
@@ -122,7 +122,7 @@ class RoundRunner:
         return Timed(elapsed=time.perf_counter() - began)
 
     async def _verify(self, round_: Round, items: list[VerifyItem], outcome: RoundOutcome, trace: RoundTrace) -> bool:
-        """Verifies and commits, while an idle draft worker drafts ahead. Returns whether any sequence had a slot."""
+        """Verify and commit. Meanwhile an idle draft worker drafts ahead. Return whether any sequence had a slot."""
         drafting_ahead: asyncio.Task[None] | None = None
         if self._can_overlap and self.pipeline_depth == 1:
             drafting_ahead = asyncio.create_task(self._draft_ahead(round_, items, outcome, trace))
@@ -142,7 +142,7 @@ class RoundRunner:
     async def _draft_ahead(
         self, round_: Round, verify_items: list[VerifyItem], outcome: RoundOutcome, trace: RoundTrace
     ) -> None:
-        """Drafts beyond the proposals, as if all of them were accepted."""
+        """Draft tokens that follow the proposals, assuming that the target accepts all of them."""
         draft = self._workers.draft
         assert draft is not None
         items = round_.ahead_items(self._drafting.num_ahead_steps(verify_items), draft.max_model_len)
@@ -164,7 +164,7 @@ class RoundRunner:
 
 @contextmanager
 def _draft_failures_ignored(consequence: str) -> Iterator[None]:
-    """Nothing that a draft worker does may fail a request."""
+    """Log and ignore errors of the draft worker, which must never fail a request."""
     try:
         yield
     except (WorkerUnreachableError, WorkerRefusedError):

@@ -1,13 +1,13 @@
 """Poison-request detection: a sequence whose rounds keep failing runs alone, and then fails. Pure.
 
-Otherwise one request could crash the target worker for ever, and take its neighbours down each time.
+Otherwise one request could crash the target worker again and again, along with all other requests of its rounds.
 """
 
 from dataclasses import dataclass
 
-# Failed rounds without progress after which a sequence runs alone, and after which it fails.
+# Failed rounds without progress before a sequence runs alone, and before it fails.
 FAILURES_TO_ISOLATE, FAILURES_TO_FAIL = 2, 4
-# Times that the target worker may lose the cache of a sequence before the sequence makes progress.
+# Cache misses without progress before a sequence fails.
 MAX_CACHE_MISSES = 64
 
 Progress = tuple[int, int]
@@ -23,17 +23,17 @@ class Blame:
     _reached: Progress = (0, 0)
 
     def record_failure(self, progress: Progress) -> None:
-        """Records that the target worker failed in a round with the sequence."""
+        """Record that the target worker failed in a round with the sequence."""
         self.failures += 1
         self._reached = max(self._reached, progress)
 
     def record_cache_miss(self, progress: Progress) -> None:
-        """Records that the target worker lost the cache of the sequence."""
+        """Record that the target worker lost the cache of the sequence."""
         self.cache_misses += 1
         self._reached = max(self._reached, progress)
 
     def clear(self, progress: Progress) -> None:
-        """Forgets all failures once the sequence got beyond them."""
+        """Clear the failures once the sequence has progressed beyond them."""
         if progress > self._reached:
             self.failures = self.cache_misses = 0
 
@@ -44,7 +44,7 @@ class Blame:
 
     @property
     def reason_to_fail(self) -> str | None:
-        """Why the sequence must fail; None if it may go on."""
+        """Why the sequence must fail; None if it may continue."""
         if self.failures >= FAILURES_TO_FAIL:
             return f"the target worker failed {self.failures} times on this request, most recently running it alone"
         if self.cache_misses >= MAX_CACHE_MISSES:

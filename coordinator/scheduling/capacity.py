@@ -1,4 +1,4 @@
-"""Admission limits of the pool: KV capacity of the target worker, and the length of the queue. Pure."""
+"""Admission limits: KV capacity of the target worker, and the size of the queue. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,31 +51,31 @@ class Reservations:
         del self._positions[sequence_id]
 
     def usage(self, slots: int) -> float:
-        """Reserved share of the KV cache, 0 to 1, of a target worker with so many slots."""
+        """Reserved share of the KV cache, 0 to 1. `slots`: slots of the target worker."""
         if self.capacity.positions:
             return sum(self._positions.values()) / self.capacity.positions
         return len(self) / slots
 
     def count_fitting(self, waiting: Iterable[Sequence], places: int) -> int:
-        """How many of these, in order, fit in `places` places now. A sequence alone always fits."""
+        """Number of `waiting` sequences, in order, that fit into `places`. An empty cache always fits the first."""
         limit = self.capacity.positions if places else 0
-        number, reserved = 0, sum(self._positions.values()) if limit else 0
+        count, reserved = 0, sum(self._positions.values()) if limit else 0
         for sequence in islice(waiting, places):
             reserved += self.capacity.needed_by(sequence)
-            if (self._positions or number) and 0 < limit < reserved:
+            if (self._positions or count) and 0 < limit < reserved:
                 break
-            number += 1
-        return number
+            count += 1
+        return count
 
     def check_integrity(self, sequence_ids: set[int]) -> None:
-        """Raises AssertionError unless exactly these sequences have positions, and no more than there are."""
+        """Raises AssertionError unless exactly these sequences hold positions, within the capacity."""
         assert set(self._positions) == sequence_ids, "positions are reserved outside the window"
         assert len(self) < 2 or not self.capacity.positions or self.usage(1) <= 1, "the KV cache is exceeded"
 
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """Limits of the queue. A client with nothing queued may exceed limits that others have exhausted."""
+    """Limits of the queue. A client with an empty queue may exceed limits that other clients have exhausted."""
 
     samples: int
     """Maximum number of samples that wait."""
@@ -95,12 +95,11 @@ class QueueLimits:
         reserve: int,
         preempted: int = 0,
     ) -> None:
-        """Raises PoolFullError if a request of this size must not wait.
+        """Raises PoolFullError if the queue cannot take a request of this size.
 
         `tokens`: prompt tokens of all samples together. `entering`: sequences, queued or new, that enter the window at
-        once. `reserve`: samples beyond the limit for a client with nothing queued, so that no client locks others out.
-        The reserve is at most the limit itself, and twice the limit applies to tokens. `preempted`: sequences of the
-        client that left the window for a while.
+        once. `preempted`: preempted sequences of the client. `reserve`: extra samples for a client with an empty queue,
+        so that no client locks others out. The reserve is at most the limit itself; the token limit doubles.
         """
         in_flight = queue.waiting_of(client) + queue.running_of(client) + preempted
         if self.per_client is not None and in_flight + samples > self.per_client:

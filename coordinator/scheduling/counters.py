@@ -1,4 +1,4 @@
-"""Counters of rounds: tokens, groups, and where the time goes. Pure."""
+"""Counters of rounds: tokens, group sizes, and time by stage. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from coordinator.scheduling.grouping import Group
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a call to a worker: in total, and the parts spent in the model and in realignment."""
+    """Seconds of a call to a worker: in total, in the model, and in realignment."""
 
     elapsed: float = 0.0
     forward: float = 0.0
@@ -25,7 +25,7 @@ STAGES = ("draft", "verify", "realign", "wire", "schedule")
 
 @dataclass
 class GroupingCounters:
-    """Groups by kind. Rounds of one sequence count neither as same-length nor as mixed."""
+    """Rounds by kind of group. A round of one sequence is neither same-length nor mixed."""
 
     same_length_rounds: int = 0
     mixed_rounds: int = 0
@@ -34,7 +34,7 @@ class GroupingCounters:
     """At index i: rounds of i + 1 sequences."""
 
     def add(self, group: Group, same_length: bool) -> None:
-        """Counts a round. `same_length`: as it was when the group was chosen."""
+        """Count a round. `same_length`: whether the lengths were equal when the group was chosen."""
         size = len(group.sequences)
         _increment(self.group_sizes, size - 1)
         self.same_length_rounds += size > 1 and same_length
@@ -66,7 +66,7 @@ class Counters:
     draft_lengths: list[int] = field(default_factory=list)
     """At index i: verifications of i draft tokens of a sequence."""
     accepted_lengths: list[int] = field(default_factory=list)
-    """At index i: verifications that accepted i draft tokens, of those with any."""
+    """At index i: verifications with draft tokens that accepted i of them."""
     drafts: dict[str, DraftCounters] = field(default_factory=dict)
     """By draft method."""
 
@@ -83,7 +83,7 @@ class Counters:
             drafts.accepted_draft_tokens += commit.accepted
 
     def add_times(self, proposed: Timed, verified: Timed, elapsed: float) -> None:
-        """Counts the seconds of a round by stage. `elapsed`: of the whole round."""
+        """Count the seconds of a round by stage. `elapsed`: of the whole round."""
         self.stage_seconds["draft"] += proposed.forward
         self.stage_seconds["verify"] += verified.forward
         self.stage_seconds["realign"] += proposed.realign + verified.realign
@@ -92,6 +92,6 @@ class Counters:
 
 
 def _increment(counts: list[int], index: int) -> None:
-    """Adds one at an index, extending the list as needed."""
+    """Add one at an index, extending the list as needed."""
     counts.extend([0] * (index + 1 - len(counts)))
     counts[index] += 1

@@ -1,11 +1,12 @@
-"""The queue: which waiting sequence enters the window next, fairly between clients and their requests. Pure.
+"""The queue: chooses which waiting sequence enters the window next, fairly among clients and requests. Pure.
 
-The client with the fewest sequences in the window goes first. Of its requests, those with the lowest `priority` go
-first, and of these the one with the fewest samples in the window. Ties go to the client and the request whose last turn
-or arrival is longest ago. So clients take turns, and so do the requests of a client, however many wait behind them.
-Requests of one sample each enter in order of arrival.
+The client with the fewest sequences in the window goes first. Among its requests, the lowest `priority` goes first,
+then the request with the fewest samples in the window. Ties go to the client or request that has waited longest since
+its arrival or last turn. Clients therefore take turns, and so do the requests of each client. Requests with one sample
+enter in order of arrival.
 
-With `by_length`, which keeps neighbours about equally long, the rule chooses only the client and the priority.
+With `by_length`, this rule chooses only the client and the priority. Among these requests, the one closest in length to
+the last sequence enters.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from itertools import count
 from coordinator.scheduling.ranking import Rank, Ranking
 from coordinator.scheduling.sequence import Sequence
 
-# With `by_length`: sequences that may overtake the one whose turn it is.
+# With `by_length`: how many sequences may overtake the one whose turn it is.
 MAX_OVERTAKES = 16
 
 
@@ -27,7 +28,7 @@ class _Request:
     first_sample_id: int
     priority: int
     since: int
-    """Time of its last turn, or of its arrival."""
+    """Time of the arrival or of the last turn."""
     waiting: dict[int, Sequence] = field(default_factory=dict)
     running: int = 0
 
@@ -46,11 +47,11 @@ class _Client:
 
     name: str
     since: int = 0
-    """Time of its last turn, or of the arrival of its first waiting sequence."""
+    """Time of the last turn, or of the arrival of the first waiting sequence."""
     waiting: int = 0
     running: int = 0
     overtakes: int = 0
-    """Sequences that entered since the turn of the first one came."""
+    """Sequences that overtook the one whose turn it is."""
     requests: dict[int, _Request] = field(default_factory=dict)
     """By the id of the first sample."""
     turns: Ranking[int] = field(default_factory=Ranking)
@@ -64,7 +65,7 @@ class _Client:
 class FairQueue:
     """Waiting sequences, and how many each client and request has in the window.
 
-    Operations take logarithmic time in the number of clients and requests. Only `by_length` looks at all requests of a
+    Operations take logarithmic time in the number of clients and requests. Only `by_length` examines all requests of a
     client.
     """
 
@@ -101,7 +102,7 @@ class FairQueue:
 
     @property
     def next(self) -> Sequence:
-        """The sequence that enters next. IndexError if none waits."""
+        """The sequence that enters next. Raises IndexError if none waits."""
         client = self._clients[self._turns.first]
         request = client.requests[client.turns.first]
         if self._by_length and client.overtakes < MAX_OVERTAKES:
@@ -112,10 +113,10 @@ class FairQueue:
         return request.first
 
     def find_victim(self, members: Iterable[Sequence]) -> Sequence | None:
-        """The member to preempt for the next sequence; None if that must wait.
+        """The member to preempt for the next sequence. None if that sequence must wait.
 
-        A client without a place gets one from the client with the most, if that has several. Likewise a request without
-        a place gets one from another request of its client. The victim is the one with the fewest cached tokens.
+        A client without a place takes one from the client with the most places, if it has several. Likewise a request
+        without a place takes one from another request of its client. The victim has the fewest cached tokens.
         """
         next_client, next_request = self._places[self.next.sequence_id]
         places = [(*self._places[member.sequence_id], member) for member in members]
@@ -125,9 +126,9 @@ class FairQueue:
             candidates = [(request.running, member) for client, request, member in places if client is next_client]
         else:
             return None
-        most = max((running for running, _ in candidates), default=0)
-        victims = [member for running, member in candidates if running == most]
-        return min(victims, key=lambda member: member.num_cached_tokens) if most > 1 else None
+        max_running = max((running for running, _ in candidates), default=0)
+        victims = [member for running, member in candidates if running == max_running]
+        return min(victims, key=lambda member: member.num_cached_tokens) if max_running > 1 else None
 
     def waiting_of(self, client: str) -> int:
         return self._clients[client].waiting if client in self._clients else 0
@@ -136,7 +137,7 @@ class FairQueue:
         return self._clients[client].running if client in self._clients else 0
 
     def add(self, samples: Items[Sequence]) -> None:
-        """Queues samples of one request, new or preempted."""
+        """Queue samples of one request, new or preempted."""
         request, first_id = samples[0].request, samples[0].first_sample_id
         now, waiting = next(self._clock), {sample.sequence_id: sample for sample in samples}
         client = self._clients.setdefault(request.client, _Client(request.client))
@@ -151,7 +152,7 @@ class FairQueue:
         self._settle(client, queued)
 
     def enter(self, sequence: Sequence) -> None:
-        """Moves a waiting sequence into the window, which takes the turn of its client and request."""
+        """Move a waiting sequence into the window, which takes the turn of its client and request."""
         client, request = self._places[sequence.sequence_id]
         client.overtakes = 0 if request.first_sample_id == client.turns.first else client.overtakes + 1
         self._last_length = sequence.prompt_length
@@ -181,7 +182,7 @@ class FairQueue:
         return client, request
 
     def _settle(self, client: _Client, request: _Request) -> None:
-        """Updates the ranks of a client and its request, and drops those with no sequence left."""
+        """Update the ranks of a client and its request, and drop those with no sequence left."""
         if request.waiting:
             client.turns.put(request.first_sample_id, request.rank)
         else:

@@ -1,4 +1,4 @@
-"""Grouping policies: how many sequences enter the window, and which ready ones share the next round. Pure.
+"""Grouping policies: how many sequences enter the window, and which of them share the next round. Pure.
 
 All policies give the same tokens. They differ in batch size, and in how often a padded batch must be realigned.
 `eqspec` and `exspec` come from arXiv 2510.22876.
@@ -34,9 +34,9 @@ class GroupingLimits:
 
     max_batch_size: int
     min_group_size: int = 1
-    """Minimum number of equally long sequences that get a round of their own."""
+    """Minimum size of an equal-length group."""
     max_wait_rounds: int = 8
-    """A sequence that waited for so many rounds joins the next one."""
+    """Maximum rounds that a ready sequence waits before it joins the next one."""
     prefer: Literal["largest", "oldest"] = "largest"
     """Which of several equal-length groups goes first."""
 
@@ -54,7 +54,7 @@ class Policy(Protocol):
 
 
 class Ragged:
-    """Batches the sequences that waited longest. Workers write in place, so lengths may differ."""
+    """Batches the sequences that have waited longest. Lengths may differ, because workers write in place."""
 
     def __init__(self, limits: GroupingLimits) -> None:
         self._limits = limits
@@ -67,7 +67,7 @@ class Ragged:
 
 
 class Eqspec(Ragged):
-    """Static batching: a batch is fixed at admission until all of it has finished."""
+    """Static batching: a batch stays fixed from admission until all of its sequences have finished."""
 
     def admissible(self, members: Iterable[Sequence], leaving: int, capacity: int) -> int:
         """A batch admits sequences until its first token; the next batch begins once all have left."""
@@ -78,9 +78,9 @@ class Eqspec(Ragged):
 
 
 class Exspec(Ragged):
-    """Batches sequences of equal length from a window larger than the batch, or else of similar length.
+    """Batches sequences of equal length from a window larger than the batch. Falls back to similar lengths.
 
-    No sequence starves: a mixed group contains the oldest one, and a sequence that waited too long goes first.
+    No sequence starves: mixed groups contain the oldest sequence, and a sequence that has waited too long goes first.
     """
 
     def choose(self, ready: ReadySet, rounds: int) -> Group:

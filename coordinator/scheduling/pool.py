@@ -5,8 +5,8 @@ because the target worker still holds its slot.
 
 - Parked: waits for another sequence that is prefilling the same prefix.
 - Paused: waits for its reader to catch up.
-- Preempted: left the window for sequences that wait, and queues again. Paused sequences go first, then those of
-  clients or requests that hold several places while another has none.
+- Preempted: taken out of the window for a waiting sequence, and queued again. Paused sequences are preempted first,
+  then sequences of a client or request with several places while another has none.
 """
 
 from collections.abc import Iterable
@@ -34,8 +34,8 @@ class Pool:
         preempts: bool = True,
     ) -> None:
         """`by_length`: admit equally long sequences of a client one after the other. `prefix_caching`: copy cached
-        prefixes within a namespace. `slots`: sequences that the target worker can hold; those beyond the window serve
-        as prefixes. `preempts`: whether sequences may be preempted."""
+        prefixes within a namespace. `slots`: slots of the target worker; slots beyond the window keep prefixes of
+        finished sequences. `preempts`: whether sequences may be preempted."""
         self.max_num_seqs, self.limits = max_num_seqs, queue
         self.slots = slots or max_num_seqs
         self.reservations = Reservations()
@@ -68,12 +68,12 @@ class Pool:
 
     @property
     def schedulable(self) -> int:
-        """Sequences that are in a round or could be."""
+        """Sequences that are ready or in a round."""
         return len(self.ready) + len(self._in_round)
 
     @property
     def occupied(self) -> int:
-        """Places of the window in use, by running and by leaving sequences."""
+        """Places of the window in use, including leaving sequences."""
         return len(self.reservations)
 
     @property
@@ -93,7 +93,7 @@ class Pool:
 
     @property
     def members(self) -> Iterable[Sequence]:
-        """Sequences in the window and in no round."""
+        """Sequences in the window that are in no round."""
         return chain(self.ready, self._parked.values(), self._paused.values())
 
     @property
@@ -106,7 +106,7 @@ class Pool:
         return set(self._leaving)
 
     def submit(self, samples: Iterable[Sequence]) -> None:
-        """Queues the samples of a request, all or none. PoolFullError, DuplicateRequestError."""
+        """Queue the samples of a request, all or none. Raises PoolFullError, DuplicateRequestError."""
         new = list(samples)
         (key,) = {sample.request.key for sample in new}
         if key in self._by_request:
@@ -114,13 +114,13 @@ class Pool:
         check = partial(self._check_limits, key[0], len(new), sum(sample.prompt_length for sample in new))
         try:
             check(entering=0)
-        except PoolFullError:  # only now, because counting the sequences that enter takes longer
+        except PoolFullError:  # counting the sequences that enter takes longer, so do it only if needed
             check(entering=self._count_fitting(chain(self._queue, new)))
         self._queue.add(new)
         self._by_request[key] = {sample.sequence_id: sample for sample in new}
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises the errors of `submit`, as far as they are known without the prompt."""
+        """Raise the errors of `submit` that do not depend on the prompt."""
         if request.key in self._by_request:
             raise DuplicateRequestError(request.key)
         entering = min(self.capacity, len(self._queue) + request.n)
@@ -133,7 +133,7 @@ class Pool:
         )
 
     def admit(self, limit: int | None = None) -> list[Sequence]:
-        """Moves at most `limit` queued sequences into the window while they fit, and returns them."""
+        """Move at most `limit` queued sequences into the window while they fit, and return them."""
         self._unpark()
         if self._preempts:
             self._make_room()
@@ -141,7 +141,7 @@ class Pool:
         for _ in range(min(self.queued, self.capacity if limit is None else min(limit, self.capacity))):
             sequence = self._queue.next
             if not self._count_fitting([sequence]):
-                break  # otherwise shorter sequences could overtake it for ever
+                break  # otherwise shorter sequences could starve it
             self._enter(sequence)
             admitted.append(sequence)
         return admitted
@@ -153,17 +153,17 @@ class Pool:
         self._find_prefix(sequence)
         if self._prefix_caching:
             self._prefixes.add(sequence)
-        self._queue.enter(sequence)  # only now: after an error above, the sequence is still queued
+        self._queue.enter(sequence)  # last, so that an error above leaves the sequence queued
         sequence.is_preempted = False
         self.reservations.add(sequence)
         self._park_or_make_ready(sequence)
         self._prefixes.trim(self.slots - self.max_num_seqs + self.capacity)
 
     def _find_prefix(self, sequence: Sequence) -> None:
-        """Looks for a prefix. Samples of one request come with a source, which may have finished since."""
-        given = sequence.target_prefix
-        if self._prefix_caching and (given is None or given.source.finish is not None):
-            sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or given
+        """Look for a prefix. Samples of one request start with a source, which may have finished since."""
+        initial = sequence.target_prefix
+        if self._prefix_caching and (initial is None or initial.source.finish is not None):
+            sequence.target_prefix = sequence.draft_prefix = self._prefixes.find(sequence) or initial
 
     def _park_or_make_ready(self, sequence: Sequence) -> None:
         if sequence.target_prefix is not None and sequence.target_prefix.is_pending:
@@ -186,7 +186,7 @@ class Pool:
         self.ready.add(sequence)
 
     def _make_room(self) -> None:
-        """Preempts paused sequences, longest paused first; without any, one whose client or request has too many."""
+        """Preempt paused sequences, longest paused first. Without any, let the queue choose a victim."""
         needed = len(self._queue) - self.capacity - len(self._leaving)
         for sequence in list(islice(self._paused.values(), max(0, needed))):
             self._preempt(sequence)
@@ -207,27 +207,27 @@ class Pool:
         sequence.preempt()
 
     def _requeue(self, sequence_id: int) -> None:
-        """Queues a preempted sequence once its reader wants more and its slot is released."""
+        """Queue a preempted sequence once its reader has caught up and its slot is released."""
         sequence = self._preempted.get(sequence_id)
         if sequence is not None and not sequence.paused and sequence_id not in self._leaving:
             del self._preempted[sequence_id]
             self._queue.add([sequence])
 
     def pause(self, sequence: Sequence) -> None:
-        """Keeps a sequence out of later rounds until `resume`. It holds its slot until another sequence needs it."""
+        """Keep a sequence out of later rounds until `resume`. It holds its slot until another sequence needs it."""
         sequence.paused = True
         if sequence.sequence_id in self.ready:
             self._paused[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
 
     def resume(self, sequence: Sequence) -> None:
-        """Makes a paused sequence ready again, behind all others, or queues it if it was preempted."""
+        """Make a paused sequence ready again, behind all others. Queue it if it was preempted."""
         sequence.paused = False
         self._requeue(sequence.sequence_id)
         if self._paused.pop(sequence.sequence_id, None) is not None:
             self._make_ready(sequence)
 
     def begin_round(self, group: Iterable[Sequence]) -> None:
-        """Takes the group out of the ready set until `end_round`. ValueError if it contains another sequence."""
+        """Take the group out of the ready set until `end_round`. Raises ValueError if any sequence is not ready."""
         group = list(group)
         if len({sequence.sequence_id for sequence in group if sequence.sequence_id in self.ready}) < len(group):
             raise ValueError("a group has a sequence that is not ready, or one twice")
@@ -236,7 +236,7 @@ class Pool:
             self._in_round[sequence.sequence_id] = self.ready.pop(sequence.sequence_id)
 
     def end_round(self, group: Iterable[Sequence]) -> None:
-        """Makes the unfinished sequences of the group ready again, behind all others."""
+        """Make the unfinished sequences of the group ready again, behind all others."""
         for sequence in group:
             if self._in_round.pop(sequence.sequence_id, None) is None:
                 continue
@@ -248,12 +248,12 @@ class Pool:
 
     def _leave(self, sequence: Sequence) -> None:
         self._leaving.add(sequence.sequence_id)
-        sequence.target_prefix = sequence.draft_prefix = None  # otherwise whole histories stay alive
+        sequence.target_prefix = sequence.draft_prefix = None  # otherwise chains of finished sequences stay in memory
         if self._prefix_caching:
             self._prefixes.finish(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Removes the sample from its request. If it was aborted, another request may have its id by now."""
+        """Remove the sample from its request. After an abort, another request may already use the same id."""
         key = sequence.request.key
         samples = self._by_request.get(key, {})
         samples.pop(sequence.sequence_id, None)
@@ -261,11 +261,11 @@ class Pool:
             self._by_request.pop(key, None)
 
     def find(self, client: str, request_id: str) -> list[Sequence]:
-        """The samples in flight of a client's request."""
+        """The samples of a client's request that are in flight."""
         return list(self._by_request.get((client, request_id), {}).values())
 
     def abort(self, sequence: Sequence) -> None:
-        """Ends a sequence in any state; one in a round leaves after it. Finished sequences stay as they are."""
+        """End an unfinished sequence in any state. In a round, it leaves after the round."""
         sequence_id, in_flight = sequence.sequence_id, self._by_request.get(sequence.request.key, {})
         if sequence_id not in in_flight or sequence.finish is not None:
             return
@@ -282,7 +282,7 @@ class Pool:
             self._leave(sequence)
 
     def released(self, sequence_ids: Iterable[int]) -> None:
-        """Frees the places of sequences whose slots the workers have released."""
+        """Free the places of sequences whose slots the workers have released."""
         for sequence_id in self._leaving.intersection(sequence_ids):
             self._leaving.remove(sequence_id)
             self.reservations.remove(sequence_id)
@@ -292,12 +292,14 @@ class Pool:
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in two states or a limit is exceeded."""
         self._queue.check_integrity()
-        queued, ready = ({sequence.sequence_id for sequence in some} for some in (self._queue, self.ready))
+        queued, ready = ({sequence.sequence_id for sequence in group} for group in (self._queue, self.ready))
         states = [queued, set(self._parked), set(self._paused), ready, set(self._in_round), self._leaving]
         assert len(set().union(*states)) == sum(map(len, states)), "a sequence is in two states"
         assert sum(map(len, states[1:])) <= self.max_num_seqs, "the window is exceeded"
         self.reservations.check_integrity(set().union(*states[1:]))
-        assert all(sequence.paused for sequence in self._paused.values()), "a sequence waits for no reader"
+        assert all(sequence.paused for sequence in self._paused.values()), (
+            "a sequence is parked as paused, but not paused"
+        )
         assert not (self._preempted.keys() - self._leaving) & (set().union(*states)), "preempted and in the window"
         max_waiting = self.limits.samples + min(self.max_num_seqs, self.limits.samples)
         assert self._queue.newcomers <= max_waiting + self.capacity, "the queue is exceeded"

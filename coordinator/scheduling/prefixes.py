@@ -1,10 +1,10 @@
 """Index of cached prefixes: finds an earlier sequence that begins like a new one. Pure.
 
-The cache of a released sequence stays in a worker until its slot is needed. So the index also keeps finished sequences,
-as many of the most recent ones as there are free slots.
+A worker keeps the cache of a released sequence until it needs the slot. The index therefore also keeps the most
+recently used finished sequences, one for each free slot.
 
-Sharing is observable, in `usage.cached_tokens` and in response times. So sequences share only within their namespace,
-and only whole blocks. Otherwise a prompt could be guessed token by token.
+Sharing is observable, in `usage.cached_tokens` and in response times. Sequences therefore share only within their
+namespace, and only whole blocks. Otherwise a prompt could be guessed token by token.
 """
 
 from array import array
@@ -17,11 +17,11 @@ from itertools import count, islice
 
 from coordinator.scheduling.sequence import Prefix, Sequence
 
-# Prompts that share fewer tokens are prefilled side by side, which is faster than one after the other.
+# Prompts that share fewer tokens are prefilled in parallel, which is faster than waiting for the prefix.
 BLOCK_TOKENS = 16
-# Candidates to examine among the sequences that share a digest: so many of the first and of the last.
+# Candidates to examine per digest: this many of the earliest, and as many of the latest.
 MAX_CANDIDATES = 8
-# Digests are taken at lengths that grow by 1/32, in whole blocks, so that long prompts have few.
+# Digested lengths grow by 1/32, in whole blocks, so that long prompts have few digests.
 STRIDE = 32
 
 Digest = bytes
@@ -50,18 +50,18 @@ class PrefixIndex:
         return len(self._entries)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a source for sequences that enter later."""
+        """Add a source for sequences that enter later."""
         self._index(sequence, sequence.token_ids)
 
     def finish(self, sequence: Sequence) -> None:
-        """Limits a finished sequence to its cached tokens."""
+        """Limit a finished sequence to its cached tokens."""
         self.discard(sequence)
         if sequence.num_cached_tokens >= BLOCK_TOKENS:
             self._index(sequence, sequence.token_ids[: sequence.num_cached_tokens])
             self._finished[sequence.sequence_id] = sequence
 
     def trim(self, limit: int) -> None:
-        """Drops all finished sequences but the `limit` most recently used."""
+        """Drop all finished sequences but the `limit` most recently used."""
         while len(self._finished) > max(0, limit):
             self.discard(self._finished.popitem(last=False)[1])
 
@@ -70,32 +70,32 @@ class PrefixIndex:
         if entry is None:
             return
         namespace = sequence.request.namespace
-        own = self._by_digest.get(namespace, {})
+        sequences = self._by_digest.get(namespace, {})
         for digest in entry.digests:
-            del own[digest][sequence.sequence_id]
-            if not own[digest]:
-                del own[digest]
-        if not own:
+            del sequences[digest][sequence.sequence_id]
+            if not sequences[digest]:
+                del sequences[digest]
+        if not sequences:
             self._by_digest.pop(namespace, None)
 
     def _index(self, sequence: Sequence, token_ids: Items[int]) -> None:
         digests = [digest for _, digest in _digests(token_ids)]
         self._entries[sequence.sequence_id] = _Entry(sequence, next(self._count), digests)
-        own = self._by_digest.setdefault(sequence.request.namespace, {})
+        sequences = self._by_digest.setdefault(sequence.request.namespace, {})
         for digest in digests:
-            own.setdefault(digest, {})[sequence.sequence_id] = sequence
+            sequences.setdefault(digest, {})[sequence.sequence_id] = sequence
 
     def find(self, sequence: Sequence) -> Prefix | None:
         """The longest prefix that an earlier sequence has cached or will cache soon.
 
-        It consists of whole blocks, unless the source is another sample of the same request. It leaves out at least the
-        last token of the prompt, which the workers must run.
+        It consists of whole blocks, unless the source is another sample of the same request. It never includes the last
+        token of the prompt, which the workers must run.
         """
-        own = self._by_digest.get(sequence.request.namespace, {})
+        by_digest = self._by_digest.get(sequence.request.namespace, {})
         sources: list[Sequence] = []
         matched = 0
-        for length, digest in _digests(sequence.token_ids[:-1]) if own else ():
-            same = own.get(digest, {})
+        for length, digest in _digests(sequence.token_ids[:-1]) if by_digest else ():
+            same = by_digest.get(digest, {})
             candidates = (*islice(same.values(), MAX_CANDIDATES), *islice(reversed(same.values()), MAX_CANDIDATES))
             earlier = [other for other in candidates if self._is_earlier(other, sequence)]
             if not earlier:
@@ -109,10 +109,10 @@ class PrefixIndex:
             self._finished.move_to_end(source.sequence_id)
         return Prefix(source, length)
 
-    def _is_earlier(self, one: Sequence, other: Sequence) -> bool:
-        """Whether `one` can be a source of `other`. Otherwise two could wait for each other, or one for itself."""
-        entry = self._entries.get(other.sequence_id)
-        return one.finish is not None or entry is None or self._entries[one.sequence_id].entered < entry.entered
+    def _is_earlier(self, source: Sequence, sequence: Sequence) -> bool:
+        """Whether `source` finished or entered first. Otherwise sequences could wait for each other or themselves."""
+        entry = self._entries.get(sequence.sequence_id)
+        return source.finish is not None or entry is None or self._entries[source.sequence_id].entered < entry.entered
 
 
 def _digests(token_ids: Items[int]) -> Iterator[tuple[int, Digest]]:
@@ -137,9 +137,14 @@ def _shared_length(source: Sequence, sequence: Sequence, matched: int) -> int:
 
 
 def _preference(shared: int, source: Sequence) -> tuple[int, int, bool, int]:
-    """Sort key: most shared tokens cached already, then most shared tokens, then unfinished before finished sources.
+    """Sort key: shared tokens already cached, then shared tokens, then unfinished before finished sources.
 
-    Unfinished sources are surely still in the workers. The earliest of them wins, and the latest of finished ones.
+    Unfinished sources are certainly still cached. The earliest unfinished source wins, or the latest finished one.
     """
-    runs = source.finish is None
-    return min(source.num_cached_tokens, shared), shared, runs, -source.sequence_id if runs else source.sequence_id
+    is_running = source.finish is None
+    return (
+        min(source.num_cached_tokens, shared),
+        shared,
+        is_running,
+        -source.sequence_id if is_running else source.sequence_id,
+    )

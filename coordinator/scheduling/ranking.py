@@ -1,4 +1,4 @@
-"""Items ordered by ranks that change. Pure."""
+"""Priority queue with changing ranks. Pure."""
 
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", int, str)
 Rank = tuple[int, ...]
 
-# Stale heap entries allowed, beyond one per item, before the heap is rebuilt.
+# Stale heap entries beyond one per item before the heap is rebuilt.
 MAX_STALE = 16
 
 
@@ -23,13 +23,13 @@ class Ranking(Generic[Item]):
 
     @property
     def first(self) -> Item:
-        """The item with the lowest rank. IndexError if there is none."""
+        """The item with the lowest rank. Raises IndexError if there is none."""
         while self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0][1]
 
     def put(self, item: Item, rank: Rank) -> None:
-        """Adds an item, or changes its rank."""
+        """Add an item or change its rank."""
         if self._ranks.get(item) == rank:
             return
         self._ranks[item] = rank

@@ -1,4 +1,4 @@
-"""Sequences that can join a round now, in the order in which they became ready and by shape. Pure."""
+"""Sequences that can join a round, oldest first and by shape. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -7,7 +7,7 @@ from coordinator.scheduling.sequence import Sequence, Shape
 
 
 class ReadySet:
-    """Keeps both orders, so that choosing a group looks at few sequences."""
+    """Ready sequences with an index by shape, so that policies examine few of them."""
 
     def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
         self._by_id: dict[int, Sequence] = {}
@@ -17,13 +17,13 @@ class ReadySet:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Appends a sequence, filed under its present shape."""
+        """Append a sequence under its current shape."""
         shape = self._shapes[sequence.sequence_id] = sequence.shape
         self._by_id[sequence.sequence_id] = sequence
         self._by_shape.setdefault(shape, {})[sequence.sequence_id] = sequence
 
     def pop(self, sequence_id: int) -> Sequence:
-        """Removes a sequence. KeyError if it is not ready."""
+        """Remove a sequence. Raises KeyError if it is not ready."""
         sequence, shape = self._by_id.pop(sequence_id), self._shapes.pop(sequence_id)
         same_shape = self._by_shape[shape]
         del same_shape[sequence_id]
@@ -50,7 +50,7 @@ class ReadySet:
         return self._by_shape
 
     def count_same_shape(self, sequence: Sequence) -> int:
-        """Number of sequences with the shape of this one, itself included."""
+        """Number of sequences with the shape of this one, including itself."""
         return len(self._by_shape[self._shapes[sequence.sequence_id]])
 
     def same_shape(self, sequence: Sequence, limit: int) -> list[Sequence]:

@@ -1,8 +1,8 @@
-"""One round of one group: propose -> verify -> commit. Pure: builds the requests to the workers, and takes the answers.
+"""One round of one group: propose -> verify -> commit. Pure: builds requests to the workers and applies the responses.
 
-The protocol is the same in every state: keep so many cached positions, then append these committed tokens. A newcomer's
-prompt, a draft that missed rounds, and a worker that lost its cache differ only in the number of those tokens. Long
-catch-ups are chunked, so that they never stall sequences that decode.
+The command is the same in every state: keep `base_length` cached positions, then append committed tokens. A new prompt,
+a lagging draft worker and a lost cache differ only in the number of tokens to append. Long catch-ups are chunked, so
+that they never stall decoding sequences.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,8 +27,10 @@ class Round:
         plans: Mapping[int, DraftPlan] = MappingProxyType({}),
         chance: Callable[[float], float] = float,
     ) -> None:
-        """`prefill_tokens`: budget of each worker for long catch-ups. `plans`: by sequence id; without one, the model
-        drafts as many tokens as the request allows. `chance`: acceptance probability by draft probability."""
+        """`prefill_tokens`: budget of each worker for long catch-ups. `chance`: acceptance by draft probability.
+
+        `plans`: by sequence id. Without a plan, the model drafts as many tokens as the request allows.
+        """
         self.round_id = round_id
         self._prefill_tokens = prefill_tokens
         self._turns = {
@@ -45,8 +47,8 @@ class Round:
     def propose_items(self, draft_max_len: int, draft_vocab_size: int) -> list[ProposeItem]:
         """Items for a draft worker with `draft_max_len` positions per sequence.
 
-        Tokens drafted ahead are used only if they answer all items. Otherwise the worker drafts for every sequence,
-        which takes no longer and gives longer drafts.
+        Tokens drafted ahead are used only if every item has some. Otherwise the worker drafts for all sequences, which
+        takes no longer and yields longer drafts.
         """
         budget = PrefillBudget(self._prefill_tokens)
         candidates = (turn.propose_item(budget, draft_max_len, draft_vocab_size) for turn in self._unfinished())
@@ -59,14 +61,14 @@ class Round:
         return []
 
     def take_proposals(self, proposals: Items[Proposal], target_vocab_size: int) -> None:
-        """Takes the draft tokens, up to the first that the target does not know."""
+        """Take the draft tokens before the first one outside the target's vocabulary."""
         for proposal in proposals:
             self._turns[proposal.sequence_id].take_proposal(proposal, target_vocab_size)
 
     def ahead_items(self, limit: int, draft_max_len: int) -> list[ProposeItem]:
-        """Items to draft ahead during the verification, as if it accepted everything: at most `limit` tokens each.
+        """Items to draft at most `limit` tokens ahead during the verification, assuming full acceptance.
 
-        The first of them guesses the bonus token.
+        The first token of each guesses the bonus token.
         """
         candidates = (turn.ahead_item(limit, draft_max_len) for turn in self._unfinished())
         return [item for item in candidates if item is not None]
@@ -78,14 +80,14 @@ class Round:
                 self._turns[proposal.sequence_id].ahead = replace(proposal, draft_token_ids=token_ids)
 
     def verify_items(self) -> list[VerifyItem]:
-        """Items for the target worker, without sequences aborted meanwhile."""
+        """Items for the target worker. Skips sequences aborted during the draft round."""
         budget = PrefillBudget(self._prefill_tokens)
-        # Newcomers last: without a slot, they would waste budget that another sequence could use.
+        # New sequences last: one without a free slot would waste the budget of another.
         turns = sorted(self._unfinished(), key=lambda turn: turn.sequence.num_cached_tokens == 0)
         return [item for turn in turns if (item := turn.verify_item(budget)) is not None]
 
     def commit(self, verdicts: Items[Verdict]) -> list[Commit]:
-        """Takes the verdicts. Returns the tokens gained, nothing for sequences that only prefilled."""
+        """Apply the verdicts. Return a commit for each sequence that gained tokens."""
         commits = (self._turns[verdict.sequence_id].take_verdict(verdict) for verdict in verdicts)
         return [commit for commit in commits if commit is not None]
 

@@ -1,4 +1,4 @@
-"""A sequence being generated: its tokens, what the workers have cached of it, and when it ends. Pure."""
+"""A sequence being generated: tokens, cached positions in both workers, and stop conditions. Pure."""
 
 import enum
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from coordinator.scheduling.text import ShownText, TextStream
 from specpool.protocol.sampling import SamplingParams
 
 Shape = tuple[int, int, int, int]
-"""Length, tokens that each worker lacks, and draft tokens. Sequences of equal shape batch without padding."""
+"""Length, tokens missing in each worker, and draft tokens. Sequences of equal shape need no padding."""
 
-# A round leaves the draft worker one token behind, or two after full acceptance. One pass takes both.
+# After a round, the draft worker lacks one token, or two after full acceptance. One pass handles both.
 MAX_DRAFT_LAG = 2
 
 
@@ -80,12 +80,12 @@ class GenerationRequest:
 
     @property
     def worker_sampling(self) -> SamplingParams:
-        """Sampling parameters for a worker's first contact with a sequence."""
+        """Sampling parameters to send on first contact with a worker."""
         stops, prompt_length = tuple(sorted(self.stop_token_ids)), len(self.prompt_ids)
         return replace(self.sampling, stop_token_ids=stops, prompt_length=prompt_length)
 
     def samples(self) -> Iterator["GenerationRequest"]:
-        """One request per sample, each with its own seed: asking for it alone gives the same tokens."""
+        """One request per sample, each with its own seed. Requested alone, a sample has the same tokens."""
         for i in range(self.n):
             yield replace(self, sampling=replace(self.sampling, seed=(self.sampling.seed + i) % 2**64), n=1)
 
@@ -99,7 +99,7 @@ class Prefix:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the source is still prefilling the prefix, so that waiting for it pays."""
+        """Whether the source is still prefilling the prefix, so that it is worth waiting for."""
         source = self.source
         return not (source.finish or source.paused or source.is_preempted) and source.num_cached_tokens < self.length
 
@@ -126,7 +126,7 @@ class Sequence:
     """A sequence and its committed tokens. Draft tokens live in their round only."""
 
     def __init__(self, sequence_id: int, request: GenerationRequest, text: TextStream | None = None) -> None:
-        """`text` detokenizes, and matches stop strings."""
+        """`text` detokenizes and matches stop strings."""
         self.sequence_id = sequence_id
         self.first_sample_id = sequence_id
         """The first sequence of the same request."""
@@ -135,14 +135,14 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_draft_cached_tokens = 0
         self.target_prefix: Prefix | None = None
-        """Prefix that the target worker can copy, until it was asked to."""
+        """Prefix for the target worker to copy. None once copied or lost."""
         self.draft_prefix: Prefix | None = None
-        """Prefix that the draft worker can copy, until it was asked to."""
+        """Prefix for the draft worker to copy. None once copied or lost."""
         self.cached_tokens = 0
         """Prompt tokens that the target worker copied instead of prefilling."""
         self.drafted_ahead: DraftedAhead | None = None
         self.draft_backoff_until = 0
-        """First round that may ask the draft worker again after it ran out of slots."""
+        """First round that may use the draft worker again after it had no free slot."""
         self.ready_since = 0
         """The pool's round count when the sequence became ready."""
         self.is_preempted = False
@@ -176,12 +176,12 @@ class Sequence:
 
     @property
     def target_base_length(self) -> int:
-        """Positions that the target worker can keep: its own, or initially those of the prefix."""
+        """Positions for the target worker to keep, initially from the prefix."""
         return self.num_cached_tokens or (self.target_prefix.in_target if self.target_prefix else 0)
 
     @property
     def draft_base_length(self) -> int:
-        """Positions that the draft worker can keep: its own, or initially those of the prefix."""
+        """Positions for the draft worker to keep, initially from the prefix."""
         return self.num_draft_cached_tokens or (self.draft_prefix.in_draft if self.draft_prefix else 0)
 
     @property
@@ -192,25 +192,25 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Maximum number of positions, draft tokens included."""
+        """Maximum number of positions, including draft tokens."""
         return len(self.request.prompt_ids) + self.request.max_tokens
 
     @property
     def max_num_draft_tokens(self) -> int:
-        """Draft tokens that the next round can use: a round always gains one token beyond the accepted ones."""
+        """Maximum useful draft tokens. Every round gains one token more than it accepts."""
         remaining = self.request.max_tokens - self.num_generated
         return min(self.request.num_speculative_tokens, remaining - 1)
 
     def preempt(self) -> None:
-        """Leaves the window for a while. The workers then cache nothing of the sequence."""
+        """Take the sequence out of the window. The workers drop its cache."""
         self.is_preempted = True
         self.num_cached_tokens = self.num_draft_cached_tokens = 0
         self.target_prefix = self.draft_prefix = self.drafted_ahead = None
 
     def commit(self, gained: Items[int]) -> tuple[list[int], ShownText]:
-        """Appends verified tokens up to the first that ends the generation. Returns them, and their text on demand.
+        """Append verified tokens up to the first that ends the generation. Return them, and their text on demand.
 
-        Only stop strings make text here: rounds wait for it. Call the returned functions in commit order.
+        Detokenizes only if there are stop strings, since the round waits for it. Call the functions in commit order.
         """
         kept: list[int] = []
         undecoded: list[int] = []
@@ -233,7 +233,7 @@ class Sequence:
         return kept, partial(self._show, shown, undecoded, flush)
 
     def _match_stop(self, text: TextStream, token: int) -> str:
-        """Returns the text to show. Ends the generation if the token completes a stop string."""
+        """Return the text to show. End the generation if the token completes a stop string."""
         shown = text.feed(token, may_stop=self.num_generated >= self.request.sampling.min_tokens)
         if text.matched is not None:
             self.finish = Finish(FinishReason.STOP, matched_stop=text.matched)

@@ -1,6 +1,6 @@
 """Stop-string matching, character by character, with a Knuth-Morris-Pratt automaton. Pure.
 
-A character takes amortized constant time, whatever the stop string and the text.
+Matching takes amortized constant time per character.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ MAX_TABLES = 1024
 
 
 class StopString:
-    """A stop string, and how much of it the text so far ends with."""
+    """A stop string, and the length of its prefix at the end of the text so far."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -20,7 +20,7 @@ class StopString:
         self._table = failure_table(text)
 
     def feed(self, piece: str) -> int:
-        """Takes more text. Returns where in `piece` the first occurrence ends; 0 without one."""
+        """Feed more text. Return the end of the first occurrence in `piece`, or 0 without one."""
         text, table, matched, end = self.text, self._table, self.matched, 0
         if not matched and text[0] not in piece:
             return 0

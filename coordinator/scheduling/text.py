@@ -10,14 +10,14 @@ class Decoder(Protocol):
     """Detokenizes incrementally, as `coordinator.prompts.detokenizer.Detokenizer` does."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """Returns the text that these tokens complete."""
+        """Return the text that these tokens complete."""
 
     def flush(self) -> str:
-        """Returns the remaining text."""
+        """Return the remaining text."""
 
 
 ShownText = Callable[[], str]
-"""Makes the text of some tokens. Call it once, after the function for the tokens before them."""
+"""Returns the text of a commit. Call each function once, in commit order."""
 
 
 class TextStream:
@@ -25,7 +25,7 @@ class TextStream:
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
         self.matched: str | None = None
-        """The stop string that ended the text: the one that begins first, and of several such the longest."""
+        """The stop string that ended the text. The earliest match wins, then the longest."""
         self._decoder, self._stop = decoder, [StopString(text) for text in stop]
         self._held = ""
 
@@ -34,7 +34,7 @@ class TextStream:
         return bool(self._stop)
 
     def feed(self, token_id: int, may_stop: bool = True) -> str:
-        """Returns the text to show after this token. Without `may_stop`, stop strings that it completes are text."""
+        """Return the text to show after this token. Without `may_stop`, completed stop strings are text."""
         held, piece = len(self._held), self._decoder.feed([token_id])
         self._held += piece
         ends = [(stop.text, held + end) for stop in self._stop if (end := stop.feed(piece))]
@@ -48,6 +48,6 @@ class TextStream:
         return shown
 
     def flush(self) -> str:
-        """Returns the text held back, at the end of the generation."""
+        """Return the text held back, at the end of the generation."""
         rest, self._held = self._held + self._decoder.flush(), ""
         return rest

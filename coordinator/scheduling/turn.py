@@ -10,7 +10,7 @@ from coordinator.scheduling.sequence import DraftedAhead, DraftMethod, Prefix, S
 from specpool.protocol.rounds import ItemStatus, Proposal, ProposeItem, Verdict, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 
-# The draft worker may lack its own last token and the bonus token. Catch-ups this short are never chunked.
+# Catch-ups of up to this many tokens are never chunked. A draft worker regularly lacks two tokens.
 MAX_UNCHUNKED_TOKENS = 8
 # Rounds of backoff after the draft worker had no free slot.
 DRAFT_BACKOFF_ROUNDS = 16
@@ -58,10 +58,10 @@ class Turn:
         num_draft_tokens = min(limit, draft_max_len - length) if sequence.is_decoding else 0
         if num_draft_tokens <= 0 and sequence.draft_base_length == length:
             return None
-        # After drafting ahead all tokens may be cached, but the logits after the last one are needed again.
+        # After drafting ahead, all tokens may be cached. The last one must run again for its logits.
         base = min(sequence.draft_base_length, length - 1)
         tokens = budget.take(sequence.token_ids, base)
-        # The target's output head can be larger than the draft's, and so yield tokens unknown to the draft.
+        # The target's output head can be larger than the draft's, and yield tokens outside the draft's vocabulary.
         if not tokens or max(tokens) >= draft_vocab_size:
             return None
         if base + len(tokens) < length:
@@ -80,7 +80,7 @@ class Turn:
         )
 
     def propose_drafted_ahead(self, item: ProposeItem) -> None:
-        """Answers the item with the tokens drafted ahead during the previous round."""
+        """Answer the item with the tokens drafted ahead during the previous round."""
         ahead = self.sequence.drafted_ahead
         assert ahead is not None
         drafted = ahead.token_ids[: item.num_draft_tokens]
@@ -89,7 +89,7 @@ class Turn:
         self._draft_ids = self._likely(drafted, self._proposal)
 
     def take_proposal(self, proposal: Proposal, target_vocab_size: int) -> None:
-        """Takes the draft tokens, and the number of positions that the draft worker has cached."""
+        """Take the draft tokens, and the number of positions that the draft worker has cached."""
         sequence = self.sequence
         if proposal.status is ItemStatus.OK:
             self._proposal = proposal
@@ -110,7 +110,7 @@ class Turn:
         return token_ids[:end]
 
     def ahead_item(self, limit: int, draft_max_len: int) -> ProposeItem | None:
-        """The item that drafts at most `limit` tokens beyond the proposal; None if they could not be used."""
+        """The item that drafts at most `limit` tokens beyond the proposal; None if none could be used."""
         proposal, plan, drafts = self._proposal, self._plan, self._draft_ids
         if proposal is None or not drafts or len(drafts) < len(proposal.draft_token_ids):
             return None
@@ -172,14 +172,14 @@ class Turn:
         if status is not ItemStatus.NO_SLOT:
             sequence.blame.record_cache_miss(sequence.progress)
         if status is ItemStatus.CACHE_MISS:
-            # A prefix may be gone because its slot was needed. Then no cache of this sequence was lost.
+            # A worker may evict a prefix when it needs the slot. That is not a lost cache of this sequence.
             self.cache_misses += sequence.target_prefix is None
             sequence.target_prefix, sequence.cached_tokens = None, 0
         sequence.num_cached_tokens = 0
 
     def _commit(self, verdict: Verdict) -> Commit:
         sequence = self.sequence
-        sequence.drafted_ahead = None  # it followed tokens that are no longer the last ones
+        sequence.drafted_ahead = None  # outdated by this commit
         method = DraftMethod.MODEL if self._draft_ids else DraftMethod.NGRAM if self._plan.lookup_ids else None
         drafted = len(self._draft_ids or self._plan.lookup_ids)
         if self._proposal is not None:
@@ -193,7 +193,7 @@ class Turn:
         )
 
     def _truncate_draft_cache(self, proposal: Proposal, gained: tuple[int, ...]) -> None:
-        """Keeps the draft worker's cache as far as its tokens agree with the target's."""
+        """Keep the draft worker's cache as far as its tokens agree with the target's."""
         drafted, num_cached_tokens = proposal.draft_token_ids, proposal.num_cached_tokens
         if self.ahead is not None:
             drafted, num_cached_tokens = drafted + self.ahead.draft_token_ids, self.ahead.num_cached_tokens

@@ -1,4 +1,4 @@
-"""The coordinator: queues requests, runs rounds, and gives every caller its tokens."""
+"""The coordinator: queues requests, runs rounds, and delivers tokens to callers."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ POLL_SECONDS = 0.01
 
 
 class Coordinator:
-    """Joins the pool, the round loop and the links to the workers."""
+    """Combines the pool, the round loop and the worker links."""
 
     def __init__(self, settings: CoordinatorSettings, tracer: Tracer | None = None) -> None:
         self.settings = settings
@@ -84,19 +84,19 @@ class Coordinator:
 
     @property
     def tokenizer(self) -> TargetTokenizer:
-        """The target's tokenizer. UnavailableError until the target worker has been ready once."""
+        """The target's tokenizer. Raises UnavailableError until the target worker was ready."""
         if self.target.tokenizer is None:
             raise UnavailableError(f"the target worker at {self.target.address} is not ready: {self.target.reason}")
         return self.target.tokenizer
 
     @property
     def max_model_len(self) -> int:
-        """Maximum positions of a request. UnavailableError until the target worker has been ready once."""
+        """Maximum positions of a request. Raises UnavailableError until the target worker was ready."""
         _ = self.tokenizer
         return self.target.max_model_len
 
     async def run(self) -> None:
-        """Runs for ever. MismatchError if the target worker comes back with another model."""
+        """Run rounds. Raises MismatchError if the target worker restarts with another model; never returns."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for link in self._links():
@@ -106,21 +106,21 @@ class Coordinator:
             raise group.exceptions[0] from None
 
     def fit_window(self) -> None:
-        """Limits the window to the target's slots, once it is ready. More sequences would only evict each other."""
+        """Limit the window to the target's slots, once it is ready. More sequences would only evict each other."""
         load = self.target.load_at_start
         self.pool.slots = load.slots_total
         self.pool.max_num_seqs = min(self.settings.usable_window, self.pool.slots)
         self.pool.reservations.capacity = KVCapacity(load.kv_positions_total, load.kv_positions_multiple)
 
     async def slots_released(self) -> None:
-        """Waits until all sequences have ended and released their slots."""
+        """Wait until all sequences have ended and released their slots."""
         while not self.pool.is_empty or (self.draft is not None and self.draft.is_releasing):  # noqa: ASYNC110 - only at shutdown
             await asyncio.sleep(POLL_SECONDS)
 
     def check_queue(self, request: GenerationRequest) -> None:
-        """Raises the errors of `generate` before the prompt is tokenized.
+        """Check a request against the queue before its prompt is tokenized.
 
-        AlreadyExistsError, QueueFullError, InvalidArgumentError.
+        Raises AlreadyExistsError, QueueFullError, InvalidArgumentError.
         """
         limit = self.settings.max_requests_per_client
         if limit is not None and request.n > limit:
@@ -131,9 +131,9 @@ class Coordinator:
 
     @asynccontextmanager
     async def generate(self, request: GenerationRequest, arrived: float) -> AsyncIterator[Generation]:
-        """Generates. Leaving the context early aborts the request.
+        """Context manager that runs a request. Leaving it early aborts the request.
 
-        AlreadyExistsError if the client has a request with this id in flight; QueueFullError.
+        Raises QueueFullError, and AlreadyExistsError if the client has a request with this id in flight.
         """
         sequences = self._sequences(request)
         with self._refusals(request):
@@ -156,7 +156,7 @@ class Coordinator:
             log.debug("request finished: %s", generation)
 
     def abort(self, client: str, request_id: str) -> None:
-        """Ends a client's own request. Its caller gets the tokens so far. NotFoundError."""
+        """End a client's own request. The caller gets the tokens so far. Raises NotFoundError."""
         sequences = self.pool.find(client, request_id)
         if not sequences:
             raise NotFoundError(f"request_id: no request {request_id!r} is in flight")
@@ -168,7 +168,7 @@ class Coordinator:
             await link.close()
 
     def _model(self) -> str:
-        """Name of the target model; empty until the target worker has been ready once."""
+        """Name of the target model. Empty until the target worker was ready."""
         return self.target.info.model if self.target.info is not None else ""
 
     def _links(self) -> list[TargetLink | DraftLink]:
@@ -176,7 +176,7 @@ class Coordinator:
 
     @contextmanager
     def _refusals(self, request: GenerationRequest) -> Iterator[None]:
-        """Translates errors of the pool."""
+        """Translate errors of the pool."""
         try:
             yield
         except DuplicateRequestError:
@@ -205,6 +205,6 @@ class Coordinator:
         for other in others:
             other.first_sample_id = first.sequence_id
         for other in others if first.prompt_length > 1 else ():
-            # Each sample runs the last token itself, for its logits.
+            # Each sample needs the logits of the last token, so it runs that token itself.
             other.target_prefix = other.draft_prefix = Prefix(first, first.prompt_length - 1)
         return sequences

@@ -1,4 +1,4 @@
-"""The path of a request from its message to the pool, shared by all services that generate."""
+"""Request intake, shared by all services: validates a request, tokenizes its prompt and submits it."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +19,7 @@ from specpool.rpc.server.unread import UnreadStream
 from specpool.v1 import generation_pb2 as pb
 
 Fail: TypeAlias = Callable[[ServiceError], None]
-"""Ends the call of a stream that is not read."""
+"""Fails the call of an unread stream."""
 
 
 class Intake:
@@ -34,9 +34,9 @@ class Intake:
     async def generation(
         self, message: pb.GenerateRequest, context: Any, stream: bool = False
     ) -> AsyncIterator[tuple[Generation, Fail]]:
-        """The generation that answers a call, and a function that fails the call. Leaving the context ends both.
+        """Context manager that yields the generation for a call, and a function that fails the call.
 
-        InvalidArgumentError, AlreadyExistsError, QueueFullError, UnavailableError.
+        Raises InvalidArgumentError, AlreadyExistsError, QueueFullError, UnavailableError.
         """
         coordinator = self._coordinator
         with coordinator.traces.request(partial(_describe, message, context, stream)) as trace:
@@ -51,7 +51,7 @@ class Intake:
                 yield generation, partial(_fail, trace, UnreadStream(context))
 
     def abort(self, request_id: str, client: str) -> None:
-        """Ends a request in flight of the same client. InvalidArgumentError, NotFoundError."""
+        """End a request in flight of the same client. Raises InvalidArgumentError, NotFoundError."""
         if not request_id:
             raise InvalidArgumentError("request_id", "must not be empty")
         check_request_id(request_id)
@@ -70,6 +70,6 @@ def _describe(message: pb.GenerateRequest, context: Any, stream: bool) -> Call:
 
 
 def _fail(trace: RequestTrace, stream: UnreadStream, error: ServiceError) -> None:
-    """Ends a stream that is not read. Its handler only sees a cancellation."""
+    """Fail an unread stream. Its handler only sees a cancellation."""
     trace.failed(error)
     stream.end(error)

@@ -1,4 +1,4 @@
-"""The public RPCs: translates protobuf messages to and from the coordinator."""
+"""The public gRPC service. Converts protobuf messages to and from the coordinator's objects."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Streams tokens as they are committed, at the pace of the client."""
+        """Stream tokens as they are committed, at the pace of the client."""
         async with self._intake.generation(request, context, stream=True) as (generation, fail):
             request_id = generation.request_id
             async for sample, commit in generation.stream(fail):
@@ -43,7 +43,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     yield pb.GenerateStreamResponse(request_id=request_id, chunk=_chunk(sample, commit))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        """Ends a request in flight of the same client."""
+        """End a request in flight of the same client."""
         self._intake.abort(request.request_id, client_of(context))
         return pb.AbortResponse()
 

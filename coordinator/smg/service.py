@@ -52,11 +52,11 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
                     elif commit.token_ids:
                         yield chunk(sample, commit)
                 elif not unfinished:
-                    for each in generation.samples:  # the gateway keeps this order
-                        yield await complete(each)
+                    for finished in generation.samples:  # the gateway keeps this order
+                        yield await complete(finished)
 
     async def Abort(self, request: smg.AbortRequest, context: Any) -> smg.AbortResponse:
-        """End requests of the same client. Ignores those that are not in flight."""
+        """End requests of the same client. Ids that are not in flight are ignored."""
         if len(request.request_ids) > MAX_ABORTED:
             raise InvalidArgumentError("request_ids", f"has more than {MAX_ABORTED} entries")
         for request_id in request.request_ids:

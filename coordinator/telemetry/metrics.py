@@ -19,13 +19,13 @@ SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256)
 
 
 class CoordinatorMetrics:
-    """Collector. Metrics of requests and rounds start with the target worker, whose model they name."""
+    """Prometheus collector. Request and round metrics start once the target model, their label, is known."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics; optionally some under vLLM's names too."""
+        """Yield all metrics, and with `metrics_compat` some under vLLM's names too."""
         coordinator = self._coordinator
         yield self._links()
         if coordinator.target.info is None:
@@ -33,7 +33,7 @@ class CoordinatorMetrics:
         model = {"model_name": coordinator.target.info.model}
         latencies = coordinator.in_flight.latencies or Latencies()
         yield from self._as_vllm(Families(labels=model), latencies)
-        yield from self._own(Families(labels=model))
+        yield from self._specific(Families(labels=model))
         if coordinator.settings.metrics_compat == "vllm":
             named = Families("vllm:", {**model, "engine": "0"})
             yield from self._as_vllm(named, latencies)
@@ -85,7 +85,7 @@ class CoordinatorMetrics:
         yield counter("gpu_prefix_cache_queries", "The same as prefix_cache_queries.", latencies.prefilled_tokens)
         yield counter("gpu_prefix_cache_hits", "The same as prefix_cache_hits.", latencies.cached_tokens)
 
-    def _own(self, families: Families) -> Iterator[Metric]:
+    def _specific(self, families: Families) -> Iterator[Metric]:
         counters, counter = self._coordinator.counters, families.counter
         yield counter("requests", "Requests that entered the queue.", self._coordinator.in_flight.requests)
         yield from self._limits(families)

@@ -1,7 +1,7 @@
 """The coordinator's traces of requests and rounds. Without a tracer, nothing is recorded.
 
-A request has a span, with children for queue, prefill and decode. A round with traced requests is a child of the first
-of them, and linked to all. Calls to the workers are children of the round, and the workers' spans children of those.
+A request span has children for queue, prefill and decode. A round span is a child of its first traced request, and
+links to all of them. Calls to workers are children of the round, and parents of the workers' own spans.
 """
 
 import json
@@ -28,15 +28,15 @@ _INT64_MAX = 2**63 - 1
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before its request is validated."""
+    """A call before its request is validated."""
 
     operation: str
-    """In terms of the GenAI conventions: "chat" or "text_completion"."""
+    """Operation name of the GenAI conventions: "chat" or "text_completion"."""
     stream: bool
     metadata: Iterable[tuple[str, Any]]
-    """Includes the caller's trace, if there is one."""
+    """May include the caller's trace context."""
     messages: Callable[[], Messages] = tuple
-    """The prompt if it came as text; empty if it came as token ids."""
+    """Returns the prompt; empty if it consists of token ids."""
 
 
 class RequestTrace:
@@ -48,24 +48,24 @@ class RequestTrace:
         began_ns: int = 0,
         prompt: Callable[[], Messages] | None = None,
     ) -> None:
-        """`prompt`: to record it, and the output."""
+        """`prompt`: returns the prompt. None: record neither prompt nor output."""
         self.span, self._began_ns, self._prompt = span, began_ns, prompt
         self.samples: list[Sample] = []
         self._error: BaseException | None = None
 
     def failed(self, error: BaseException) -> None:
-        """Records why the request ends, where its handler only sees a cancellation."""
+        """Record why the request failed. Its handler may only see a cancellation."""
         self._error = self._error or error
 
     def begin(self, span: Span, samples: list[Sample]) -> None:
-        """Records the parameters of a validated request, and its prompt if wanted."""
+        """Record the parameters of a validated request, and its prompt if enabled."""
         self.samples = samples
         span.note(_parameters(samples, self._prompt is not None))
         if self._prompt is not None and (messages := self._prompt()):
             span.note({"gen_ai.input.messages": _input_messages(messages)})
 
     def end(self, span: Span) -> None:
-        """Records the results, and derives child spans from the samples' timings."""
+        """Record the results, and derive child spans from the samples' timings."""
         if self.samples:
             reasons = [_finish_reason(sample, self._error) for sample in self.samples]
             span.note(_results(self.samples, reasons))
@@ -157,7 +157,7 @@ class Traces:
             trace.end(span)
 
     def follow(self, trace: RequestTrace, generation: Generation) -> None:
-        """Records the generation of a request once it has begun."""
+        """Record the generation of a request once it has begun."""
         if trace.span is not None:
             trace.begin(trace.span, generation.samples)
             self._spans.update({sample.sequence.sequence_id: trace.span for sample in generation.samples})
@@ -215,7 +215,7 @@ def _results(samples: list[Sample], reasons: list[str]) -> Attributes:
 
 
 def _finish_reason(sample: Sample, error: BaseException | None) -> str:
-    """The API's finish reason, or "error". A client that disconnects is no error."""
+    """The API's finish reason, or "error". A disconnected client is not an error."""
     finish = sample.sequence.finish
     if finish is None or (finish.reason is FinishReason.ABORT and isinstance(error, Exception)):
         return "error"

@@ -50,7 +50,7 @@ class DraftLink(WorkerLink):
     async def _probe(self) -> None:
         if self._target.info is None:
             self._set_state(LinkState.CONNECTING, "waiting for the target")
-            await self._target.wait_ready()  # a description from before would be stale by then
+            await self._target.wait_ready()  # then read a fresh description
         await super()._probe()
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
@@ -95,6 +95,6 @@ class DraftLink(WorkerLink):
         return min(self._timeout, max(MIN_TIMEOUT_SECONDS, TIMEOUT_FACTOR * self._expected_seconds(items)))
 
     def _expected_seconds(self, items: list[ProposeItem]) -> float:
-        depth = max(item.num_draft_tokens for item in items)
-        steps = [sum(item.num_draft_tokens > step for item in items) for step in range(1, depth)]
+        num_steps = max(item.num_draft_tokens for item in items)
+        steps = [sum(item.num_draft_tokens > step for item in items) for step in range(1, num_steps)]
         return sum(map(self.step_times, [sum(len(item.token_ids) for item in items), *steps]))

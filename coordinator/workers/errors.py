@@ -1,7 +1,7 @@
 """Errors of calls to workers.
 
-WorkerUnreachableError    no response, or an invalid one; `cause` says what is known
-WorkerRefusedError        an error from the worker's handler: the same call would most likely fail again
+WorkerUnreachableError    no valid response in time; `cause` says why
+WorkerRefusedError        an error from the worker's handler; a retry would most likely fail again
 MismatchError             the worker runs a model that must not be used
 """
 
@@ -21,7 +21,7 @@ class Cause(Enum):
 
 
 class WorkerUnreachableError(Exception):
-    """A worker sends no response, a late one, or an invalid one."""
+    """A worker sent no valid response in time."""
 
     def __init__(self, reason: str, cause: Cause) -> None:
         super().__init__(reason)

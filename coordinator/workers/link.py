@@ -61,7 +61,7 @@ class WorkerLink:
         """Id of the worker's process, from its last description. May be empty."""
         self.load_at_start = common_pb2.WorkerLoad()
         self.hosts_and_devices: frozenset[tuple[str, str]] = frozenset()
-        """Workers that share a host and device compete for it. A sharded model has several."""
+        """(host, device) pairs, several for a sharded model. Workers on the same device compete for it."""
         self.step_times = StepTimes(self._unknown_times)
         """Step times of the worker, reset after each reconnect."""
         self.on_change: Callable[[], None] | None = None
@@ -171,7 +171,7 @@ class WorkerLink:
             self._releases.add(sequence_ids)
 
     async def _send_release(self, sequence_ids: list[int]) -> bool:
-        if not self.is_ready:  # a hanging worker would block every caller
+        if not self.is_ready:  # otherwise a hanging worker would block every caller
             return False
         request = release_request(self._coordinator_id, sequence_ids)
         try:
@@ -304,7 +304,7 @@ class WorkerLink:
 
 
 def timed(elapsed: float, response: Any) -> Timed:
-    """Return the times of a call. Clamps the worker's own times to the `elapsed` seconds."""
+    """Return the durations of a call. The worker's own durations are clamped to `elapsed` seconds."""
     forward = min(response.forward_ns / 1e9, elapsed)
     return Timed(elapsed, forward, min(response.realign_ns / 1e9, elapsed - forward))
 

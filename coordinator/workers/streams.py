@@ -35,9 +35,9 @@ class RoundCalls:
         return await self._unary(request, timeout=seconds)
 
     def open(self) -> None:
-        """Open a stream for the next round.
+        """Open a stream for the next round, before the worker's description is read.
 
-        The stream ends with its worker, so the round reaches the worker that describes itself after this call, or none.
+        The stream ends with its worker. The round therefore cannot reach a worker other than the described one.
         """
         self._idle.append(self._open_stream())
 
@@ -81,7 +81,7 @@ class RoundCalls:
 
 
 def is_cancelled() -> bool:
-    """Whether the running task is being cancelled. Otherwise a CancelledError only means that a call was cancelled."""
+    """Whether the running task is being cancelled. If not, a CancelledError means that gRPC cancelled a call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -53,7 +53,7 @@ class TargetLink(WorkerLink):
 
     @staticmethod
     def _check_same_model(known: common_pb2.ModelInfo, info: common_pb2.ModelInfo) -> None:
-        """Check a restarted worker. Keeps known fingerprints that the worker does not report. Raises MismatchError."""
+        """Check a restarted worker. Keep known fingerprints that the worker does not report. Raises MismatchError."""
         before, now = _identity(known), _identity(info)
         # A larger max_model_len is fine: sequences in flight have reserved fewer positions.
         now["max_model_len"] = min(info.max_model_len, known.max_model_len)
@@ -81,7 +81,7 @@ class TargetLink(WorkerLink):
             return await self._verify(request, items)
         except InvalidResponseError as error:
             log.error("invalid response of the worker at %s: %s", self.address, error)
-            self._rounds.close()  # a desynchronized stream stays so
+            self._rounds.close()  # a desynchronized stream does not recover
         try:
             return await self._verify(request, items)
         except InvalidResponseError as error:

@@ -1,11 +1,11 @@
-"""A trial on three hosts: coordinator, draft and target in network namespaces of their own, under load and faults.
+"""Test coordinator, draft and target on three hosts (network namespaces) under load and faults.
 
     python -m deploy.trial [--delay-ms 2] [--loss-percent 0.5] [--cut-seconds 10] [--output FOLDER]
 
-Needs Linux, root, and the commands `ip`, `tc` and `openssl`. The client has a namespace too, and every hop has mutual
-TLS. The kernel's netem delays and loses packets; without netem, the switch between the namespaces does. The models are
-a tiny random pair. The trial cuts hosts off, restarts processes, and compares every answer with plain decoding on a
-good network. Exit status 1: a step found a fault. The last line printed is JSON.
+Needs Linux, root, and the commands `ip`, `tc` and `openssl`. The client is a fourth host, and every hop has mutual TLS.
+The kernel's netem delays and drops packets, or a userspace switch if the kernel has no netem. The models are a tiny
+random pair. The trial cuts hosts off, restarts processes, and compares every answer with plain decoding on a good
+network. Exit status 1: a step found a fault. The last line printed is JSON.
 """
 
 import argparse
@@ -39,7 +39,7 @@ END_SECONDS = 120.0
 
 
 def main() -> None:
-    """Parses the command line, runs the trial, prints."""
+    """Parses the command line, runs the trial, and prints the result."""
     options = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -90,7 +90,7 @@ def require(holds: object, needs: str) -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[None]:
-    """A folder for keys and models that only root may read; replaces that of a killed trial."""
+    """A folder for keys and models, readable only by root. Replaces the folder of a killed trial."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(mode=0o700)
     try:

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces of Linux, and the network between them: delay, loss, and hosts that are cut off."""
+"""Hosts as Linux network namespaces, joined by a network with delay, loss and cut-off hosts."""
 
 import contextlib
 import ctypes
@@ -56,9 +56,9 @@ class Network:
             run("ip", "-n", namespace(host), "link", "set", DEVICE, "up")
 
     def impair(self, delay: float, loss: float) -> str:
-        """Delays packets by `delay` seconds each way and loses a share; returns what does it.
+        """Delays packets by `delay` seconds each way and drops a share `loss` of them.
 
-        That is the kernel's netem or, in a kernel without netem, the switch.
+        Returns "netem", or "userspace switch" if the kernel has no netem.
         """
         netem = ("netem", "delay", f"{1000 * delay:g}ms", "loss", f"{100 * loss:g}%")
         try:
@@ -70,7 +70,7 @@ class Network:
         return "netem"
 
     def cut_off(self, hosts: Iterable[str]) -> None:
-        """Drops all packets of these hosts, and of no others, from now on."""
+        """Drops all packets of these hosts from now on; reconnects all others."""
         self._set(replace(self._conditions, cut_off=tuple(hosts)))
 
     def _set(self, conditions: Conditions) -> None:
@@ -88,7 +88,7 @@ class Network:
 
 @contextmanager
 def network(seed: int) -> Iterator[Network]:
-    """Hosts that reach each other. `seed`: of lost packets. TrialError, also if another trial is running."""
+    """Hosts that reach each other. `seed`: chooses the lost packets. TrialError, also if another trial is running."""
     command, pipe = [sys.executable, "-m", "deploy.trial.switch", str(seed)], subprocess.PIPE
     with socket.socket(socket.AF_UNIX) as lock:
         try:

@@ -1,11 +1,11 @@
-"""Builds both images from deploy/Dockerfile with podman and runs all processes from them, without a Docker daemon.
+"""Build both images of deploy/Dockerfile with podman, and run all processes from them without a Docker daemon.
 
     python -m deploy.trial.images [--keep] [--python PREFIX]
 
-Runs as root, with Debian's podman, buildah, runc and mmdebstrap, and a Python 3.12 built from source. The base image of
-the Dockerfile may be out of reach, so the same release of Debian with that Python in /usr/local replaces it; everything
-else is the Dockerfile's. Containers run as pods do: user 10001, a read-only root, no capabilities, seccomp, /tmp in
-memory; but they share the host's network. The models are a tiny random pair on the CPU.
+Needs root, Debian's podman, buildah, runc and mmdebstrap, and a Python 3.12 built from source. The Dockerfile's base
+image may be unreachable. The same Debian release with that Python in /usr/local replaces it. Containers run like pods:
+user 10001, read-only root, no capabilities, seccomp, and /tmp in memory. Unlike pods, they share the host's network.
+The models are a tiny random pair on the CPU.
 """
 
 import argparse
@@ -38,16 +38,7 @@ PACKAGES = "usr/local/lib/python3.12/site-packages/"
 COORDINATOR, DRAFT, TARGET = "coordinator", "draft-worker", "target-worker"
 PORTS = {TARGET: 50151, DRAFT: 50152, COORDINATOR: 50150}
 HEALTH_OFFSET, SERVING_SECONDS, USER = 10, 120, 10001
-GENERATE = [
-    "specpool",
-    "generate",
-    "--address",
-    f"127.0.0.1:{PORTS[COORDINATOR]}",
-    "--max-tokens",
-    "48",
-    "--json",
-    "Hello",
-]
+GENERATE = f"specpool generate --address 127.0.0.1:{PORTS[COORDINATOR]} --max-tokens 48 --json Hello".split()
 MAKE_PAIR = "from pathlib import Path; from benchmarks.pair import make_tiny_pair; make_tiny_pair(Path('/pair'))"
 ASK = f"from specpool import Client; print(Client('127.0.0.1:{PORTS[COORDINATOR]}').model_info())"
 FIND = "import importlib.util as u, shutil; print(u.find_spec('torch') is not None, shutil.which('cc') is not None)"
@@ -55,7 +46,7 @@ EXTRAS = "import opentelemetry.sdk, prometheus_client; print('yes')"
 
 
 class Images:
-    """Images and containers of podman in a storage of their own, which is one folder."""
+    """Podman's images and containers, in a separate storage folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -85,7 +76,7 @@ class Images:
         shutil.rmtree(root)
 
     def build(self, target: str, index: str) -> None:
-        """Builds a stage of the Dockerfile. This machine may reach packages through a mirror of its own."""
+        """Builds a stage of the Dockerfile, with this machine's CA certificates for package mirrors."""
         pip = self.folder / "pip.conf"
         pip.write_text(f"[global]\ncert = {CERTIFICATES}\n")
         # Without layers: from its cache, buildah 1.28 mounts a stage without the files of its RUN steps.
@@ -236,7 +227,7 @@ def check_service(images: Images) -> None:
 
 
 def check_storage(folder: Path) -> None:
-    """Ends the script if the folder, which it will remove, has files that no earlier run left."""
+    """Ends the script if the folder has unknown files, because the script removes the folder."""
     try:
         found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
@@ -246,7 +237,7 @@ def check_storage(folder: Path) -> None:
 
 
 def main() -> None:
-    """Parses the command line, builds, runs, prints."""
+    """Parses the command line, builds the images, and checks them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/specpool-images"), help="storage; about 20 GB")
     parser.add_argument("--python", type=Path, help="prefix of a Python 3.12; default: pyenv's")

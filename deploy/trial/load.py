@@ -1,4 +1,4 @@
-"""A constant load of streams, each compared with plain decoding on a good network."""
+"""A constant number of streams, each compared with plain decoding on a good network."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ PAUSE_SECONDS = 0.2
 
 @dataclass
 class Case:
-    """A request and, once known, its right tokens."""
+    """A request, and the tokens of plain decoding once they are known."""
 
     prompt: list[int]
     options: GenerateOptions
@@ -72,7 +72,7 @@ class Load:
         return time.monotonic() - self._began
 
     async def decode_plainly(self) -> None:
-        """Finds the right tokens of all cases by plain decoding."""
+        """Decodes all cases without speculation and stores their tokens."""
 
         async def decode(case: Case) -> None:
             plain: GenerateOptions = {**case.options, "num_speculative_tokens": 0}
@@ -100,7 +100,7 @@ class Load:
         fault = None
         try:
             if not await self._is_right(case):
-                fault = "its tokens differ from plain decoding"
+                fault = "the tokens differ from plain decoding"
         except DivergedError as error:
             fault = str(error)
         except grpc.RpcError as error:

@@ -13,7 +13,7 @@ from specpool.rpc.security.channel import SecurityOptions
 
 PORTS = {"coordinator": 50050, "target": 50051, "draft": 50052}
 DRAIN_SECONDS = 2.0
-"""Shorter than many requests, so a drain cuts some of them off."""
+"""Shorter than many requests, so every drain cuts some off."""
 END_SECONDS = 60.0
 SLOTS = 32
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
@@ -31,7 +31,7 @@ class HostedService(Service):
         )
 
     async def end(self) -> int:
-        """Drains and ends the process; returns the exit status, which is negative if it had to be killed."""
+        """Drains and ends the process; returns the exit status, negative for a killed process."""
         await self.stop(END_SECONDS)
         assert self.process is not None
         assert self.process.returncode is not None

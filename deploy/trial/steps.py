@@ -1,4 +1,4 @@
-"""The steps of the trial: each disturbs the service under load, waits for its recovery, and gives a verdict."""
+"""The steps of the trial: each disturbs the service under load, awaits the recovery, and reports faults."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -31,7 +31,7 @@ class Step:
 
     event: Event
     recovered: float
-    """Seconds from its end until the service generated and drafted tokens again."""
+    """Seconds from the end of the disturbance until the service generated and drafted tokens again."""
     tokens_per_s: float
     """Tokens per second during the disturbance."""
     longest_pause: float

@@ -1,9 +1,9 @@
-"""The switch between the hosts, as a process: it forwards IP packets between their TUN devices, with delay and loss.
+"""The switch process: it forwards IP packets between the hosts' TUN devices, with delay and loss.
 
     python -m deploy.trial.switch SEED
 
-It answers each line of standard input, a JSON object with `Conditions`, by one with `Counts`. It ends with its standard
-input, and the devices vanish with it.
+Each line of standard input is a JSON object of `Conditions`; the answer is a line with `Counts`. The process ends when
+standard input closes, which removes the devices.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ class Wire:
     """The packets in transit between all hosts."""
 
     def __init__(self, seed: int) -> None:
-        """`seed`: of lost packets."""
+        """`seed`: chooses the lost packets."""
         self.conditions, self.counts = Conditions(), Counts()
         self._rng = random.Random(seed)
         self._in_transit: deque[tuple[float, str, bytes]] = deque()

@@ -40,7 +40,7 @@ class PlanSettings(Settings, ClientSecurity):
         ge=1,
         le=64,
         validation_alias=AliasChoices("max_num_speculative_tokens", "longest"),
-        description="maximum draft tokens of a sequence in a round",
+        description="maximum draft tokens of a sequence in a round (deprecated name: longest)",
     )
     device: str = Field("auto", description="device of the target")
     draft_device: str = Field("auto", description="device of the drafts")

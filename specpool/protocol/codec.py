@@ -1,7 +1,7 @@
 """Converts between dataclasses and the protobuf messages of both workers.
 
-The one codec of the worker protocol. `specpool.protocol.responses` reads responses, which the coordinator never trusts.
-Reading a request validates it: InvalidArgumentError names a field that cannot be served whatever is cached.
+This is the only codec of the worker protocol. `specpool.protocol.responses` reads and checks responses. Functions that
+read a request also validate it: InvalidArgumentError names the field.
 """
 
 import math
@@ -18,7 +18,7 @@ from specpool.v1 import common_pb2, draft_worker_pb2, target_worker_pb2
 _STATUSES: dict[ItemStatus, Any] = {
     status: common_pb2.ItemStatus.Value(f"ITEM_STATUS_{status.name}") for status in ItemStatus
 }
-# Unset floats are 0 on the wire. For these fields 0 means no rule.
+# Unset floats are 0 on the wire. For these fields, 0 means 1: no effect.
 _UNSET_MEANS_ONE = ("top_p", "repetition_penalty")
 
 # Limits of requests to workers, far above what coordinators send. They bound the work that a hostile client can cause.
@@ -270,8 +270,8 @@ def _read_sampling(field: str, sampling: common_pb2.Sampling) -> SamplingParams:
 def _check_item(field: str, item: Any, limits: RoundLimits, drafts: int, seen: set[int]) -> None:
     """Check the common fields of an item.
 
-    `drafts`: positions that the item needs besides its tokens. `seen`: sequence ids of the round so far, which the
-    item's id is added to.
+    `drafts`: positions that the item needs besides its tokens. `seen`: sequence ids of the round so far; the item's id
+    is added.
     """
     if item.sequence_id in seen:
         raise InvalidArgumentError(f"{field}.sequence_id", f"{item.sequence_id} occurs twice in the round")

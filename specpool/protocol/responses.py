@@ -1,4 +1,4 @@
-"""Reads responses of workers. No response is trusted: one that does not fit its request raises InvalidResponseError.
+"""Reads and checks responses of workers. A response that does not fit its request raises InvalidResponseError.
 
 A broken, replaced or desynchronized worker may cost time, but never a wrong token.
 """
@@ -97,7 +97,7 @@ def _check_cached(result: Any, expected: int) -> None:
 
 
 def _read_statuses(response: Any, round_id: int, items: Iterable[SequenceItem]) -> list[ItemStatus]:
-    """Return the status of each item. Checks that the response belongs to the round."""
+    """Return the status of each item, and check that the response belongs to the round."""
     _require(response.round_id == round_id, f"the response is for round {response.round_id} instead of {round_id}")
     requested, answered = [item.sequence_id for item in items], [result.sequence_id for result in response.results]
     _require(answered == requested, "the results are not for the sequences of the round, in order")
@@ -106,7 +106,7 @@ def _read_statuses(response: Any, round_id: int, items: Iterable[SequenceItem]) 
 
 
 def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
-    """Read the measured durations of a worker's passes. Drops impossible numbers."""
+    """Read the measured durations of a worker's passes. Drop impossible numbers."""
     costs = response.costs
     measured = zip(costs.rows, costs.seconds, strict=False)
     per_cached = costs.seconds_per_cached
@@ -119,9 +119,9 @@ def read_step_costs(response: common_pb2.GetWorkerInfoResponse) -> StepCosts:
 
 
 def decoded(message: M | None, name: str) -> M:
-    """Return the message. gRPC returns None for bytes that cannot be decoded: raises InvalidResponseError."""
+    """Return the message. Raises InvalidResponseError for None, which gRPC returns for undecodable bytes."""
     if message is None:
-        raise InvalidResponseError(f"its {name} is not a message of the expected type")
+        raise InvalidResponseError(f"the {name} is not a message of the expected type")
     return message
 
 
@@ -135,7 +135,7 @@ def check_worker_info(response: common_pb2.GetWorkerInfoResponse) -> None:
     _require(0 < model.max_model_len <= MAX_POSITIONS, f"max_model_len is {model.max_model_len}")
     _require(load.slots_total <= MAX_SLOTS, f"slots_total is {load.slots_total}")
     ranks, described = max(1, model.tensor_parallel), len(load.ranks)
-    _require(described == (ranks if ranks > 1 else 0), f"it has {ranks} ranks and describes {described}")
+    _require(described == (ranks if ranks > 1 else 0), f"{ranks} ranks, but {described} described")
     sums = TENSOR_PARALLEL_SUMS if ranks > 1 else ("",)
     _require(model.tensor_parallel_sums in sums, f"tensor_parallel_sums is {model.tensor_parallel_sums!r}")
 

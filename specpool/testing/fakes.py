@@ -1,8 +1,8 @@
 """Fakes of both workers: real gRPC servers whose caches are lists of token ids.
 
-The fake target chooses each token by a hash of its context, so a lost, repeated or reordered token changes all tokens
-that follow. Both fakes check that the coordinator keeps the protocol. `FakeTarget.continuation` gives the tokens of
-plain decoding.
+The fake target hashes the context to choose each token, so one lost, repeated or reordered token changes all later
+ones. Both fakes assert that the coordinator follows the protocol. `FakeTarget.continuation` returns the tokens of plain
+decoding.
 """
 
 import asyncio
@@ -52,9 +52,9 @@ class FakeWorker:
         notes: Sequence[str] = (),
         rank_devices: Sequence[str] = (),
     ) -> None:
-        """`pass_seconds`: duration of a pass by its number of new tokens; None: no delay.
+        """`pass_seconds`: duration of a pass with a number of new tokens; None: no delay.
 
-        `notes`: notes of its model. `rank_devices`: the devices of two or more ranks of a sharded worker.
+        `notes`: notes about the model. `rank_devices`: devices of a sharded worker's ranks, two or more.
         """
         self.notes, self.rank_devices = notes, rank_devices
         self.slots, self.max_model_len, self.fingerprint, self.device = slots, max_model_len, fingerprint, device
@@ -63,10 +63,10 @@ class FakeWorker:
         """Whether a round is running."""
         self.caches: dict[tuple[str, int], list[int]] = {}
         self.released: dict[tuple[str, int], list[int]] = {}
-        """Caches of released sequences; they can be copied until others need their slots."""
+        """Caches of released sequences, which later sequences can copy until the slots are needed."""
         self.calls = 0
         self.forget_every = 0
-        """Loses all caches after every so many rounds, like a restart. 0: never."""
+        """Loses all caches, like a restart, every `forget_every` rounds. 0: never."""
         self.fail_next: list[grpc.StatusCode] = []
         """Status codes with which the worker ends the next rounds."""
         self.instance_id = uuid.uuid4().hex
@@ -134,7 +134,7 @@ class FakeWorker:
         self.released.clear()
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
-        """Waits for the duration of the passes, and fails on demand. `passes`: number of new tokens of each."""
+        """Waits for the duration of the passes; fails on demand. `passes`: number of new tokens per pass."""
         if self.pass_seconds is not None:
             self.busy = True
             await asyncio.sleep(sum(map(self.pass_seconds, passes)))
@@ -146,7 +146,7 @@ class FakeWorker:
             await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
-        """The status of an item, and the cached tokens after appending its own."""
+        """Returns the status of an item, and the cached tokens including the new ones."""
         assert item.token_ids, "an item without tokens"
         is_first = item.base_length == 0 or item.HasField("prefix_sequence_id")
         assert is_first == item.HasField("sampling"), "sampling parameters belong to first contact"
@@ -267,7 +267,7 @@ class FakeDraft(FakeWorker):
             yield await self.Propose(request, context)
 
     def _lengths(self, request: draft_worker_pb2.ProposeRequest) -> list[int]:
-        """Number of draft tokens of each item: as requested, or fewer where another token or step gains too little."""
+        """Number of draft tokens per item: the requested number, or fewer if another token gains too little."""
         lengths = [min(1, item.num_draft_tokens) for item in request.items]
         for step in range(1, max((item.num_draft_tokens for item in request.items), default=0)):
             gains = {

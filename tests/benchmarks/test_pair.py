@@ -60,5 +60,5 @@ def test_pair_needs_one_vocabulary(
     monkeypatch.setattr("sys.argv", ["pair", "--output", str(tmp_path), "--draft", "little"])
     with pytest.raises(SystemExit):
         pair.main()
-    assert "--draft: its vocabulary has 2000 tokens" in capsys.readouterr().err.splitlines()[-1]
+    assert "--draft: the vocabulary has 2000 tokens" in capsys.readouterr().err.splitlines()[-1]
     assert not list(tmp_path.rglob("*.safetensors"))

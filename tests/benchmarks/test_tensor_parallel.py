@@ -1,4 +1,4 @@
-"""The benchmark of ranks: its tables, a rehearsal with a tiny model, and the estimate against sums by hand."""
+"""The benchmark of ranks: its tables, a rehearsal with a tiny model, and the documented estimate."""
 
 import json
 from dataclasses import replace
@@ -11,8 +11,6 @@ from tiny_pair import tiny_config
 from benchmarks import tensor_parallel, tensor_parallel_estimate
 from benchmarks.sharded_engine import Answers, Kind, Memory, Start, Timing, by_drafts, one_by_one
 from benchmarks.tensor_parallel import Measured, kinds_of
-from benchmarks.tensor_parallel_estimate import Estimate, Hardware, Shapes, Work, rows_of
-from specpool.engine.sharding.shares import Sums
 
 ALONE = Measured(
     Kind(1, None, 2), start=Start(1.04, True, 150 << 20), plain=Answers([[1, 2]], "a"), drafted=Answers([[1, 2]], "a"),
@@ -75,48 +73,17 @@ def test_ranks_are_measured_to_the_end(
     assert parts["speculative = own plain"] == "equal"
 
 
-# 10 layers of 200 weights; rates of one byte or operation per millisecond.
-SHAPES = Shapes(layers=10, hidden=5, intermediate=8, heads=2, kv_heads=2, head_dim=2, vocabulary=100)
-HARDWARE = Hardware(memory_tb_s=1e-9, peak_tflops=1e-9, link_gb_s=2e-6, link_fraction=0.5, latency_us=1000)
-
-
-def estimate(work: Work, devices: int, sums: Sums = "whole") -> Estimate:
-    return Estimate(SHAPES, HARDWARE, work, devices, sums)
-
-
-def test_estimate_of_one_device() -> None:
-    whole = Estimate(Shapes(), Hardware(), Work(1, 1, 0), 1, "whole")
-    assert whole.weight_bytes == pytest.approx(2 * 70.55e9, rel=1e-3)
-    assert Shapes().cached_values == 163_840
-    assert whole.total_ms == pytest.approx(1e3 * (whole.weight_bytes - 2 * 128_256 * 8192) / 3.35e12)
-    alone = estimate(Work(3, 1, 7), 1)
-    assert (alone.collectives, alone.total_ms) == (0, alone.device_ms)
-
-
-def test_estimate_of_reading_computing_and_collectives() -> None:
-    layers, head, cached, rows, logits = 10 * 200, 100 * 5, 2 * 10 * 4, 3, 2
-    assert estimate(Work(1, 1, 6), 1).device_ms == pytest.approx(2 * (layers + head + 6 * cached))
-    assert estimate(Work(9, 2, 0), 2).device_ms == pytest.approx(2 * (layers * 9 + head * 2) / 2)
-    received = {
-        "whole": rows * 10 * (4 + 5 + 8 + 5) * 3 / 4 + rows * 5 * 3 + logits * 100 * 3 / 4,
-        "parts": rows * 10 * 2 * 5 * 3 + rows * 5 * 3 + logits * 100 * 3 / 4,
-    }
-    for sums, collectives in (("whole", 42), ("parts", 22)):
-        found = estimate(Work(rows, logits, 0), 4, sums)
-        assert (found.collectives, found.start_ms) == (collectives, collectives)
-        assert found.received_bytes == found.send_ms == pytest.approx(2 * received[sums])
-
-
-def test_estimate_has_a_row_for_each_kind_of_sums(
+def test_estimate_has_the_documented_figures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = rows_of("step", Work(8, 8, 0), Hardware(), [1, 2, 8])
-    assert [(row["devices"], row["sums"]) for row in rows] == [
-        (1, None), (2, "whole"), (2, "parts"), (8, "whole"), (8, "parts"),
-    ]  # fmt: skip
-    assert all(1 < row["speedup"] < row["devices"] for row in rows[1:])
-    monkeypatch.setattr("sys.argv", ["estimate", "--devices", "4", "--rows", "1", "--latency-us", "20"])
+    monkeypatch.setattr("sys.argv", ["estimate"])
     tensor_parallel_estimate.main()
     printed = capsys.readouterr()
     assert "Nothing was run on a GPU" in printed.err
-    assert [row["start_ms"] for row in json.loads(printed.out.splitlines()[-1])["rows"]] == [6.44, 3.24] * 2
+    rows = json.loads(printed.out.splitlines()[-1])["rows"]
+    found = {(row["rows"], row["devices"], row["sums"]): row for row in rows}
+    assert [found[count, 1, None]["total_ms"] for count in (1, 8, 64)] == pytest.approx([41.6, 42.3, 47.9], abs=0.05)
+    assert [found[8, 8, sums]["total_ms"] for sums in ("whole", "parts")] == pytest.approx([8.7, 7.3], abs=0.05)
+    assert [found[2048, 8, sums]["total_ms"] for sums in ("whole", "parts")] == pytest.approx([82, 142], abs=0.5)
+    assert [found[8, 8, sums]["exchange_%"] for sums in ("whole", "parts")] == pytest.approx([39, 28], abs=0.5)
+    assert [found[8, 8, sums]["gathers"] for sums in ("whole", "parts")] == [322, 162]

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from pair_service import serving_pair
 
-from benchmarks.figures import throughput_figure
 from benchmarks.prompts import load_by_category
-from benchmarks.report import percentile
+from benchmarks.report import percentile, throughput_figure
 from benchmarks.throughput import KINDS, Load, measure, parse, plan, show_all, summary, token_latencies
 
 Pair = tuple[Path, Path]

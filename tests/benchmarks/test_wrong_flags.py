@@ -6,11 +6,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from tiny_models import save_model
 from tiny_pair import tiny_config
-
-from benchmarks import dashboard
 
 FILE = __file__
 WRONG = {
@@ -24,7 +21,6 @@ WRONG = {
             ("--repeats=0", "argument --repeats: '0' is not an integer from 1 to 1000"),
         )
     )],
-    "dashboard": [(f"--minutes={minutes}", "is not from 1 to 43200") for minutes in ("0", "nan", "1e9")],
     "engine": [("--dtype=int8", "--dtype"), ("--shape=huge", "--shape"),
                ("--shape=qwen3-0.6b --device=foo", "--device: device foo cannot be used: ")],
     "equality": [("--reference=gpu", "--reference")],
@@ -105,17 +101,3 @@ def test_missing_llamacpp_is_named(python: str, reason: str, refusal: Refusal, m
 def test_missing_vllm_is_named(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_VLLM_PYTHON", "/nowhere/python")
     assert "/nowhere/python: no Python with vLLM" in refusal("vllm")
-
-
-@pytest.mark.parametrize("prometheus", ["nothing", "http://a b", "http://127.0.0.1:1"])
-def test_unreachable_prometheus_is_named(prometheus: str, refusal: Refusal) -> None:
-    assert refusal("dashboard", "--prometheus", prometheus).startswith(f"dashboard: --prometheus {prometheus}: ")
-
-
-@pytest.mark.parametrize("output", ["nowhere/a.png", "a.nothing"])
-def test_unwritable_picture_is_named(
-    output: str, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard, "dashboard_figure", lambda *_: Figure())
-    path = str(tmp_path / output)
-    assert refusal("dashboard", "--output", path).startswith(f"dashboard: --output {path}: ")

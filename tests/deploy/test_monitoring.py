@@ -10,10 +10,10 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
+from dashboard import DASHBOARD, read_panels
 from deployment import ROOT
 from served_metrics import scrape_coordinator_and_worker
 
-from benchmarks.dashboard import DASHBOARD, dashboard_figure, read_panels
 from specpool.cli.up import UpSettings, services_of
 
 ALERTS = ROOT / "deploy/helm/specpool/monitoring/alerts.yaml"
@@ -131,10 +131,3 @@ def test_local_prometheus_scrapes_the_ports_of_specpool_up() -> None:
     ports = {service.arguments[service.arguments.index("--metrics-port") + 1] for service in services}
     scraped = {target for group in job["static_configs"] for target in group["targets"]}
     assert scraped == {f"127.0.0.1:{port}" for port in ports}
-
-
-def test_dashboard_picture_has_every_panel() -> None:
-    times = [1.0, 1.1]
-    figure = dashboard_figure(PANELS, lambda query: [(query.legend.replace("{{le}}", "1"), times, [0.0, 1.0])])
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == [panel.title for panel in PANELS if panel.queries]

@@ -17,11 +17,11 @@ from typing import Any
 import grpc
 import pytest
 import yaml
+from dashboard import Query, ask
 from deployment import ROOT
 from scraping import free_port
 from test_monitoring import ALERTS, PANELS, PROMETHEUS, RULES, LabeledQuery
 
-from benchmarks.dashboard import Query, ask
 from specpool.cli.processes import end
 from specpool.cli.up import UpSettings, services_of
 from specpool.client import AsyncClient

@@ -58,15 +58,15 @@ VALUES: dict[int, st.SearchStrategy[Any]] = {
 }
 
 
-def values_of(one: FieldDescriptor) -> st.SearchStrategy[Any]:
-    """Values of a field. A message is a dict of its fields; a repeated field sometimes has very many values."""
-    if one.message_type is not None and one.message_type.GetOptions().map_entry:
-        entry = one.message_type.fields_by_name
+def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    """Values of a field. Messages are dicts of fields; a repeated field sometimes has more than a thousand values."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        entry = field.message_type.fields_by_name
         return st.dictionaries(values_of(entry["key"]), values_of(entry["value"]), max_size=4)
-    if one.type == FieldDescriptor.TYPE_BYTES:
+    if field.type == FieldDescriptor.TYPE_BYTES:
         return st.binary(max_size=20)
-    single = fields_of(one.message_type) if one.message_type is not None else VALUES[one.cpp_type]
-    if not one.is_repeated:
+    single = fields_of(field.message_type) if field.message_type is not None else VALUES[field.cpp_type]
+    if not field.is_repeated:
         return single
     few = st.lists(single, max_size=3)
     return few | st.builds(lambda value, number: [value] * number, single, st.sampled_from([100, 1100]))
@@ -74,7 +74,7 @@ def values_of(one: FieldDescriptor) -> st.SearchStrategy[Any]:
 
 def fields_of(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
     """Some fields of a message."""
-    return st.fixed_dictionaries({}, optional={one.name: values_of(one) for one in kind.fields})
+    return st.fixed_dictionaries({}, optional={field.name: values_of(field) for field in kind.fields})
 
 
 def replaced(valid: Message, name: str, value: Any) -> Message:
@@ -90,14 +90,14 @@ def replaced(valid: Message, name: str, value: Any) -> Message:
 def with_one_wrong(valid: Message) -> st.SearchStrategy[Message]:
     """A valid message in which one field, at any depth, has a random value."""
 
-    def wrong(one: FieldDescriptor) -> st.SearchStrategy[Message]:
-        value = getattr(valid, one.name)
-        inside = one.message_type is not None and not one.message_type.GetOptions().map_entry
-        if not inside or not (value if one.is_repeated else valid.HasField(one.name)):
-            return values_of(one).map(lambda other: replaced(valid, one.name, other))
-        if one.is_repeated:
-            return with_one_wrong(value[0]).map(lambda other: replaced(valid, one.name, [other]))
-        return with_one_wrong(value).map(lambda other: replaced(valid, one.name, other))
+    def wrong(field: FieldDescriptor) -> st.SearchStrategy[Message]:
+        value = getattr(valid, field.name)
+        inside = field.message_type is not None and not field.message_type.GetOptions().map_entry
+        if not inside or not (value if field.is_repeated else valid.HasField(field.name)):
+            return values_of(field).map(lambda other: replaced(valid, field.name, other))
+        if field.is_repeated:
+            return with_one_wrong(value[0]).map(lambda other: replaced(valid, field.name, [other]))
+        return with_one_wrong(value).map(lambda other: replaced(valid, field.name, other))
 
     fields = [*valid.DESCRIPTOR.fields]
     return st.sampled_from(fields).flatmap(wrong) if fields else st.just(valid)
@@ -122,7 +122,7 @@ def garbage(method: MethodDescriptor) -> st.SearchStrategy[list[bytes]]:
 
 
 def almost_valid(method: MethodDescriptor) -> st.SearchStrategy[list[bytes]]:
-    """Messages with one wrong field; streams also get valid ones."""
+    """Messages with one wrong field, mixed with valid messages in streams."""
     valid = VALID.get(method.input_type.full_name, message_factory.GetMessageClass(method.input_type)())
     wrong = with_one_wrong(valid).map(lambda message: message.SerializeToString())
     one = st.just(valid.SerializeToString()) | wrong if method.client_streaming else wrong

@@ -1,7 +1,9 @@
 """Random models of any architecture, and reference logits for engine tests."""
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,11 +62,26 @@ def save_model(folder: Path, config: PreTrainedConfig, weight: float = 0.12) -> 
     return folder
 
 
+@contextmanager
+def edited_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights of a saved model and save them with all changes."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    yield weights
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def edit_json(folder: Path, file: str = "config.json", **changes: Any) -> Path:
+    """Change values in a JSON file of a model folder. Returns the folder."""
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**values, **changes}))
+    return folder
+
+
 def round_weights(folder: Path) -> Path:
     """Round the weights of a saved model to bfloat16."""
-    file = folder / "model.safetensors"
-    weights = {name: weight.bfloat16() for name, weight in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
+    with edited_weights(folder) as weights:
+        weights.update({name: weight.bfloat16() for name, weight in weights.items()})
     return folder
 
 

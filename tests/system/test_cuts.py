@@ -1,4 +1,4 @@
-"""Links to the workers that are cut, silent, refused or slow under load: no request fails, and no token changes."""
+"""Cut, silent, refused or slow links to the workers fail no request and change no token."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ CUTS = 30
 """Cuts of each kind; `make soak SOAK="--cuts 3000"` makes more of them, to real workers."""
 CONCURRENCY = 8
 MAX_PAUSE_SECONDS = 0.04
-SOME_SECONDS = 10.0
+ABANDON_SECONDS = 10.0
 """Time to abandon a silent connection; a round itself may take a minute."""
 
 
@@ -53,7 +53,7 @@ def slow_workers() -> tuple[TargetBehind, DraftBehind]:
 
 
 def requests() -> Iterator[pb.GenerateRequest]:
-    """Random requests without end."""
+    """An endless series of random requests."""
     rng = random.Random(0)
     while True:
         yield random_request(rng)
@@ -104,7 +104,7 @@ async def abandon(target: TargetBehind, draft: DraftBehind, proxy: CuttingProxy)
         await served.until(lambda info: info.counters.completion_tokens > 20)
         before = proxy.accepted
         proxy.swallow()
-        async with asyncio.timeout(SOME_SECONDS):
+        async with asyncio.timeout(ABANDON_SECONDS):
             await asyncio.gather(*running)
             await served.until(lambda _: proxy.accepted > before)
         await served.until_ready()
@@ -148,7 +148,7 @@ async def test_proxy_forwards_bytes_in_order() -> None:
 
     payload = random.Random(0).randbytes(300_000)
     proxy = CuttingProxy()
-    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server, asyncio.timeout(SOME_SECONDS):
+    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server, asyncio.timeout(ABANDON_SECONDS):
         host, port = server.sockets[0].getsockname()
         address = await proxy.start(f"{host}:{port}")
         proxy_host, _, proxy_port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""The promise: token ids equal plain decoding, with bit-identical logits, under any load and lost caches."""
+"""Under any load and with lost caches, token ids equal plain decoding, with bit-identical logits."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Workers that give wrong answers: no wrong token is served with OK, no call hangs, and the service survives."""
+"""Workers that give wrong answers: clients never get a wrong token, no call hangs, and the service recovers."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from specpool.v1 import generation_pb2 as pb
 
 PATIENCE_SECONDS = 15.0
 SHORT_SECONDS = 0.2
-"""Time of a call while every answer of its target is wrong."""
+"""Patience with a call while every answer of the target is wrong."""
 SOMETIMES = {"share": 0.4, "rounds": 8}
 # Small chunks, so prompts take several rounds; short timeouts, because some workers never answer.
 SETTINGS = {"prefill_tokens": 16, "target_timeout_seconds": 0.15, "draft_timeout_seconds": 0.1, "max_batch_size": 4}
@@ -24,17 +24,17 @@ WORKER_FAILED = {StatusCode.INTERNAL, StatusCode.UNAVAILABLE}
 UNHANDLED = ("internal error", "Traceback", "division", "NoneType")
 """Signs of a bug in the coordinator in the details of an error."""
 SAMPLE = ("info_empty", "info_never", "info_huge_memory", "costs_nan", "tokenizer_undecodable", "template_fails")
-"""Faults of descriptions in the default suite."""
+"""Description faults of the default suite."""
 
 
 def described(faults: dict[str, dict[str, Any]], *methods: str) -> list[Any]:
-    """The faults of descriptions; all but a sample are slow."""
+    """All description faults; those outside SAMPLE are slow."""
     names = [name for method in methods for name in faults[method]]
     return [pytest.param(name, marks=[pytest.mark.slow] * (name not in SAMPLE)) for name in names]
 
 
 def proposals() -> list[Any]:
-    """The faults of proposals. Those that verdicts have too are slow."""
+    """All proposal faults. Faults that verdicts share are slow."""
     shared = TARGET_FAULTS["Verify"]
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in shared)) for name in DRAFT_FAULTS["Propose"]]
 
@@ -44,8 +44,8 @@ def only_expected_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Asserts that the coordinator logs no unhandled error; the fakes log their own."""
     caplog.set_level(logging.WARNING)
     yield
-    ours = [record for record in caplog.records if not record.name.startswith("grpc")]
-    assert [record.getMessage() for record in ours if record.exc_info] == []
+    coordinator = [record for record in caplog.records if not record.name.startswith("grpc")]
+    assert [record.getMessage() for record in coordinator if record.exc_info] == []
 
 
 async def outcome(served: Serving, request: pb.GenerateRequest, seconds: float, streaming: bool) -> StatusCode:
@@ -65,7 +65,7 @@ async def outcome(served: Serving, request: pb.GenerateRequest, seconds: float, 
 
 
 def explained(error: grpc.aio.AioRpcError) -> StatusCode:
-    """The status of a failed call. Asserts that the error blames a worker and shows no bug of ours."""
+    """The status of a failed call. Asserts that the error blames a worker and reveals no bug of the coordinator."""
     assert error.code() in WORKER_FAILED, error.details()
     assert not any(sign in error.details() for sign in UNHANDLED), error.details()
     return error.code()

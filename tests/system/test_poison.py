@@ -1,4 +1,4 @@
-"""Requests that kill or hang the target: the coordinator finds and fails them, and serves their neighbours."""
+"""Requests that kill or hang the target fail alone; all other requests get their tokens."""
 
 import asyncio
 from itertools import islice
@@ -17,7 +17,7 @@ POISON = 250
 
 
 class Mortal(RecordingTarget):
-    """A target that dies and restarts in every round that has a token of `deadly`."""
+    """A target that dies and restarts whenever a round has a token in `deadly`."""
 
     def __init__(self, deadly: list[int], **knobs: Any) -> None:
         super().__init__(**knobs)
@@ -111,8 +111,7 @@ async def test_request_that_hangs_the_target_fails_alone() -> None:
 
 
 async def test_transport_errors_do_not_count_against_a_request() -> None:
-
-    class Core(RecordingTarget):
+    class FailingTransport(RecordingTarget):
         failing = 3
 
         async def Verify(self, request: Any, context: Any) -> Any:
@@ -121,7 +120,7 @@ async def test_transport_errors_do_not_count_against_a_request() -> None:
                 await context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
             return await super().Verify(request, context)
 
-    async with serving(Core(), with_draft=False) as served:
+    async with serving(FailingTransport(), with_draft=False) as served:
         await served.expect(make_request([1], 5))
         assert served.target.failing == 0
 
@@ -142,14 +141,16 @@ async def test_cache_lost_in_every_round_fails_the_request() -> None:
             await served.stub.Generate(make_request([1], 5))
 
 
-@pytest.mark.parametrize("field", ["weights_fingerprint", "numerics_fingerprint"])
-async def test_target_returning_with_other_weights_or_numerics_ends_the_service(field: str) -> None:
+@pytest.mark.parametrize("field", ["tokenizer_fingerprint", "weights_fingerprint", "numerics_fingerprint"])
+async def test_target_that_returns_with_another_model_ends_the_service(field: str) -> None:
+    """No answer may mix the tokens of two models, and no call may hang."""
+
     class Described(RecordingTarget):
-        fingerprint_now = "one"
+        current_fingerprint = "fake"
 
         async def GetWorkerInfo(self, request: Any, context: Any) -> Any:
             response = await super().GetWorkerInfo(request, context)
-            setattr(response.model, field, self.fingerprint_now)
+            setattr(response.model, field, self.current_fingerprint)
             return response
 
     with pytest.raises(MismatchError, match=field):  # noqa: PT012 - raised when the service ends
@@ -158,7 +159,7 @@ async def test_target_returning_with_other_weights_or_numerics_ends_the_service(
             running = asyncio.ensure_future(stream(served, make_request(max_tokens=1000)))
             await served.until(lambda info: info.running)
             await served.target.stop()
-            served.target.fingerprint_now = "two"
+            served.target.current_fingerprint = "other"
             await served.target.start(served.target_address)
             with pytest.raises(grpc.aio.AioRpcError):
                 await running

@@ -17,7 +17,7 @@ from specpool.v1 import generation_pb2 as pb
 MAX_TOKENS = 12
 SLOTS = 6
 
-# Prompts combine few parts, so many begin alike.
+# Prompts combine a few parts, so many share a prefix.
 PARTS = [make_prompt((seed, length)) for seed, length in ((0, 40), (1, 17), (2, 3), (3, 70), (4, 1))]
 prompts = st.lists(st.sampled_from(PARTS), min_size=1, max_size=3).map(lambda parts: sum(parts, ()))
 
@@ -129,8 +129,8 @@ async def test_usage_reports_cached_tokens(tiny_pair: tuple[Path, Path]) -> None
         assert await cached(prompt) == [48]  # whole blocks
         assert await cached(other) == [0]
         assert await cached((*prompt[:33], *other)) == [32]
-        assert await cached((*history[1], 5, 6)) == [48]  # a next turn: all but the last generated token were cached
-        assert await cached(make_prompt((2, 9)), n=3) == [0, 8, 8]  # of one request: all but the last token
+        assert await cached((*history[1], 5, 6)) == [48]  # next turn: all but the last generated token
+        assert await cached(make_prompt((2, 9)), n=3) == [0, 8, 8]  # samples of one request: all but the last token
         assert await cached(make_prompt((2, 1)), n=2) == [0, 0]
         info = await service.client.server_info()
         assert info.counters.cached_tokens == 48 + 32 + 48 + 8 + 8
@@ -154,7 +154,7 @@ async def test_more_samples_than_slots_share_the_prompt(tiny_pair: tuple[Path, P
 
 
 async def test_lost_prefix_is_prefilled_again(tiny_pair: tuple[Path, Path]) -> None:
-    """Another coordinator's sequences may have taken its slot."""
+    """Another coordinator's sequences may take the slot of a cached prefix."""
     async with serving_pair(*tiny_pair, worker={"max_sequences": 2}, max_num_seqs=1) as service:
         prompt = make_prompt((0, 50))
         first = await service.client.generate(prompt, max_tokens=8)

@@ -1,4 +1,4 @@
-"""Real weights in real processes: `specpool up` serves the tokens of plain decoding."""
+"""Real weights in real processes: speculation in `specpool up` gives the tokens of plain decoding."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,14 +1,13 @@
 """Malformed messages to every method of all three processes, over real sockets.
 
-Each is served or refused with a reason. Nothing is logged as an internal error, and valid requests still succeed.
+Every message is served, or refused with a reason. No process logs an error, and valid requests still succeed.
 """
 
 import asyncio
 import logging
-import socket
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,49 +52,50 @@ METHODS = [
 
 @dataclass
 class Processes:
-    """The servers of all three processes in another thread, and a channel to each."""
+    """All three servers on one event loop, and a channel to each."""
 
-    loop: asyncio.AbstractEventLoop
+    runner: asyncio.Runner
     pair: PairService
     addresses: dict[str, str]
-    errors: list[str] = field(default_factory=list)
-    """Logged errors."""
+    channels: dict[str, grpc.aio.Channel]
 
-    def __post_init__(self) -> None:
-        options = [("grpc.max_receive_message_length", 2**27), ("grpc.max_send_message_length", 2**27)]
-        self.channels = {name: grpc.insecure_channel(it, options) for name, it in self.addresses.items()}
-
-    def forget(self) -> None:
+    async def forget(self) -> None:
         """Frees all slots."""
         for host in (self.pair.target, self.pair.draft):
             assert host is not None
-            asyncio.run_coroutine_threadsafe(self.pair.forget(host), self.loop).result(PATIENCE_SECONDS)
+            await self.pair.forget(host)
 
-    def check(self) -> None:
-        """Asserts that all three serve valid requests, and that no error was logged."""
-        self.forget()
-        generated = self.call("coordinator", "/specpool.v1.GenerationService/Generate", GENERATE.SerializeToString())
+    async def check(self, log: pytest.LogCaptureFixture) -> None:
+        """Asserts that all three serve valid requests, and that none has logged an error."""
+        await self.forget()
+        generated = await self.call(
+            "coordinator", "/specpool.v1.GenerationService/Generate", GENERATE.SerializeToString()
+        )
         assert len(generation_pb2.GenerateResponse.FromString(generated).token_ids) == 3
         for name in ("draft", "target"):
-            method = f"/specpool.v1.{name.title()}WorkerService/GetWorkerInfo"
-            assert common_pb2.GetWorkerInfoResponse.FromString(self.call(name, method, b"")).model.vocab_size
-        assert self.errors == []
+            info = await self.call(name, f"/specpool.v1.{name.title()}WorkerService/GetWorkerInfo", b"")
+            assert common_pb2.GetWorkerInfoResponse.FromString(info).model.vocab_size
+        errors = [record for record in log.records if record.levelno >= logging.ERROR or record.exc_info]
+        assert [record.getMessage() for record in errors] == []
 
-    def call(self, process: str, method: str, payload: bytes) -> bytes:
-        response: bytes = self.channels[process].unary_unary(method)(payload, timeout=PATIENCE_SECONDS)
+    async def call(self, process: str, method: str, payload: bytes) -> bytes:
+        response: bytes = await self.channels[process].unary_unary(method)(payload, timeout=PATIENCE_SECONDS)
         return response
 
-    def send(self, process: str, method: MethodDescriptor, payloads: list[bytes]) -> None:
-        """Calls a method. Asserts an answer or a refusal with a reason."""
+    async def send(self, process: str, method: MethodDescriptor, payloads: list[bytes]) -> None:
+        """Calls a method. Asserts an answer, or a refusal with a reason."""
         path, channel = f"/{method.containing_service.full_name}/{method.name}", self.channels[process]
         try:
             if method.client_streaming:
-                list(channel.stream_stream(path)(iter(payloads), timeout=PATIENCE_SECONDS))
+                responses = channel.stream_stream(path)(iter(payloads), timeout=PATIENCE_SECONDS)
             elif method.server_streaming:
-                list(channel.unary_stream(path)(payloads[0], timeout=PATIENCE_SECONDS))
+                responses = channel.unary_stream(path)(payloads[0], timeout=PATIENCE_SECONDS)
             else:
-                channel.unary_unary(path)(payloads[0], timeout=PATIENCE_SECONDS)
-        except grpc.RpcError as error:
+                await self.call(process, path, payloads[0])
+                return
+            async for _ in responses:
+                pass
+        except grpc.aio.AioRpcError as error:
             refusal = error
         else:
             return
@@ -103,112 +103,84 @@ class Processes:
         assert refusal.details()
 
 
-class _Errors(logging.Handler):
-    """Records errors and stack traces."""
-
-    def __init__(self, found: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._found = found
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.ERROR or record.exc_info:
-            self._found.append(f"{record.name}: {record.getMessage()}")
-
-
 @pytest.fixture(scope="module")
 def processes(tiny_pair: tuple[Path, Path]) -> Iterator[Processes]:
-    started: list[Processes] = []
-    ready, done, failed = threading.Event(), asyncio.Event(), []
-
-    async def serve() -> None:
-        worker = {"max_model_len": MAX_MODEL_LEN, "max_sequences": 16}
-        address = free_address()
+    @asynccontextmanager
+    async def serve() -> AsyncIterator[Processes]:
+        worker, address = {"max_model_len": MAX_MODEL_LEN, "max_sequences": 16}, free_address()
         port = int(address.rpartition(":")[2])
         async with serving_pair(*tiny_pair, worker=worker, default_max_tokens=4, port=port, smg=True) as pair:
-            coordinator = pair.process.coordinator
-            assert coordinator.draft is not None
-            workers = {"target": coordinator.target.address, "draft": coordinator.draft.address}
-            addresses = {"coordinator": address, **workers}
-            started.append(Processes(asyncio.get_running_loop(), pair, addresses))
-            ready.set()
-            await done.wait()
+            target, draft = pair.process.coordinator.target, pair.process.coordinator.draft
+            assert draft is not None
+            addresses = {"coordinator": address, "target": target.address, "draft": draft.address}
+            options = [("grpc.max_receive_message_length", 2**27), ("grpc.max_send_message_length", 2**27)]
+            channels = {name: grpc.aio.insecure_channel(each, options) for name, each in addresses.items()}
+            yield Processes(runner, pair, addresses, channels)
+            for channel in channels.values():
+                await channel.close()
 
-    def run() -> None:
-        try:
-            asyncio.run(serve())
-        except BaseException as error:
-            failed.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    ready.wait()
-    if failed:
-        raise failed[0]
-    (servers,) = started
-    handler = _Errors(servers.errors)
-    logging.getLogger().addHandler(handler)
-    yield servers
-    logging.getLogger().removeHandler(handler)
-    for channel in servers.channels.values():
-        channel.close()
-    servers.loop.call_soon_threadsafe(done.set)
-    thread.join()
-    if failed:
-        raise failed[0]
+    with asyncio.Runner() as runner:
+        context = serve()
+        yield runner.run(context.__aenter__())
+        runner.run(context.__aexit__(None, None, None))
 
 
 @pytest.mark.parametrize("payloads_of", [garbage, almost_valid])
-@pytest.mark.parametrize(("process", "method"), METHODS, ids=lambda it: getattr(it, "name", it))
+@pytest.mark.parametrize(("process", "method"), METHODS, ids=lambda value: getattr(value, "name", value))
 def test_messages_are_served_or_refused(
-    processes: Processes, process: str, method: MethodDescriptor, payloads_of: Any
+    processes: Processes, process: str, method: MethodDescriptor, payloads_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    @FUZZING
-    @given(payloads_of(method))
-    def send(payloads: list[bytes]) -> None:
-        processes.send(process, method, payloads)
+    async def send(payloads: list[bytes]) -> None:
+        await processes.send(process, method, payloads)
         if process != "coordinator":
-            processes.forget()
+            await processes.forget()
 
-    send()
-    processes.check()
+    FUZZING(given(payloads_of(method))(lambda payloads: processes.runner.run(send(payloads))))()
+    processes.runner.run(processes.check(caplog))
 
 
 @pytest.mark.parametrize("process", SERVICES)
-def test_unknown_methods_are_refused(processes: Processes, process: str) -> None:
+def test_unknown_methods_are_refused(processes: Processes, process: str, caplog: pytest.LogCaptureFixture) -> None:
     @FUZZING
     @given(st.text("abcXYZ019._-%", min_size=1, max_size=30), st.binary(max_size=30))
     def send(name: str, payload: bytes) -> None:
         for path in (f"/{name}", f"/{SERVICES[process].full_name}/{name}", f"/{name}/Generate"):
-            with pytest.raises(grpc.RpcError) as caught:
-                processes.call(process, path, payload)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                processes.runner.run(processes.call(process, path, payload))
             assert caught.value.code() is StatusCode.UNIMPLEMENTED
 
     send()
-    processes.check()
+    processes.runner.run(processes.check(caplog))
 
 
 @pytest.mark.parametrize("process", SERVICES)
-def test_oversized_messages_are_refused(processes: Processes, process: str) -> None:
+def test_oversized_messages_are_refused(processes: Processes, process: str, caplog: pytest.LogCaptureFixture) -> None:
     method = SERVICES[process].methods[0]
     size = 2**20 * (5 if process == "coordinator" else 129)
-    with pytest.raises(grpc.RpcError) as caught:
-        processes.call(process, f"/{SERVICES[process].full_name}/{method.name}", bytes(size))
+    call = processes.call(process, f"/{SERVICES[process].full_name}/{method.name}", bytes(size))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        processes.runner.run(call)
     assert caught.value.code() is StatusCode.RESOURCE_EXHAUSTED
-    processes.check()
+    processes.runner.run(processes.check(caplog))
 
 
 @pytest.mark.parametrize("process", SERVICES)
 @pytest.mark.parametrize("wrong", framings("/"))
-def test_malformed_framing_disturbs_nobody(processes: Processes, process: str, wrong: str) -> None:
+def test_malformed_framing_disturbs_nobody(
+    processes: Processes, process: str, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
     method = SERVICES[process].methods[0]
     payload = framings(f"/{SERVICES[process].full_name}/{method.name}")[wrong]
     host, _, port = processes.addresses[process].rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=0.1) as connection:
-        try:
-            connection.sendall(payload)
-            while connection.recv(65_536):
-                pass
-        except (TimeoutError, ConnectionError):
-            pass  # the server may wait for more, or close the connection
-    processes.check()
+
+    async def send() -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(payload)
+        # The server may wait for more bytes or close the connection.
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(0.1):
+                await reader.read()
+        writer.close()
+
+    processes.runner.run(send())
+    processes.runner.run(processes.check(caplog))

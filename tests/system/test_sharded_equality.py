@@ -1,4 +1,4 @@
-"""The promise with a sharded target: tokens and logits equal those of one device, in rounds with drafts."""
+"""A sharded target gives the tokens and logits of one device, also in rounds with drafts."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The load generator and the soak: they report what is wrong, and find nothing in a service whose links are cut."""
+"""The load generator and the soak report wrong answers, and find no fault in a service whose links are cut."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def test_tally_counts_every_outcome() -> None:
     await load.run()
     assert load.tally.outcomes == {"answered": 1, "wrong": 1, "cancelled": 1}
     assert (load.tally.tokens, load.tally.kept) == (2, [(REQUEST, {0: [1, 2]})])
-    assert load.tally.faults == ["a: its tokens differ from plain decoding"]
+    assert load.tally.faults == ["a: the tokens differ from plain decoding"]
 
 
 def test_memory_growth_counts_from_the_warm_up_or_from_the_start() -> None:

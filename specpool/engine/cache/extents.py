@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from specpool.engine.numerics.tiles import round_up
 
-Move = Callable[[int, int, int], None]  # copies columns: (source, destination, count)
+Move = Callable[[int, int, int], None]  # (source, destination, count)
 
 
 class Extents:
@@ -22,7 +22,7 @@ class Extents:
         self.max_length, self.multiple = max_length, multiple
         self.columns = slots * max_length if columns is None else columns
         self.origins = [self._default_origin(slot) for slot in range(slots)]
-        """First column of each slot's extent; for a slot without one, a column with `max_length` columns after it."""
+        """First column of each slot's extent. A slot without one gets a column with `max_length` columns after it."""
         self._lengths: dict[int, int] = {}
         self.free = self.columns  # number of unallocated columns
         self.move: Move = lambda source, destination, count: None
@@ -32,7 +32,6 @@ class Extents:
         return self.max_length if length is None else min(self.max_length, round_up(max(1, length), self.multiple))
 
     def length(self, slot: int) -> int:
-        """Return the length of the slot's extent in columns; 0 if it has none."""
         return self._lengths.get(slot, 0)
 
     def reserve(self, slot: int, columns: int) -> None:

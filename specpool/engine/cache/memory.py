@@ -13,7 +13,7 @@ from torch import nn
 GPU_SHARE = 0.8
 CPU_SHARE = 0.4  # smaller than `GPU_SHARE`, because draft and target often share one machine
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-# Live tensors per pass with the width of the hidden state, the intermediate state, and the logits (float32).
+# Live tensors of a pass as wide as the hidden state, the intermediate state, and the float32 logits.
 HIDDEN_COPIES, INTERMEDIATE_COPIES, LOGIT_COPIES = 8, 4, 2
 
 
@@ -35,23 +35,23 @@ class KVLimit:
     """A limit on KV cache memory, and the option that set it."""
 
     name: str  # name of the option
-    given: int  # value of the option in bytes
-    others: Footprint | None = None
-    """Weights and activations that the limit includes; None: it is for the KV cache alone."""
+    option_bytes: int  # value of the option in bytes
+    included: Footprint | None = None
+    """Weights and activations that the limit includes; None: it covers only the KV cache."""
     other_ranks: int | None = None
-    """Minimum bytes that the other ranks have for their caches; None: the model is not sharded."""
+    """Smallest KV cache size that another rank can hold; None: the model is not sharded."""
 
     @property
     def kv_bytes(self) -> int:
-        own = max(0, self.given - (self.others.weights + self.others.activations if self.others else 0))
+        own = max(0, self.option_bytes - (self.included.weights + self.included.activations if self.included else 0))
         return own if self.other_ranks is None else min(own, self.other_ranks)
 
     def __str__(self) -> str:
-        if self.others is None:
-            return f"{self.name} of {self.given:,} bytes"
+        if self.included is None:
+            return f"{self.name} of {self.option_bytes:,} bytes"
         return (
-            f"{self.name} of {self.given:,} bytes, less {self.others.weights:,} of weights and "
-            f"{self.others.activations:,} of activations,"
+            f"{self.name} of {self.option_bytes:,} bytes, less {self.included.weights:,} of weights and "
+            f"{self.included.activations:,} of activations,"
         )
 
 
@@ -98,7 +98,7 @@ def default_kv_memory(device: torch.device) -> int:
 
 
 def _available_to_process() -> int:
-    """Return the available memory of the machine, or what the container's limit leaves if that is less."""
+    """Return the memory available on this machine and within the container's limit."""
     available = int(psutil.virtual_memory().available)
     limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.is_file() else "max"
     if limit == "max":

@@ -1,7 +1,8 @@
-"""Slots of the KV cache: which sequence holds which one, and how much of it is valid.
+"""Slots of the KV cache: which sequence holds each slot, and how much of it is valid.
 
 Pure bookkeeping without torch or a clock. A released sequence stays cached until its slot is needed, because others
-may share its prefix. So do the sequences of an orphaned coordinator: its connections have ended, but it may come back.
+may share its prefix. A coordinator whose connections have ended is orphaned. Its sequences stay, too, in case it
+comes back.
 """
 
 from collections import OrderedDict
@@ -18,8 +19,6 @@ IDLE_COORDINATORS = 64  # maximum number of coordinators without sequences to re
 
 @dataclass
 class Slot:
-    """A slot and the state of its sequence."""
-
     index: int
     capacity: int = 0  # positions reserved for the sequence
     num_cached_tokens: int = 0
@@ -30,7 +29,7 @@ class Slot:
 
 
 class SlotTable:
-    """The slots of all coordinators' sequences. Silent coordinators lose their slots."""
+    """The slots of all coordinators. A coordinator that stays silent loses its slots."""
 
     def __init__(self, slots: int, extents: Extents | None = None) -> None:
         """`extents`: the cache that the slots share; default: one column per slot."""
@@ -72,12 +71,12 @@ class SlotTable:
     def take(self, key: SequenceKey, max_length: int | None = None, spared: SequenceKey | None = None) -> Slot | None:
         """Allocate an empty slot for a sequence that has none; None if the cache is full.
 
-        Evicts released sequences first, except `spared`, then those of other coordinators that are orphaned, least
-        recently seen first.
+        Evicts released sequences first, except `spared`, then sequences of other, orphaned coordinators. The least
+        recently seen coordinator comes first.
         """
         needed = self.extents.capacity_for(max_length)
         victims = [released for released in self._released if released not in (key, spared)]
-        if key in self._released and key != spared:
+        if key in self._released:
             victims.insert(0, key)
         orphans = [held for held in self._slots if held[0] in self._orphaned and held[0] != key[0]]
         victims += sorted(orphans, key=lambda orphan: self._last_seen[orphan[0]])
@@ -119,14 +118,14 @@ class SlotTable:
         self._free.append(index)
 
     def find(self, key: SequenceKey) -> Slot | None:
-        """Return the slot of a sequence to copy from; a released one becomes the most recently used."""
+        """Return the slot of a held or released sequence, and mark a released one as recently used."""
         if key in self._released:
             self._released.move_to_end(key)
             return self._released[key]
         return self._slots.get(key)
 
     def release(self, keys: list[SequenceKey]) -> int:
-        """Release these sequences; returns how many held a slot."""
+        """Release these sequences. Returns how many held a slot."""
         held = [key for key in dict.fromkeys(keys) if key in self._slots]
         self._released.update((key, self._slots.pop(key)) for key in held)
         return len(held)

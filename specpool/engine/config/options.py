@@ -10,7 +10,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True):
-    """Engine settings; both workers take them as flags."""
+    """Engine settings, which both workers take as flags."""
 
     model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
     revision: str | None = Field(
@@ -52,7 +52,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         True,
         validation_alias=AliasChoices("fused", "lean"),
         description="run Llama-family models with our fused pass instead of the transformers modules "
-        "(deprecated alias: lean)",
+        "(deprecated name: lean)",
     )
     native: bool = Field(
         True,
@@ -64,9 +64,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     gemm: Literal["auto", "triton", "cublas"] = Field(
         "auto",
         validation_alias=AliasChoices("gemm", "products"),
-        description="on a GPU, GEMM backend of the fused pass, where it is batch-invariant; "
-        '"auto": the fastest, but always "triton" for a target if the bits of the backends differ '
-        "(deprecated alias: products)",
+        description='GEMM backend of the fused pass on a GPU. "auto": the fastest batch-invariant one, but always '
+        '"triton" for a target if the bits of the backends differ (deprecated name: products)',
     )
     max_num_batched_tokens: int | None = Field(
         None,
@@ -74,7 +73,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         ge=1,
         le=2**20,
         description="maximum new tokens of one forward pass; longer inputs take several passes; default: 512 on a CPU, "
-        "2048 on a GPU (deprecated alias: max_forward_tokens)",
+        "2048 on a GPU (deprecated name: max_forward_tokens)",
     )
     threads: int | None = Field(
         None,
@@ -86,7 +85,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         1,
         ge=1,
         le=MAX_RANKS,
-        description="number of ranks: processes with a device and a shard of the model each",
+        description="number of ranks: processes, each with its own device and shard of the model",
     )
     tensor_parallel_sums: Literal["auto", "whole", "parts"] = Field(
         "auto",
@@ -103,7 +102,6 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
 
     @classmethod
     def of(cls, settings: "EngineOptions") -> "EngineOptions":
-        """Extract the engine options from a worker's settings."""
         return cls(**settings.model_dump(include=set(cls.model_fields)))
 
     def resolve_max_num_batched_tokens(self, device_type: str) -> int:

@@ -31,9 +31,9 @@ def source_of(model: str, revision: str | None) -> dict[str, Any]:
 
 
 def gguf_file_of(model: str) -> Path | None:
-    """Return the GGUF file with a model's weights: the model itself, or the only one in a folder without safetensors.
+    """Return the GGUF file with a model's weights, or None: the model itself, or the only one in its folder.
 
-    Raises UnsupportedModelError if a folder has several.
+    A folder with safetensors files has none. Raises UnsupportedModelError if a folder has several.
     """
     path = Path(model)
     if path.suffix == ".gguf":

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: which ones are served, and how transformers dequantizes them."""
+"""Quantized checkpoints: which ones are supported, and how transformers dequantizes them."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def why_unsupported_quantization(config: PreTrainedConfig) -> str | None:
 
 
 def dequantization_arguments(config: PreTrainedConfig, source: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that make transformers dequantize weights, even for devices that could use them as they are."""
+    """Return arguments that make transformers dequantize weights, even for devices with quantized kernels."""
     if "gguf_file" in source:
         return {"quantization_config": GgufConfig(dequantize=True)}
     if method_of(config) == "fp8":
@@ -54,7 +54,6 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint holds the scales of a quantized weight."""
     return name.endswith(SCALES)
 
 

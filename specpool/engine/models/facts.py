@@ -30,7 +30,6 @@ class ModelFacts:
         return self.heads // self.kv_heads
 
     def of_rank(self, kv_heads: int) -> "ModelFacts":
-        """Return the facts of a rank with this number of KV heads."""
         return replace(self, heads=kv_heads * self.query_groups, kv_heads=kv_heads)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:

@@ -1,7 +1,7 @@
 """Reads the header and tensors of GGUF files. Errors name the file and the tensor.
 
 Source: the specification in ggml's docs/gguf.md. The reader in the PyPI package `gguf` takes seconds, because it builds
-an array for each of the hundred thousand strings of a vocabulary; this one skips them.
+an array for each string of a vocabulary; this one skips them.
 """
 
 import struct
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
+from specpool.engine.numerics.tiles import round_up
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Quantized, Weight
 
@@ -66,7 +67,7 @@ class GgufFile:
             raise GgufError(f"{path} is one of {parts} parts of a model; join them with llama-gguf-split --merge")
 
     def read(self, name: str) -> Weight:
-        """Read a tensor: `Quantized` if its type is one of QUANTIZATION_TYPES, else float32.
+        """Read a tensor: quantized if its type is one of QUANTIZATION_TYPES, else float32.
 
         Raises GgufError if its type is not supported or a scale is not finite.
         """
@@ -93,8 +94,6 @@ class GgufFile:
 
 
 class _Header:
-    """Parses a file from its beginning."""
-
     def __init__(self, data: memoryview, path: Path) -> None:
         self._bytes, self._path, self._at = data, path, 0
 
@@ -118,7 +117,7 @@ class _Header:
         alignment = metadata.get(ALIGNED, ALIGNMENT)
         if type(alignment) is not int or alignment.bit_count() != 1:
             raise GgufError(f"{self._path} is damaged: its {ALIGNED} is {alignment!r}, not a power of two")
-        begin = -(-self._at // alignment) * alignment
+        begin = round_up(self._at, alignment)
         tensors: dict[str, Tensor] = {}
         for name, shape, number, offset in infos:
             if name in tensors:

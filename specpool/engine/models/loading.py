@@ -36,10 +36,11 @@ class LoadedModel:
     max_model_len: int
     output_ids: torch.Tensor | None = None
     """The token of each row of the output head, if the head has rows for some tokens only."""
-    notes: tuple[str, ...] = ()  # what an operator should know about how the weights were read
-    outline: PreTrainedModel | None = None  # the full model without weights, if `model` is quantized or a shard
+    notes: tuple[str, ...] = ()  # for the operator: how the weights were read
+    outline: PreTrainedModel | None = None
+    """The full model without weights, if `model` is quantized or a shard."""
     checksums: Mapping[str, bytes] = field(default_factory=dict)
-    """Checksums by name of some full weights of which `model` has a shard."""
+    """Checksums of full weights by name, for some of the weights of which `model` has a shard."""
 
     @property
     def full(self) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Builds transformers models around stored weights, and dequantizes them where no pass can use them as stored."""
+"""Builds transformers models around stored weights, and dequantizes models for passes that need floats."""
 
 from typing import Any
 

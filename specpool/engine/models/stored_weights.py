@@ -1,4 +1,4 @@
-"""Weights as their file stores them, quantized or not: GGUF files and trained drafts."""
+"""Weights as stored in GGUF files and trained drafts, quantized or not."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from specpool.engine.passes.fused import why_not_fusable
 from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Architectures whose GGUF tensors match those of transformers, except for names and the row order of Llama's ROTATED.
+# Their GGUF tensors match transformers, except for names and the row order of ROTATED in Llama.
 GGUF_ARCHITECTURES = {"llama", "qwen2", "qwen3"}
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 # Sizes in the metadata of a GGUF file, and their names in a configuration.
@@ -34,7 +34,7 @@ ROPE_FREQS, ROPE_SCALING = "rope_freqs.weight", "rope.scaling.type"
 class StoredWeights(ABC):
     """A model's weights by their transformers names."""
 
-    method: str  # how they are quantized, for messages
+    method: str  # quantization method, for messages
     folder: Path  # folder with the model's files
 
     def __init__(self, names: Collection[str]) -> None:
@@ -49,7 +49,7 @@ class StoredWeights(ABC):
 
     @property
     def unread(self) -> list[str]:
-        """Tensors of the file that no `find` has returned yet."""
+        """Tensors of the file that `find` has not returned yet."""
         return sorted(self._unread)
 
 

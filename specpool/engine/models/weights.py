@@ -1,4 +1,4 @@
-"""A model's weights: read from their file as stored, or by transformers; incomplete checkpoints are refused."""
+"""Reads a model's weights, as stored or with transformers, and refuses incomplete checkpoints."""
 
 import os
 from typing import Any
@@ -41,7 +41,6 @@ def read_weights(
 
 
 def read_embeddings(options: EngineOptions) -> Weight:
-    """Read a model's embeddings as they are stored."""
     config = load_config(options)
     stored = stored_weights(options, config)
     weight = None if stored is None else stored.find(EMBEDDING)
@@ -61,8 +60,8 @@ def read_with_transformers(
     if gguf is not None and "gguf_file" not in source:  # in a folder with a configuration
         source = {**source, "gguf_file": gguf.name, "config": config}
     quantization = dequantization_arguments(config, source)
-    # Onto a GPU tensor by tensor, so that the host never holds the whole model. Shards are cut on the host from mapped
-    # files, so that the rest is never read.
+    # With a device map, transformers reads onto a GPU tensor by tensor, so the host never holds the whole model. Shards
+    # are cut on the host from mapped files, whose other parts are never read.
     placement = {"device_map": {"": device}} if device.type == "cuda" and "quantization_config" not in arguments else {}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         **{**source, **quantization, **placement, **arguments},
@@ -73,7 +72,7 @@ def read_with_transformers(
     )
     model, report = loaded
     if quantization:
-        for weight in model.parameters():  # unquantized ones keep their stored dtype
+        for weight in model.parameters():  # dequantization leaves other weights in their stored dtype
             weight.data = weight.data.to(dtype)
     return model.to(device), report
 
@@ -83,12 +82,12 @@ def check_complete(report: dict[str, Any]) -> None:
 
     Other unused weights, such as those of further heads, are harmless.
     """
-    lacking = {name: name for name in report["missing_keys"]}
+    missing = {name: name for name in report["missing_keys"]}
     for name, stored, expected in report["mismatched_keys"]:
-        lacking[name] = f"{name} (of shape {list(expected)}, not {list(stored)})"
-    if lacking:
-        names = _join([lacking[name] for name in sorted(lacking)])
-        raise UnsupportedModelError(f"the files lack {len(lacking)} of the model's weights: {names}")
+        missing[name] = f"{name} (of shape {list(expected)}, not {list(stored)})"
+    if missing:
+        names = _join([missing[name] for name in sorted(missing)])
+        raise UnsupportedModelError(f"the files lack {len(missing)} of the model's weights: {names}")
     scales = sorted(filter(is_scale, report["unexpected_keys"]))
     if scales:
         raise UnsupportedModelError(

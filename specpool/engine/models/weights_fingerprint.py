@@ -19,27 +19,24 @@ from specpool.engine.weights.threads import map_on_threads
 def weights_fingerprint(loaded: LoadedModel, checksums: Mapping[str, bytes] | None = None) -> str:
     """Return SHA-256 over the name, dtype, shape and bits of every weight, before a pass takes over the weights.
 
-    The fingerprint depends on the dtype, but not on the number of files or ranks, nor on whether quantized weights are
-    kept or dequantized to float32. `checksums`: by name, those of weights of which this rank has only a shard.
+    The fingerprint depends on the dtype, but not on the number of files or ranks. Keeping weights quantized or
+    dequantizing them to float32 gives the same one. `checksums`: by name, for weights of which this rank has a shard.
     """
-    weights, full = weights_of(loaded.model), dict(loaded.full.state_dict())
+    weights, full = named_weights(loaded.model), dict(loaded.full.state_dict())
     if loaded.output_ids is not None:
         weights["output_ids"] = full["output_ids"] = loaded.output_ids
-    given = {_memory_of(weights[name]): value for name, value in (checksums or {}).items()}  # tied weights: one name
-    facts = {name: (_dtype_of(weight), tuple(full[name].shape)) for name, weight in weights.items()}
-    keys = {name: (*_memory_of(weight), *facts[name]) for name, weight in weights.items()}
-    distinct = {keys[name]: weight for name, weight in weights.items()}  # tied weights have two names
-    known = {key: given[_memory_of(weight)] for key, weight in distinct.items() if _memory_of(weight) in given}
-    unknown = [key for key in distinct if key not in known]
-    known.update(zip(unknown, _checksums([distinct[key] for key in unknown]), strict=True))
+    # Tied weights have two names, but one memory.
+    sums = {_memory_of(weights[name]): value for name, value in (checksums or {}).items()}
+    missing = {_memory_of(weight): weight for weight in weights.values() if _memory_of(weight) not in sums}
+    sums.update(zip(missing, _checksums([*missing.values()]), strict=True))
     digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(repr((name, *facts[name])).encode() + known[keys[name]])
+    for name, weight in sorted(weights.items()):
+        facts = (name, _dtype_of(weight), tuple(full[name].shape))
+        digest.update(repr(facts).encode() + sums[_memory_of(weight)])
     return digest.hexdigest()
 
 
-def weights_of(model: PreTrainedModel) -> dict[str, Weight]:
-    """Return the weights of a model by name, quantized or not."""
+def named_weights(model: PreTrainedModel) -> dict[str, Weight]:
     weights: dict[str, Weight] = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
@@ -60,4 +57,4 @@ def _checksums(weights: Sequence[Weight]) -> list[bytes]:
 
 
 def _memory_of(weight: Weight) -> tuple[object, ...]:
-    return weight.data.data_ptr(), weight.data.stride()
+    return weight.data.data_ptr(), weight.data.stride(), tuple(weight.data.shape), weight.data.dtype

@@ -1,8 +1,8 @@
 """Logarithms and exponentials with the same bits on every device, for any number of threads and any slicing.
 
-They use only float32 multiplications and additions in a fixed order, which IEEE 754 rounds in one way, and integer
-operations. Torch's own functions can differ in the last bit between devices, and on a CPU between vector lanes and
-the remainder. `triton_elementary` holds the same formulas for Triton kernels.
+They use only integer operations, and float32 multiplications and additions in a fixed order: IEEE 754 defines how these
+round. Torch's own functions can differ in the last bit between devices, and on a CPU between vector lanes and the
+remainder. `triton_elementary` holds the same formulas for Triton kernels.
 
 The reductions and the split of log(2) come from the Cephes library; the polynomials are minimax fits.
 """
@@ -12,7 +12,7 @@ import torch
 # Bits of the float32 nearest sqrt(1/2); mantissas range from there to sqrt(2).
 SQRT_HALF_BITS = 0x3F3504F3
 MANTISSA_BITS, MANTISSA_MASK = 23, (1 << 23) - 1
-# They add up to log(2). The high part has few bits, so multiplying it by an exponent is exact.
+# High and low part of log(2). The high part has few bits, so multiplying it by an exponent is exact.
 LOG2_HIGH, LOG2_LOW = 0.693359375, -2.1219444170128554e-4
 # log(1 + f) = f - f**2 / 2 + f**3 * polynomial(f), highest power first.
 LOG_TERMS = (

@@ -12,7 +12,7 @@ import torch
 from specpool.engine.numerics.elementary import negative_log, negative_log1m
 
 _MASK64 = (1 << 64) - 1
-# Torch runs operations on this few elements on one thread; waking other threads would take longer.
+# Few enough elements that torch uses one thread; waking others would take longer.
 _CHUNK = 1 << 14
 # Exceeds the rounding error of the noise bound, and the distance between bound and noise.
 _MARGIN, _BOUND_ERROR = 1e-4, 3.0
@@ -47,12 +47,11 @@ def _chunks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _gumbel(bits: torch.Tensor) -> torch.Tensor:
-    """Convert independent bits (int32) to noise."""
     return negative_log(negative_log1m(_uniform(bits)))
 
 
 def _gumbel_bound(bits: torch.Tensor) -> torch.Tensor:
-    """Return an upper bound of the noise, since -log(1 - u) > u and log2(1 + m) > m for a mantissa of 1 + m."""
+    """Return an upper bound of the noise: -log(1 - u) > u, and log2(1 + m) > m for a mantissa 1 + m."""
     half = ((bits >> 1) & 0x7FFFFFFF).float().add_(0.25)  # half of 2**32 * u
     return half.view(torch.int32).float().mul_(-math.log(2) / (1 << 23)).add_((127 + 31) * math.log(2) + _MARGIN)
 
@@ -68,7 +67,6 @@ def _uniform(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(token_ids: torch.Tensor, first: int, second: int) -> torch.Tensor:
-    """Hash each token with both halves of a key."""
     return _mix(_mix(token_ids ^ first).add_(second))
 
 

@@ -22,5 +22,5 @@ def power_of_two(count: int) -> int:
 
 
 def is_wide(dtype: torch.dtype) -> bool:
-    """Whether a dtype has four bytes, which tensor cores do not multiply exactly."""
+    """Whether a dtype has four bytes: tensor cores would round such inputs."""
     return dtype.itemsize == 4

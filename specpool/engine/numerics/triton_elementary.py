@@ -1,4 +1,4 @@
-"""The functions of `elementary` and `noise` for Triton kernels, with the same bits. Import it only if Triton exists."""
+"""The functions of `elementary` and `noise` for Triton kernels, with the same bits. Requires Triton."""
 
 from specpool.engine.numerics import elementary
 from specpool.engine.numerics.triton_compat import tl, triton
@@ -78,6 +78,5 @@ def order_of_float(x):
 
 @triton.jit
 def float_of_order(x):
-    """Invert `order_of_float`."""
     bits = x.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

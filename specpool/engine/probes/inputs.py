@@ -43,7 +43,7 @@ class ProbeInputs:
         data = torch.randint(0, 256, (outputs, kind.row_bytes(inputs)), generator=self._generator, dtype=torch.uint8)
         if kind is INT8:
             data[:, :SCALE_BYTES] = self._magnitudes(outputs, 1).view(torch.uint8)
-        for at in kind.halves:
+        for at in kind.float16_offsets:
             numbers = self._magnitudes(outputs, inputs // kind.block, 1).half().view(torch.uint8)
             data.unflatten(1, (-1, kind.block_bytes))[..., at : at + 2] = numbers
         return Quantized(kind, data)

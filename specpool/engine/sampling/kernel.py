@@ -18,8 +18,8 @@ from specpool.protocol.sampling import SamplingParams
 if triton is not None:
     from specpool.engine.numerics.triton_elementary import float_of_order, gumbel, masses, order_of_float
 
-# Logits that the search for limits reads at a time; also its scratch size.
-FEW = 4096
+# Logits that the search for limits reads at a time, and the size of its scratch memory.
+SEARCH_BLOCK = 4096
 # Logits per program that adds noise, and how many it reads at a time.
 PART, BLOCK = 8192, 1024
 SEARCH_WARPS, SCORE_WARPS = 8, 4
@@ -29,7 +29,6 @@ _LARGEST_ID = (1 << 31) - 1
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether `sample_rows` may work on this device."""
     return device.type == "cuda" and triton is not None
 
 
@@ -49,9 +48,17 @@ def sample_rows(logits: torch.Tensor, rules: Sequence[tuple[SamplingParams | Non
     ).to(logits.device, non_blocking=True)  # fmt: skip
     min_logits = torch.full((rows,), -torch.inf, device=logits.device)
     if any(params is not None and _has_limits(params) for params, _ in rules):
-        few = torch.empty(rows, FEW, dtype=logits.dtype, device=logits.device)
+        scratch = torch.empty(rows, SEARCH_BLOCK, dtype=logits.dtype, device=logits.device)
         _find_min_logits[(rows,)](
-            logits, numbers, few, min_logits, vocab, FIELDS=FIELDS, FEW=FEW, num_warps=SEARCH_WARPS, **UNFUSED
+            logits,
+            numbers,
+            scratch,
+            min_logits,
+            vocab,
+            FIELDS=FIELDS,
+            WIDTH=SEARCH_BLOCK,
+            num_warps=SEARCH_WARPS,
+            **UNFUSED,
         )
     best = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     _score[(rows, parts)](
@@ -67,7 +74,6 @@ def _has_limits(params: SamplingParams) -> bool:
 
 
 def _numbers(params: SamplingParams | None, length: int, vocab: int) -> tuple[int, ...]:
-    """Return the `FIELDS` parameters of a row as int32."""
     if params is None or params.temperature == 0:
         return (0,) * FIELDS
     top_k = params.top_k if 0 < params.top_k < vocab else 0
@@ -79,8 +85,8 @@ def _numbers(params: SamplingParams | None, length: int, vocab: int) -> tuple[in
 if triton is not None:
 
     @triton.jit
-    def _find_min_logits(logits, numbers, few, min_logits, vocab, FIELDS: tl.constexpr, FEW: tl.constexpr):
-        """Store the smallest logit, divided by the temperature, that a row's limits keep. `few`: scratch [n, FEW]."""
+    def _find_min_logits(logits, numbers, scratch, min_logits, vocab, FIELDS: tl.constexpr, WIDTH: tl.constexpr):
+        """Store the smallest logit, divided by the temperature, that a row's limits keep. `scratch`: [n, WIDTH]."""
         row = tl.program_id(0).to(tl.int64)
         numbers += row * FIELDS
         temperature, top_p, log_min_p = _float(numbers), _float(numbers + 1), _float(numbers + 2)
@@ -88,65 +94,65 @@ if triton is not None:
         limited = (log_min_p > float("-inf")) | (top_k > 0) | (top_p < 1)
         if (temperature > 0) & limited:
             logits += row * vocab
-            few += row * FEW
-            largest = tl.full([FEW], float("-inf"), tl.float32)
-            for at in range(0, vocab, FEW):
-                largest = tl.maximum(largest, _load(logits, at, vocab, FEW))
+            scratch += row * WIDTH
+            largest = tl.full([WIDTH], float("-inf"), tl.float32)
+            for at in range(0, vocab, WIDTH):
+                largest = tl.maximum(largest, _load(logits, at, vocab, WIDTH))
             best = tl.div_rn(tl.max(largest, 0), temperature)
             if (best > float("-inf")) & (best < float("inf")):
                 limit = best + log_min_p
                 if (top_k > 0) | (top_p < 1):
-                    tl.store(few + tl.arange(0, FEW), largest)
+                    tl.store(scratch + tl.arange(0, WIDTH), largest)
                     tl.debug_barrier()
-                    limit = _search(logits, few, vocab, temperature, top_k, top_p, best, limit, FEW)
+                    limit = _search(logits, scratch, vocab, temperature, top_k, top_p, best, limit, WIDTH)
                 tl.store(min_logits + row, limit)
 
     @triton.jit
-    def _search(logits, few, vocab, temperature, top_k, top_p, best, limit, FEW: tl.constexpr):
+    def _search(logits, scratch, vocab, temperature, top_k, top_p, best, limit, WIDTH: tl.constexpr):
         """Return the largest of `limit` and the limits of top_k and top_p.
 
-        `few` holds the largest logit of each lane, then the logits >= `begin`. If all of them fit, the search reads
-        nothing else.
+        `scratch` holds first the largest logit of each lane, and then the logits >= `begin`. If these fit, the search
+        reads nothing else.
         """
-        rank = tl.where(top_k > 0, top_k, FEW // 2)
+        rank = tl.where(top_k > 0, top_k, WIDTH // 2)
         begin = limit
-        if rank <= FEW:  # at least `rank` lanes reach this logit, so at least `rank` logits are kept
-            begin = _kth_largest(few, FEW, temperature, rank, limit, best, FEW)
+        if rank <= WIDTH:  # at least `rank` lanes reach this logit, so at least `rank` logits are kept
+            begin = _kth_largest(scratch, WIDTH, temperature, rank, limit, best, WIDTH)
             tl.debug_barrier()
-        count = _keep(logits, few, vocab, temperature, begin, FEW)
+        count = _keep(logits, scratch, vocab, temperature, begin, WIDTH)
         tl.debug_barrier()
         source, length = logits, vocab
-        if count <= FEW:
-            source, length = few, count
+        if count <= WIDTH:
+            source, length = scratch, count
         if top_k > 0:
-            limit = _kth_largest(source, length, temperature, top_k, begin, best, FEW)
+            limit = _kth_largest(source, length, temperature, top_k, begin, best, WIDTH)
         if top_p < 1:
             begin = tl.maximum(begin, limit)
             if top_k > 0:  # top_k removed everything below `begin`
-                total = _mass(source, length, temperature, begin, best, FEW)
+                total = _mass(source, length, temperature, begin, best, WIDTH)
             else:
-                total = _mass(logits, vocab, temperature, limit, best, FEW)
+                total = _mass(logits, vocab, temperature, limit, best, WIDTH)
             goal = total.to(tl.float64) * top_p.to(tl.float64)
-            if _mass(source, length, temperature, begin, best, FEW).to(tl.float64) < goal:
+            if _mass(source, length, temperature, begin, best, WIDTH).to(tl.float64) < goal:
                 source, length, begin = logits, vocab, limit
-            limit = _nucleus(source, length, temperature, goal, begin, best, FEW)
+            limit = _nucleus(source, length, temperature, goal, begin, best, WIDTH)
         return limit
 
     @triton.jit
-    def _keep(logits, few, vocab, temperature, begin, WIDTH: tl.constexpr):
+    def _keep(logits, scratch, vocab, temperature, begin, WIDTH: tl.constexpr):
         """Copy the logits >= `begin` while there is room; returns their number."""
         count = tl.zeros([], tl.int32)
         for at in range(0, vocab, WIDTH):
             x = _load(logits, at, vocab, WIDTH)
             kept = (tl.div_rn(x, temperature) >= begin) & (at + tl.arange(0, WIDTH) < vocab)
             place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
-            tl.store(few + place, x, mask=kept & (place < WIDTH))
+            tl.store(scratch + place, x, mask=kept & (place < WIDTH))
             count += tl.sum(kept.to(tl.int32), 0)
         return count
 
     @triton.jit
     def _kth_largest(logits, length, temperature, rank, low, high, WIDTH: tl.constexpr):
-        """Find the `rank`-th largest logit by bisection between `low` and `high`; `low` if fewer are above it."""
+        """Find the `rank`-th largest logit by bisection from `low` to `high`. Returns `low` if fewer are larger."""
         low, high = order_of_float(low).to(tl.int64), order_of_float(high).to(tl.int64)
         while low < high:
             middle = (low + high + 1) >> 1

@@ -1,7 +1,7 @@
 """Sampling: penalties, temperature, truncation, and shared noise.
 
 A CPU samples one row at a time, a GPU a whole batch; equal logits give the same token on both. Penalties and limits
-apply in vLLM's order, each as `transformers` defines it, except that ties with the last kept token are kept too.
+apply in vLLM's order, each as transformers defines it. Unlike there, ties with the last kept token are kept, too.
 """
 
 import logging
@@ -20,8 +20,8 @@ from specpool.protocol.sampling import SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
-# Number of tokens that nearly always hold top_p; otherwise all are sorted.
-FEW_CANDIDATES = 256
+# Number of candidates that nearly always reach top_p; otherwise all logits are sorted.
+NUCLEUS_CANDIDATES = 256
 
 
 def choose_tokens(logits: torch.Tensor, params: SamplingParams, token_ids: Sequence[int]) -> Iterator[int]:
@@ -79,7 +79,7 @@ def kernel_is_exact(device: torch.device, dtype: torch.dtype, vocab_size: int) -
 
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index [n] of the largest logit in each row of [n, head rows]; the first wins ties, NaN is largest."""
+    """Return the index [n] of the largest logit in each row of [n, head rows]. The first wins ties; NaN is largest."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(-1))  # numpy takes a fifth of the time
     return logits.argmax(-1)
@@ -139,7 +139,7 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
 def _nucleus(logits: torch.Tensor, best: float, top_p: float) -> float:
     """Return the smallest logit of the smallest set of most probable tokens that holds `top_p`."""
     limit = float(masses(logits - best).sum()) * float32(top_p)
-    values = logits.topk(min(FEW_CANDIDATES, len(logits))).values
+    values = logits.topk(min(NUCLEUS_CANDIDATES, len(logits))).values
     mass = masses(values - best)
     if float(mass.sum()) < limit:
         values = logits.sort(descending=True).values

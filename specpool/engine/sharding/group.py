@@ -22,7 +22,7 @@ _stores: Any = distributed
 
 # Renamed in torch 2.13.
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-# Never give up: the connection to a rank reports its end.
+# Never time out: the connection to a rank reports when it ends.
 TIMEOUT = timedelta(days=365)
 
 
@@ -50,13 +50,13 @@ class SingleRank:
         return gemm(x)
 
     def project_terms(self, gemm: Gemm, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
-        """Run `project` without the final sum, for a GEMM that returns terms. Returns [terms, n, hidden]."""
+        """Run `project` without the final sum, for a GEMM that returns terms. Returns [terms, n, hidden], by rank."""
         return gemm(x)
 
     def unsharded_outputs(self, features: int, dimension: Dimension) -> int:
-        """Return the outputs of the GEMM whose order of summation this rank follows; `features`: outputs it has.
+        """Return the output count of the GEMM whose order of summation this rank follows.
 
-        `features` is the share of a dimension, or a multiple of it.
+        `features`: this rank's outputs, a multiple of its share of the dimension.
         """
         return features
 
@@ -93,7 +93,6 @@ class Group(SingleRank):
         return self.sharding.shares[dimension].total
 
     def local_size(self, dimension: Dimension) -> int:
-        """Return the size of this rank's share of a dimension."""
         return self.sharding.shares[dimension].sizes[self.rank]
 
     def embed(self, weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -126,16 +125,11 @@ class Group(SingleRank):
         return total
 
     def project_terms(self, gemm: Gemm, x: torch.Tensor, inputs: Dimension) -> torch.Tensor:
-        """Run `project` without the final sum, for a GEMM that returns terms. Returns [terms, n, hidden].
-
-        Partial sums are in rank order.
-        """
         if self.in_parts:
             return self.all_gather(gemm(x)).flatten(0, 1)
         return self.gather(gemm(self.gather(x, inputs)), "hidden")
 
     def unsharded_outputs(self, features: int, dimension: Dimension) -> int:
-        """Return the outputs of the GEMM whose order of summation this rank follows; `features`: outputs it has."""
         if self.in_parts:
             return features
         return features * self.sharding.shares[dimension].total // self.local_size(dimension)

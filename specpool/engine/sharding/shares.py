@@ -1,4 +1,4 @@
-"""How a model's weights are sharded among ranks. Pure.
+"""How a model's weights are sharded among ranks.
 
 GEMMs are sharded by outputs: queries, keys and values by KV heads, gate and up by features, the output head by tokens.
 With partial sums ("parts"), o_proj and down_proj are sharded by inputs instead.
@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig
 
 Sums = Literal["whole", "parts"]
 """How the terms of an output are summed. "whole": one rank sums all terms in the order of one device, so any number
-of ranks gives the same bits. "parts": each rank sums its own terms and the partial sums are added in rank order, with
-half the collectives, but bits depend on the number of ranks."""
+of ranks gives the same bits. "parts": each rank sums its own terms, and partial sums are added in rank order. This
+takes half the collectives, but the bits depend on the number of ranks."""
 
 Dimension = Literal["attended", "hidden", "intermediate", "tokens"]
 """Features of the attention output, the hidden state and the intermediate state; rows of embedding and output head."""
 
-ADDED: Mapping[str, Dimension] = {"o_proj": "attended", "down_proj": "intermediate"}
+RESIDUAL_GEMMS: Mapping[str, Dimension] = {"o_proj": "attended", "down_proj": "intermediate"}
 """GEMMs whose results are added to the hidden states, and their input dimension."""
 # Shares of features are multiples of the vector length of the compiled pass.
 UNIT = 16
@@ -37,11 +37,9 @@ class Shares:
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """First index of each share."""
         return (0, *accumulate(self.sizes[:-1]))
 
     def of(self, rank: int) -> range:
-        """Return the indexes of a rank's share."""
         first = self.firsts[rank]
         return range(first, first + self.sizes[rank])
 
@@ -50,7 +48,7 @@ class Shares:
         return Shares(tuple(size * factor for size in self.sizes))
 
 
-def deal(total: int, ranks: int, unit: int = 1) -> Shares:
+def split_evenly(total: int, ranks: int, unit: int = 1) -> Shares:
     """Split `total` indexes evenly in multiples of `unit`; the last share takes the incomplete unit."""
     units = -(-total // unit)
     ends = [min(total, unit * -(-units * (rank + 1) // ranks)) for rank in range(ranks)]
@@ -76,12 +74,12 @@ def shard(config: PreTrainedConfig, ranks: int, sums: Sums) -> Sharding:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if ranks > kv_heads:
         raise ValueError(f"tensor_parallel {ranks} is more than the {kv_heads} KV heads")
-    head_shares = deal(kv_heads, ranks)
+    head_shares = split_evenly(kv_heads, ranks)
     shares: dict[Dimension, Shares] = {
         "attended": head_shares.times(heads // kv_heads * head_dim_of(config)),
-        "hidden": deal(config.hidden_size, ranks, UNIT),
-        "intermediate": deal(config.intermediate_size, ranks, UNIT),
-        "tokens": deal(config.vocab_size, ranks, UNIT),
+        "hidden": split_evenly(config.hidden_size, ranks, UNIT),
+        "intermediate": split_evenly(config.intermediate_size, ranks, UNIT),
+        "tokens": split_evenly(config.vocab_size, ranks, UNIT),
     }
     for dimension, share in shares.items():
         if not all(share.sizes):
@@ -128,8 +126,8 @@ def piece_of(name: str, config: PreTrainedConfig, share: Share) -> Piece | None:
     if module == "gate_up_proj":  # gate rows, then up rows
         gate, total = shares["intermediate"].of(rank), shares["intermediate"].total
         return Piece(0, (gate, range(gate.start + total, gate.stop + total)))
-    if module not in ADDED:
+    if module not in RESIDUAL_GEMMS:
         return None
     if sharding.sums == "whole":
         return Piece(0, (shares["hidden"].of(rank),))
-    return Piece(1, (shares[ADDED[module]].of(rank),)) if attribute == "weight" else None
+    return Piece(1, (shares[RESIDUAL_GEMMS[module]].of(rank),)) if attribute == "weight" else None

@@ -1,4 +1,4 @@
-"""Loads one rank's shard of a model through transformers, tensor by tensor, so that no rank ever holds all weights.
+"""Loads one rank's shard of a model through transformers, tensor by tensor. No rank ever holds all weights.
 
 A transformers quantizer may replace each tensor as it is read; ours replaces it with the rank's piece.
 """
@@ -14,7 +14,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from specpool.engine.sharding.shares import ADDED, Piece, Share, piece_of
+from specpool.engine.sharding.shares import RESIDUAL_GEMMS, Piece, Share, piece_of
 from specpool.engine.weights.checksums import checksum
 from specpool.engine.weights.quantized import Quantized, QuantizedLinear, Weight, as_tensor
 
@@ -29,7 +29,7 @@ class ShardConfig(QuantizationConfigMixin):
         self.quant_method = METHOD  # type: ignore[assignment]
         self.model, self.share = config, share
         self.checksums: dict[str, bytes] = {}
-        """Checksums of the full weights that this rank is responsible for, by name."""
+        """Checksums by name, of the full weights that this rank hashes."""
 
     def piece(self, name: str) -> Piece | None:
         """Return the rank's piece of a weight; None: the rank has all of it."""
@@ -78,7 +78,7 @@ def adapt(model: PreTrainedModel, share: Share) -> None:
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
         # Only the first partial sum includes the bias.
-        drops_bias = share.sharding.sums == "parts" and share.rank > 0 and name.split(".")[-1] in ADDED
+        drops_bias = share.sharding.sums == "parts" and share.rank > 0 and name.split(".")[-1] in RESIDUAL_GEMMS
         if drops_bias and isinstance(module, nn.Linear | QuantizedLinear):
             module.register_parameter("bias", None)
 

@@ -12,14 +12,14 @@ from specpool.engine.weights.quantized import Quantized, Weight, as_tensor, slic
 ROW_WORDS = 1 << 16  # 32-bit words per row; the multipliers and a row of results fit into the processor's cache
 ROWS = {"cpu": 32, "cuda": 256}  # rows summed at a time, by device type
 WORD_BYTES, SUM_BYTES = 4, 8
-SLICE_WEIGHTS = 1 << 20  # weights dequantized or converted at a time, so that they stay in the processor's cache
+SLICE_WEIGHTS = 1 << 20  # weights converted at a time, so that they stay in the processor's cache
 
 
 def checksum(weight: Weight, dtype: torch.dtype | None = None) -> bytes:
     """Return one 64-bit sum per row of 32-bit words, each word times a multiplier for its position.
 
     This is multilinear hashing in wrapping integers (Lemire and Kaser, 2014). `dtype`: convert the weight to this type
-    first; None: keep its type, or float32 if it is quantized. Conversion never holds the whole weight.
+    first, slice by slice; None: keep its type, or dequantize to float32.
     """
     if not isinstance(weight, Quantized) and dtype in (None, weight.dtype):
         return _sum_rows(weight)

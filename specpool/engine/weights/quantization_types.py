@@ -14,7 +14,7 @@ SCALE_BYTES = 4  # bytes of the scale that starts each INT8 row
 
 @dataclass(frozen=True)
 class Fields:
-    """Decoded rows. A block holds `columns / blocks` inputs of an output; a part is a fraction of a block."""
+    """Decoded rows. A row has `blocks` blocks, and a block may have several parts."""
 
     codes: torch.Tensor  # [rows, columns], int8; 8-bit codes are signed, shorter ones are not
     scale: torch.Tensor  # [rows, blocks], float16; INT8: [rows, 1], float32
@@ -37,7 +37,7 @@ class QuantizationType:
     block_bytes: int
     bits: int  # bits per code
     split: Callable[[torch.Tensor], Fields]  # decodes bytes [rows, blocks, block_bytes]
-    halves: tuple[int, ...] = ()  # byte positions of float16 numbers in a block
+    float16_offsets: tuple[int, ...] = ()  # byte positions of float16 numbers in a block
     zero_point: int = 0  # subtracted from unsigned codes
 
     def fields(self, data: torch.Tensor) -> Fields:
@@ -54,8 +54,7 @@ class QuantizationType:
         return row_bytes // self.block_bytes * self.block
 
     def is_finite(self, data: torch.Tensor) -> bool:
-        """Whether all scales and offsets are finite."""
-        return all(bool(_halves(self._blocks(data), at).isfinite().all()) for at in self.halves)
+        return all(bool(_float16_at(self._blocks(data), at).isfinite().all()) for at in self.float16_offsets)
 
     def slice_columns(self, data: torch.Tensor, columns: range) -> torch.Tensor | None:
         """Return the bytes of these columns, or None if they are not whole blocks."""
@@ -109,8 +108,8 @@ def _per_part(numbers: torch.Tensor, factors: torch.Tensor | None) -> torch.Tens
     return per_block if factors is None else (per_block[..., None] * factors.float()).flatten(1)
 
 
-def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the float16 at this byte of each block; blocks have an even number of bytes."""
+def _float16_at(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the float16 number at this byte of each block; blocks have an even number of bytes."""
     return blocks.view(torch.float16)[..., at // 2]
 
 
@@ -135,10 +134,10 @@ def _codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(bits: int, numbers: int) -> Callable[[torch.Tensor], Fields]:
-    """Return the decoder of blocks with float16 numbers (scale and offset), the fifth bits of codes, and their rest."""
+    """Return the decoder of blocks with float16 numbers (scale, offset), the fifth bits of codes, and the rest."""
 
     def split(blocks: torch.Tensor) -> Fields:
-        header, codes = [_halves(blocks, 2 * i) for i in range(numbers)], blocks[..., 2 * numbers :]
+        header, codes = [_float16_at(blocks, 2 * i) for i in range(numbers)], blocks[..., 2 * numbers :]
         if bits == 4:
             codes = _nibbles(codes)
         elif bits == 5:
@@ -153,8 +152,8 @@ def _q4_k(blocks: torch.Tensor) -> Fields:
     scales, offsets, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     return Fields(
         _codes(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))),
-        _halves(blocks, 0),
-        _halves(blocks, 2),
+        _float16_at(blocks, 0),
+        _float16_at(blocks, 2),
         torch.cat([scales & 63, rest & 15 | scales >> 6 << 4], -1),
         torch.cat([offsets & 63, rest >> 4 | offsets >> 6 << 4], -1),
     )
@@ -163,7 +162,9 @@ def _q4_k(blocks: torch.Tensor) -> Fields:
 def _q6_k(blocks: torch.Tensor) -> Fields:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))  # [rows, blocks, 2, 128]
     high = _split_bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).transpose(-1, -2).flatten(-2)
-    return Fields(_codes(low | high << 4), _halves(blocks, 208), scale_factors=blocks[..., 192:208].view(torch.int8))
+    return Fields(
+        _codes(low | high << 4), _float16_at(blocks, 208), scale_factors=blocks[..., 192:208].view(torch.int8)
+    )
 
 
 def _no_blocks(blocks: torch.Tensor) -> Fields:

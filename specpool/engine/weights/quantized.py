@@ -1,4 +1,4 @@
-"""Quantized weights as stored in their file, and modules that use them in place of the transformers ones."""
+"""Quantized weights as stored in their file, and modules that compute with them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ class Quantized:
         rows, columns = self.shape
         weights = torch.empty(rows, columns)
 
-        def write(some: slice) -> None:
-            weights[some] = self.qtype.dequantize(self.rows(some).fields())
+        def write(part: slice) -> None:
+            weights[part] = self.qtype.dequantize(self.rows(part).fields())
 
         run_in_slices(write, rows, columns)
         return weights
@@ -89,7 +89,6 @@ def slice_of(weight: Weight, begin: int, end: int) -> Weight:
 
 
 def as_tensor(weight: Weight) -> torch.Tensor:
-    """Return a weight as a tensor, dequantized if necessary."""
     return weight.dequantized() if isinstance(weight, Quantized) else weight
 
 
@@ -109,7 +108,6 @@ def shares_memory(weight: Weight, layer: nn.Module) -> bool:
 
 
 def dequantized_linear(layer: nn.Module) -> nn.Linear:
-    """Return a linear layer with its weight dequantized if necessary."""
     if isinstance(layer, nn.Linear):
         return layer
     assert isinstance(layer, QuantizedLinear)

@@ -1,4 +1,4 @@
-"""Parallel work on weights: every thread works on its own weight, instead of all threads on one."""
+"""Parallel work on weights: each thread works on its own weight."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-SLICE_WEIGHTS = 1 << 18  # maximum weights in a slice; its intermediate results then stay in the processor's cache
+SLICE_WEIGHTS = 1 << 18  # per slice, so that intermediate results stay in the processor's cache
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,8 +23,8 @@ def run_in_slices(work: Callable[[slice], None], count: int, weights_each: int) 
 def map_on_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Apply a function to all items, on as many threads as torch uses. Results keep the order of the items.
 
-    Torch's own threads synchronize in every operation, so a busy core delays them all: while a draft worker started on
-    the same two cores, a target took four times as long to load.
+    Torch's own threads synchronize in every operation, so one busy core delays them all. A target took four times as
+    long to load while a draft worker started on the same two cores.
     """
     threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
     if threads == 1:  # true on the pool's own threads, too

@@ -95,15 +95,20 @@ class Settings(BaseSettings):
             _check_utf8(arguments)
             _check_variable_names(cls.keys() | set(other_settings))
             resolved = _with_file(cls, program, _config_file(arguments))
-            source: CliSettingsSource[Any] = CliSettingsSource(resolved, formatter_class=_HelpFormatter)
+            source: CliSettingsSource[Any] = CliSettingsSource(
+                resolved, formatter_class=_HelpFormatter, cli_exit_on_error=False
+            )
             return CliApp.run(resolved, arguments, cli_settings_source=source)
         except ValidationError as error:
             for problem in error.errors():
                 key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")  # empty if settings conflict
                 reason = problem["msg"].removeprefix("Value error, ")
+                if problem["type"] == "extra_forbidden":
+                    key, reason = "config", f"unknown setting {'.'.join(map(str, problem['loc']))}"
                 print(": ".join(filter(None, (program, key, reason))), file=sys.stderr)
         except (SettingsError, OSError, ValueError) as error:
-            print(f"{program}: {error}", file=sys.stderr)
+            reason = str(error).removeprefix("error parsing CLI: ")
+            print(f"{program}: {reason}", file=sys.stderr)
         raise SystemExit(2)
 
     @classmethod
@@ -204,9 +209,12 @@ def _check_variable_names(keys: set[str]) -> None:
 
 def _config_file(arguments: list[str]) -> str | None:
     variables = {name.upper(): value for name, value in os.environ.items()}
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", default=variables.get(ENV_PREFIX + "CONFIG"))
-    path: str | None = parser.parse_known_args(arguments)[0].config
+    try:
+        path: str | None = parser.parse_known_args(arguments)[0].config
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
     return path
 
 

@@ -94,8 +94,8 @@ class CallCounter:
             code = context.code() or UNKNOWN
             raise
         except BaseException:  # client disconnected, or an unread stream was ended with a status
-            left = context.time_remaining()
-            code = context.code() or (DEADLINE_EXCEEDED if left is not None and left <= 0 else CANCELLED)
+            remaining = context.time_remaining()
+            code = context.code() or (DEADLINE_EXCEEDED if remaining is not None and remaining <= 0 else CANCELLED)
             raise
         finally:
             self._counts[*self._methods.get(path, UNKNOWN_METHOD), code_name(code)] += 1

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 PATH = "/metrics"
 # Pause between two accepted connections, and the listen backlog.
 ACCEPT_SECONDS, BACKLOG = 0.05, 16
-# A response is cached for this multiple of the time it took, so that scrapes take at most 1% of the time, and at most
-# for this many seconds.
+# A response is cached for this multiple of the time it took, up to a maximum in seconds. Scrapes therefore take at most
+# 1% of the time.
 CACHE_FACTOR, MAX_CACHE_SECONDS = 100, 5.0
 # Time for a connection to send its request and read the response. Beyond the limit, the oldest connection is closed.
 REQUEST_SECONDS, MAX_CONNECTIONS = 10.0, 16

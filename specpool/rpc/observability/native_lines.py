@@ -23,7 +23,7 @@ _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": log
 
 
 def follow_native_lines() -> TextIO:
-    """Start to log everything written to stderr. Return the real stderr, for the log itself."""
+    """Start logging everything written to stderr. Return the real stderr, for the log itself."""
     real = os.fdopen(os.dup(STDERR), "w", buffering=1, errors="backslashreplace")
     faulthandler.enable(real)
     reading, writing = os.pipe()

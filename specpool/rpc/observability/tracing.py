@@ -1,7 +1,7 @@
-"""Traces by OpenTelemetry, exported to an OTLP collector. Only this module imports OpenTelemetry, and only on demand.
+"""OpenTelemetry traces, exported to an OTLP collector. Only this module imports OpenTelemetry, and only on demand.
 
-A process without traces has no `Tracer`. A round serves many requests at a time, so there is no current span: parents
-are explicit. Attribute names follow OpenTelemetry's semantic conventions where they exist.
+A process without traces has no `Tracer`. A round serves many requests, so there is no current span and parents are
+explicit. Attribute names follow OpenTelemetry's semantic conventions where they exist.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ Kind: TypeAlias = Literal["internal", "server", "client"]
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | list[str]]
 
 FLUSH_SECONDS = 2.0
-"""Maximum delay of a stop for the last spans."""
+"""Maximum time to export the last spans at shutdown."""
 LOG_SECONDS = 60.0
 _PARENT_HEADERS = ("traceparent", "tracestate")
 _SAMPLED = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f][13579bdf]")
 
 
 class Span:
-    """A recording span. Whoever begins it must end it."""
+    """A recording span. The caller that begins it must end it."""
 
     def __init__(self, tracer: "Tracer", span: Any) -> None:
         """`span`: OpenTelemetry's own."""
@@ -50,30 +50,30 @@ class Span:
     def child(
         self, name: str, kind: Kind = "internal", began_ns: int | None = None, links: Iterable["Span"] = ()
     ) -> "Span":
-        """Begins a child span. `began_ns`: nanoseconds since the epoch; None: now. `links`: related spans."""
+        """Begin a child span. `began_ns`: nanoseconds since the epoch; None: now. `links`: related spans."""
         api, tracer = self._tracer.api, self._tracer.sdk_tracer
         context, linked = api.set_span_in_context(self._span), [api.Link(span.context) for span in links]
         child = tracer.start_span(name, context, api.SpanKind[kind.upper()], links=linked, start_time=began_ns)
         return Span(self._tracer, child)
 
     def note(self, attributes: Attributes) -> None:
-        """Adds attributes."""
+        """Add attributes."""
         self._span.set_attributes(attributes)
 
     def failed(self, error: BaseException) -> None:
-        """Records an error without its message, which may quote a client."""
+        """Record an error without its message, which may quote a client."""
         name, is_fault = error_type(error)
         self._span.set_attribute("error.type", name)
         if is_fault:
             self._span.set_status(self._tracer.error_status)
 
     def end(self, ended_ns: int | None = None) -> None:
-        """Ends the span. `ended_ns`: nanoseconds since the epoch; None: now."""
+        """End the span. `ended_ns`: nanoseconds since the epoch; None: now."""
         self._span.end(ended_ns)
 
     @contextmanager
     def ending(self) -> Iterator["Span"]:
-        """A context that ends the span, and records an error of its body."""
+        """Context manager that ends the span and records an exception."""
         try:
             yield self
         except BaseException as error:
@@ -112,12 +112,12 @@ class Tracer:
         self.error_status = trace.Status(trace.StatusCode.ERROR)
 
     def request(self, name: str, metadata: Iterable[tuple[str, Any]], began_ns: int) -> Span | None:
-        """Begins the span of a request, in the trace of its caller if the metadata has one. None if not sampled."""
+        """Begin the span of a request, in the trace of its caller if the metadata has one. None if not sampled."""
         headers = {key: value for key, value in metadata if key in _PARENT_HEADERS and isinstance(value, str)}
         return self._begin_server_span(name, headers, began_ns)
 
     def round(self, name: str, traceparent: str) -> Span | None:
-        """Begins the span of a worker's part in a round. None if the caller does not trace the round."""
+        """Begin the span of a worker's part in a round. None if the caller does not trace the round."""
         if not _SAMPLED.fullmatch(traceparent):
             return None
         return self._begin_server_span(name, {"traceparent": traceparent}, None)
@@ -128,11 +128,11 @@ class Tracer:
         return Span(self, span) if span.is_recording() else None
 
     async def close(self) -> None:
-        """Exports the last spans, within `FLUSH_SECONDS`."""
+        """Export the last spans, within `FLUSH_SECONDS`."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        # A daemon thread need not be joined; the library waits half a minute for a hanging collector.
+        # In a daemon thread, because the library waits half a minute for a hanging collector.
         flushing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECONDS)
@@ -141,7 +141,7 @@ class Tracer:
 
 
 def tracer_of(settings: TraceSettings, service: str) -> Tracer | None:
-    """The tracer of a process; None without traces. OSError if OpenTelemetry refuses its own variables."""
+    """The tracer of a process; None without traces. Raises OSError if OpenTelemetry rejects its variables."""
     if settings.otlp_traces_endpoint is None:
         return None
     try:
@@ -154,10 +154,10 @@ def tracer_of(settings: TraceSettings, service: str) -> Tracer | None:
 def _resource(service: str) -> Any:
     from opentelemetry.sdk.resources import Resource
 
-    found = Resource.create({"service.version": package_version()})
-    named = not str(found.attributes.get("service.name", "")).startswith("unknown_service")
+    detected = Resource.create({"service.version": package_version()})
+    named = not str(detected.attributes.get("service.name", "")).startswith("unknown_service")
     defaults: dict[str, str | int] = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
-    return Resource(defaults).merge(found if named else found.merge(Resource({"service.name": service})))
+    return Resource(defaults).merge(detected if named else detected.merge(Resource({"service.name": service})))
 
 
 class _OnceAMinute(logging.Filter):
@@ -185,14 +185,14 @@ def _in_one_line(record: logging.LogRecord) -> bool:
 
 
 def _without_headers(record: logging.LogRecord) -> bool:
-    """Names the variable instead of quoting it, because it may hold a password."""
+    """Name the variable instead of quoting it, because it may hold a password."""
     record.args = ("OTEL_EXPORTER_OTLP_HEADERS",)
     return True
 
 
-# Loggers that report a collector that does not answer.
+# Loggers that report an unreachable collector.
 _EXPORT_LOGGERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
-# Loggers that report invalid variables, and other errors that need not end the process.
+# Loggers that report invalid variables and other non-fatal errors.
 _ERROR_LOGGERS = (
     *_EXPORT_LOGGERS,
     "opentelemetry.context",
@@ -200,7 +200,7 @@ _ERROR_LOGGERS = (
     "opentelemetry.sdk.trace.export",
 )
 _HEADERS_LOGGER = "opentelemetry.util.re"
-# Loggers that warn of requests with long texts or invalid headers, in the caller's words.
+# Loggers that quote long texts or invalid headers of callers.
 _REQUEST_LOGGERS = (
     "opentelemetry.attributes",
     "opentelemetry.trace.propagation.tracecontext",

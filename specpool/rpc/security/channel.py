@@ -24,9 +24,9 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     # Ignore http_proxy, which is meant for downloads.
     ("grpc.enable_http_proxy", 0),
-    # Soon resolve a name again that now points to another pod.
+    # Re-resolve names soon: they may point to another pod by now.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
-    # Soon reconnect to a restarted peer.
+    # Reconnect quickly to a restarted peer.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -13,10 +13,10 @@ Signature: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class Reloaded(Generic[T]):
-    """The loaded contents of files. If changed files are invalid, the last valid contents stay."""
+    """The loaded contents of files. Keeps the last valid contents while changed files are invalid."""
 
     def __init__(self, paths: Sequence[Path], load: Callable[[], T]) -> None:
-        """Loads the files once. `load` raises a ValueError, whose text may be logged, for invalid files."""
+        """Load the files once. `load` raises a ValueError, whose text may be logged, for invalid files."""
         self._paths, self._load = paths, load
         self._seen = self._signature()
         self._loaded = load()
@@ -30,7 +30,7 @@ class Reloaded(Generic[T]):
             except ValueError as error:
                 log.error("cannot use changed files; keeping the previous contents: %s", error)
                 continue
-            if self._signature() == signature:  # otherwise they changed while being read, and may not match
+            if self._signature() == signature:  # otherwise they changed while being read
                 self._loaded = loaded
                 log.info("reloaded %s", ", ".join(map(str, self._paths)))
         return self._loaded

@@ -44,7 +44,7 @@ class ServerSecurity(BaseModel, frozen=True):
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """The server's TLS files, or None without TLS. Raises ValueError for a certificate without key or reverse."""
+        """The server's TLS files, or None without TLS. Raises ValueError unless certificate and key are both set."""
         files = TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
         return files if files.cert is not None else None
 

@@ -1,4 +1,4 @@
-"""gRPC options that limit connections and the data that clients send before it is read."""
+"""gRPC options that limit connections and unread data."""
 
 import logging
 import resource
@@ -30,8 +30,7 @@ def connection_options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
         ("grpc.max_concurrent_streams", per_connection),
-        # Above the first limit gRPC cancels pending calls at random. Every call must be accepted, or refused with a
-        # reason.
+        # Beyond the first limit, gRPC cancels pending calls at random. Keep it above `max_calls`, which gives a reason.
         ("grpc.server.max_pending_requests", pending),
         ("grpc.server.max_pending_requests_hard_limit", 2 * pending),
     ]

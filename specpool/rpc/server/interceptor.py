@@ -57,8 +57,8 @@ class Refusals:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each handler once.
 
-    The wrapper reads and parses requests itself: only when the limits allow it, and so that a malformed request is an
-    error like any other. It therefore treats every method as one with a stream of requests.
+    The wrapper reads and parses requests itself, to enforce the limits first and to report malformed requests like any
+    other error. It therefore registers every method as one with a request stream.
     """
 
     def __init__(self, settings: ServerSettings, authenticator: Authenticator, counter: CallCounter | None) -> None:

@@ -17,12 +17,12 @@ from specpool.rpc.server.callers import client_of
 
 MAX_CONCURRENT_READS = 16
 MAX_CONCURRENT_READS_PER_CLIENT = 4
-# After this time, a request that is still arriving gives its read slot to the next one and counts as slow. Beyond the
-# maximum number of slow requests, the slowest fails. Idle senders therefore block nobody, and memory stays bounded.
+# A request that is still arriving after this time gives up its read slot and counts as slow. Beyond the maximum number
+# of slow requests, the slowest fails. Idle senders therefore block nobody, and memory stays bounded.
 READ_SLOT_SECONDS, MAX_SLOW_REQUESTS = 0.25, 64
 # Health and reflection have limits of their own, so that a flood of requests cannot delay a health check.
 HEALTH_CALLS_PER_CLIENT, HEALTH_RECEIVE_SECONDS = 256, 1.0
-# Factor on the shared limits for a client with nothing in progress, so that no other client can exhaust them.
+# Factor on the shared limits for a client with no calls in progress, so that other clients cannot lock it out.
 NEW_CLIENT_FACTOR = 2
 # Retry delay for refused clients.
 RETRY_AFTER_SECONDS = 1.0

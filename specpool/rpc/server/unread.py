@@ -46,7 +46,7 @@ class UnreadStream:
 async def status_sent(context: Any) -> None:
     """Wait until the status of an ended stream is sent, at most until the client disconnects.
 
-    Returns at once for other calls.
+    Return at once for other calls.
     """
     if (ending := _ENDING.get(id(context))) is not None:
         await asyncio.wait([ending])

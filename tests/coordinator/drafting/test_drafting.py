@@ -1,4 +1,4 @@
-"""Draft plans, adaptive and fixed, by the model and by prompt lookup, and what a round teaches."""
+"""Draft plans: adaptive and fixed, by the model and by prompt lookup, and learning from rounds."""
 
 import pytest
 from hypothesis import given
@@ -59,10 +59,6 @@ def test_a_good_model_drafts_while_its_tokens_are_likely() -> None:
     assert 0 < plan.min_chance < plan.next_chance < 1
 
 
-def test_a_bad_model_does_not_draft() -> None:
-    assert plan_of(make_drafting(rate=0.01), make_sequence()).num_draft_tokens == 0
-
-
 def test_unlikely_tokens_end_a_draft_even_if_verification_is_free() -> None:
     drafting, sequence = make_drafting(rate=0.8), make_sequence()
     drafting.costs.verify = StepTimes({1: 0.02, 64: 0.02}, cached=500, per_cached=1e-5)
@@ -72,20 +68,13 @@ def test_unlikely_tokens_end_a_draft_even_if_verification_is_free() -> None:
     assert 0 < plan.min_chance < 0.1
 
 
-def test_sampled_drafts_have_the_length_that_pays_on_average() -> None:
+def test_sampled_drafts_have_the_best_average_length() -> None:
     plan = plan_of(make_drafting(rate=0.6), make_sequence(sampling=SamplingParams(temperature=1.0)))
     assert 1 <= plan.num_draft_tokens < 8
     assert plan.min_chance == 0
 
 
-def test_without_a_draft_worker_prompt_lookup_drafts() -> None:
-    plan = plan_of(make_drafting(), make_sequence(LOOP), worker=None)
-    assert plan.num_draft_tokens == 0
-    assert plan.lookup_ids
-    assert plan.lookup_ids == (5, 6, 7, 8, 5, 6, 7, 8)[: len(plan.lookup_ids)]
-
-
-def test_prompt_lookup_wins_where_it_was_right() -> None:
+def test_prompt_lookup_is_preferred_after_correct_lookups() -> None:
     drafting, sequence = make_drafting(rate=0.5), make_sequence(LOOP)
     for _ in range(50):
         plan = plan_of(drafting, sequence)
@@ -134,7 +123,7 @@ def test_fixed_lengths_are_limited_beside_adaptive_ones(method: DraftMethod, rat
     assert drafting.plan_round([make_sequence(), short], WORKER)[4].num_draft_tokens == 2
 
 
-def test_now_and_then_a_round_is_plain() -> None:
+def test_rounds_are_occasionally_plain() -> None:
     drafting, sequence = make_drafting(rate=0.9), make_sequence()
     plain = sum(plan_of(drafting, sequence).num_draft_tokens == 0 for _ in range(10 * PLAIN_EVERY))
     assert 8 <= plain <= 12
@@ -174,7 +163,7 @@ def test_only_likely_tokens_are_verified() -> None:
     assert item.draft_token_ids == (4, 5)
     (commit,) = round_.commit([Verdict(1, ItemStatus.OK, (4, 5, 6), 5)])
     assert (commit.drafted, commit.accepted) == (2, 2)
-    assert sequence.num_draft_cached_tokens == 3, "the proposal says so, and all of its tokens were right"
+    assert sequence.num_draft_cached_tokens == 3, "all proposed tokens were right, so the cache is kept"
 
 
 def test_prompt_lookup_replaces_a_failed_draft() -> None:
@@ -190,7 +179,7 @@ def test_prompt_lookup_replaces_a_failed_draft() -> None:
 # --- Learning
 
 
-def test_an_unverified_token_counts_as_its_probability_says() -> None:
+def test_first_unverified_token_counts_with_its_probability() -> None:
     drafting, sequence = make_drafting(), make_sequence()
     proposal = proposal_of(sequence, (4, 5), (0.9, 0.1))
     for _ in range(200):
@@ -209,7 +198,7 @@ def test_costs_are_learned_from_rounds() -> None:
     assert drafting.costs.exchange == pytest.approx(0.0003, rel=0.1)
 
 
-def test_prefill_teaches_nothing_about_draft_tokens() -> None:
+def test_prefill_does_not_change_cost_estimates() -> None:
     drafting, sequence = Drafting(max_num_draft_tokens=8), make_sequence()
     before = dict(drafting.costs.verify.points), dict(drafting.costs.draft.points)
     items = [VerifyItem(1, 0, tuple(range(99)), prefill_only=True)]
@@ -226,14 +215,6 @@ def test_finished_sequences_are_forgotten() -> None:
     assert not drafting.lookup._indexes
     assert not drafting.lengths.acceptance._sequences
     assert not any(acceptance._sequences for acceptance in drafting.lookup.acceptance.values())
-
-
-def test_the_state_explains_the_plan() -> None:
-    state = make_drafting(rate=0.8).state()
-    assert state.draft_steps > 0
-    assert state.expected_tokens_per_s > state.plain_tokens_per_s > 0
-    assert state.model_acceptance_rate == pytest.approx(0.8, abs=0.05)
-    assert set(state.ngram_acceptance_rates) == {2, 3, 4}
 
 
 def test_calibration_corrects_an_overconfident_draft() -> None:

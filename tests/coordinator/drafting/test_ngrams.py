@@ -81,7 +81,7 @@ def test_old_runs_are_dropped_to_bound_the_memory() -> None:
     assert len(index._last) + len(index._old) <= 2 * MEMORY_TOKENS
 
 
-def test_frequent_pairs_cost_no_more() -> None:
+def test_frequent_pairs_have_bounded_cost() -> None:
     prompt, index = Counted([1, 2] * 50_000), NgramIndex()
     for _ in range(len(prompt) // TOKENS_PER_CALL + 1):
         index.extend(prompt)

@@ -97,12 +97,6 @@ def test_endless_invalid_bytes_are_emitted_in_bounded_pieces() -> None:
     assert "".join([*pieces, detokenizer.flush()]) == BYTES.decode([INVALID] * 1000)
 
 
-def test_character_after_invalid_bytes_is_whole() -> None:
-    for length in range(3 * MAX_PENDING):
-        ids = [INVALID] * length + EURO
-        assert "".join(pieces_of(BYTES, [[token] for token in ids])) == REPLACEMENT * length + "€"
-
-
 def test_special_tokens_have_no_text_and_no_cost() -> None:
     """A stream that kept them would decode all of them again for each of them."""
     detokenizer = make_tokenizer().detokenizer()

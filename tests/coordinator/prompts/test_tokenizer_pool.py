@@ -41,7 +41,7 @@ async def run_short(pool: TokenizerPool, size: int) -> str:
 
 @asynccontextmanager
 async def busy(pool: TokenizerPool, *sizes: int) -> AsyncIterator[None]:
-    """Occupies threads of the pool."""
+    """Occupy threads of the pool."""
     works = [Work() for _ in sizes]
     running = [asyncio.create_task(pool.run(size, work)) for size, work in zip(sizes, works, strict=True)]
     for work in works:

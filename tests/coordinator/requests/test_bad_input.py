@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from grpc import StatusCode
 from serving import RecordingTarget, Serving, make_request, serving, stream, violated_fields
+from template_target import TemplateTarget
 
 from specpool.protocol.sampling import RANGES
 from specpool.testing import VOCAB_SIZE
@@ -142,7 +143,7 @@ async def test_sampling_parameters_out_of_range_are_rejected(served: Serving, na
     assert served.target.requests == []
 
 
-async def test_limits_themselves_are_accepted(served: Serving) -> None:
+async def test_values_at_the_limits_are_accepted(served: Serving) -> None:
     for name, value in [(n, v) for n, values in AT_THE_EDGE.items() for v in values]:
         assert (await served.stub.Generate(sampling(**{name: value}))).finish_reason
     for top_k in (0, -1):
@@ -156,7 +157,7 @@ async def test_limits_themselves_are_accepted(served: Serving) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("temperature", -1e-7), ("top_p", 1.0000001), ("min_p", 1.0000004), ("min_p", -1e-9)]
 )
-async def test_rounding_at_a_limit_is_no_error(served: Serving, name: str, value: float) -> None:
+async def test_rounding_at_a_limit_is_accepted(served: Serving, name: str, value: float) -> None:
     assert (await served.stub.Generate(sampling(**{name: value}))).finish_reason
     ((item, *_), *_) = [request.items for request in served.target.requests]
     low, high = RANGES[name]
@@ -227,24 +228,11 @@ async def test_oversized_messages_and_unknown_methods_are_rejected(served: Servi
     assert caught.value.code() is StatusCode.UNIMPLEMENTED
 
 
-class TemplateTarget(RecordingTarget):
-    """A target with another chat template."""
-
-    def __init__(self, chat_template: str) -> None:
-        super().__init__()
-        self._chat_template = chat_template
-
-    async def GetTokenizer(self, request: Any, context: Any) -> Any:
-        response = await super().GetTokenizer(request, context)
-        response.chat_template = self._chat_template
-        return response
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [("", "no chat template"), ("{{ raise_exception('roles must alternate') }}", "roles must alternate")],
 )
-async def test_a_chat_without_a_usable_template_is_rejected(template: str, reason: str) -> None:
+async def test_chats_without_a_usable_template_are_rejected(template: str, reason: str) -> None:
     async with serving(TemplateTarget(template), with_draft=False) as served:
         error = await refusal(served, chat(("user", "hi")))
         assert error.code() is StatusCode.INVALID_ARGUMENT

@@ -65,7 +65,7 @@ async def test_workers_overlap_only_on_separate_devices(device: str, ranks: list
     assert (draft.beside > 0) is overlaps
 
 
-async def test_halves_that_cost_as_much_as_the_whole_do_not_overlap() -> None:
+async def test_no_overlap_if_halves_take_as_long_as_the_whole_group() -> None:
     target = RecordingTarget(pass_seconds=lambda rows: 6 * MILLISECOND)
     draft = WatchingDraft(target, acceptance=0.5, pass_seconds=lambda rows: 8 * MILLISECOND)
     await generate(target, draft, 6, overlap="on")

@@ -62,7 +62,7 @@ def test_every_policy_is_pure_and_keeps_the_batch_limit(
 
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=20), limit=st.integers(1, 25))
-def test_ragged_takes_the_longest_waiting_whatever_their_lengths(lengths: list[int], limit: int) -> None:
+def test_ragged_ignores_lengths(lengths: list[int], limit: int) -> None:
     assert chosen(POLICIES["ragged"](GroupingLimits(limit)), lengths) == list(range(len(lengths)))[:limit]
 
 
@@ -137,7 +137,7 @@ def test_eqspec_admits_until_the_first_token_and_again_once_all_have_left() -> N
 
 
 def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callable[[], int]) -> list[list[Sequence]]:
-    """Runs rounds until all have finished. Two sequences arrive before every round."""
+    """Run rounds until all have finished. Two sequences arrive before every round."""
     groups: list[list[Sequence]] = []
     waiting, unfinished = iter(arrivals), len(arrivals)
     while unfinished:
@@ -155,7 +155,7 @@ def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callab
         pool.check_integrity()
         pool.released(pool.leaving)
         groups.append(group)
-        assert len(groups) < 100_000, "it does not terminate"
+        assert len(groups) < 100_000, "the sequences never finish"
     return groups
 
 
@@ -168,7 +168,7 @@ def serve_all(policy: Policy, pool: Pool, arrivals: list[Sequence], gain: Callab
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
     seed=st.integers(0, 99),
 )
-def test_all_sequences_finish_and_none_waits_long(
+def test_all_sequences_finish_without_starving(
     name: str, limits: GroupingLimits, window: int, by_length: bool, lengths: list[int], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -209,27 +209,9 @@ def test_admission_by_length_starves_no_sequence() -> None:
     raise AssertionError("the long prompt never entered")
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=60))
-def test_the_ready_set_keeps_both_orders(steps: list[tuple[bool, int]]) -> None:
-    ready, model, ids = ReadySet(), [], count()
-    for adds, number in steps:
-        if adds:
-            newcomer = make_sequence(next(ids), number)
-            ready.add(newcomer)
-            model.append(newcomer)
-        elif model:
-            assert ready.pop(model[number % len(model)].sequence_id) is model.pop(number % len(model))
-        assert list(ready) == model
-        assert len(ready) == len(model) == sum(map(len, ready.by_shape.values()))
-        for member in model:
-            assert member.sequence_id in ready
-            assert ready.same_shape(member, 99) == [other for other in model if other.shape == member.shape]
-        assert not model or ready.oldest is model[0]
-
-
 @pytest.mark.parametrize("prefer", ["largest", "oldest"])
 def test_a_sequence_keeps_the_shape_it_had_when_it_became_ready(prefer: str) -> None:
-    """The prefix that it could copy may be lost meanwhile."""
+    """Even if the prefix that it could copy is lost afterwards."""
     source, member = make_sequences([40, 40])
     source.num_cached_tokens = source.num_draft_cached_tokens = 39
     member.target_prefix = member.draft_prefix = Prefix(source, 39)

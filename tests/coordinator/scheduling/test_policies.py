@@ -46,7 +46,7 @@ class Workers:
         return self._plain[key][: case.max_tokens]
 
     async def check(self, layout: str, mix: list[Case], **coordinator: Any) -> pb.ServerCounters:
-        """Plays a mix with a new coordinator, and compares the tokens."""
+        """Play a mix with a new coordinator, and compare the tokens."""
         expected = [await self.plain(case) for case in mix]
         links = self.services[layout].process.coordinator
         assert links.draft is not None
@@ -88,7 +88,7 @@ SIZES = [
 @pytest.mark.parametrize(("batch", "k"), SIZES)
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 @pytest.mark.parametrize("policy", EVERY_POLICY)
-def test_tokens_are_those_of_plain_decoding(workers: Workers, policy: str, layout: str, batch: int, k: int) -> None:
+def test_tokens_match_plain_decoding(workers: Workers, policy: str, layout: str, batch: int, k: int) -> None:
     mix = [Case(make_prompt((i % 3, n)), 10 + i, k, True, 0, None) for i, n in enumerate(LENGTHS)]
     counters = workers.runner.run(
         workers.check(layout, mix, policy=policy, max_batch_size=batch, max_num_seqs=2 * batch, prefill_tokens=64)
@@ -138,20 +138,13 @@ def test_tokens_are_equal_for_any_settings_lengths_and_arrivals(
 
 
 def test_logits_were_compared_across_layouts(workers: Workers) -> None:
-    """The tests above compare the same contexts in both layouts."""
+    """The tests above compare the same contexts in both layouts. Every stage of a round is timed."""
     before = workers.compared
     mix = [Case(make_prompt((0, 33)), MAX_TOKENS, 4, True, 0, None)]
     for layout in EVERY_LAYOUT:
-        workers.runner.run(workers.check(layout, mix))
+        counters = workers.runner.run(workers.check(layout, mix))
+        assert all(counters.stage_seconds[stage] > 0 for stage in ("draft", "verify", "realign", "wire", "schedule"))
     assert workers.compared - before > MAX_TOKENS
-
-
-@pytest.mark.parametrize("layout", EVERY_LAYOUT)
-def test_realignment_is_timed(workers: Workers, layout: str) -> None:
-    mix = [Case(make_prompt((i, 10 * i + 5)), MAX_TOKENS, 4, True, 0, None) for i in range(3)]
-    seconds = workers.runner.run(workers.check(layout, mix)).stage_seconds
-    assert set(seconds) == {"draft", "verify", "realign", "wire", "schedule"}
-    assert all(spent > 0 for spent in seconds.values())
 
 
 def test_exspec_groups_sequences_of_equal_length(workers: Workers) -> None:

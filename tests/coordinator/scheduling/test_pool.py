@@ -1,4 +1,4 @@
-"""The pool against a model: arrivals, rounds, finishes and aborts in any order."""
+"""The pool matches a simple model, with arrivals, rounds, finishes and aborts in any order."""
 
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -16,7 +16,7 @@ from coordinator.scheduling.grouping import GroupingLimits, Ragged
 from coordinator.scheduling.pool import Pool
 from coordinator.scheduling.sequence import FinishReason, GenerationRequest, Prefix, Sequence
 
-# Few, so that ids are reused, even while an aborted request of the same id is in its round.
+# Few ids, so that they are reused, even while an aborted request with the same id is in a round.
 REQUEST_IDS = st.sampled_from("abcdefgh")
 CLIENTS = st.sampled_from("xyz")
 # Prompts with shared prefixes, in lengths around the block size.
@@ -35,7 +35,7 @@ def make_sequence(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model: `waiting` and `inside` sequences, `left` ones that still hold a slot, and the `group` in a round."""
+    """The model: `waiting` sequences, those `inside` the window, `left` ones with a slot, and the round's `group`."""
 
     @initialize(
         max_num_seqs=st.integers(1, 4),
@@ -46,7 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, max_num_seqs: int, queue_size: int, positions: int, multiple: int) -> None:
         self.pool = Pool(max_num_seqs, QueueLimits(queue_size), preempts=False)
         self.pool.reservations.capacity = KVCapacity(positions, multiple)
-        self.kept: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}
         self.ids = count(1)
         self.rule = FairRule()
         self.inside: list[Sequence] = []
@@ -64,13 +64,13 @@ class PoolMachine(RuleBasedStateMachine):
         return self.pool.max_num_seqs - len(self.inside) - len(self.left)
 
     def next_to_enter(self, waiting: list[Sequence]) -> list[Sequence]:
-        for sequence_id in set(self.kept) - {sequence.sequence_id for sequence in self.inside} - self.left:
-            del self.kept[sequence_id]
+        for sequence_id in set(self.reserved) - {sequence.sequence_id for sequence in self.inside} - self.left:
+            del self.reserved[sequence_id]
         entering: list[Sequence] = []
-        taken = sum(self.kept.values())
+        taken = sum(self.reserved.values())
         for sequence in waiting[: self.room()]:
             taken += self.pool.reservations.capacity.needed_by(sequence)
-            if (self.kept or entering) and 0 < self.pool.reservations.capacity.positions < taken:
+            if (self.reserved or entering) and 0 < self.pool.reservations.capacity.positions < taken:
                 break
             entering.append(sequence)
         return entering
@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         expected: list[Sequence] = []
         while self.waiting and self.next_to_enter([self.rule.next]):
             sequence = self.rule.next
-            self.kept[sequence.sequence_id] = self.pool.reservations.capacity.needed_by(sequence)
+            self.reserved[sequence.sequence_id] = self.pool.reservations.capacity.needed_by(sequence)
             self.inside.append(sequence)
             self.rule.enter(sequence)
             expected.append(sequence)
@@ -207,7 +207,7 @@ def filled(max_num_seqs: int, number: int, queue_size: int = 100) -> tuple[Pool,
 
 
 def submit(pool: Pool, *sequences: Sequence) -> list[Sequence]:
-    """Submits each sequence as a request of its own."""
+    """Submit each sequence as a request of its own."""
     for sequence in sequences:
         pool.submit([sequence])
     return list(sequences)
@@ -221,7 +221,7 @@ def release(pool: Pool) -> None:
 
 
 def sharing(pool: Pool, ids: Iterable[int], prompt: tuple[int, ...] = (5,) * 40) -> list[Sequence]:
-    """Submits sequences with the same prompt."""
+    """Submit sequences with the same prompt."""
     return submit(pool, *(make_sequence(i, max_tokens=2, prompt=prompt) for i in ids))
 
 
@@ -257,7 +257,7 @@ def test_no_sequence_waits_for_an_aborted_or_paused_prefix(interrupt: Callable[[
     assert second.target_base_length == 0
 
 
-def test_without_prefix_caching_nothing_waits_or_is_copied() -> None:
+def test_prefix_caching_can_be_disabled() -> None:
     pool = Pool(4, QueueLimits(9), prefix_caching=False)
     sequences = sharing(pool, [1, 2])
     pool.admit()
@@ -301,21 +301,6 @@ def admit_all(pool: Pool, rounds: int) -> list[int]:
     return entered
 
 
-def test_other_requests_of_a_client_overtake_one_with_many_samples() -> None:
-    pool = Pool(8, QueueLimits(100))
-    pool.submit([make_sequence(i, "many") for i in range(64)])
-    pool.admit()
-    submit(pool, make_sequence(100), make_sequence(101))
-    assert admit_all(pool, 5)[:4] == [100, 101, 8, 9]
-
-
-def test_priority_applies_within_a_client() -> None:
-    pool = Pool(1, QueueLimits(9))
-    arrivals = [("a", 5), ("a", 0), ("b", 9), ("a", -1), ("b", 8)]
-    submit(pool, *(make_sequence(i, client=client, priority=priority) for i, (client, priority) in enumerate(arrivals)))
-    assert admit_all(pool, 5) == [3, 4, 1, 2, 0]
-
-
 def test_no_client_locks_others_out_of_the_queue() -> None:
     pool = Pool(2, QueueLimits(5))
     submit(pool, *(make_sequence(i, client="greedy") for i in range(7)))
@@ -329,19 +314,6 @@ def test_no_client_locks_others_out_of_the_queue() -> None:
     with pytest.raises(PoolFullError):
         pool.submit([make_sequence(11, client="fourth")])  # the reserve is limited too
     pool.check_integrity()
-
-
-def test_samples_per_client_can_be_limited() -> None:
-    pool = Pool(2, QueueLimits(9, per_client=3))
-    submit(pool, *(make_sequence(i, client="a") for i in range(3)))
-    pool.admit()
-    with pytest.raises(PoolFullError, match="3 samples of this client are in flight, of at most 3") as caught:
-        pool.submit([make_sequence(7, client="a"), make_sequence(8, client="a", request_id="7")])
-    assert caught.value.places == 2
-    submit(pool, make_sequence(9, client="b"))
-    pool.abort(next(iter(pool.ready)))
-    release(pool)
-    submit(pool, make_sequence(7, client="a"))
 
 
 def test_queued_prompt_tokens_are_limited() -> None:
@@ -395,7 +367,7 @@ def paused_and_waiting(number: int) -> tuple[Pool, list[Sequence], list[Sequence
     return pool, [one, other], waiting
 
 
-def test_paused_sequences_are_preempted_only_for_waiting_ones_and_queue_again() -> None:
+def test_paused_sequences_are_preempted_only_for_waiting_ones() -> None:
     pool, (one, other), _ = paused_and_waiting(0)
     assert (pool.leaving, list(pool.members), one.num_cached_tokens) == (set(), [one, other], 1)
     pool, (one, other), (waiting,) = paused_and_waiting(1)
@@ -517,7 +489,7 @@ def test_requests_of_one_client_preempt_each_others_samples() -> None:
     assert len(pool.admit()) == 1
 
 
-def test_preempted_sequences_count_for_their_client_and_lock_nobody_out() -> None:
+def test_preempted_sequences_count_towards_client_limits() -> None:
     pool = Pool(2, QueueLimits(4, per_client=6))
     anne = [make_sequence(i, client="anne") for i in range(6)]
     submit(pool, *anne[:2])
@@ -553,11 +525,11 @@ def test_sequences_in_a_round_are_not_preempted() -> None:
 @given(st.data())
 def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
     pool = Pool(data.draw(st.integers(1, 4)), QueueLimits(1000))
-    ids, left = count(), 12
+    ids, num_requests = count(), 12
     unfinished: list[Sequence] = []
-    while left or unfinished:
-        if left and (not unfinished or data.draw(st.booleans())):
-            left -= 1
+    while num_requests or unfinished:
+        if num_requests and (not unfinished or data.draw(st.booleans())):
+            num_requests -= 1
             client, first, n = data.draw(st.sampled_from("ab")), next(ids), data.draw(st.sampled_from([1, 1, 4]))
             numbers = [first, *(next(ids) for _ in range(n - 1))]
             samples = [make_sequence(i, request_id=str(first), max_tokens=2, client=client) for i in numbers]
@@ -567,7 +539,7 @@ def test_all_sequences_finish_despite_preemption(data: st.DataObject) -> None:
             unfinished += samples
         if data.draw(st.booleans()) and unfinished:
             (pool.resume if unfinished[0].paused else pool.pause)(unfinished[0])
-        for sequence in unfinished if not left else ():
+        for sequence in unfinished if not num_requests else ():
             pool.resume(sequence)
         pool.admit()
         group = list(pool.ready)[: data.draw(st.integers(1, 4))]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.scheduling.stop_strings import StopString, failure_table
+from coordinator.scheduling.stop_strings import StopString
 
 letters = st.text("ab", max_size=30)
 stops = st.text("ab", min_size=1, max_size=6)
@@ -25,13 +25,8 @@ def test_the_automaton_finds_the_first_occurrence_in_each_piece(text: str, stop:
         fed = end
 
 
-@given(stop=stops)
-def test_the_failure_table_holds_the_longest_borders(stop: str) -> None:
-    assert list(failure_table(stop)) == [0, *(matched(stop[:n], stop[:n]) for n in range(1, len(stop) + 1))]
-
-
 def test_stop_strings_that_nearly_match_cost_constant_time_per_character() -> None:
-    """Counts comparisons: a search that starts anew at every character would need 255 times as many."""
+    """Count comparisons: a search that starts anew at every character would need 255 times as many."""
     compared = 0
 
     class Counted(str):

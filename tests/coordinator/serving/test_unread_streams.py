@@ -1,4 +1,4 @@
-"""Streams whose clients do not read: they pause, others go on, and finally they fail."""
+"""Unread streams pause without affecting others, and eventually fail."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from coordinator.requests.generation import MAX_UNREAD
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
-# A client that buffers little more than it reads.
+# Channel options of a client that buffers little more than it reads.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 LONG = 1200
 
@@ -143,7 +143,7 @@ async def test_unary_calls_never_pause() -> None:
         await served.expect(make_request([1], 3 * MAX_UNREAD))
 
 
-async def test_a_client_that_disconnects_without_reading_is_no_error() -> None:
+async def test_disconnecting_without_reading_is_not_an_error() -> None:
     async with serving(with_draft=False, metrics_port=free_port()) as served:
         async with unread(served, make_request([1], LONG)):
             await until_paused(served)
@@ -158,5 +158,5 @@ async def test_a_client_that_disconnects_without_reading_is_no_error() -> None:
 def codes_of(served: Serving, **call: str) -> set[str]:
     """Status codes of finished calls."""
     seen = Scrape.of(generate_latest(served.process.server.registry).decode())
-    found = map(dict, seen.values("specpool:grpc_server_handled_total"))
-    return {labels["grpc_code"] for labels in found if call.items() <= labels.items()}
+    label_sets = map(dict, seen.values("specpool:grpc_server_handled_total"))
+    return {labels["grpc_code"] for labels in label_sets if call.items() <= labels.items()}

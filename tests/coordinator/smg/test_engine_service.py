@@ -252,5 +252,5 @@ async def test_unread_responses_are_ended(stream: bool) -> None:
         await call.initial_metadata()
         await served.until(lambda info: info.counters.finished["abort" if stream else "length"])
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while served.process.coordinator.in_flight._samples:  # noqa: ASYNC110 - what is held has no event
+            while served.process.coordinator.in_flight._samples:  # noqa: ASYNC110 - the state has no event
                 await asyncio.sleep(0.01)

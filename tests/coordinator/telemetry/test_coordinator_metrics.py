@@ -9,7 +9,6 @@ from scraping import Scrape, free_port, scrape
 from serving import RecordingTarget, Serving, make_request, serving, stream
 
 from coordinator.config.settings import CoordinatorSettings
-from specpool.testing import FakeDraft, FakeTarget
 from specpool.v1 import generation_pb2 as pb
 
 SPEC = "specpool:spec_decode_num_"
@@ -151,28 +150,16 @@ async def test_calls_and_links_have_metrics_before_the_target_is_ready() -> None
     assert "specpool:num_requests_running" not in seen.families
 
 
-async def test_a_mismatched_draft_shows_as_refused() -> None:
-    target = FakeTarget()
-    async with serving(
-        target, FakeDraft(target, fingerprint="other"), wait_for_draft=False, metrics_port=free_port()
-    ) as served:
-        await served.until(lambda info: info.draft.state == "refused")
-        seen = await scraped(served)
-    assert seen.value("specpool:worker_link_state", worker="draft", state="refused") == 1
-    assert seen.value("specpool:worker_link_state", worker="draft", state="ready") == 0
-    assert seen.value("specpool:worker_link_state", worker="target", state="ready") == 1
-
-
 async def test_metrics_under_vllm_names_have_the_same_values() -> None:
     async with serving(metrics_port=free_port(), metrics_compat="vllm") as served:
         await served.expect(make_request(k=3))
         seen = await scraped(served)
-    theirs = [name for name in seen.families if name.startswith("vllm:")]
-    assert set(READ_BY_ROUTERS) <= {sample.name for name in theirs for sample in seen.families[name].samples}
-    for name in theirs:
+    vllm_names = [name for name in seen.families if name.startswith("vllm:")]
+    assert set(READ_BY_ROUTERS) <= {sample.name for name in vllm_names for sample in seen.families[name].samples}
+    for name in vllm_names:
         now = name.replace("gpu_cache", "kv_cache").replace("gpu_prefix", "prefix")
-        own = seen.families[now.replace("vllm:", "specpool:")].samples
-        assert [sample.value for sample in seen.families[name].samples] == [sample.value for sample in own]
+        ours = seen.families[now.replace("vllm:", "specpool:")].samples
+        assert [sample.value for sample in seen.families[name].samples] == [sample.value for sample in ours]
         assert {sample.labels["engine"] for sample in seen.families[name].samples} == {"0"}
     assert seen.value("vllm:generation_tokens_total") == 24
     assert seen.families["vllm:num_requests_running"].samples[0].labels["model_name"] == "fake"

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from serving import RecordingTarget, make_request, serving, stream
+from template_target import TemplateTarget
 
 from coordinator.prompts.prompt_reader import PromptReader
 from coordinator.scheduling.round import Round
@@ -17,20 +18,12 @@ from specpool.rpc.observability.logs import JsonFormatter
 from specpool.v1 import generation_pb2 as pb
 
 CANARY = "yellow bird"
+# A chat template that quotes the prompt in its errors.
 QUOTING = (
     "{% set said = messages[0]['content'] %}"
     "{% if messages[0]['role'] == 'odd' %}{{ raise_exception(said) }}{% else %}{{ {}[said].x }}{% endif %}"
 )
 INJECTED = "one\n2026-01-01T00:00:00 ERROR two"
-
-
-class QuotingTarget(RecordingTarget):
-    """A target whose chat template quotes the prompt in its errors."""
-
-    async def GetTokenizer(self, request: Any, context: Any) -> Any:
-        response = await super().GetTokenizer(request, context)
-        response.chat_template = QUOTING
-        return response
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ async def refusal(call: Any) -> str:
 
 async def test_prompts_are_never_logged(written: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.rpc.server.interceptor.LOG_SECONDS", 0.0)  # each refusal is logged
-    async with serving(QuotingTarget()) as served:
+    async with serving(TemplateTarget(QUOTING)) as served:
         for role in ("odd", "user"):
             assert CANARY in await refusal(served.stub.Generate(chat(role)))
         await served.stub.Generate(pb.GenerateRequest(text=CANARY, sampling_params=pb.SamplingParams(stop=[CANARY])))

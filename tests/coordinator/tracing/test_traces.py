@@ -179,15 +179,15 @@ async def test_prompts_and_outputs_are_recorded_only_on_request(prompts: bool) -
             await fails(served.stub.Generate(pb.GenerateRequest(text=CANARY * 10_000)))
         assert (CANARY in collector.everything()) is prompts
         by_chat, by_text, _ = requests(collector)
-        found = [name for span in collector.spans for name in span.attributes if name.endswith(".messages")]
-        assert len(found) == (4 if prompts else 0)
+        recorded = [name for span in collector.spans for name in span.attributes if name.endswith(".messages")]
+        assert len(recorded) == (4 if prompts else 0)
         if prompts:
-            given = json.loads(by_chat.attributes["gen_ai.input.messages"])
-            assert given == [{"role": "user", "parts": [{"type": "text", "content": CANARY}]}]
-            for span, said in ((by_chat, answer), (by_text, other)):
+            messages = json.loads(by_chat.attributes["gen_ai.input.messages"])
+            assert messages == [{"role": "user", "parts": [{"type": "text", "content": CANARY}]}]
+            for span, response in ((by_chat, answer), (by_text, other)):
                 (message,) = json.loads(span.attributes["gen_ai.output.messages"])
-                assert message["parts"] == [{"type": "text", "content": said.text}]
-                assert (message["role"], message["finish_reason"]) == ("assistant", said.finish_reason)
+                assert message["parts"] == [{"type": "text", "content": response.text}]
+                assert (message["role"], message["finish_reason"]) == ("assistant", response.finish_reason)
 
 
 async def test_samples_have_separate_phases() -> None:
@@ -201,21 +201,8 @@ async def test_samples_have_separate_phases() -> None:
         assert sorted(span.attributes["specpool.sample.index"] for span in decoding) == [0, 1, 2]
 
 
-async def test_traces_change_no_tokens() -> None:
-    made = [make_request(range(i, i + 9), 40, seed=5, temperature=0.8) for i in range(4)]
-    answers = []
-    async with collecting() as (_, url):
-        for endpoint in (None, url):
-            async with serving(otlp_traces_endpoint=endpoint) as served:
-                replies = await asyncio.gather(*map(served.stub.Generate, made))
-                answers.append([list(reply.token_ids) for reply in replies])
-                traced = any(request.traceparent for request in served.target.requests)
-                assert traced is bool(endpoint)
-    assert answers[0] == answers[1]
-
-
 @pytest.mark.parametrize("is_silent", [False, True], ids=["unreachable", "silent"])
-async def test_an_unreachable_collector_costs_requests_nothing(
+async def test_an_unreachable_collector_does_not_affect_requests(
     is_silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
@@ -233,7 +220,7 @@ async def test_an_unreachable_collector_costs_requests_nothing(
     assert len(lines) <= 2
 
 
-async def test_variables_of_opentelemetry_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_opentelemetry_variables_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=blue")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "cell-7")

@@ -1,4 +1,4 @@
-"""Replaced workers: links check them before use, and release what is left."""
+"""Replaced workers: links check them before use, and release leftover sequences."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from relay import forward
 from serving import PATIENCE_SECONDS, RecordingDraft, RecordingTarget, Serving, expected_tokens, make_request, serving
 
 from coordinator.workers.draft_link import DraftLink
@@ -14,10 +15,10 @@ from coordinator.workers.errors import MismatchError
 from coordinator.workers.link import LinkState
 from coordinator.workers.target_link import TargetLink
 from specpool.rpc.security.channel import Connector
-from specpool.testing import FakeDraft, FakeTarget
+from specpool.testing import FakeDraft, FakeTarget, FakeWorker
 from specpool.v1 import common_pb2
 
-NEVER = 3600.0
+NO_PROBE_SECONDS = 3600.0
 BITS_OF_ONE = {"weights_fingerprint": "weights", "numerics_fingerprint": "one"}
 BITS_OF_TWO = {"weights_fingerprint": "weights", "numerics_fingerprint": "two"}
 
@@ -50,18 +51,7 @@ class ServiceTarget(RecordingTarget):
             await self._replaced_by.stop()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self._behind.rpartition(":")
-        with suppress(OSError):
-            other_reader, other_writer = await asyncio.open_connection(host, int(port))
-            await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(2**16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+        await forward(reader, writer, self._behind)
 
 
 async def tokens_until_the_end(served: Serving, request: Any, act_after: int, act: Any) -> list[int]:
@@ -83,7 +73,7 @@ async def test_responses_never_mix_tokens_of_two_models(settings: dict[str, Any]
     """The second model takes over before the first one stops, and no probe is due."""
     target, other = ServiceTarget(pass_seconds=lambda _: 0.002), OtherTarget(fingerprint="other")
     with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
-        async with serving(target, probe_seconds=NEVER, **settings) as served:
+        async with serving(target, probe_seconds=NO_PROBE_SECONDS, **settings) as served:
             stopped = asyncio.create_task(served.process.wait_stopped())
             requests = [make_request([i, 2], max_tokens=1000, ignore_eos=True) for i in range(4)]
             others = [asyncio.ensure_future(served.stub.Generate(request)) for request in requests[1:]]
@@ -99,7 +89,7 @@ async def test_responses_never_mix_tokens_of_two_models(settings: dict[str, Any]
 async def test_target_replaced_while_idle_is_checked_before_use() -> None:
     target, other = ServiceTarget(), OtherTarget(fingerprint="other")
     with pytest.raises(MismatchError, match="fingerprint"):  # noqa: PT012 - raised when the service ends
-        async with serving(target, with_draft=False, probe_seconds=NEVER) as served:
+        async with serving(target, with_draft=False, probe_seconds=NO_PROBE_SECONDS) as served:
             stopped = asyncio.create_task(served.process.wait_stopped())
             await target.replace(other)
             with pytest.raises(grpc.aio.AioRpcError):
@@ -111,7 +101,7 @@ async def test_target_replaced_while_idle_is_checked_before_use() -> None:
 @pytest.mark.parametrize("act_after", [0, 50])
 async def test_target_replaced_by_the_same_model_loses_nothing(act_after: int) -> None:
     target, same = ServiceTarget(pass_seconds=lambda _: 0.002), RecordingTarget()
-    async with serving(target, probe_seconds=NEVER) as served:
+    async with serving(target, probe_seconds=NO_PROBE_SECONDS) as served:
         request = make_request(max_tokens=300, ignore_eos=True)
         if not act_after:
             await target.replace(same)
@@ -223,7 +213,7 @@ async def test_target_slots_are_freed_without_waiting_for_the_draft() -> None:
         assert draft.releases == 2, "the first sequence, then all others"
 
 
-async def test_failing_releases_of_the_target_do_not_repeat_those_of_the_draft() -> None:
+async def test_retried_target_releases_do_not_repeat_draft_releases() -> None:
     async with serving() as served:
         served.target.open.clear()
         call = served.stub.Generate(make_request())
@@ -239,17 +229,22 @@ async def test_failing_releases_of_the_target_do_not_repeat_those_of_the_draft()
         await served.until_idle()
 
 
-async def test_stopping_coordinator_frees_draft_slots() -> None:
-    class Counting(RecordingDraft):
+async def test_stopping_coordinator_frees_all_slots() -> None:
+    unreleased: dict[Any, Any] = {}
+
+    class Counting(FakeWorker):
         async def stop(self) -> None:
-            left.update(self.caches)
+            unreleased.update(self.caches)
             await super().stop()
 
-    left: dict[Any, Any] = {}
-    target = RecordingTarget()
-    async with serving(target, Counting(target, delay=0.05), drain_seconds=0) as served:
+    class CountingTarget(Counting, RecordingTarget): ...
+
+    class CountingDraft(Counting, RecordingDraft): ...
+
+    target = CountingTarget()
+    async with serving(target, CountingDraft(target, delay=0.05), drain_seconds=0) as served:
         running = asyncio.ensure_future(served.stub.Generate(make_request(max_tokens=3000)))
         await served.until(lambda info: info.counters.completion_tokens > 5)
-    assert left == {}
+    assert unreleased == {}
     with pytest.raises(grpc.aio.AioRpcError):
         await running

@@ -159,14 +159,6 @@ async def test_cancelled_round_ends_its_stream() -> None:
         assert await calls(b"a") == b"a!"
 
 
-async def test_unreachable_worker_is_unavailable() -> None:
-    async with open_channel("127.0.0.1:1") as channel:
-        calls = RoundCalls(channel.stream_stream("/echo/Stream"), channel.unary_unary("/echo/Single"), 5.0)
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await calls(b"a")
-        assert failed.value.code() is StatusCode.UNAVAILABLE
-
-
 async def test_close_ends_idle_streams_now_and_busy_ones_after_their_round() -> None:
     async with echoing() as (echo, calls):
         await calls(b"a")

@@ -66,8 +66,8 @@ async def test_workers_can_use_another_ca_and_name(
 ) -> None:
     inner = Authority(tmp_path, "inner")
     workers = mutual(inner, inner.issue("worker", ["DNS:worker.inner"]))
-    shown = inner.issue("coordinator")
-    hop = {"worker_tls_ca": inner.path, "worker_tls_cert": shown.cert, "worker_tls_key": shown.key}
+    presented = inner.issue("coordinator")
+    hop = {"worker_tls_ca": inner.path, "worker_tls_cert": presented.cert, "worker_tls_key": presented.key}
     async with secure_service(workers, **certificates["coordinator"].options, **hop) as service:
         await until(lambda: "UNAVAILABLE" in service.links[0].reason)
         assert not service.links[0].is_ready, "the certificate does not name the address"
@@ -107,9 +107,9 @@ async def test_workers_can_restart_with_new_certificates(
     ca: Authority, certificates: dict[str, Certificate], tmp_path: Path
 ) -> None:
     target = FakeTarget()
-    shown, own = mutual(ca, certificates["worker"]), mutual(ca, certificates["coordinator"])
-    async with worker(FakeDraft(target), **shown) as draft_address, AsyncExitStack() as before:
-        target_address = await before.enter_async_context(worker(target, **shown))
+    presented, own = mutual(ca, certificates["worker"]), mutual(ca, certificates["coordinator"])
+    async with worker(FakeDraft(target), **presented) as draft_address, AsyncExitStack() as before:
+        target_address = await before.enter_async_context(worker(target, **presented))
         async with coordinator(target, target_address, draft_address, **own) as service:
             await service.until_ready()
             await before.aclose()
@@ -120,13 +120,13 @@ async def test_workers_can_restart_with_new_certificates(
 
 
 def test_conflicting_settings_are_named(ca: Authority, certificates: dict[str, Certificate], tmp_path: Path) -> None:
-    shown, missing = certificates["coordinator"], tmp_path / "missing"
+    presented, missing = certificates["coordinator"], tmp_path / "missing"
     invalid: list[tuple[dict[str, Any], str]] = [
         ({"worker_tls": True}, "worker_tls: must be given with worker_tls_ca"),
         ({"worker_tls_name": "a"}, "worker_tls_name: must be given with worker_tls_ca"),
         ({"worker_tls_ca": ca.path, "worker_tls": False}, "worker_tls_ca: must be given with worker_tls, which is off"),
-        ({"worker_tls_ca": ca.path, "worker_tls_cert": shown.cert}, "worker_tls_key: must be given with"),
-        ({"worker_tls_ca": ca.path, "worker_tls_key": shown.key}, "worker_tls_cert: must be given with"),
+        ({"worker_tls_ca": ca.path, "worker_tls_cert": presented.cert}, "worker_tls_key: must be given with"),
+        ({"worker_tls_ca": ca.path, "worker_tls_key": presented.key}, "worker_tls_cert: must be given with"),
         ({"worker_tls_ca": missing}, "worker_tls_ca: "),
         ({"worker_token": missing}, "worker_token: "),
     ]
@@ -144,6 +144,6 @@ def test_worker_tls_defaults_to_the_servers_files(ca: Authority, certificates: d
     by_default = CoordinatorSettings(**own.options, tls_ca=ca.path).worker_security
     assert by_default == CoordinatorSettings(**own.options, worker_tls_ca=ca.path).worker_security
     assert by_default == {"tls_ca": ca.path, **pair}
-    shown = {"worker_tls_cert": other.cert, "worker_tls_key": other.key}
-    told = CoordinatorSettings(**own.options, tls_ca=ca.path, **shown).worker_security
-    assert told == by_default | {"tls_cert": other.cert, "tls_key": other.key}
+    presented = {"worker_tls_cert": other.cert, "worker_tls_key": other.key}
+    configured = CoordinatorSettings(**own.options, tls_ca=ca.path, **presented).worker_security
+    assert configured == by_default | {"tls_cert": other.cert, "tls_key": other.key}

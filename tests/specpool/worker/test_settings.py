@@ -176,7 +176,15 @@ def test_both_styles_of_naming_the_file_work(style: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("flag", ["--no-such-flag", "--max-num", "--max_num_seq", "stray"])
 def test_unknown_flags_are_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert flag in refusal(capsys, flag, "3")
+    assert refusal(capsys, flag, "3") == f"specpool-coordinator: unrecognized arguments: {flag} 3\n"
+
+
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "--config"])
+def test_flags_without_a_value_are_refused_in_one_line(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, flag)
+    assert error.startswith(f"specpool-coordinator: argument {flag}")
+    assert error.endswith(": expected one argument\n")
+    assert error.count("\n") == 1
 
 
 def test_unknown_variables_are_refused_by_name(
@@ -191,8 +199,9 @@ def test_unknown_variables_are_refused_by_name(
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("max_num_seq = 3", "max-num-seq"),
-        ("server.port = 3", "server"),
+        ("max_num_seq = 3", "config: unknown setting max_num_seq\n"),
+        ("max-num-seqs = 3", "config: unknown setting max-num-seqs\n"),
+        ("server.port = 3", "config: unknown setting server\n"),
         ("port: 7", "line 1"),
         ('config = "other.toml"', "a config file cannot name another config file"),
     ],

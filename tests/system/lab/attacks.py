@@ -1,4 +1,4 @@
-"""Costs of hostile clients: latency of a well-behaved client, and memory of the coordinator, under attack.
+"""Measure the cost of hostile clients: a well-behaved client's latency, and the coordinator's memory.
 
     make attacks ATTACKS="--seconds 6"
 
@@ -32,7 +32,7 @@ from specpool.v1 import generation_pb2_grpc
 
 PORT = 50059
 ATTACKER, CLIENT = f"127.0.0.1:{PORT}", f"[::1]:{PORT}"
-"""Two addresses, so that the coordinator sees two clients."""
+"""Two addresses, which the coordinator sees as two clients."""
 PASS_SECONDS, PAUSE_SECONDS, SAMPLE_SECONDS = 0.005, 0.05, 0.02
 MAX_MODEL_LEN = 131_072
 LARGEST = 2**20 - 1024
@@ -43,7 +43,7 @@ Send = Callable[[grpc.aio.Channel], Awaitable[Any]]
 
 
 def generate(params: pb.SamplingParams | None = None, **fields: Any) -> Send:
-    """One call of `Generate`; without an input the prompt is short."""
+    """One call of `Generate`, with a short prompt by default."""
     message = pb.GenerateRequest(sampling_params=params or pb.SamplingParams(max_tokens=TOKENS), **fields)
     if message.WhichOneof("input") is None:
         message.tokenized.input_ids.extend([1, 2, 3])
@@ -56,7 +56,7 @@ def chat(messages: int, characters: int) -> Send:
 
 
 def hostile_stops() -> Send:
-    """One call whose stop strings keep matching partially, while no token completes a character."""
+    """One call with stop strings that keep matching in part, and tokens that never complete a character."""
     params = pb.SamplingParams(max_tokens=4000, stop=["\ufffd" * 255 + str(i) for i in range(10)], ignore_eos=True)
     params.logit_bias.update(dict.fromkeys(range(148, 180), 90.0))
     return generate(params)
@@ -102,7 +102,7 @@ async def _attack(calls: int, make: Callable[[], Send]) -> dict[str, int]:
 
 
 def well_behaved_cases() -> Iterator[Case]:
-    """Requests for eight tokens, without end."""
+    """An endless series of requests for eight tokens."""
     target, params = FakeTarget(), pb.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     for number in count(1):
         prompt = [number % 256, 1, 2]
@@ -163,7 +163,7 @@ async def measure_all(names: Iterable[str], pid: int, seconds: float) -> list[di
 
 
 def main() -> None:
-    """Parses the command line, measures, prints."""
+    """Parses the command line and runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=seconds, default=6.0, help="minimum duration of a measurement")
     parser.add_argument("--only", choices=ATTACKS, help="one attack; default: all")

@@ -1,4 +1,4 @@
-"""Faults in the answers of workers. Each fault turns the right answer to a call into a wrong one."""
+"""Faults in workers' answers. Each fault corrupts the right answer to a call."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ LONG_DETAILS = "no" * 2**15
 
 @dataclass
 class Answer:
-    """A right answer that is about to be spoiled. `response` is a copy."""
+    """A right answer before a fault corrupts it. `response` is a copy."""
 
     request: Any
     response: Any
@@ -37,7 +37,7 @@ Fault = Callable[[Answer], Any]
 
 
 class RefusedError(Exception):
-    """The call ends in an error. `by_worker`: the worker marks the error as its own, unlike a transport error."""
+    """The call ends in an error. `by_worker`: the error carries the worker's mark, which transport errors lack."""
 
     def __init__(self, code: str, details: str, by_worker: bool = True) -> None:
         super().__init__(details)
@@ -180,7 +180,7 @@ ROUNDS: dict[str, Fault] = {
     "slow": slow,
     "flapping": flapping,
 }
-"""Faults of both kinds of rounds: verdicts and proposals have the same outer form."""
+"""Faults of verdicts and proposals, which share the outer fields."""
 
 
 def too_many_tokens(answer: Answer) -> None:
@@ -243,7 +243,7 @@ VERDICTS: dict[str, Fault] = {
     "uneven_logprobs": each_logprobs(lambda logprobs: logprobs.top_token_ids.append(7)),
     "unknown_top_tokens": each_logprobs(unknown_top_tokens),
 }
-"""Faults of verdicts. Other tokens than the model's are not among them: nobody could tell."""
+"""Faults of verdicts. They leave out plausible wrong tokens, which nobody can detect."""
 
 
 def confidences(values: Callable[[int], list[float]]) -> Fault:

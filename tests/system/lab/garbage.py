@@ -1,4 +1,4 @@
-"""Fake workers that give wrong answers: a named fault spoils a share of them."""
+"""Fake workers with a named fault that corrupts a share of their answers."""
 
 import inspect
 import random

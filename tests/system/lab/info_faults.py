@@ -1,4 +1,4 @@
-"""Faults in a worker's description of itself and in a target's tokenizer."""
+"""Faults in `GetWorkerInfo` of both workers, and in the target's `GetTokenizer`."""
 
 import math
 from collections.abc import Callable, Sequence

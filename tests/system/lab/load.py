@@ -1,4 +1,4 @@
-"""The load generator: requests of all kinds, their outcomes, and whether each answer is right."""
+"""Load generator: random requests, with the outcome of each and a check of every answer."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from specpool.v1 import generation_pb2 as pb
 
 MAX_PROMPT, MAX_TOKENS = 120, 48
 CANCELLED, LATE = 0.1, 0.05
-"""Share of requests that the client cancels, and share of requests with a deadline that is usually too short."""
+"""Shares of requests: cancelled by the client, and with a deadline that is usually too short."""
 MAX_CANCEL_SECONDS, MAX_DEADLINE_SECONDS = 1.0, 0.2
 PATIENCE_SECONDS = 3600.0
 SHARED_PREFIXES = [tuple(range(start, start + 60)) for start in (0, 50, 100)]
@@ -33,7 +33,7 @@ class WrongAnswerError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and what its client does. Times are in seconds."""
+    """A request, and the behaviour of the client. Times are in seconds."""
 
     request: pb.GenerateRequest
     is_stream: bool = False
@@ -115,7 +115,7 @@ class Load:
         try:
             tokens = await call
             if case.expected is not None and tokens != {0: case.expected}:
-                raise WrongAnswerError("its tokens differ from plain decoding")
+                raise WrongAnswerError("the tokens differ from plain decoding")
         except asyncio.CancelledError:
             return "cancelled"
         except WrongAnswerError as error:
@@ -165,7 +165,7 @@ def random_case(rng: random.Random, number: int) -> Case:
 
 
 def fake_cases(target: FakeTarget, requests: Iterable[pb.GenerateRequest]) -> Iterator[Case]:
-    """Cases with the tokens that a fake target gives; every second one is a stream."""
+    """Cases with the tokens of a fake target. Every second case is a stream."""
     for number, request in enumerate(requests):
         request.request_id = f"load-{number}"
         expected = target.continuation(request.tokenized.input_ids, request.sampling_params.max_tokens)
@@ -194,15 +194,15 @@ def check_samples(request: pb.GenerateRequest, samples: list[pb.GenerateResponse
     """The tokens of the samples by index. WrongAnswerError: a sample is missing, repeated, or of the wrong length."""
     number, max_tokens = request.sampling_params.n or 1, request.sampling_params.max_tokens
     if sorted(sample.index for sample in samples) != list(range(number)):
-        raise WrongAnswerError(f"it has {len(samples)} answers for {number} samples")
+        raise WrongAnswerError(f"{len(samples)} answers for {number} samples")
     for sample in samples:
         if sample.request_id != request.request_id:
-            raise WrongAnswerError(f"it was answered as {sample.request_id}")
+            raise WrongAnswerError(f"answered as {sample.request_id}")
         if sample.finish_reason not in ("stop", "length"):
-            raise WrongAnswerError(f"it ended by {sample.finish_reason}")
+            raise WrongAnswerError(f"ended by {sample.finish_reason}")
         is_short = len(sample.token_ids) < max_tokens and sample.finish_reason == "length"
         if is_short or len(sample.token_ids) > max_tokens:
-            raise WrongAnswerError(f"it has {len(sample.token_ids)} tokens")
+            raise WrongAnswerError(f"{len(sample.token_ids)} tokens")
     return {sample.index: list(sample.token_ids) for sample in samples}
 
 

@@ -1,12 +1,12 @@
-"""A soak: real processes under requests of all kinds, cancellations, deadlines and cuts, audited at the end.
+"""Soak test: real processes under random requests, cancellations, deadlines and cuts, with an audit at the end.
 
     make soak SOAK="--requests 20000 --concurrency 64"
     make soak SOAK="--queued 10000"
 
 The models are a tiny random pair. The audit compares a share of the answers with plain decoding, looks for leftover
-slots and requests, and checks that no process has grown since the first quarter of the run. `--queued` sends that many
-requests at once: the audit then bounds the coordinator's memory per request, and urgent requests must overtake the
-queue. `--cuts` cuts the links to the workers that many times. Exit status 1: the audit found a fault. The last line
+slots and requests, and checks that no process has grown since the first quarter of the run. `--queued` sends a number
+of requests at once: the audit then bounds the coordinator's memory per request, and urgent requests must overtake the
+queue. `--cuts` sets how often the links to the workers are cut. Exit status 1: the audit found a fault. The last line
 printed is JSON.
 """
 
@@ -39,7 +39,7 @@ COUNT = whole(1, 10**9)
 
 
 def main() -> None:
-    """Parses the command line, soaks, prints the audit."""
+    """Parses the command line, runs the soak, and prints the audit."""
     options = parse()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +173,7 @@ class Soak:
             tally.faults.append(f"{tally.samples} samples were answered, but {finished} counted")
         for request, tokens in tally.kept:
             if not await equals_plain_decoding(self._client.stub, request, tokens):
-                tally.faults.append(f"{request.request_id}: its tokens differ from plain decoding")
+                tally.faults.append(f"{request.request_id}: the tokens differ from plain decoding")
         for name, row in self._memory.items():
             queued = (self._options.queued or 0) * (name == "coordinator")
             if row["growth"] > self._options.growth_mib + queued * self._options.queued_kib / 1024:

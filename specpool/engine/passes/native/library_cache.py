@@ -6,7 +6,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -76,7 +76,8 @@ def read_cached(entry: Path) -> bytes | None:
         _check_folder(entry.parent)
         check_file(entry)
         content = entry.read_bytes()
-        os.utime(entry)
+        with suppress(OSError):  # a read-only file system
+            os.utime(entry)
     except OSError:
         return None
     digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]

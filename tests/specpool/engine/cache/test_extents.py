@@ -1,76 +1,100 @@
 """Extents keep the contents of every column; slots share them."""
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from specpool.engine.cache.extents import Extents
-from specpool.engine.cache.slots import SequenceKey, SlotTable
+from specpool.engine.cache.slots import SequenceKey, Slot, SlotTable
 from specpool.protocol.rounds import ItemStatus
 
-SLOTS, MAX_LENGTH = 5, 8
+SLOTS, MAX_LENGTH = 4, 8
+
+keys = st.tuples(st.just("a"), st.integers(0, 4))
+failures = st.sampled_from([False, False, False, True])
+lengths = st.integers(1, MAX_LENGTH)
 
 
 class ExtentMachine(RuleBasedStateMachine):
-    """Marks every column of an extent, to detect moves that lose or mix columns."""
+    """Marks the columns of every sequence, to detect moves that lose or mix columns."""
 
     @initialize(columns=st.integers(MAX_LENGTH, SLOTS * MAX_LENGTH))
     def start(self, columns: int) -> None:
         self.columns = [0] * columns
-        self.extents = Extents(SLOTS, MAX_LENGTH, columns)
-        self.extents.move = self.move
-        self.marks: dict[int, list[int]] = {}
+        self.table = SlotTable(SLOTS, Extents(SLOTS, MAX_LENGTH, columns))
+        self.table.extents.move = self.move
+        self.marks: dict[SequenceKey, list[int]] = {}
         self.next_mark = 1
+        self.fails = False
 
     def move(self, source: int, destination: int, count: int) -> None:
+        if self.fails:
+            raise MemoryError
         self.columns[destination : destination + count] = self.columns[source : source + count]
 
-    def mark(self, slot: int) -> None:
-        origin, length = self.extents.origins[slot], self.extents.length(slot)
-        self.marks[slot] = list(range(self.next_mark, self.next_mark + length))
-        self.columns[origin : origin + length] = self.marks[slot]
+    def fill(self, key: SequenceKey, slot: Slot, length: int) -> None:
+        assert slot.capacity == self.table.extents.length(slot.index) == length
+        origin, slot.num_cached_tokens = self.table.extents.origins[slot.index], length
+        self.marks[key] = list(range(self.next_mark, self.next_mark + length))
+        self.columns[origin : origin + length] = self.marks[key]
         self.next_mark += length
 
-    @rule(slot=st.integers(0, SLOTS - 1), length=st.integers(1, MAX_LENGTH))
-    def reserve(self, slot: int, length: int) -> None:
-        if slot not in self.marks and self.extents.free >= length:
-            self.extents.reserve(slot, length)
-            assert self.extents.length(slot) == length
-            self.mark(slot)
-
-    @rule(slot=st.integers(0, SLOTS - 1), length=st.integers(1, MAX_LENGTH))
-    def resize(self, slot: int, length: int) -> None:
-        if slot not in self.marks:
+    @rule(key=keys, length=lengths, spared=keys, fails=failures)
+    def take(self, key: SequenceKey, length: int, spared: SequenceKey, fails: bool) -> None:
+        if key in self.table:
             return
-        before = self.extents.length(slot)
-        kept = self.marks[slot][: min(before, length)]
-        if self.extents.resize(slot, length):
-            assert self.extents.length(slot) == length
-            origin = self.extents.origins[slot]
-            assert self.columns[origin : origin + len(kept)] == kept
-            self.mark(slot)
-        else:
-            assert length > before
+        spared_slot, self.fails = self.table.find(spared), fails
+        with suppress(MemoryError):
+            slot = self.table.take(key, length, spared)
+            if slot is not None:
+                self.fill(key, slot, length)
+        if key != spared:
+            assert self.table.find(spared) is spared_slot
 
-    @rule(slot=st.integers(0, SLOTS - 1))
-    def release(self, slot: int) -> None:
-        if self.marks.pop(slot, None):
-            self.extents.release(slot)
-            assert self.extents.length(slot) == 0
-            assert 0 <= self.extents.origins[slot] <= len(self.columns) - MAX_LENGTH
+    @rule(key=keys, source=keys, length=lengths, fails=failures)
+    def inherit(self, key: SequenceKey, source: SequenceKey, length: int, fails: bool) -> None:
+        released = self.table.find(source)
+        if key in self.table or released is None or source in self.table:
+            return
+        before, marks, self.fails = released.capacity, self.marks[source], fails
+        slot = None
+        with suppress(MemoryError):
+            slot = self.table.inherit(key, source, length)
+        if slot is None:
+            assert length > before
+            assert self.table.find(source) is released
+            return
+        origin, kept = self.table.extents.origins[slot.index], min(before, length)
+        assert slot.num_cached_tokens == kept
+        assert self.columns[origin : origin + kept] == marks[:kept]
+        assert key == source or self.table.find(source) is None
+        self.fill(key, slot, length)
+
+    @rule(released=st.lists(keys, min_size=1, max_size=3), drops=failures)
+    def release(self, released: list[SequenceKey], drops: bool) -> None:
+        self.table.release(released)
+        if drops and len(released) == 3:
+            self.table.drop_released()
 
     @invariant()
     def contents_are_kept(self) -> None:
-        self.extents.check_integrity()
-        assert self.extents.free == len(self.columns) - sum(map(len, self.marks.values()))
-        for slot, marks in self.marks.items():
-            origin = self.extents.origins[slot]
-            assert self.columns[origin : origin + len(marks)] == marks
+        self.table.check_integrity()
+        extents = self.table.extents
+        cached = {key: slot for key in self.marks if (slot := self.table.find(key)) is not None}
+        self.marks = {key: self.marks[key] for key in cached}
+        assert extents.free == len(self.columns) - sum(map(len, self.marks.values()))
+        for key, slot in cached.items():
+            origin = extents.origins[slot.index]
+            assert self.columns[origin : origin + len(self.marks[key])] == self.marks[key]
+        for slot in set(range(SLOTS)) - {slot.index for slot in cached.values()}:
+            assert 0 <= extents.origins[slot] <= len(self.columns) - MAX_LENGTH
 
 
 TestExtentMachine = ExtentMachine.TestCase
-TestExtentMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestExtentMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(("length", "columns"), [(None, 64), (0, 16), (1, 16), (16, 16), (17, 32), (64, 64), (90, 64)])
@@ -93,16 +117,6 @@ def test_gaps_are_closed_only_when_needed() -> None:
     assert [extents.origins[slot] for slot in (1, 3, 2)] == [0, 4, 8]
 
 
-def test_integrity_check_detects_overlaps() -> None:
-    extents = Extents(2, max_length=8)
-    extents.reserve(0, 8)
-    extents.reserve(1, 8)
-    for origin, message in ((7, "overlap"), (9, "leaves the cache")):
-        extents.origins[1] = origin
-        with pytest.raises(AssertionError, match=message):
-            extents.check_integrity()
-
-
 # --- Slots that share a cache
 
 
@@ -123,73 +137,3 @@ def test_released_sequences_are_evicted_only_as_needed() -> None:
     assert table["b", 0].capacity == 6
     assert [bool(table.find(("a", sequence))) for sequence in range(4)] == [True, False, False, True]
     table.check_integrity()
-
-
-def test_a_spared_source_can_be_inherited() -> None:
-    table = SlotTable(2, Extents(2, max_length=16, columns=16))
-    fill(table, ("a", 1), 8)
-    fill(table, ("a", 2), 8)
-    table.release([("a", 1)])
-    assert table.take(("a", 3), 8, spared=("a", 1)) is None
-    slot = table.inherit(("a", 3), ("a", 1), 6)
-    assert slot is not None
-    assert (slot.index, slot.capacity, slot.num_cached_tokens) == (0, 6, 6)
-    assert table.find(("a", 1)) is None
-    table.check_integrity()
-
-
-def test_an_inherited_extent_moves_to_a_large_enough_gap() -> None:
-    table = SlotTable(2, Extents(2, max_length=16, columns=24))
-    moved: list[tuple[int, int, int]] = []
-    table.extents.move = lambda *move: moved.append(move)
-    fill(table, ("a", 1), 4)
-    fill(table, ("a", 2), 8)
-    table.release([("a", 1)])
-    assert table.inherit(("a", 3), ("a", 1), 13) is None
-    assert table.find(("a", 1)) is not None
-    slot = table.inherit(("a", 3), ("a", 1), 12)
-    assert slot is not None
-    assert (slot.capacity, moved) == (12, [(0, 12, 4)])
-    table.check_integrity()
-
-
-def test_an_heir_that_was_released_itself_is_held_once() -> None:
-    table = SlotTable(3, Extents(3, max_length=16, columns=16))
-    for sequence, length in ((1, 8), (2, 4), (3, 4)):
-        fill(table, ("a", sequence), length)
-    table.release([("a", 1), ("a", 2)])
-    slot = table.inherit(("a", 2), ("a", 1), 8)
-    assert slot is not None
-    assert table.find(("a", 2)) is slot
-    table.check_integrity()
-    table.release([("a", 2), ("a", 3)])
-    table.drop_released()
-    assert table.extents.free == 16
-    table.check_integrity()
-
-
-def test_a_failed_move_loses_nothing() -> None:
-    """For example, when memory runs out."""
-
-    def fail(source: int, destination: int, count: int) -> None:
-        raise MemoryError
-
-    table = SlotTable(4, Extents(4, max_length=16, columns=16))
-    for sequence in range(4):
-        fill(table, ("a", sequence), 4)
-    table.release([("a", 0), ("a", 2)])
-    table.extents.move = fail
-    with pytest.raises(MemoryError):
-        table.take(("b", 0), 8)
-    table.check_integrity()
-    fill(table, ("b", 1), 4)
-    table.release([("b", 1)])
-    table.extents.release(table["a", 1].index)
-    table.extents.reserve(table["a", 1].index, 2)
-    table.release([("a", 1)])
-    with pytest.raises(MemoryError):
-        table.inherit(("b", 2), ("a", 1), 8)
-    table.check_integrity()
-    table.release([("a", 3)])
-    table.drop_released()
-    assert table.extents.free == 16

@@ -14,7 +14,7 @@ from specpool.engine.cache import memory
 from specpool.engine.cache.arena import KVArena
 
 
-def test_too_little_memory_is_refused_with_the_numbers(tiny_pair: tuple[Path, Path]) -> None:
+def test_too_small_kv_memory_is_refused_with_sizes(tiny_pair: tuple[Path, Path]) -> None:
     engine = load_engine(tiny_pair[0], max_sequences=1)
     needed = engine.info().kv_bytes_total
     message = refusal(tiny_pair[0], kv_memory=needed - 1)
@@ -22,7 +22,7 @@ def test_too_little_memory_is_refused_with_the_numbers(tiny_pair: tuple[Path, Pa
         assert part in message
 
 
-def test_the_default_is_a_share_of_the_free_memory(
+def test_default_kv_memory_is_a_share_of_free_memory(
     tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = load_engine(tiny_pair[0], max_sequences=1).info().kv_bytes_total
@@ -35,7 +35,9 @@ def test_the_default_is_a_share_of_the_free_memory(
     assert "holds no sequence" in refusal(tiny_pair[0])
 
 
-def test_container_limits_count(tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_kv_memory_respects_container_limits(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(memory, "CONTAINER_LIMIT", limit)
     limit.write_text("max\n")
@@ -44,7 +46,7 @@ def test_container_limits_count(tiny_pair: tuple[Path, Path], tmp_path: Path, mo
     assert "holds no sequence" in refusal(tiny_pair[0])
 
 
-def test_a_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Path, Path]) -> None:
+def test_memory_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Path, Path]) -> None:
     options = {"native": False, "max_sequences": 4}
     footprint = load_engine(tiny_pair[0], **options).footprint
     one, others = footprint.kv // 4, footprint.weights + footprint.activations
@@ -60,7 +62,7 @@ def test_a_budget_covers_weights_activations_and_cache(tiny_pair: tuple[Path, Pa
     assert "raise memory_budget" in message
 
 
-def test_memory_that_cannot_be_allocated_is_refused(tmp_path: Path) -> None:
+def test_failed_allocations_are_reported(tmp_path: Path) -> None:
     positions = 10**12
     folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
     message = refusal(folder, max_model_len=positions, max_sequences=1, kv_memory=10**18)

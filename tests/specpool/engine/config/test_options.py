@@ -32,6 +32,6 @@ def test_invalid_options_are_refused(changes: dict[str, Any], message: str) -> N
         EngineOptions(model="m", **changes)
 
 
-def test_memory_units_and_former_names_are_accepted() -> None:
+def test_memory_units_and_deprecated_aliases_are_accepted() -> None:
     options = EngineOptions(model="m", kv_memory="2MiB", lean=False, max_forward_tokens=64)
     assert (options.kv_memory, options.fused, options.max_num_batched_tokens) == (2 * 2**20, False, 64)

@@ -1,25 +1,31 @@
 """Unsupported models are refused by their configuration, before any weight is read."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import decode_alone, load_engine, random_tokens, refusal, save_model, small_config, transformers_logits
+from tiny_models import (
+    decode_alone,
+    edit_json,
+    load_engine,
+    random_tokens,
+    refusal,
+    save_model,
+    small_config,
+    transformers_logits,
+)
 from tiny_pair import MAX_MODEL_LEN, tiny_config
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import load_model
 
 
-def save_config(folder: Path, config: Any, **changes: Any) -> Path:
+def save_config(folder: Path, config: PreTrainedConfig, **changes: Any) -> Path:
     """Save a configuration without weights."""
     config.save_pretrained(folder)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, **changes}))
-    return folder
+    return edit_json(folder, **changes)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ def test_invalid_values_are_refused(tmp_path: Path, key: str, value: object) -> 
     assert key in message or str(tmp_path) in message or "linear_attention layers" in message
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"model_type": "no such thing"}', "{}"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model_type": "no such thing"}'])
 def test_invalid_files_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     assert str(tmp_path) in refusal(tmp_path)
@@ -83,7 +89,7 @@ LONGROPE = {
     [small_config("mistral", sliding_window=64), tiny_config(rope_parameters=LONGROPE)],
     ids=["sliding window", "longrope"],
 )
-def test_models_are_served_up_to_the_length_they_support(tmp_path: Path, config: Any) -> None:
+def test_partly_supported_models_need_a_lower_max_model_len(tmp_path: Path, config: Any) -> None:
     folder = save_model(tmp_path, config)
     assert "max_model_len <= 64" in refusal(folder)
     assert "max_model_len <= 64" in refusal(folder, max_model_len=65)
@@ -92,21 +98,23 @@ def test_models_are_served_up_to_the_length_they_support(tmp_path: Path, config:
     torch.testing.assert_close(decode_alone(engine, tokens), transformers_logits(folder, tokens), atol=1e-4, rtol=1e-4)
 
 
-def test_a_disabled_sliding_window_is_ignored(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, small_config("qwen2", sliding_window=64, use_sliding_window=False))
-    assert load_model(EngineOptions(model=str(folder))).max_model_len == MAX_MODEL_LEN
-
-
 @pytest.mark.parametrize(
-    ("positions", "option", "expected"), [(100, None, 100), (9_999, None, 4096), (9_999, 5_000, 5_000)]
+    ("config", "option", "limit", "expected"),
+    [
+        (tiny_config(max_position_embeddings=100), None, 100, 100),
+        (tiny_config(max_position_embeddings=9_999), None, 9_999, 4096),
+        (tiny_config(max_position_embeddings=9_999), 5_000, 9_999, 5_000),
+        (small_config("qwen2", sliding_window=64, use_sliding_window=False), None, MAX_MODEL_LEN, MAX_MODEL_LEN),
+    ],
+    ids=["short", "long", "option", "no window"],
 )
 def test_max_model_len_defaults_to_the_models_limit(
-    tmp_path: Path, positions: int, option: int | None, expected: int
+    tmp_path: Path, config: PreTrainedConfig, option: int | None, limit: int, expected: int
 ) -> None:
-    folder = save_model(tmp_path, tiny_config(max_position_embeddings=positions))
+    folder = save_model(tmp_path, config)
     assert load_model(EngineOptions(model=str(folder), max_model_len=option)).max_model_len == expected
-    message = refusal(folder, max_model_len=positions + 1)
-    assert message == f"max_model_len {positions + 1} exceeds the model's {positions} positions"
+    message = refusal(folder, max_model_len=limit + 1)
+    assert message == f"max_model_len {limit + 1} exceeds the model's {limit} positions"
 
 
 # --- Missing or foreign files

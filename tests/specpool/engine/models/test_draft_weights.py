@@ -35,19 +35,19 @@ def test_int8_rounds_to_half_a_step(tmp_path_factory: pytest.TempPathFactory, se
     weight = torch.randn(len(exponents), 33, generator=torch.Generator().manual_seed(seed))
     weight *= 2.0 ** torch.tensor(exponents)[:, None]
     save_compact(file, {"weight": weight})
-    again = load_trained(file)["weight"]
+    loaded = load_trained(file)["weight"]
     step = weight.abs().amax(1, keepdim=True) / MAX_CODE
-    assert ((again - weight).abs() <= 0.501 * step).all()
+    assert ((loaded - weight).abs() <= 0.501 * step).all()
     quantized = load_compact(file)["weight"]
     assert isinstance(quantized, Quantized)
     assert quantized.qtype is INT8
-    assert torch.equal(quantized.dequantized(), again)
+    assert torch.equal(quantized.dequantized(), loaded)
 
 
 def test_vectors_ids_and_zeros_are_kept(tmp_path: Path) -> None:
     norm, ids = torch.randn(7), torch.tensor([3, 70_000], dtype=torch.int32)
     save_compact(tmp_path / "draft", {"norm": norm, "output_ids": ids, "zeros": torch.zeros(2, 3)})
-    again = load_trained(tmp_path / "draft")
-    assert torch.equal(again["norm"], norm.bfloat16().float())
-    assert torch.equal(again["output_ids"], ids)
-    assert torch.equal(again["zeros"], torch.zeros(2, 3))
+    loaded = load_trained(tmp_path / "draft")
+    assert torch.equal(loaded["norm"], norm.bfloat16().float())
+    assert torch.equal(loaded["output_ids"], ids)
+    assert torch.equal(loaded["zeros"], torch.zeros(2, 3))

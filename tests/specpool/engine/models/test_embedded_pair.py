@@ -10,12 +10,15 @@ import torch
 from gguf_files import save_random_gguf
 from safetensors.torch import load_file
 from tiny_models import load_engine
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from specpool.distill.student import Student
+from specpool.engine.config.options import EngineOptions
 from specpool.engine.models import embedded_pair
-from specpool.engine.models.draft_weights import load_compact, save_compact
+from specpool.engine.models.config import load_config
+from specpool.engine.models.draft_weights import save_compact
 from specpool.engine.models.embedded_pair import Pair, float32_copy
+from specpool.engine.models.weights import read_weights
 from specpool.engine.passes.native.model import NativeModel
 
 ROOT = Path(__file__).parents[4]
@@ -23,7 +26,8 @@ ROOT = Path(__file__).parents[4]
 
 def random_trained(target: Path, rows: int = 100) -> dict[str, torch.Tensor]:
     """Weights as training of a draft with two layers would give them."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    config = load_config(EngineOptions(model=str(target)))
+    model, _ = read_weights(str(target), config, torch.device("cpu"), torch.float32)
     return Student(model, [0, 2], torch.arange(rows)).trained()
 
 
@@ -49,16 +53,9 @@ def test_the_pair_consists_of_the_target_and_the_shipped_draft(
     assert draft.loaded.output_ids.tolist() == trained["output_ids"].tolist()
     assert isinstance(draft.forward_pass, NativeModel)
     assert draft.forward_pass.kinds.keys() == {"INT8", "BFLOAT16"}
-    stored = load_file(pair.draft / "model.safetensors")
-    matrices = {name for name, weight in stored.items() if weight.dim() == 2}
-    assert {weight.dtype for weight in stored.values()} == {torch.uint8, torch.bfloat16}
-    assert [name for name in matrices if not name.endswith(".INT8")] == ["model.embed_tokens.weight"]
-    name = "layers.1.mlp.down_proj.weight"
-    shipped = load_compact(embedded_pair.DRAFT)[f"body.{name}"]
-    assert torch.equal(stored[f"model.{name}.INT8"], shipped.data)
 
 
-def test_interruptions_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruptions_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(source: Path | str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "some").touch()
@@ -83,17 +80,14 @@ def test_the_wheel_contains_the_draft_and_its_card() -> None:
         assert any(fnmatch(file.name, pattern) for pattern in setuptools["package-data"]["*"])
 
 
-@pytest.fixture
-def gguf_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
+def test_a_float32_copy_gives_the_same_logits_and_is_created_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pair").mkdir()
     target = save_random_gguf(tmp_path / "pair", lambda name: "Q4_1")
-    pair = Pair(target, target)
-    monkeypatch.setattr(embedded_pair, "embedded_pair", lambda cache: pair)
-    return pair
-
-
-def test_a_float32_copy_gives_the_same_logits(gguf_pair: Pair) -> None:
-    original, copied = load_engine(gguf_pair.target), load_engine(float32_copy())
+    monkeypatch.setattr(embedded_pair, "embedded_pair", lambda cache: Pair(target, target))
+    copy = float32_copy()
+    original, copied = load_engine(target), load_engine(copy)
     assert isinstance(original.forward_pass, NativeModel)
     assert isinstance(copied.forward_pass, NativeModel)
     assert "Q4_1" in original.forward_pass.kinds
@@ -101,10 +95,6 @@ def test_a_float32_copy_gives_the_same_logits(gguf_pair: Pair) -> None:
     assert original.bitwise
     assert copied.weights_fingerprint == original.weights_fingerprint
     assert copied.numerics_fingerprint == original.numerics_fingerprint != ""
-
-
-def test_a_float32_copy_is_created_once(gguf_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = float32_copy()
     assert {str(weight.dtype) for weight in load_file(copy / "model.safetensors").values()} == {"torch.float32"}
     assert AutoTokenizer.from_pretrained(copy).is_fast
     assert (copy / "generation_config.json").is_file()

@@ -1,11 +1,10 @@
-"""GGUF files are read as the package reads them; damaged ones are refused in one line that names file and tensor."""
+"""Tensors of GGUF files; damaged files are refused in one line that names file and tensor."""
 
 import shutil
 import struct
 from contextlib import suppress
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -52,7 +51,7 @@ def read(folder: Path, content: bytes) -> GgufFile:
     return GgufFile(folder / "model.gguf")
 
 
-def refused(folder: Path, content: bytes) -> str:
+def reason_for_refusal(folder: Path, content: bytes) -> str:
     """The reason for refusing a file, without its name."""
     with pytest.raises(GgufError) as caught:
         read(folder, content)
@@ -71,26 +70,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- Read
 
 
-def test_tensors_of_all_dimensions_and_types_are_read(tmp_path: Path) -> None:
-    floats, halves = np.arange(6, dtype=np.float32), np.arange(24, dtype=np.float16)
-    blocks = random_rows("Q4_1", 3, 64)
-    tensors = (
-        tensor_info("one", (6,), GGML.F32),
-        tensor_info("three", (4, 3, 2), GGML.F16, 32),
-        tensor_info("quantized", (64, 3), GGML.Q4_1, 96),
-    )
-    content = padded(header(*tensors)) + padded(floats.tobytes()) + padded(halves.tobytes()) + blocks.tobytes()
-    file = read(tmp_path, content)
-    one, three, quantized = (file.read(name) for name in ("one", "three", "quantized"))
-    assert isinstance(one, torch.Tensor)
-    assert isinstance(three, torch.Tensor)
-    assert isinstance(quantized, Quantized)
-    assert torch.equal(one, torch.arange(6.0))
-    assert torch.equal(three, torch.arange(24.0).view(2, 3, 4))
-    assert np.array_equal(quantized.data.numpy(), blocks)
-
-
-def test_metadata_is_skipped_and_the_alignment_counts(tmp_path: Path) -> None:
+def test_tensors_are_read_after_any_metadata(tmp_path: Path) -> None:
     numbers = [value(f"n{kind}", kind, bytes(size)) for kind, size in ((0, 1), (3, 2), (5, 4), (6, 4), (7, 1), (12, 8))]
     strings = struct.pack("<IQ", 8, 2) + string("some") + string("words")
     nested = struct.pack("<IQ", 9, 2) + 2 * (struct.pack("<IQ", 4, 3) + bytes(12))
@@ -101,12 +81,22 @@ def test_metadata_is_skipped_and_the_alignment_counts(tmp_path: Path) -> None:
         value("nested", 9, nested),
         value("general.alignment", 4, struct.pack("<I", 256)),
     )
-    content = padded(header(tensor_info("t", (2,), 0), values=values), 256) + struct.pack("<2f", 1.5, -2)
-    file = read(tmp_path, content)
+    blocks = random_rows("Q4_1", 3, 64)
+    tensors = (
+        tensor_info("one", (6,), GGML.F32),
+        tensor_info("three", (4, 3, 2), GGML.F16, 256),
+        tensor_info("quantized", (64, 3), GGML.Q4_1, 512),
+    )
+    data = (np.arange(6, dtype=np.float32), np.arange(24, dtype=np.float16), blocks)
+    file = read(tmp_path, b"".join(padded(part, 256) for part in (header(*tensors, values=values), *map(bytes, data))))
+    one, three, quantized = (file.read(name) for name in ("one", "three", "quantized"))
     assert file.architecture == "llama"
-    tensor = file.read("t")
-    assert isinstance(tensor, torch.Tensor)
-    assert tensor.tolist() == [1.5, -2]
+    assert isinstance(one, torch.Tensor)
+    assert isinstance(three, torch.Tensor)
+    assert isinstance(quantized, Quantized)
+    assert torch.equal(one, torch.arange(6.0))
+    assert torch.equal(three, torch.arange(24.0).view(2, 3, 4))
+    assert np.array_equal(quantized.data.numpy(), blocks)
 
 
 def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:
@@ -155,30 +145,32 @@ def test_changing_a_tensor_does_not_change_the_file(valid: Path) -> None:
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
-    assert reason in refused(tmp_path, content)
+    assert reason in reason_for_refusal(tmp_path, content)
 
 
-@pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E01])
-def test_an_infinite_or_nan_scale_is_refused(tmp_path: Path, half: int) -> None:
-    blocks = struct.pack("<H16x", 0x3C00) + struct.pack("<H16x", half)
-    content = padded(header(tensor_info("up", (32, 2), GGML.Q4_0))) + blocks
-    with pytest.raises(GgufError, match=r"tensor up has a scale that is infinite or NaN$"):
-        read(tmp_path, content).read("up")
-
-
-def test_an_unsupported_type_is_refused(tmp_path: Path) -> None:
-    content = padded(header(tensor_info("up", (4, 2), GGML.I32))) + bytes(32)
-    with pytest.raises(GgufError, match=r"tensor up has the unsupported type I32$"):
-        read(tmp_path, content).read("up")
+@pytest.mark.parametrize(
+    ("tensor", "content", "reason"),
+    [
+        (tensor_info("up", (4, 2), GGML.I32), bytes(32), "the unsupported type I32"),
+        *(
+            (tensor_info("up", (32, 1), GGML.Q4_0), struct.pack("<H16x", scale), "a scale that is infinite or NaN")
+            for scale in (0x7C00, 0xFC00, 0x7E01)
+        ),
+    ],
+)
+def test_unusable_tensors_are_refused(tmp_path: Path, tensor: bytes, content: bytes, reason: str) -> None:
+    file = read(tmp_path, padded(header(tensor)) + content)
+    with pytest.raises(GgufError, match=f"tensor up has {reason}$"):
+        file.read("up")
 
 
 @settings(max_examples=40, deadline=None)
 @given(end=st.floats(0, 1, exclude_max=True), place=st.integers(0, 1999), byte=st.integers(0, 255))
-def test_truncated_and_corrupted_files_raise_no_other_error(
+def test_truncated_and_corrupted_files_raise_only_gguf_errors(
     tmp_path_factory: pytest.TempPathFactory, valid: Path, end: float, place: int, byte: int
 ) -> None:
     content, folder = bytearray(valid.read_bytes()), tmp_path_factory.mktemp("damaged")
-    assert refused(folder, bytes(content[: int(end * len(content))]))
+    assert reason_for_refusal(folder, bytes(content[: int(end * len(content))]))
     content[place] = byte
     with suppress(GgufError):
         read(folder, bytes(content))
@@ -214,13 +206,3 @@ def test_a_folder_with_a_configuration_and_one_gguf_file_is_a_model(tmp_path: Pa
     shutil.copy(valid, tmp_path / "other.gguf")
     message = refusal(tmp_path)
     assert message.endswith("has several GGUF files (other.gguf, some.gguf); name one of them as the model")
-
-
-def test_the_reader_of_the_gguf_package_agrees(valid: Path) -> None:
-    file = GgufFile(valid)
-    reader = gguf.GGUFReader(valid)
-    assert {tensor.name for tensor in reader.tensors} == file.tensors.keys()
-    for tensor in reader.tensors:
-        ours = file.tensors[tensor.name]
-        assert (ours.qtype, ours.offset, ours.size) == (tensor.tensor_type, tensor.data_offset, tensor.n_bytes)
-        assert ours.shape == tuple(tensor.shape.tolist()[::-1])

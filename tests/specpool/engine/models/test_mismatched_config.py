@@ -1,6 +1,5 @@
 """Stored weights with a configuration that does not match are refused in one line that names the difference."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from gguf_files import random_rows, save_random_gguf
 from safetensors.torch import load_file, save_file
 from test_embedded_pair import random_trained
-from tiny_models import refusal, save_model, small_config
+from tiny_models import edit_json, edited_weights, refusal, save_model, small_config
 from transformers import AutoModelForCausalLM
 
 from specpool.engine.config.options import EngineOptions
@@ -39,17 +38,15 @@ def load(model: Path) -> loading.LoadedModel:
 
 
 def with_config(file: Path, folder: Path, **changes: Any) -> Path:
-    """Make a folder of the file and its configuration with these changes."""
+    """Create a folder with the file and a changed configuration."""
     shutil.copytree(file.parent / "saved", folder, dirs_exist_ok=True)
     (folder / "model.safetensors").unlink()
     shutil.copy(file, folder / "model.gguf")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    return folder
+    return edit_json(folder, **changes)
 
 
 def with_tensors(file: Path, path: Path, scaling: str = "", **tensors: np.ndarray) -> Path:
-    """Copy a file, adding tensors and a type of rotary scaling."""
+    """Copy a GGUF file and add tensors and a type of rotary scaling."""
     reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(str(path), "llama")
     for key, field in reader.fields.items():
         if not key.startswith(("GGUF.", "general.architecture")):
@@ -77,7 +74,7 @@ def with_tensors(file: Path, path: Path, scaling: str = "", **tensors: np.ndarra
         ("num_key_value_heads", 1, "num_key_value_heads is 1, but the file's attention.head_count_kv is 2"),
     ],
 )
-def test_other_sizes_are_refused(tmp_path: Path, untied: Path, name: str, number: int, reason: str) -> None:
+def test_different_sizes_are_refused(tmp_path: Path, untied: Path, name: str, number: int, reason: str) -> None:
     message = refusal(with_config(untied, tmp_path, **{name: number}))
     assert message.endswith(f"the configuration does not match model.gguf: {reason}")
 
@@ -154,6 +151,6 @@ def test_invalid_heads_and_unused_weights_of_a_draft_are_refused(tmp_path: Path)
         assert "has a head of (70, 64) for " in refusal(draft)
     save_file({**head, "weight.INT8": head["weight.INT8"].flatten()}, draft / OUTPUT_HEAD)
     assert refusal(draft).endswith("tensor weight.INT8 is uint8 [4760], not rows of bytes")
-    weights = load_file(draft / "model.safetensors")
-    save_file({**weights, "model.more.INT8": head["weight.INT8"]}, draft / "model.safetensors", {"format": "pt"})
+    with edited_weights(draft) as weights:
+        weights["model.more.INT8"] = head["weight.INT8"]
     assert refusal(draft).endswith("1 weights that the configured model does not use: model.more.INT8")

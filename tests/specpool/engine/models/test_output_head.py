@@ -15,41 +15,41 @@ from specpool.protocol.rounds import ProposeItem, VerifyItem
 from specpool.protocol.sampling import SamplingParams
 from target_worker.verifier import Verifier
 
-KEPT = [3, 200, 7, 255, 90]
+HEAD_TOKENS = [3, 200, 7, 255, 90]
 
 
 @pytest.mark.parametrize("options", [{}, {"native": False}, {"fused": False}], ids=["native", "fused", "library"])
-def test_tokens_without_a_row_are_never_chosen(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_tokens_without_an_output_row_are_never_chosen(tmp_path: Path, options: dict[str, Any]) -> None:
     folder, tokens = save_model(tmp_path, tiny_config()), random_tokens(30)
     full = load_engine(folder).forward([Span(0, 0, tokens, 30)])
-    save_output_head(folder, KEPT)
+    save_output_head(folder, HEAD_TOKENS)
     engine = load_engine(folder, **options)
     assert engine.vocab_size == full.shape[1]
     assert engine.bitwise
     rows = engine.forward([Span(0, 0, tokens, 30)])
-    assert set(engine.token_ids(rows.argmax(-1)).tolist()) <= set(KEPT)
+    assert set(engine.token_ids(rows.argmax(-1)).tolist()) <= set(HEAD_TOKENS)
     logits = engine.over_vocabulary(rows)
-    torch.testing.assert_close(logits[:, KEPT], full[:, KEPT], atol=1e-4, rtol=1e-4)
-    others = [token for token in range(engine.vocab_size) if token not in KEPT]
+    torch.testing.assert_close(logits[:, HEAD_TOKENS], full[:, HEAD_TOKENS], atol=1e-4, rtol=1e-4)
+    others = [token for token in range(engine.vocab_size) if token not in HEAD_TOKENS]
     assert (logits[:, others] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_workers_choose_among_the_rows(tmp_path: Path, temperature: float) -> None:
+def test_workers_choose_only_tokens_of_a_partial_head(tmp_path: Path, temperature: float) -> None:
     folder, prompt = save_model(tmp_path, tiny_config()), tuple(random_tokens(30))
-    save_output_head(folder, KEPT)
+    save_output_head(folder, HEAD_TOKENS)
     sampling = SamplingParams(temperature=temperature, seed=5)
     draft, target = Proposer(load_engine(folder)), Verifier(load_engine(folder))
     (proposal,) = draft.propose("c", 1, [ProposeItem(1, 0, prompt, sampling=sampling, num_draft_tokens=4)])
     assert len(proposal.draft_token_ids) == 4
-    assert set(proposal.draft_token_ids) <= set(KEPT)
+    assert set(proposal.draft_token_ids) <= set(HEAD_TOKENS)
     (verdict,) = target.verify(
         "c", 1, [VerifyItem(1, 0, prompt, sampling=sampling, draft_token_ids=proposal.draft_token_ids, logprobs=2)]
     )
     assert verdict.token_ids[:-1] == proposal.draft_token_ids
     for token, logprobs in zip(verdict.token_ids, verdict.logprobs, strict=True):
         assert logprobs.logprob > -10
-        assert {token for token, _ in logprobs.top} <= set(KEPT)
+        assert {token for token, _ in logprobs.top} <= set(HEAD_TOKENS)
         assert temperature or logprobs.top[0] == (token, logprobs.logprob)
     (nothing,) = draft.propose("c", 2, [ProposeItem(2, 0, prompt, sampling=sampling, num_draft_tokens=0)])
     assert (nothing.draft_token_ids, nothing.num_cached_tokens) == ((), 30)
@@ -58,7 +58,7 @@ def test_workers_choose_among_the_rows(tmp_path: Path, temperature: float) -> No
 @pytest.mark.parametrize(
     ("output_ids", "shape"), [([3, 257], (2, 96)), ([3, -1], (2, 96)), ([3, 4], (3, 96)), ([3, 4], (2, 32))]
 )
-def test_heads_that_do_not_fit_are_refused(tmp_path: Path, output_ids: list[int], shape: tuple[int, int]) -> None:
+def test_mismatched_output_heads_are_refused(tmp_path: Path, output_ids: list[int], shape: tuple[int, int]) -> None:
     folder = save_model(tmp_path, tiny_config(hidden_size=96))
     save_output_head(folder, output_ids, torch.zeros(shape))
     assert f"{OUTPUT_HEAD} has a head of {shape} for 2 tokens" in refusal(folder)

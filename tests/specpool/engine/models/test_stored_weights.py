@@ -1,15 +1,14 @@
 """Weights as stored equal those of transformers, and give the logits of dequantized weights bit for bit."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf_files import gguf_config, save_gguf, save_random_gguf
+from gguf_files import save_random_gguf
 from test_embedded_pair import random_trained
-from tiny_models import load_engine, random_tokens, rows_that_differ, save_model
+from tiny_models import load_engine, random_tokens, rows_that_differ
 from transformers import AutoModelForCausalLM
 
 from specpool.engine.cache.spans import Span
@@ -20,12 +19,11 @@ from specpool.engine.models.draft_weights import load_compact, save_compact
 from specpool.engine.models.loading import load_model
 from specpool.engine.models.stored_model import build_stored_model
 from specpool.engine.models.stored_weights import stored_weights
-from specpool.engine.models.weights import read_weights
-from specpool.engine.models.weights_fingerprint import weights_of
+from specpool.engine.models.weights_fingerprint import named_weights
 from specpool.engine.passes.fused import FusedModel
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.run.engine import Engine
-from specpool.engine.weights.quantized import Quantized, Weight, as_tensor
+from specpool.engine.weights.quantized import Quantized, as_tensor
 
 K_QUANTS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
 
@@ -52,13 +50,13 @@ def quantized(mixed: Path) -> Engine:
     return load_engine(mixed)
 
 
-def by_transformers(file: Path) -> dict[str, torch.Tensor]:
+def transformers_weights(file: Path) -> dict[str, torch.Tensor]:
     """Weights dequantized by transformers."""
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     return AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).state_dict()
 
 
-def stored_by_us(file: Path) -> dict[str, Any]:
+def our_stored_weights(file: Path) -> dict[str, Any]:
     """Weights as stored, by their transformers names."""
     options = EngineOptions(model=str(file))
     config = load_config(options)
@@ -66,7 +64,7 @@ def stored_by_us(file: Path) -> dict[str, Any]:
     assert stored is not None
     model, report = build_stored_model(stored, config)
     assert not any(report.values())
-    return weights_of(model)
+    return named_weights(model)
 
 
 def logits(engine: Engine) -> torch.Tensor:
@@ -92,14 +90,14 @@ def logits(engine: Engine) -> torch.Tensor:
     ],
     ids=["llama", "tied llama", "mixed llama", "qwen2", "tied qwen3"],
 )
-def test_weights_have_the_bits_of_transformers(
+def test_gguf_weights_match_transformers_bit_for_bit(
     tmp_path: Path, architecture: str, qtype_of: Callable[[str], str | None], changes: dict[str, Any]
 ) -> None:
     file = save_random_gguf(tmp_path, qtype_of, architecture, **changes)
-    expected, found = by_transformers(file), stored_by_us(file)
-    assert found.keys() == expected.keys()
-    assert any("bias" in name for name in found) == (architecture == "qwen2")
-    for name, weight in found.items():
+    expected, weights = transformers_weights(file), our_stored_weights(file)
+    assert weights.keys() == expected.keys()
+    assert any("bias" in name for name in weights) == (architecture == "qwen2")
+    for name, weight in weights.items():
         qtype = qtype_of(name) if weight.shape[1:] else None
         tied = name == "lm_head.weight" and changes.get("tie_word_embeddings")
         assert tied or isinstance(weight, Quantized) == (qtype not in (None, "Q5_K"))
@@ -108,23 +106,10 @@ def test_weights_have_the_bits_of_transformers(
         assert torch.equal(as_tensor(weight), expected[name]), name
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_dequantized_models_have_the_bits_of_transformers(tmp_path: Path, tied: bool) -> None:
-    file = save_random_gguf(tmp_path, alternate("Q4_1", "Q8_0"), tie_word_embeddings=tied)
-    expected = by_transformers(file)
-    for dtype in (torch.float32, torch.bfloat16):
-        config = load_config(EngineOptions(model=str(file)))
-        model, _ = read_weights(str(file), config, torch.device("cpu"), dtype)
-        found = model.state_dict()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], weight.to(dtype)) for name, weight in expected.items())
-        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-
-
 # --- Engines
 
 
-def test_quantized_weights_give_the_bits_of_dequantized_ones(mixed: Path, quantized: Engine) -> None:
+def test_quantized_engine_matches_dequantized_bit_for_bit(mixed: Path, quantized: Engine) -> None:
     dense = load_engine(mixed, weights="float32")
     assert isinstance(quantized.forward_pass, NativeModel)
     assert isinstance(dense.forward_pass, NativeModel)
@@ -148,10 +133,9 @@ def test_notes_name_dequantized_weights(mixed: Path, quantized: Engine, tmp_path
     assert load_model(EngineOptions(model=str(file), device="cpu")).notes == ()
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_mixed_types_in_one_gemm_and_a_tied_head_change_no_bit(tmp_path: Path, tied: bool) -> None:
-    """The fused QKV GEMM has parts of 96 and 48 outputs."""
-    changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": tied}
+def test_mixed_types_in_one_gemm_match_dequantized_bit_for_bit(tmp_path: Path) -> None:
+    """The fused QKV GEMM has parts of 96 and 48 outputs, and the head is tied."""
+    changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}
     file = save_random_gguf(tmp_path, alternate("Q4_1", "Q8_0"), "qwen2", **changes)
     engine = load_engine(file)
     assert isinstance(engine.forward_pass, NativeModel)
@@ -170,7 +154,7 @@ def test_mixed_types_in_one_gemm_and_a_tied_head_change_no_bit(tmp_path: Path, t
     ],
     ids=["torch", "library", "no compiler"],
 )
-def test_passes_that_are_not_compiled_dequantize_weights(
+def test_uncompiled_passes_dequantize_weights(
     mixed: Path, quantized: Engine, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiler: bool, note: str
 ) -> None:
     if not compiler:
@@ -195,26 +179,10 @@ def test_other_dtypes_dequantize_weights(mixed: Path) -> None:
 # --- Trained drafts
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a GGUF file, like the embedded target."""
-    folder = save_model(tmp_path_factory.mktemp("target") / "model", gguf_config(num_hidden_layers=3))
-    save_gguf(folder, folder / "model.gguf", lambda name: "Q4_1")
-    shutil.move(folder / "model.safetensors", folder.parent)
-    return folder
-
-
-def trained_for(target: Path, folder: Path) -> dict[str, Weight]:
-    """Weights as training of a draft would give them."""
-    floats = shutil.copytree(target, folder / "floats", ignore=shutil.ignore_patterns("*.gguf"))
-    shutil.copy(target.parent / "model.safetensors", floats)
-    save_compact(folder / "trained", random_trained(floats, 70))
-    return load_compact(folder / "trained")
-
-
-@pytest.mark.slow
-def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Path, target: Path) -> None:
-    trained = trained_for(target, tmp_path)
+def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Path) -> None:
+    target = save_random_gguf(tmp_path, lambda name: "Q4_1", num_hidden_layers=3)
+    save_compact(tmp_path / "trained", random_trained(target, 70))
+    trained = load_compact(tmp_path / "trained")
     save_draft(tmp_path / "draft", str(target), trained)
     draft, dense = load_engine(tmp_path / "draft"), load_engine(tmp_path / "draft", weights="float32")
     assert draft.loaded.output_ids is not None
@@ -229,10 +197,10 @@ def test_a_draft_keeps_its_weights_and_the_embeddings_of_its_target(tmp_path: Pa
     assert torch.equal(logits(draft), logits(dense))
     assert draft.weights_fingerprint == dense.weights_fingerprint
 
-    found = stored_by_us(tmp_path / "draft")
-    embedding = by_transformers(target / "model.gguf")["model.embed_tokens.weight"]
-    assert torch.equal(as_tensor(found["model.embed_tokens.weight"]), embedding)
-    body = [name for name in found if "embed" not in name and "lm_head" not in name]
+    weights = our_stored_weights(tmp_path / "draft")
+    embedding = transformers_weights(target)["model.embed_tokens.weight"]
+    assert torch.equal(as_tensor(weights["model.embed_tokens.weight"]), embedding)
+    body = [name for name in weights if "embed" not in name and "lm_head" not in name]
     assert len(body) + 2 == len(trained)
     for name in body:
-        assert torch.equal(as_tensor(found[name]), as_tensor(trained["body." + name.removeprefix("model.")]).float())
+        assert torch.equal(as_tensor(weights[name]), as_tensor(trained["body." + name.removeprefix("model.")]).float())

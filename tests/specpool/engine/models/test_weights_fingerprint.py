@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_models import load_engine, random_tokens, save_output_head
+from safetensors.torch import load_file
+from tiny_models import edited_weights, load_engine, random_tokens, save_output_head
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +26,9 @@ def fingerprint_of(folder: Path, dtype: Dtype = "auto") -> str:
     return weights_fingerprint(load_model(EngineOptions(model=str(folder), device="cpu", dtype=dtype)))
 
 
-def test_the_number_of_files_does_not_matter(tiny_pair: tuple[Path, Path], loaded: LoadedModel, tmp_path: Path) -> None:
+def test_fingerprint_ignores_the_number_of_files(
+    tiny_pair: tuple[Path, Path], loaded: LoadedModel, tmp_path: Path
+) -> None:
     folder = shutil.copytree(tiny_pair[0], tmp_path / "shards")
     (folder / "model.safetensors").unlink()
     AutoModelForCausalLM.from_pretrained(tiny_pair[0]).save_pretrained(folder, max_shard_size="200KB")
@@ -34,7 +36,9 @@ def test_the_number_of_files_does_not_matter(tiny_pair: tuple[Path, Path], loade
     assert fingerprint_of(folder) == weights_fingerprint(loaded)
 
 
-def test_dtype_weights_and_head_matter(tiny_pair: tuple[Path, Path], loaded: LoadedModel, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_dtype_weights_and_head(
+    tiny_pair: tuple[Path, Path], loaded: LoadedModel, tmp_path: Path
+) -> None:
     folder = shutil.copytree(tiny_pair[0], tmp_path / "head")
     fingerprints = {weights_fingerprint(loaded), fingerprint_of(tiny_pair[1]), fingerprint_of(tiny_pair[0], "bfloat16")}
     rows = load_file(folder / "model.safetensors")["lm_head.weight"][[3, 9]]
@@ -44,7 +48,7 @@ def test_dtype_weights_and_head_matter(tiny_pair: tuple[Path, Path], loaded: Loa
     assert len(fingerprints) == 5
 
 
-def test_any_bit_of_any_weight_matters(loaded: LoadedModel) -> None:
+def test_flipping_any_bit_changes_the_fingerprint(loaded: LoadedModel) -> None:
     fingerprints = {weights_fingerprint(loaded)}
     for number, weight in enumerate(loaded.model.parameters()):
         bits = weight.detach().view(-1).view(torch.int32)
@@ -56,7 +60,7 @@ def test_any_bit_of_any_weight_matters(loaded: LoadedModel) -> None:
     assert weights_fingerprint(loaded) in fingerprints
 
 
-def test_swapped_weights_are_detected(loaded: LoadedModel) -> None:
+def test_swapping_weights_changes_the_fingerprint(loaded: LoadedModel) -> None:
     before = weights_fingerprint(loaded)
     first, second = (layer.mlp.gate_proj for layer in loaded.model.model.layers[:2])
     first.weight, second.weight = second.weight, first.weight
@@ -64,7 +68,7 @@ def test_swapped_weights_are_detected(loaded: LoadedModel) -> None:
     first.weight, second.weight = second.weight, first.weight
 
 
-def test_tied_weights_count_under_both_names(loaded: LoadedModel) -> None:
+def test_fingerprint_includes_tied_weights_under_both_names(loaded: LoadedModel) -> None:
     untied = weights_fingerprint(loaded)
     head = loaded.model.lm_head.weight
     loaded.model.lm_head.weight = nn.Parameter(loaded.model.model.embed_tokens.weight.detach().clone())
@@ -85,9 +89,8 @@ def test_numerics_depend_on_the_pass_and_the_weights(tiny_pair: tuple[Path, Path
         torch.set_num_threads(threads)
     fused = [load_engine(tiny_pair[0], native=False) for _ in range(2)]
     folder = shutil.copytree(tiny_pair[0], tmp_path / "other")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][7, 7] += 1e-3
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited_weights(folder) as weights:
+        weights["model.layers.1.mlp.up_proj.weight"][7, 7] += 1e-3
     other, short = load_engine(folder), load_engine(tiny_pair[0], max_model_len=16)
     starts = [*compiled, *fused, other, short]
     assert all(engine.bitwise for engine in starts)

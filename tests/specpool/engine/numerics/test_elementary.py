@@ -13,7 +13,7 @@ FUNCTIONS = {"log": negative_log, "log1m": negative_log1m, "masses": lambda x: m
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Restores the number of threads."""
+    """Restore the number of threads afterwards."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -30,10 +30,10 @@ def fractions() -> torch.Tensor:
     return floats[(floats >= 2.0**-33) & (floats < 1)]
 
 
-def max_error(got: torch.Tensor, exact: np.ndarray, minimum: float) -> float:
+def max_error(actual: torch.Tensor, exact: np.ndarray, minimum: float) -> float:
     """Maximum error in units in the last place of max(|exact|, minimum)."""
     size = np.maximum(np.abs(exact), minimum).astype(np.float32)
-    return float((np.abs(got.double().numpy() - exact) / np.spacing(size)).max())
+    return float((np.abs(actual.double().numpy() - exact) / np.spacing(size)).max())
 
 
 def test_logarithms_are_precise() -> None:
@@ -48,8 +48,8 @@ def test_logarithms_are_precise() -> None:
 def test_masses_are_precise() -> None:
     x = -30 * fractions()
     exact = np.exp(x.double().numpy())
-    got = masses(x).double() * 2.0**-MASS_BITS
-    assert np.abs(got.numpy() - exact).max() < 2e-7
+    actual = masses(x).double() * 2.0**-MASS_BITS
+    assert np.abs(actual.numpy() - exact).max() < 2e-7
     assert masses(torch.tensor([0.0, -0.0, -1e-40, -28.0, -1e30, -torch.inf])).tolist() == [1 << 40] * 3 + [0] * 3
 
 

@@ -28,13 +28,13 @@ def test_noise_follows_the_gumbel_distribution_independently() -> None:
     seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**31), chosen=st.lists(st.integers(0, 99_999), max_size=9)
 )
 def test_noise_of_a_token_does_not_depend_on_other_tokens(seed: int, position: int, chosen: list[int]) -> None:
-    """So a draft with a smaller vocabulary shares the noise."""
+    """A draft with a smaller vocabulary therefore shares the noise."""
     full = gumbel(seed, position, torch.arange(100_000, dtype=torch.int32))
-    some = gumbel(seed, position, torch.tensor(chosen, dtype=torch.int32))
-    assert torch.equal(some, full[torch.tensor(chosen, dtype=torch.long)])
+    alone = gumbel(seed, position, torch.tensor(chosen, dtype=torch.int32))
+    assert torch.equal(alone, full[torch.tensor(chosen, dtype=torch.long)])
 
 
-def test_noise_never_changes_between_releases() -> None:
+def test_noise_is_the_same_in_every_release() -> None:
     """A client's seed must give the same tokens after an upgrade."""
     drawn = gumbel(42, 1_000, torch.tensor([0, 1, 50_000, 2**31 - 1], dtype=torch.int32))
     assert [x.hex() for x in drawn.tolist()] == [
@@ -53,10 +53,10 @@ def test_noise_is_precise_and_finite_for_all_bits() -> None:
     uniform = noise._uniform(bits)
     assert (uniform.min().item(), uniform.max().item()) == (2.0**-33, 1 - 2.0**-24)
     exact = -np.log(-np.log1p(-uniform.double().numpy()))
-    got = noise._gumbel(bits)
-    errors = np.abs(got.double().numpy() - exact) / np.spacing(np.maximum(np.abs(exact), 1).astype(np.float32))
+    actual = noise._gumbel(bits)
+    errors = np.abs(actual.double().numpy() - exact) / np.spacing(np.maximum(np.abs(exact), 1).astype(np.float32))
     assert errors.max() < 3  # units in the last place
-    excess = noise._gumbel_bound(bits) - got
+    excess = noise._gumbel_bound(bits) - actual
     assert 0 <= excess.min() <= excess.max() < noise._BOUND_ERROR
 
 

@@ -74,7 +74,7 @@ def random_weight(kind: str, outputs: int, inputs: int = INPUTS) -> Weight:
     if kind == INT8.name:
         weight.data[::3, SCALE_BYTES - 1] |= 0x80
         return weight
-    for at in QUANTIZATION_TYPES[kind].halves:
+    for at in QUANTIZATION_TYPES[kind].float16_offsets:
         blocks = weight.data.unflatten(1, (-1, QUANTIZATION_TYPES[kind].block_bytes))
         blocks[::3, :, at + 1] |= 0x80
         blocks[1::4, :, at + 1] &= 0x83

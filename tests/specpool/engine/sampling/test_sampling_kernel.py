@@ -1,4 +1,4 @@
-"""The sampling kernels choose the same tokens as a CPU, in any batch (in Triton's interpreter)."""
+"""Sampling kernels choose the same tokens as the CPU sampler, in any batch. Runs in Triton's interpreter."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from specpool.engine.numerics import triton_elementary
 from specpool.engine.numerics.noise import gumbel, noise_keys
 from specpool.engine.sampling import kernel as sampling_kernel
 from specpool.engine.sampling import sampler as sampling
-from specpool.engine.sampling.kernel import sample_rows
+from specpool.engine.sampling.kernel import has_kernels, sample_rows
 from specpool.engine.sampling.sampler import choose_batch, choose_token, choose_tokens
 from specpool.protocol.rounds import VerifyItem
 from specpool.protocol.sampling import SamplingParams
@@ -31,8 +31,8 @@ SIZES = [1, 7, 16, 33, 150]
 
 @pytest.fixture(autouse=True, scope="module")
 def small_programs() -> Iterator[None]:
-    """Shrinks the programs, so that the few tokens of an interpreted test take several steps."""
-    with mock.patch.multiple(sampling_kernel, FEW=32, PART=64, BLOCK=16):
+    """Shrink the programs, so that small vocabularies take several steps."""
+    with mock.patch.multiple(sampling_kernel, SEARCH_BLOCK=32, PART=64, BLOCK=16):
         yield
 
 
@@ -67,7 +67,7 @@ def make_row(seed: int, size: int, spread: float, kind: str) -> torch.Tensor:
 
 @settings(max_examples=12, deadline=None)
 @given(drawn=st.lists(rows, min_size=1, max_size=3), size=st.sampled_from(SIZES), half=st.booleans())
-def test_the_kernel_chooses_the_same_tokens_as_a_cpu(
+def test_kernel_chooses_the_same_tokens_as_cpu(
     drawn: list[tuple[int, float, str, SamplingParams, int]], size: int, half: bool
 ) -> None:
     dtype = torch.float16 if half else torch.float32  # the interpreter does not support bfloat16
@@ -75,9 +75,6 @@ def test_the_kernel_chooses_the_same_tokens_as_a_cpu(
     rules = [(params, length) for *_, params, length in drawn]
     expected = [choose_token(row, params, range(length)) for row, (params, length) in zip(logits, rules, strict=True)]
     assert sample_rows(logits, rules) == expected
-
-
-LIMITS = {"top_k": {"top_k": 30}, "top_p": {"top_p": 0.8}, "both": {"top_k": 50, "top_p": 0.9, "min_p": 0.01}}
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
@@ -115,7 +112,7 @@ def store_noise(noise, first, second, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-def test_noise_has_the_bits_of_a_cpu(seed: int) -> None:
+def test_kernel_noise_matches_cpu_bit_for_bit(seed: int) -> None:
     size = 1 << 17
     noise = torch.empty(size)
     store_noise[(2,)](noise, *noise_keys(seed, 12), BLOCK=size // 2)
@@ -156,13 +153,12 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sampling.kernel_is_exact.cache_clear()
 
 
-def test_a_cpu_samples_row_by_row() -> None:
-    assert not sampling.kernel_is_exact(CPU, torch.float32, 50)
-
-
 @pytest.mark.usefixtures("kernels_on_cpu")
 def test_exact_kernels_are_used() -> None:
     assert sampling.kernel_is_exact(CPU, torch.float16, 50)
+    with mock.patch.object(sampling, "has_kernels", has_kernels):
+        sampling.kernel_is_exact.cache_clear()
+        assert not sampling.kernel_is_exact(CPU, torch.float16, 50), "a CPU samples row by row"
 
 
 @pytest.mark.slow

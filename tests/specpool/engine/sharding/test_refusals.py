@@ -7,8 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_models import load_engine, save_model, save_output_head, small_config
+from tiny_models import edited_weights, load_engine, save_model, save_output_head, small_config
 from torch import distributed
 
 from specpool.engine.config.options import EngineOptions
@@ -26,7 +25,7 @@ from specpool.engine.sharding.shares import Share, shard
         ("gemma2", {}, "gemma2"),
     ],
 )
-def test_unsupported_models_and_options_start_no_process(
+def test_unsupported_models_and_options_are_refused_before_ranks_start(
     architecture: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path, small_config(architecture))
@@ -45,16 +44,15 @@ def test_partial_output_heads_are_not_sharded(tmp_path: Path) -> None:
 def test_misshapen_weights_are_refused(tmp_path: Path) -> None:
     config = small_config("llama")
     folder = save_model(tmp_path, config)
-    weights = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
-    weights[name] = torch.cat([weights[name], weights[name]])
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited_weights(folder) as weights:
+        weights[name] = weights[name].repeat(2, 1)
     options = EngineOptions(model=str(folder), device="cpu")
     with pytest.raises(UnsupportedModelError, match=f"the files lack 1 of the model's weights: {name}"):
         load_model(options, Share(shard(config, 2, "whole"), 1))
 
 
-def test_an_unusable_network_is_refused() -> None:
+def test_unreachable_ranks_are_reported() -> None:
     failure = RuntimeError("Unable to find address for: none0\nmore")
     sharding = shard(small_config("llama"), 2, "whole")
     with (

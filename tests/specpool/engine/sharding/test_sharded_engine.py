@@ -11,8 +11,13 @@ from gguf_files import save_random_gguf
 from tiny_models import load_engine, random_tokens, rows_that_differ, save_model, small_config
 
 from specpool.engine.cache.spans import Span
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.config import load_config
+from specpool.engine.models.loading import load_model
+from specpool.engine.models.weights_fingerprint import weights_fingerprint
 from specpool.engine.passes.native.sharded import ShardedNativeModel
 from specpool.engine.run.engine import Engine
+from specpool.engine.sharding.shares import Share, shard
 
 TOKENS = random_tokens(90)
 UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -44,7 +49,7 @@ def logits(engine: Engine) -> torch.Tensor:
         pytest.param("llama", 2, {"intermediate_size": 100}, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_give_the_bits_of_one_device(
+def test_sharded_engine_matches_one_device_bit_for_bit(
     architecture: str, ranks: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path, small_config(architecture, **changes))
@@ -59,10 +64,17 @@ def test_ranks_give_the_bits_of_one_device(
 
 
 @pytest.mark.slow
-def test_partial_sums_are_batch_invariant(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, small_config("glm4", **UNEVEN, attention_bias=True))
+@pytest.mark.parametrize(
+    ("architecture", "options", "forward_pass"),
+    [("glm4", {"tensor_parallel_sums": "parts"}, "ShardedNativeModel"), ("llama", {"native": False}, "FusedModel")],
+)
+def test_partial_sums_and_the_torch_pass_are_batch_invariant(
+    architecture: str, options: dict[str, Any], forward_pass: str, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path, small_config(architecture, **UNEVEN, attention_bias=True, mlp_bias=True))
     alone = load_engine(folder, device="cpu")
-    with sharded(folder, 2, tensor_parallel_sums="parts") as engine:
+    with sharded(folder, 2, **options) as engine:
+        assert type(engine.forward_pass).__name__ == forward_pass
         assert engine.bitwise
         assert rows_that_differ(engine) == 0
         assert torch.allclose(logits(engine), logits(alone), rtol=1e-3, atol=1e-3)
@@ -71,7 +83,7 @@ def test_partial_sums_are_batch_invariant(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sums", ["whole", "parts"])
 def test_ranks_keep_weights_quantized(tmp_path: Path, sums: Literal["whole", "parts"]) -> None:
-    """With partial sums, a rank has 48 inputs, not whole blocks: such weights are dequantized."""
+    """With partial sums, a rank of this model has 48 inputs. Those are not whole blocks, so they are dequantized."""
     changes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
     file = save_random_gguf(tmp_path, lambda name: "Q4_1" if "layers" in name else "Q8_0", **changes)
     dense = load_engine(file, device="cpu", weights="float32")
@@ -90,12 +102,13 @@ def test_ranks_keep_weights_quantized(tmp_path: Path, sums: Literal["whole", "pa
         assert torch.allclose(logits(engine), logits(dense), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
-def test_the_torch_pass_is_sharded(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, small_config("llama", **UNEVEN, attention_bias=True, mlp_bias=True))
-    alone = load_engine(folder, device="cpu", native=False)
-    with sharded(folder, 2, native=False) as engine:
-        assert type(engine.forward_pass).__name__ == "FusedModel"
-        assert engine.bitwise
-        assert rows_that_differ(engine) == 0
-        assert torch.allclose(logits(engine), logits(alone), rtol=1e-3, atol=1e-3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_have_the_weights_fingerprint_of_one_device(tmp_path: Path, dtype: str) -> None:
+    file = save_random_gguf(tmp_path, lambda name: "Q4_1")
+    options = EngineOptions(model=str(file), device="cpu", dtype=dtype, tensor_parallel=2)
+    sharding = shard(load_config(options), 2, "whole")
+    first, second = (load_model(options, Share(sharding, rank)) for rank in (0, 1))
+    assert first.checksums
+    assert second.checksums
+    unsharded = weights_fingerprint(load_model(options.model_copy(update={"tensor_parallel": 1})))
+    assert weights_fingerprint(first, {**first.checksums, **second.checksums}) == unsharded

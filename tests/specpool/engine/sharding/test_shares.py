@@ -1,19 +1,19 @@
-"""Shards cover every weight exactly once and evenly; impossible shardings are refused with numbers."""
+"""Shards cover every weight exactly once and evenly; too small dimensions are refused."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import small_config
 
-from specpool.engine.sharding.shares import Share, Sums, deal, piece_of, shard
+from specpool.engine.sharding.shares import Share, Sums, piece_of, shard, split_evenly
 
 WEIGHTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 64))
-def test_every_index_is_dealt_once_and_evenly(total: int, ranks: int, unit: int) -> None:
-    shares = deal(total, ranks, unit)
+def test_shares_are_even_and_cover_every_index_once(total: int, ranks: int, unit: int) -> None:
+    shares = split_evenly(total, ranks, unit)
     assert [index for rank in range(ranks) for index in shares.of(rank)] == list(range(total))
     assert max(shares.sizes) - min(shares.sizes) < 2 * unit
     assert all(first % unit == 0 for first in shares.firsts[: -(-total // unit)])
@@ -33,21 +33,16 @@ def test_pieces_cover_a_weight(name: str, sums: Sums) -> None:
     assert {piece.dimension for piece in pieces if piece} == {int(by_inputs)}
 
 
-def test_fused_gate_and_up_are_sharded_alike() -> None:
+def test_fused_gate_and_up_are_sharded_and_norms_replicated() -> None:
     config = small_config("glm4")
-    piece = piece_of("model.layers.0.mlp.gate_up_proj.weight", config, Share(shard(config, 2, "whole"), 1))
+    share = Share(shard(config, 2, "whole"), 1)
+    piece = piece_of("model.layers.0.mlp.gate_up_proj.weight", config, share)
     assert piece is not None
     assert piece.ranges == (range(48, 96), range(144, 192))
+    assert piece_of("model.layers.0.input_layernorm.weight", config, share) is None
 
 
-def test_norms_are_replicated() -> None:
-    config = small_config("llama")
-    assert piece_of("model.layers.0.input_layernorm.weight", config, Share(shard(config, 2, "whole"), 0)) is None
-
-
-def test_impossible_shardings_are_refused_with_numbers() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel 3 is more than the 2 KV heads"):
-        shard(small_config("llama"), 3, "whole")
+def test_too_small_dimensions_are_refused() -> None:
     few = small_config("llama", num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
     with pytest.raises(ValueError, match="tensor_parallel 8 is too much for 64 hidden features in multiples of 16"):
         shard(few, 8, "whole")

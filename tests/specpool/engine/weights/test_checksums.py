@@ -25,7 +25,7 @@ def change_bits(words: torch.Tensor, change: str) -> None:
 
 @pytest.mark.parametrize("change", ["flip two signs", "swap neighbours", "swap the ends", "rotate", "zero the end"])
 @pytest.mark.parametrize("size", [6, ROW_WORDS, 5 * ROW_WORDS + 77])
-def test_changes_are_detected(size: int, change: str) -> None:
+def test_checksum_detects_changes(size: int, change: str) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(0))
     changed = weight.clone()
     change_bits(changed.view(torch.int32), change)
@@ -35,7 +35,7 @@ def test_changes_are_detected(size: int, change: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, ROW_WORDS - 1, 2 * ROW_WORDS + 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.int64])
-def test_memory_layout_does_not_matter(size: int, dtype: torch.dtype) -> None:
+def test_checksum_ignores_the_memory_layout(size: int, dtype: torch.dtype) -> None:
     weight = torch.arange(size).to(dtype)
     strided = torch.stack([weight, weight], 1)[:, 0]
     offset = torch.cat([weight[:1], weight])[1:]

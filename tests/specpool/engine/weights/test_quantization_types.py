@@ -23,7 +23,7 @@ def finite_weight(name: str, rows: int, columns: int) -> Quantized:
     data = random_bytes(rows, qtype.row_bytes(columns))
     if qtype is INT8:
         data[:, :SCALE_BYTES] = torch.rand(rows, 1).view(torch.uint8)
-    for at in qtype.halves:
+    for at in qtype.float16_offsets:
         data.unflatten(1, (-1, qtype.block_bytes))[..., at + 1] &= 0b10111111
     return Quantized(qtype, data)
 
@@ -32,7 +32,7 @@ def finite_weight(name: str, rows: int, columns: int) -> Quantized:
 @settings(max_examples=10, deadline=None)
 @given(rows=st.integers(1, 5), blocks=st.integers(1, 4), seed=st.integers(0, 2**32))
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-def test_weights_have_the_bits_of_the_reference(name: str, rows: int, blocks: int, seed: int) -> None:
+def test_dequantization_matches_ggml_bit_for_bit(name: str, rows: int, blocks: int, seed: int) -> None:
     qtype = QUANTIZATION_TYPES[name]
     assert (qtype.block, qtype.block_bytes) == gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     weight = Quantized(qtype, random_bytes(rows, blocks * qtype.block_bytes, seed))

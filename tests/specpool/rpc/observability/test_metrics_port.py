@@ -148,7 +148,7 @@ async def test_ipv6_addresses_work() -> None:
         await server.start()
     except OSError:
         pytest.skip("this machine has no IPv6")
-    assert (await scrape(port)).families  # by IPv4, as gRPC allows too
+    assert (await scrape(port)).families  # over IPv4: the socket is dual-stack, like gRPC's
     server.stop()
     await server.wait_stopped()
 
@@ -181,7 +181,7 @@ async def test_calls_are_counted_by_method_and_code() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_invented_methods_become_no_labels(tmp_path: Path) -> None:
+async def test_unknown_methods_do_not_create_labels(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"alice {TOKEN}\n")
     async with running(api_tokens=tokens) as (port, channel, _):

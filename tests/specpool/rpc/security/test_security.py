@@ -11,8 +11,9 @@ import grpc
 import pytest
 from certificates import OTHER_TOKEN, TOKEN, Authority, Certificate, openssl, remove, replace
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from pydantic import ValidationError
+from relay import relay
 from secure_service import listening
 
 from specpool import healthcheck
@@ -21,7 +22,6 @@ from specpool.rpc.security.channel import Connector
 from specpool.rpc.server.callers import client_of
 from specpool.rpc.server.server import Server
 from specpool.rpc.status import ANSWERED
-from specpool.testing import CuttingProxy
 
 MAX_MESSAGE_BYTES = 1000
 TOO_LARGE = bytes(100 * MAX_MESSAGE_BYTES)
@@ -101,10 +101,15 @@ async def is_healthy(address: str, **security: Any) -> bool:
 
 async def reflection(address: str, **security: Any) -> list[str] | grpc.StatusCode:
     """Return the services that reflection lists, or the status code."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
     async with Connector(address, **security).open() as channel:
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=TIMEOUT_SECONDS)
+        # A unary request: grpc loses the status of a call that ends before a write.
+        call: Any = channel.unary_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )(request, timeout=TIMEOUT_SECONDS)
         try:
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             return [service.name for service in (await call.read()).list_services_response.service]
         except grpc.aio.AioRpcError:
             return await call.code()
@@ -164,14 +169,8 @@ async def test_invalid_server_certificates_fail_the_handshake(
 
 async def test_slow_handshakes_succeed(ca: Authority, server: Certificate) -> None:
     """Even if they take longer than the reconnect backoff."""
-    proxy = CuttingProxy()
-    async with running(**server.options) as address:
-        slow_address = await proxy.start(address)
-        proxy.delay(0.2)
-        try:
-            assert await code(slow_address, tls_ca=ca.path) is None
-        finally:
-            await proxy.stop()
+    async with running(**server.options) as address, relay(address, delay_seconds=0.2) as slow_address:
+        assert await code(slow_address, tls_ca=ca.path) is None
 
 
 async def test_mutual_tls_requires_a_certificate_of_the_ca(
@@ -301,19 +300,19 @@ async def test_server_certificates_are_reloaded_unless_invalid(
     ca: Authority, other_ca: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "specpool.rpc.security.reloading")
-    shown = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
-    shown.copy_from(ca.issue("old"))
+    presented = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
+    presented.copy_from(ca.issue("old"))
     new = other_ca.issue("new")
-    async with running(**shown.options) as address, Connector(address, tls_ca=ca.path).open() as open_before:
+    async with running(**presented.options) as address, Connector(address, tls_ca=ca.path).open() as open_before:
         assert await open_before.unary_unary("/who/One")(b"")
-        replace(shown.cert, new.cert.read_bytes())
+        replace(presented.cert, new.cert.read_bytes())
         assert await code(address, tls_ca=ca.path) is None, "the new key is not there yet"
         assert "tls_key" in caplog.text
-        replace(shown.key, "garbage")
+        replace(presented.key, "garbage")
         assert await code(address, tls_ca=ca.path) is None
-        remove(shown.key)
+        remove(presented.key)
         assert await code(address, tls_ca=ca.path) is None
-        replace(shown.key, new.key.read_bytes())
+        replace(presented.key, new.key.read_bytes())
         assert await code(address, tls_ca=ca.path) is grpc.StatusCode.UNAVAILABLE
         assert await code(address, tls_ca=other_ca.path) is None
         assert await open_before.unary_unary("/who/One")(b""), "open connections go on"
@@ -337,16 +336,16 @@ async def test_client_ca_is_reloaded(
 async def test_connector_is_outdated_once_valid_files_have_changed(
     ca: Authority, alice: Certificate, server: Certificate, tmp_path: Path
 ) -> None:
-    shown = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
-    shown.copy_from(alice)
-    connector = Connector("localhost:1", tls_ca=ca.path, **shown.options)
+    presented = Certificate(tmp_path / "cert.pem", tmp_path / "cert.key")
+    presented.copy_from(alice)
+    connector = Connector("localhost:1", tls_ca=ca.path, **presented.options)
     async with connector.open():
         assert not connector.is_outdated
-        shown.copy_from(alice)
+        presented.copy_from(alice)
         assert not connector.is_outdated, "the same as before"
-        replace(shown.key, server.key.read_bytes())
+        replace(presented.key, server.key.read_bytes())
         assert not connector.is_outdated, "no certificate fits this key"
-        replace(shown.cert, server.cert.read_bytes())
+        replace(presented.cert, server.cert.read_bytes())
         assert connector.is_outdated
     async with connector.open():
         assert not connector.is_outdated
@@ -438,11 +437,11 @@ async def test_health_check_command_supports_tls(
         async def status(*flags: object) -> int:
             return await asyncio.to_thread(healthcheck.main, [address, *map(str, flags)])
 
-        shown = ["--tls-cert", alice.cert, "--tls-key", alice.key]
-        assert await status("--tls-ca", ca.path, *shown) == 0
-        assert await status("--tls-ca", ca.path, *shown, "--tls-name", "localhost") == 0
-        assert await status("--tls-ca", ca.path, *shown, "--tls-name", "elsewhere") == 1
+        presented = ["--tls-cert", alice.cert, "--tls-key", alice.key]
+        assert await status("--tls-ca", ca.path, *presented) == 0
+        assert await status("--tls-ca", ca.path, *presented, "--tls-name", "localhost") == 0
+        assert await status("--tls-ca", ca.path, *presented, "--tls-name", "elsewhere") == 1
         assert await status("--tls-ca", ca.path) == 1
         with pytest.raises(SystemExit):
-            await status(*shown)
+            await status(*presented)
         assert "tls_cert: must be given with tls_ca" in capsys.readouterr().err

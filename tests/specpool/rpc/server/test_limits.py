@@ -126,20 +126,6 @@ async def test_late_and_missing_requests_fail() -> None:
         assert error.details() == "request: the call has no request"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("clients_by_metadata")
-async def test_slow_senders_delay_only_themselves() -> None:
-    async with running(receive_seconds=1.5) as (calls, address), open_channel(address) as channel:
-        calls.open.set()
-        slow = [unsent(channel, client="slow") for _ in range(3 * limits.MAX_CONCURRENT_READS)]
-        ends = asyncio.gather(*(refusal(each) for each in slow))
-        for _ in range(10):
-            assert await call(channel, payload=bytes(MESSAGE_BYTES // 2), client="fast")
-        assert not ends.done()
-        assert {error.code() for error in await ends} == {grpc.StatusCode.DEADLINE_EXCEEDED, EXHAUSTED}
-        assert await call(channel, client="slow") == b"a"
-
-
 @pytest.mark.usefixtures("clients_by_metadata")
 async def test_idle_senders_of_many_clients_delay_nobody() -> None:
     """Even with a receive timeout much longer than the test."""
