@@ -186,14 +186,14 @@ def summary(engine: Engine, batch: int, cached: int, ms: dict[str, float], bandw
     return {
         "cached": cached,
         "sequences": batch,
-        "plain_ms": round(plain, 1),
-        "limit_ms": round(limit, 1),
+        "plain_ms": round(plain, 3),
+        "limit_ms": round(limit, 3),
         "of_limit": round(limit / plain, 2),
-        "verify_ms": verify and round(verify, 1),
+        "verify_ms": verify and round(verify, 3),
         "verify_over_plain": verify and round(verify / plain, 2),
-        "transformers_ms": peer and round(peer, 1),
+        "transformers_ms": peer and round(peer, 3),
         "speedup": peer and round(peer / plain, 2),
-        **{f"{kind}_ms": round(other, 1) for kind, other in ms.items()},
+        **{f"{kind}_ms": round(other, 3) for kind, other in ms.items()},
         **{f"{kind}_over_plain": round(other / plain, 2) for kind, other in ms.items()},
     }
 

@@ -163,4 +163,4 @@ def test_the_ranks_of_a_node_end_with_node_0_and_with_their_node(start: Start, i
     if not is_killed:
         assert node.returncode == 1
         assert log.count("\n") == 1
-        assert "rank 0 has turned this rank away, or has ended: the process ends" in log
+        assert "rank 0 has refused this rank, or has ended: the process ends" in log
