@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="a random model of this shape instead")
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def report(model: str, engines: dict[str, Engine], options: argparse.Namespace) -> None:
-    """Runs all measurements and prints the tables."""
+    """Run all measurements and print the tables."""
     engine = engines[options.weights[0]]
     bandwidth = measure_bandwidth(options.device, options.repeats)
     peer = None if options.no_peer else Peer(model, options)
@@ -173,7 +173,7 @@ def fastest(step: Step, times: int) -> float:
 
 
 def finished(step: Step) -> None:
-    """Runs a step and waits for its kernels."""
+    """Run a step and wait for its kernels."""
     step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -29,7 +29,7 @@ TokenIds = list[list[int]]
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--target")
     parser.add_argument("--draft")

@@ -29,7 +29,7 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (20, 500), (16, 256)
 
 
 def main() -> None:
-    """Parses the command line and runs the simulation."""
+    """Parse the command line and run the simulation."""
     parser = parser_of(__doc__)
     parser.add_argument("--batch", type=whole(1, 1024), default=8, help="maximum sequences in a round")
     parser.add_argument("--k", type=whole(0, 16), default=4, help="draft tokens per round")
@@ -50,7 +50,7 @@ def main() -> None:
 def simulate(
     acceptance: float, min_group: int, admission: str, window: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Runs rounds with a full window; counts them after a warm-up."""
+    """Run rounds with a full window, and count them after a warm-up."""
     rng, ids = random.Random(0), count()
     queue = QUEUE_PER_WINDOW * window if admission == "length" else window
     pool = Pool(window, QueueLimits(queue), by_length=admission == "length", prefix_caching=False)
@@ -95,7 +95,7 @@ def newcomer(sequence_id: int, rng: random.Random, k: int) -> Sequence:
 
 
 def run_round(sequence: Sequence, acceptance: float, rng: random.Random) -> None:
-    """Runs a round of one sequence. After a full acceptance, the draft's cache lacks one more token."""
+    """Run a round of one sequence. After a full acceptance, the draft's cache lacks one more token."""
     drafted, accepted = sequence.max_num_draft_tokens, 0
     while accepted < drafted and rng.random() < acceptance:
         accepted += 1

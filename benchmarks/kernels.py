@@ -121,7 +121,7 @@ class Compiler:
 
     @property
     def launcher_cls(self) -> Callable[..., Callable[..., None]]:
-        """Creates the launcher of a kernel."""
+        """Create the launcher of a kernel."""
         return self._launcher
 
     def _launcher(self, source: object, metadata: Any) -> Callable[..., None]:
@@ -155,7 +155,7 @@ class Compiler:
 
 
 def resources(binary: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack, of a thread."""
+    """Registers and bytes of stack of a thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)

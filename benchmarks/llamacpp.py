@@ -76,7 +76,7 @@ class Engine:
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     options = parse()
     try:
         python, version = environment()
@@ -147,7 +147,7 @@ class LlamaCpp:
         self._process = process
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message of `benchmarks/llamacpp_server.py`; returns the answer. RuntimeError."""
+        """Send a message of `benchmarks/llamacpp_server.py`. Return the answer. RuntimeError."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -162,7 +162,7 @@ class LlamaCpp:
 
 @asynccontextmanager
 async def running_llamacpp(engine: Engine, slots: int, context: int) -> AsyncIterator[LlamaCpp]:
-    """Runs llama.cpp. `context`: tokens that each slot can hold. RuntimeError, OSError."""
+    """Run llama.cpp. `context`: tokens that each slot can hold. RuntimeError, OSError."""
     process = await asyncio.create_subprocess_exec(
         engine.python, str(SERVER), stdin=PIPE, stdout=PIPE, limit=MAX_LINE_BYTES, start_new_session=True
     )
@@ -175,7 +175,7 @@ async def running_llamacpp(engine: Engine, slots: int, context: int) -> AsyncIte
 
 
 async def serve(pair: Pair, engine: Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Starts the service; returns the rows of `measure`."""
+    """Start the service. Return the rows of `measure`."""
     prompts = token_ids(pair.target, options.lines)
     settings = UpSettings(
         port=0, log_level="error", drain_seconds=1, prefix_caching=False, max_num_seqs=max(options.concurrency),

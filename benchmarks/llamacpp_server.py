@@ -21,7 +21,7 @@ ERRORS_ONLY = 1
 
 
 def main() -> None:
-    """Serves runs until standard input ends."""
+    """Serve runs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # llama.cpp may print to standard output
     try:
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def serve(answers: Any) -> None:
-    """Loads the model and answers runs. OSError, RuntimeError, ValueError."""
+    """Load the model and answer runs. OSError, RuntimeError, ValueError."""
     load = json.loads(sys.stdin.readline())
     server = start(**load)
     _answer(answers, {})

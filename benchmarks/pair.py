@@ -36,7 +36,7 @@ TEMPLATE = (
 
 
 def main() -> None:
-    """Parses the command line, creates both models, and prints their folders."""
+    """Parse the command line, create both models, and print their folders."""
     parser = parser_of(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for both models")
     parser.add_argument("--target", choices=SHAPES, default="qwen3-8b")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """Checks the options, seeds torch, creates the folders; returns the device."""
+    """Check the options, seed torch, create the folders. Return the device."""
     if not 0 <= options.acceptance <= 1:
         parser.error(f"--acceptance: {options.acceptance:g} is not from 0 to 1")
     target, draft = (SHAPES[shape]["vocab_size"] for shape in (options.target, options.draft))
@@ -96,7 +96,7 @@ def partly_wrong(follows: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def save_model(folder: Path, shape: str, follows: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    """Saves a model of this shape with these successors, and a byte tokenizer."""
+    """Save a model of this shape with these successors, and a byte tokenizer."""
     model = random_model(shape, device, dtype, "eager", tie_word_embeddings=False)
     lead(model, follows.to(device))
     model.save_pretrained(folder)
@@ -105,7 +105,7 @@ def save_model(folder: Path, shape: str, follows: torch.Tensor, device: torch.de
 
 @torch.no_grad()
 def lead(model: PreTrainedModel, follows: torch.Tensor) -> None:
-    """Makes a model choose the successor of the last token."""
+    """Make a model choose the successor of the last token."""
     body: Any = model.model
     for layer in body.layers:
         layer.self_attn.o_proj.weight.mul_(SCALE_OF_LAYERS)
@@ -116,7 +116,7 @@ def lead(model: PreTrainedModel, follows: torch.Tensor) -> None:
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, template: str = CHAT_TEMPLATE) -> None:
-    """Saves the byte tokenizer, or another, in the format of transformers."""
+    """Save the byte tokenizer, or another, in the format of transformers."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer or byte_tokenizer(), eos_token="<eos>", chat_template=template
     )
@@ -135,7 +135,7 @@ def tiny_config(**changes: Any) -> LlamaConfig:
 
 @torch.no_grad()
 def make_tiny_pair(folder: Path, **changes: Any) -> tuple[Path, Path]:
-    """Saves a tiny target and a draft that often agrees with it; returns both folders.
+    """Save a tiny target and a draft that often agrees with it. Return both folders.
 
     `changes`: arguments of `tiny_config`.
     """

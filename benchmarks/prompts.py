@@ -17,7 +17,7 @@ LOAD, MIN_PROMPTS = 2, 4
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that names a file of prompts."""
+    """Add the option that names a file of prompts."""
     parser.add_argument("--prompts", type=Path, help="JSONL file; default: the prompts that come with Specpool")
 
 

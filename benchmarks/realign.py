@@ -34,7 +34,7 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser, pair = parser_of(__doc__), embedded_pair()
     parser.add_argument("--target", default=str(pair.target))
     parser.add_argument("--draft", default=str(pair.draft))
@@ -82,7 +82,7 @@ async def measure(options: argparse.Namespace) -> list[Run]:
 
 @asynccontextmanager
 async def workers(layout: str, options: argparse.Namespace) -> AsyncIterator[tuple[str, str]]:
-    """Runs both workers with this layout; yields the addresses of target and draft."""
+    """Run both workers with this layout. Yield the addresses of target and draft."""
     services = []
     for kind, model in (("target", options.target), ("draft", options.draft)):
         port = free_port()

@@ -76,7 +76,7 @@ def percentile(values: list[float], share: float) -> float | None:
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table; the first row's keys are its columns."""
+    """Print a table; the first row's keys are its columns."""
     if not rows:
         return
     table = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
@@ -86,7 +86,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def finish(name: str, result: Mapping[str, Any], folder: Path | None, figure: Figure | None = None) -> None:
-    """Prints the result as one line of JSON; with a folder, also saves the result and the figure there."""
+    """Print the result as one line of JSON; with a folder, also save the result and the figure there."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -38,7 +38,7 @@ CONTEXT_TOKENS, CHOICES = 512, 50
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     pair = embedded_pair()
     parser.add_argument("--target", default=str(pair.target))

@@ -98,7 +98,7 @@ class MeasuredEngine:
     """
 
     def __init__(self, model: str, kind: Kind) -> None:
-        """Loads the engine. UnsupportedModelError."""
+        """Load the engine. UnsupportedModelError."""
         self.kind = kind
         self._processes = ProcessPoolExecutor(1, get_context("spawn"))
         try:

@@ -49,7 +49,7 @@ class Simulated:
 
 
 def main() -> None:
-    """Parses the command line and runs the simulation."""
+    """Parse the command line and run the simulation."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--answers", type=whole(1, 10_000), default=12, help="answers per slot of the batch; at least 24 in total"

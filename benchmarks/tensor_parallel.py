@@ -55,7 +55,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--ranks", type=whole(1, MAX_RANKS), nargs="+", default=[1, 2], help="1 is always included")
@@ -109,7 +109,7 @@ class Measured:
 
 
 def measure(model: str, kinds: list[Kind], options: argparse.Namespace) -> list[Measured]:
-    """Loads all engines one after another and measures them in turns."""
+    """Load all engines one after another and measure them in turns."""
     max_prompt = MAX_MODEL_LEN - options.max_tokens
     lines = load_prompts(options.prompts, options.num_prompts)
     prompts = [prompt[:max_prompt] for prompt in token_ids(Path(model), lines)]

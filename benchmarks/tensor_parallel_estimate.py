@@ -40,7 +40,7 @@ class Hardware:
 
 
 def main() -> None:
-    """Parses the command line and prints the estimate."""
+    """Parse the command line and print the estimate."""
     parser, defaults = parser_of(__doc__), asdict(Hardware())
     parser.add_argument("--devices", type=int, choices=(1, 2, 4, 8), nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rows", type=whole(1, 2**20), nargs="+", default=[1, 8, 64], help="sequences of a step")

@@ -85,7 +85,7 @@ class Answer:
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     options = parse()
     try:
         pair, rows = asyncio.run(serve(options))
@@ -180,7 +180,7 @@ async def measure(client: AsyncClient, loads: list[Load], options: argparse.Name
 
 
 async def run(client: AsyncClient, load: Load, kind: str, max_tokens: int, truth: dict[str, list[int]]) -> Run:
-    """Runs all prompts of the load once. `truth`: answers of earlier runs by prompt."""
+    """Run all prompts of the load once. `truth`: answers of earlier runs by prompt."""
     free = asyncio.Semaphore(load.concurrency)
 
     async def one(line: PromptLine) -> Answer:

@@ -42,7 +42,7 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__)
     parser.add_argument(
         "--concurrency", type=wholes(1, 256), default="1,4,8,16", help="requests in flight; vLLM decodes 16 at a time"
@@ -152,7 +152,7 @@ def _devices(plain: list[float], runs: list[Run]) -> dict[str, Any]:
 
 
 def show_all(rows: list[dict[str, Any]]) -> None:
-    """Prints a table of all runs, and one of the draft worker's time."""
+    """Print a table of all runs, and one of the draft worker's time."""
     show("tokens/s, and ratios to plain vLLM", [_columns(row, SPEED) for row in rows])
     show("RemoteDraft: ms of a step", [_columns(row, STEP) for row in rows if row["drafts"] == REMOTE])
 

@@ -52,7 +52,7 @@ class NoDrafts:
         """Ignores vLLM's configuration."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Loads nothing."""
+        """Load nothing."""
 
     def propose(self, sampled_token_ids: Any, *_: Any, **__: Any) -> list[list[int]]:
         """An empty draft for each row."""
@@ -96,7 +96,7 @@ class _TimedLink:
 
 
 def main() -> None:
-    """Serves runs until standard input ends."""
+    """Serve runs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
     from vllm import LLM, SamplingParams  # imported late: it prints

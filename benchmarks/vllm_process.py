@@ -95,17 +95,17 @@ class VllmEngine:
         self.close()
 
     def wait_ready(self) -> Self:
-        """Waits until the model is loaded. RuntimeError: the engine has ended."""
+        """Wait until the model is loaded. RuntimeError: the engine has ended."""
         self._receive()
         return self
 
     def run(self, prompts: list[list[int]], max_tokens: int, at_a_time: int | None = None) -> dict[str, Any]:
-        """Generates for all prompts, `at_a_time` or all of them in flight. RuntimeError: the engine has ended."""
+        """Generate for all prompts, `at_a_time` or all of them in flight. RuntimeError: the engine has ended."""
         self._send({"prompts": prompts, "max_tokens": max_tokens, "at_a_time": at_a_time})
         return self._receive()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -140,11 +140,11 @@ class DraftProcess:
         self.start()
 
     def start(self) -> None:
-        """Starts the process."""
+        """Start the process."""
         self._process = subprocess.Popen(self._command, cwd=ROOT, env={**worker_environment(), "PYTHONPATH": str(ROOT)})
 
     def wait_ready(self, seconds: float = 120.0) -> None:
-        """Waits until the worker serves and has measured its costs. RuntimeError."""
+        """Wait until the worker serves and has measured its costs. RuntimeError."""
         until = time.monotonic() + seconds
         while (reason := problem(Connector(self.address), "", 1.0)) is not None:
             if time.monotonic() > until or self._process.poll() is not None:
@@ -152,7 +152,7 @@ class DraftProcess:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """Kills the process."""
+        """Kill the process."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 

@@ -22,7 +22,7 @@ PROMPT_LENGTHS = 20, 2_000
 
 
 def main(arguments: Arguments[str]) -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     options = load_options("coordinator", __doc__, 200, arguments)
     with ExitStack() as stack:
         start_coordinator(stack, PORT, *start_fakes(stack))

@@ -44,14 +44,14 @@ def start_process(stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
 
 
 def first_line(stack: ExitStack, *arguments: str) -> Any:
-    """Starts a process; returns the JSON of its first line."""
+    """Start a process. Return the JSON of its first line."""
     process = start_process(stack, *arguments)
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
 
 
 def start_fakes(stack: ExitStack, *flags: str) -> tuple[str, str]:
-    """Starts both fake workers; returns the addresses of target and draft."""
+    """Start both fake workers. Return the addresses of target and draft."""
     target, draft = first_line(stack, "-m", "benchmarks.cost.fakes", *flags)
     return target, draft
 
@@ -59,7 +59,7 @@ def start_fakes(stack: ExitStack, *flags: str) -> tuple[str, str]:
 def start_coordinator(
     stack: ExitStack, port: int, target: str, draft: str | None, *flags: str
 ) -> "subprocess.Popen[str]":
-    """Starts a coordinator."""
+    """Start a coordinator."""
     addresses = ["--target-address", target, *(["--draft-address", draft] if draft else [])]
     return start_process(
         stack, "-m", "coordinator.server", *addresses, "--port", str(port), "--log-level", "error", *flags
@@ -67,7 +67,7 @@ def start_coordinator(
 
 
 async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
-    """Waits until the coordinator is connected to its workers."""
+    """Wait until the coordinator is connected to its workers."""
     for _ in range(10 * READY_SECONDS):
         with contextlib.suppress(grpc.aio.AioRpcError):  # it is still starting
             info = await client.server_info()
@@ -78,7 +78,7 @@ async def wait_ready(client: AsyncClient, draft: bool = True) -> None:
 
 
 async def run_once(client: AsyncClient, options: argparse.Namespace) -> dict[str, float]:
-    """Generates all answers at once; returns the number of rounds, and their milliseconds of wire and scheduling."""
+    """Generate all answers at once. Return the number of rounds, and their milliseconds of wire and scheduling."""
     before = (await client.server_info()).counters
     requests = [
         pb.GenerateRequest(
@@ -104,7 +104,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Serves both fakes until killed; prints their addresses."""
+    """Serve both fakes until killed, and print their addresses."""
     pass_seconds = (lambda rows: options.pass_ms / 1000) if options.pass_ms else None
     target = FakeTarget(slots=SLOTS, max_model_len=options.max_model_len, pass_seconds=pass_seconds)
     draft = FakeDraft(target, slots=SLOTS)

@@ -33,7 +33,7 @@ EMBEDDED_PAIR_ROUND_MS = {1: 18.0, 8: 28.2, 16: 39.2}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     options = load_options("metrics", __doc__, 1000, arguments)
     commit_us = min(measure_commit() for _ in range(options.repeats)) * 1e6
     with ExitStack() as stack:

@@ -28,7 +28,7 @@ PROMPT_LENGTH = 16
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of overlap")
     parser.add_argument("--verify-ms", type=float, nargs=2, default=(8.0, 0.05), metavar=("FIRST", "MORE"))
     parser.add_argument("--draft-ms", type=float, nargs=2, default=(2.0, 0.02), metavar=("FIRST", "MORE"))
@@ -70,7 +70,7 @@ async def speed(concurrency: int, overlap: Overlap, k: int | None, options: argp
 
 
 async def answer(client: AsyncClient, target: FakeTarget, number: int, k: int | None, tokens: int) -> None:
-    """Sends one request and checks its tokens."""
+    """Send one request and check its tokens."""
     prompt = [number] * PROMPT_LENGTH
     response = await client.generate(prompt, max_tokens=tokens, num_speculative_tokens=k, ignore_eos=True)
     if list(response.token_ids) != target.continuation(prompt, tokens):

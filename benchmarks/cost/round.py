@@ -22,7 +22,7 @@ STAGES = {"models": ("draft", "verify"), "realign": ("realign",), "wire": ("wire
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of round")
     parser.add_argument("--target")
     parser.add_argument("--draft")
@@ -58,7 +58,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 async def run(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, k: int, max_tokens: int
 ) -> dict[str, float]:
-    """Runs all prompts once: speed, milliseconds of a round, and shares of the time."""
+    """Run all prompts once: speed, milliseconds of a round, and shares of the time."""
     before, began, tokens = (await client.server_info()).counters, time.perf_counter(), 0
     async for response in sure_answers(client, lines, concurrency, max_tokens=max_tokens, num_speculative_tokens=k):
         tokens += len(response.token_ids)

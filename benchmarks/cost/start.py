@@ -33,7 +33,7 @@ MEASURES = {"resident": "VmRSS", "of which files": "RssFile", "maximum": "VmHWM"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = parser_of(__doc__, prog="python -m benchmarks.cost --of start")
     parser.add_argument("--repeats", type=whole(1, 1000), default=3)
     parser.add_argument("--bare", action="store_true", help="give each run an empty cache folder")

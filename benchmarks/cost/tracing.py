@@ -33,7 +33,7 @@ COLLECT = "from benchmarks.cost.tracing import collect; collect()"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     options = load_options("tracing", __doc__, 200, arguments)
     with ExitStack() as stack:
         workers = start_fakes(stack)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def collect() -> None:
-    """Serves a collector until killed; prints its URL."""
+    """Serve a collector until killed, and print its URL."""
     server = grpc.server(ThreadPoolExecutor(1))
     export: Any = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Export": export}),))

@@ -25,7 +25,7 @@ class ChatTemplate:
     """A compiled chat template, with the variables, filters and functions of transformers."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ValueError if the template does not compile."""
+        """Raise ValueError if the template does not compile."""
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # including RecursionError and SyntaxError

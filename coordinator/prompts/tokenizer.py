@@ -47,7 +47,7 @@ class TargetTokenizer:
     """Encodes prompts and decodes generated tokens."""
 
     def __init__(self, files: TokenizerFiles, vocab_size: int | None = None) -> None:
-        """Raises TokenizerError if the files are broken, or if the vocabulary exceeds the model's `vocab_size`.
+        """Raise TokenizerError if the files are broken, or if the vocabulary exceeds the model's `vocab_size`.
 
         Added tokens may exceed it: only prompts with such a token are rejected.
         """

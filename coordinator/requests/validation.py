@@ -67,7 +67,7 @@ async def read_request(
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidArgumentError for an id that is too long."""
+    """Raise InvalidArgumentError for an id that is too long."""
     _check_size("request_id", request_id, MAX_REQUEST_ID_LENGTH, "characters")
 
 

@@ -68,7 +68,7 @@ class Reservations:
         return count
 
     def check_integrity(self, sequence_ids: set[int]) -> None:
-        """Raises AssertionError unless exactly these sequences hold positions, within the capacity."""
+        """Raise AssertionError unless exactly these sequences hold positions, within the capacity."""
         assert set(self._positions) == sequence_ids, "positions are reserved outside the window"
         assert len(self) < 2 or not self.capacity.positions or self.usage(1) <= 1, "the KV cache is exceeded"
 
@@ -95,7 +95,7 @@ class QueueLimits:
         reserve: int,
         preempted: int = 0,
     ) -> None:
-        """Raises PoolFullError if the queue cannot take a request of this size.
+        """Raise PoolFullError if the queue cannot take a request of this size.
 
         `tokens`: prompt tokens of all samples together. `entering`: sequences, queued or new, that enter the window at
         once. `preempted`: preempted sequences of the client. `reserve`: extra samples for a client with an empty queue,

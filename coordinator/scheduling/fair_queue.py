@@ -197,7 +197,7 @@ class FairQueue:
             del self._clients[client.name]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the counts do not agree with the sequences."""
+        """Raise AssertionError if the counts do not agree with the sequences."""
         clients = self._clients.values()
         requests = [request for client in clients for request in client.requests.values()]
         assert sum(client.waiting for client in clients) == len(self._waiting), "a client has lost a sequence"

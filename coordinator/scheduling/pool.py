@@ -290,7 +290,7 @@ class Pool:
             self._requeue(sequence_id)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a sequence is in two states or a limit is exceeded."""
+        """Raise AssertionError if a sequence is in two states or a limit is exceeded."""
         self._queue.check_integrity()
         queued, ready = ({sequence.sequence_id for sequence in group} for group in (self._queue, self.ready))
         states = [queued, set(self._parked), set(self._paused), ready, set(self._in_round), self._leaving]

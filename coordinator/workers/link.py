@@ -101,7 +101,7 @@ class WorkerLink:
         raise NotImplementedError
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
-        """Raises MismatchError if the worker must not be used."""
+        """Raise MismatchError if the worker must not be used."""
         raise NotImplementedError
 
     @property

@@ -39,7 +39,7 @@ END_SECONDS = 120.0
 
 
 def main() -> None:
-    """Parses the command line, runs the trial, and prints the result."""
+    """Parse the command line, run the trial, and print the result."""
     options = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -100,7 +100,7 @@ def temporary_folder() -> Iterator[None]:
 
 
 async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
-    """Runs the service under load and disturbances; returns all figures."""
+    """Run the service under load and disturbances. Return all figures."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -138,7 +138,7 @@ async def trial(options: argparse.Namespace, hosts: Network) -> dict[str, Any]:
 
 
 async def disturbed(load: Load, steps: Steps, concurrency: int) -> list[Step]:
-    """Runs all steps under load and waits for the last requests."""
+    """Run all steps under load and wait for the last requests."""
     loading = load.start(concurrency)
     try:
         made = await steps.run()

@@ -56,7 +56,7 @@ class Network:
             run("ip", "-n", namespace(host), "link", "set", DEVICE, "up")
 
     def impair(self, delay: float, loss: float) -> str:
-        """Delays packets by `delay` seconds each way and drops a share `loss` of them.
+        """Delay packets by `delay` seconds each way and drop a share `loss` of them.
 
         Returns "netem", or "userspace switch" if the kernel has no netem.
         """
@@ -70,7 +70,7 @@ class Network:
         return "netem"
 
     def cut_off(self, hosts: Iterable[str]) -> None:
-        """Drops all packets of these hosts from now on; reconnects all others."""
+        """Drop all packets of these hosts from now on. Reconnect all others."""
         self._set(replace(self._conditions, cut_off=tuple(hosts)))
 
     def _set(self, conditions: Conditions) -> None:
@@ -115,7 +115,7 @@ def namespace(host: str) -> str:
 
 
 def run(*command: str) -> str:
-    """Runs a command and returns its output. TrialError: it failed."""
+    """Run a command and return its output. TrialError: it failed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TrialError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
@@ -123,7 +123,7 @@ def run(*command: str) -> str:
 
 
 def remove_namespaces() -> None:
-    """Removes the namespaces of a trial, and kills the processes in them."""
+    """Remove the namespaces of a trial, and kill the processes in them."""
     names = [line.split()[0] for line in run("ip", "netns", "list").splitlines()]
     for name in filter(lambda name: name.startswith(PREFIX), names):
         for pid in run("ip", "netns", "pids", name).split():
@@ -134,7 +134,7 @@ def remove_namespaces() -> None:
 
 @contextmanager
 def inside(host: str) -> Iterator[None]:
-    """Moves this thread, and threads and processes that it starts meanwhile, into a host's network."""
+    """Move this thread, and threads and processes that it starts meanwhile, into a host's network."""
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     there = os.open(f"/run/netns/{namespace(host)}", os.O_RDONLY)
     try:

@@ -56,7 +56,7 @@ class Images:
         self._files = f"nofile={files}:{files}"  # podman would raise the limit, which a container may not
 
     def podman(self, *arguments: str, quiet: bool = False, **options: object) -> str:
-        """Runs podman; returns its standard output."""
+        """Run podman. Return its standard output."""
         return run(*self._podman, *arguments, quiet=quiet, **options)
 
     def build_base(self, python: Path) -> None:
@@ -76,7 +76,7 @@ class Images:
         shutil.rmtree(root)
 
     def build(self, target: str, index: str) -> None:
-        """Builds a stage of the Dockerfile, with this machine's CA certificates for package mirrors."""
+        """Build a stage of the Dockerfile, with this machine's CA certificates for package mirrors."""
         pip = self.folder / "pip.conf"
         pip.write_text(f"[global]\ncert = {CERTIFICATES}\n")
         # Without layers: from its cache, buildah 1.28 mounts a stage without the files of its RUN steps.
@@ -88,7 +88,7 @@ class Images:
         )  # fmt: skip
 
     def start(self, name: str, image: str, *arguments: str, **environment: object) -> None:
-        """Starts a container as Kubernetes starts a pod's."""
+        """Start a container as Kubernetes starts a pod's."""
         variables = [word for key, value in environment.items() for word in ("--env", f"SPECPOOL_{key}={value}")]
         self.podman("run", "--detach", "--name", name, *variables, *self.pod_options(), image, *arguments)
 
@@ -116,7 +116,7 @@ class Images:
 
 
 def run(*command: str, quiet: bool = False, **options: object) -> str:
-    """Shows and runs a command; returns its standard output, or ends the script if it fails."""
+    """Show and run a command. Return its standard output, or end the script if it fails."""
     if not quiet:
         print("+", " ".join(command), file=sys.stderr, flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False, **options)  # type: ignore[call-overload]
@@ -131,14 +131,14 @@ def ignore_unused(folder: str, names: list[str]) -> list[str]:
 
 
 def require(holds: bool, what: str) -> None:
-    """Prints that something holds, or ends the script."""
+    """Print that something holds, or end the script."""
     if not holds:
         sys.exit(f"images: FAILED: {what}")
     print(f"ok: {what}", file=sys.stderr, flush=True)
 
 
 def check_content(images: Images) -> dict[str, object]:
-    """Checks the content of both images; returns their sizes."""
+    """Check the content of both images. Return their sizes."""
     sizes: dict[str, object] = {"base_mib": images.content_mib("base")}
     torch = [PACKAGES + name for name in ("torch", "nvidia", "triton")]
     (ROOT / "build").mkdir(exist_ok=True)
@@ -161,7 +161,7 @@ def check_content(images: Images) -> dict[str, object]:
 
 
 def write_sbom(image: str) -> None:
-    """Writes build/sbom-IMAGE.json (CycloneDX) with the tools of `make sbom`, if they are installed."""
+    """Write build/sbom-IMAGE.json (CycloneDX) with the tools of `make sbom`, if they are installed."""
     tool = ROOT / ".venv/tools/bin/cyclonedx-py"
     if not tool.exists():
         return print("no .venv/tools (`make sbom`): no SBOM of the images", file=sys.stderr)
@@ -172,7 +172,7 @@ def write_sbom(image: str) -> None:
 
 @contextmanager
 def service(images: Images) -> Iterator[None]:
-    """Runs the three processes. At the end all must exit on SIGTERM."""
+    """Run the three processes. At the end all must exit on SIGTERM."""
     address = "127.0.0.1"
     common = {"DEVICE": "cpu", "THREADS": 1, "MAX_SEQUENCES": 4}
     addresses = {"TARGET_ADDRESS": f"{address}:{PORTS[TARGET]}", "DRAFT_ADDRESS": f"{address}:{PORTS[DRAFT]}"}
@@ -198,7 +198,7 @@ def service(images: Images) -> Iterator[None]:
 
 
 def wait_serving(images: Images, name: str, port: int) -> None:
-    """Waits until the image's health check succeeds."""
+    """Wait until the image's health check succeeds."""
     check = f"python -m specpool.healthcheck 127.0.0.1:{port} && echo serving || true"
     deadline = time.monotonic() + SERVING_SECONDS
     while True:
@@ -211,7 +211,7 @@ def wait_serving(images: Images, name: str, port: int) -> None:
 
 
 def check_service(images: Images) -> None:
-    """Generates with and without speculation, from inside the coordinator's container."""
+    """Generate with and without speculation, from inside the coordinator's container."""
     with service(images):
         info = images.podman("exec", COORDINATOR, "python", "-c", ASK, quiet=True)
         require("EQUIVALENCE_BITWISE" in info, "the target proves that its tokens are exact")
@@ -227,7 +227,7 @@ def check_service(images: Images) -> None:
 
 
 def check_storage(folder: Path) -> None:
-    """Ends the script if the folder has unknown files, because the script removes the folder."""
+    """End the script if the folder has unknown files, because the script removes the folder."""
     try:
         found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
@@ -237,7 +237,7 @@ def check_storage(folder: Path) -> None:
 
 
 def main() -> None:
-    """Parses the command line, builds the images, and checks them."""
+    """Parse the command line, build the images, and check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/specpool-images"), help="storage; about 20 GB")
     parser.add_argument("--python", type=Path, help="prefix of a Python 3.12; default: pyenv's")

@@ -72,7 +72,7 @@ class Load:
         return time.monotonic() - self._began
 
     async def decode_plainly(self) -> None:
-        """Decodes all cases without speculation and stores their tokens."""
+        """Decode all cases without speculation and store their tokens."""
 
         async def decode(case: Case) -> None:
             plain: GenerateOptions = {**case.options, "num_speculative_tokens": 0}
@@ -81,12 +81,12 @@ class Load:
         await asyncio.gather(*map(decode, self._cases))
 
     def start(self, concurrency: int) -> "asyncio.Future[list[None]]":
-        """Starts `concurrency` streams; the future is done when `finish` was called and they have ended."""
+        """Start `concurrency` streams; the future is done when `finish` was called and they have ended."""
         self._began = time.monotonic()
         return asyncio.gather(*(self._stream() for _ in range(concurrency)))
 
     def finish(self) -> None:
-        """Ends each stream after its current request."""
+        """End each stream after its current request."""
         self._is_over = True
 
     async def _stream(self) -> None:
@@ -96,7 +96,7 @@ class Load:
                 return
 
     async def _send(self, case: Case) -> None:
-        """Sends a request and counts its outcome."""
+        """Send a request and count its outcome."""
         fault = None
         try:
             if not await self._is_right(case):

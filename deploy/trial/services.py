@@ -24,14 +24,14 @@ class HostedService(Service):
     """A process on the host of its name."""
 
     async def start(self) -> None:
-        """Starts the process in the host's namespace; it ends with this process."""
+        """Start the process in the host's namespace; it ends with this process."""
         command = ["ip", "netns", "exec", namespace(self.name), *run_module(self.module), *self.arguments]
         self.process = await asyncio.create_subprocess_exec(
             *command, "--parent-pid", str(os.getpid()), env=worker_environment(), start_new_session=True
         )
 
     async def end(self) -> int:
-        """Drains and ends the process; returns the exit status, negative for a killed process."""
+        """Drain and end the process. Return the exit status, negative for a killed process."""
         await self.stop(END_SECONDS)
         assert self.process is not None
         assert self.process.returncode is not None
@@ -95,7 +95,7 @@ def make_certificates(folder: Path) -> dict[str, SecurityOptions]:
 
 @asynccontextmanager
 async def running(deployment: Deployment) -> AsyncIterator[None]:
-    """Runs all processes; none is restarted if it ends. ProcessFailedError."""
+    """Run all processes; none is restarted if it ends. ProcessFailedError."""
     services = deployment.services
     try:
         for service in services.values():

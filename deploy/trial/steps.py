@@ -62,7 +62,7 @@ class Steps:
         self._cut_seconds = cut_seconds
 
     async def run(self) -> list[Step]:
-        """Runs all steps in order."""
+        """Run all steps in order."""
         disturbances: dict[str, Disturbance] = {
             "before": self.steady,
             "draft cut off": partial(self.cut_off, "draft"),
@@ -89,12 +89,12 @@ class Steps:
         return Step(Event(name, began, ended), recovered - ended, rate, pause, faults)
 
     async def steady(self) -> list[str]:
-        """Leaves the service alone."""
+        """Leave the service alone."""
         await asyncio.sleep(STEADY_SECONDS)
         return []
 
     async def cut_off(self, host: str) -> list[str]:
-        """Cuts a host off. Tokens must keep coming without the draft, and must stop without any other host."""
+        """Cut a host off. Tokens must keep coming without the draft, and must stop without any other host."""
         self._network.cut_off([host])
         await asyncio.sleep(self._cut_seconds / 2)
         half = self._load.now
@@ -106,7 +106,7 @@ class Steps:
         return [f"tokens came without the {host}"] if tokens else []
 
     async def restart(self, name: str) -> list[str]:
-        """Drains and ends a process, and starts it again."""
+        """Drain and end a process, and start it again."""
         service = self._deployment.services[name]
         status = await service.end()
         await service.start()
@@ -119,7 +119,7 @@ class Steps:
         return [f"the {name} ended with status {status}"] if status else []
 
     async def recover(self) -> list[str]:
-        """Waits until both workers are ready and in use again."""
+        """Wait until both workers are ready and in use again."""
         first: pb.ServerCounters | None = None
         seen = "the coordinator does not answer"
         ends = self._load.now + RECOVERY_SECONDS

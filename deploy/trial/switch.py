@@ -37,7 +37,7 @@ class Wire:
         self._in_transit: deque[tuple[float, str, bytes]] = deque()
 
     def send(self, source: str, destination: str, packet: bytes, now: float) -> None:
-        """Takes a packet at `now`, in seconds of a monotonic clock."""
+        """Take a packet at `now`, in seconds of a monotonic clock."""
         if source in self.conditions.cut_off or destination in self.conditions.cut_off:
             self.counts.dropped += 1
         elif self._rng.random() < self.conditions.loss:
@@ -46,7 +46,7 @@ class Wire:
             self._in_transit.append((now + self.conditions.delay, destination, packet))
 
     def arrived(self, now: float) -> Iterator[tuple[str, bytes]]:
-        """Removes and yields the packets that have arrived, each with its destination."""
+        """Remove and yield the packets that have arrived, each with its destination."""
         while self._in_transit and self._in_transit[0][0] <= now:
             self.counts.forwarded += 1
             yield self._in_transit.popleft()[1:]
@@ -57,7 +57,7 @@ class Wire:
 
 
 def main(seed: int) -> None:
-    """Forwards packets until standard input ends."""
+    """Forward packets until standard input ends."""
     devices = {_open_device(host): host for host in ADDRESSES}
     descriptors = {host: descriptor for descriptor, host in devices.items()}
     hosts = {socket.inet_aton(address): host for host, address in ADDRESSES.items()}

@@ -18,7 +18,7 @@ class Timeline:
     _arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, at: float, tokens: int) -> None:
-        """Records an arrival; `at` never decreases."""
+        """Record an arrival; `at` never decreases."""
         self._arrivals.append((at, tokens))
 
     def tokens(self, began: float, ended: float) -> int:

@@ -128,7 +128,7 @@ class Panels:
 
 
 def failure_panel(address: str, reason: str) -> Panel:
-    """Replaces the view if a call fails."""
+    """Replace the view if a call fails."""
     text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C ends.")
     return Panel(text, title=Text(f"No answer from {address}"), border_style="red")
 

@@ -75,7 +75,7 @@ class FakeWorker:
         self._health = health.aio.HealthServicer()
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        """Starts serving; returns the address."""
+        """Start serving. Return the address."""
         self.instance_id = uuid.uuid4().hex
         self._server = grpc.aio.server(interceptors=self._interceptors, options=[("grpc.so_reuseport", 0)])
         self._register(self._server)
@@ -86,7 +86,7 @@ class FakeWorker:
         return f"127.0.0.1:{port}"
 
     async def stop(self) -> None:
-        """Stops at once, like a killed process, and loses all caches."""
+        """Stop at once, like a killed process, and lose all caches."""
         if self._server is not None:
             await self._server.stop(None)
         self.forget()  # after the stop: a running round may still add to the caches
@@ -122,7 +122,7 @@ class FakeWorker:
         )
 
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseResponse:
-        """Frees sequences."""
+        """Free sequences."""
         keys = [(request.coordinator_id, sequence_id) for sequence_id in request.sequence_ids]
         held = [key for key in dict.fromkeys(keys) if key in self.caches]
         self.released.update((key, self.caches.pop(key)) for key in held)
@@ -134,7 +134,7 @@ class FakeWorker:
         self.released.clear()
 
     async def _begin_round(self, context: Any, passes: Iterable[int]) -> None:
-        """Waits for the duration of the passes; fails on demand. `passes`: number of new tokens per pass."""
+        """Wait for the duration of the passes; fails on demand. `passes`: number of new tokens per pass."""
         if self.pass_seconds is not None:
             self.busy = True
             await asyncio.sleep(sum(map(self.pass_seconds, passes)))
@@ -146,7 +146,7 @@ class FakeWorker:
             await context.abort(self.fail_next.pop(0), "told to fail", (ANSWERED,))
 
     def _realign(self, key: tuple[str, int], item: Any) -> tuple[common_pb2.ItemStatus, list[int]]:
-        """Returns the status of an item, and the cached tokens including the new ones."""
+        """Return the status of an item, and the cached tokens including the new ones."""
         assert item.token_ids, "an item without tokens"
         is_first = item.base_length == 0 or item.HasField("prefix_sequence_id")
         assert is_first == item.HasField("sampling"), "sampling parameters belong to first contact"
@@ -188,7 +188,7 @@ class FakeTarget(FakeWorker):
         return tokens[len(prompt) :]
 
     async def GetTokenizer(self, request: Any, context: Any) -> target_worker_pb2.GetTokenizerResponse:
-        """Returns the byte tokenizer."""
+        """Return the byte tokenizer."""
         return target_worker_pb2.GetTokenizerResponse(
             tokenizer_json=byte_tokenizer().to_str().encode(),
             chat_template=CHAT_TEMPLATE,
@@ -196,7 +196,7 @@ class FakeTarget(FakeWorker):
         )
 
     async def Verify(self, request: target_worker_pb2.VerifyRequest, context: Any) -> target_worker_pb2.VerifyResponse:
-        """Verifies every item."""
+        """Verify every item."""
         began = time.perf_counter_ns()
         await self._begin_round(context, [sum(len(i.token_ids) + len(i.draft_token_ids) for i in request.items)])
         results = [self._verify((request.coordinator_id, item.sequence_id), item) for item in request.items]
@@ -206,7 +206,7 @@ class FakeTarget(FakeWorker):
     async def VerifyStream(
         self, requests: AsyncIterator[target_worker_pb2.VerifyRequest], context: Any
     ) -> AsyncIterator[target_worker_pb2.VerifyResponse]:
-        """Verifies round after round."""
+        """Verify round after round."""
         async for request in requests:
             yield await self.Verify(request, context)
 

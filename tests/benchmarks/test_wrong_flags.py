@@ -54,7 +54,7 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Runs a benchmark that must fail; returns the last line that it prints or exits with."""
+    """Run a benchmark that must fail. Return the last line that it prints or exits with."""
 
     def run(module: str, *flags: str) -> str:
         monkeypatch.setattr(sys, "argv", [module, *flags])

@@ -61,7 +61,7 @@ def requests() -> Iterator[pb.GenerateRequest]:
 
 @asynccontextmanager
 async def under_load(served: Serving) -> AsyncIterator[None]:
-    """Keeps requests in flight. At the end, every request has been answered once, correctly, and all slots are free."""
+    """Keep requests in flight. At the end, every request has been answered once, correctly, and all slots are free."""
     load = Load(sender(served.stub), fake_cases(served.target, requests()), CONCURRENCY)
     running = asyncio.create_task(load.run())
     try:

@@ -33,7 +33,7 @@ class Mixes:
         return self._plain[key][: case.max_tokens]
 
     async def check(self, mix: list[Case], forget_after: list[int]) -> None:
-        """Runs a mix while workers lose their caches, and asserts plain tokens."""
+        """Run a mix while workers lose their caches, and assert plain tokens."""
         expected = [await self.plain(case) for case in mix]
         forgetting = asyncio.create_task(self._forget(forget_after))
         got = await asyncio.gather(*(play(self.service.client, case) for case in mix))

@@ -30,7 +30,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def expect_all(served: Serving, requests: list[pb.GenerateRequest]) -> list[pb.GenerateResponse]:
-    """Sends all requests at once, and asserts plain tokens for each."""
+    """Send all requests at once, and assert plain tokens for each."""
     return await asyncio.gather(*(served.expect(request) for request in requests))
 
 
@@ -39,7 +39,7 @@ def some_requests(number: int = 6, max_tokens: int = 40, k: int | None = None) -
 
 
 async def after_rounds(worker: RecordingTarget | RecordingDraft, rounds: int, act: Callable[[], Any]) -> Any:
-    """Calls `act` after `rounds` more calls of the worker; returns its result."""
+    """Call `act` after `rounds` more calls of the worker. Return its result."""
     end = worker.calls + rounds
     async with asyncio.timeout(20):
         while worker.calls < end:  # noqa: ASYNC110 - the fakes announce nothing

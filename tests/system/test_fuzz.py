@@ -119,7 +119,7 @@ async def answer(call: Any) -> Any:
 
 
 async def send(service: PairService, request: pb.GenerateRequest, wrong: set[str]) -> None:
-    """Sends a request. Asserts an answer if it is valid, and a refusal otherwise."""
+    """Send a request. Assert an answer if it is valid, and a refusal otherwise."""
     response = await answer(service.client.stub.Generate(request, timeout=60))
     if isinstance(response, set):
         assert response
@@ -141,7 +141,7 @@ async def send_and_cancel(service: PairService, request: pb.GenerateRequest, aft
 
 
 async def send_garbage(service: PairService, payload: bytes) -> None:
-    """Sends bytes that are rarely a valid message."""
+    """Send bytes that are rarely a valid message."""
     call = service.client._connections[0].channel.unary_unary("/specpool.v1.GenerationService/Generate")
     assert await answer(call(payload, timeout=60)) != set()
 

@@ -60,7 +60,7 @@ class Processes:
     channels: dict[str, grpc.aio.Channel]
 
     async def forget(self) -> None:
-        """Frees all slots."""
+        """Free all slots."""
         for host in (self.pair.target, self.pair.draft):
             assert host is not None
             await self.pair.forget(host)
@@ -83,7 +83,7 @@ class Processes:
         return response
 
     async def send(self, process: str, method: MethodDescriptor, payloads: list[bytes]) -> None:
-        """Calls a method. Asserts an answer, or a refusal with a reason."""
+        """Call a method. Assert an answer, or a refusal with a reason."""
         path, channel = f"/{method.containing_service.full_name}/{method.name}", self.channels[process]
         try:
             if method.client_streaming:

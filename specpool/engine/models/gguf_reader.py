@@ -52,7 +52,7 @@ class GgufFile:
     """A file with a valid header and all bytes of its tensors."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError or GgufError."""
+        """Raise OSError or GgufError."""
         self.path = path
         if not path.stat().st_size:
             raise GgufError(f"{path} is not a GGUF file: it is empty")

@@ -59,7 +59,7 @@ class GgufWeights(StoredWeights):
     method = "GGUF"
 
     def __init__(self, file: GgufFile, config: PreTrainedConfig) -> None:
-        """Raises UnsupportedModelError if the configuration does not match the file."""
+        """Raise UnsupportedModelError if the configuration does not match the file."""
         super().__init__(file.tensors.keys() - {ROPE_FREQS})
         _check_sizes(file, config)
         _check_rope_scaling(file, config)
@@ -89,7 +89,7 @@ class DraftWeights(StoredWeights):
     method = "int8"
 
     def __init__(self, file: Path) -> None:
-        """Raises ValueError or OSError for an invalid file."""
+        """Raise ValueError or OSError for an invalid file."""
         self.folder = file.parent
         self._file = safe_open(file, framework="pt")
         self._names = tuple(self._file.keys())

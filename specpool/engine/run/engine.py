@@ -218,7 +218,7 @@ class Engine:
 
 
 def _chunks(spans: Sequence[Span], limit: int) -> list[list[Span]]:
-    """Splits spans into chunks of at most `limit` tokens. Each piece keeps the logits of its tokens."""
+    """Split spans into chunks of at most `limit` tokens. Each piece keeps the logits of its tokens."""
     chunks: list[list[Span]] = []
     room = 0  # in the last chunk
     for span in spans:

@@ -177,7 +177,7 @@ class _OnceAMinute(logging.Filter):
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:
-    """Logs handled errors of the library in one line, without a traceback."""
+    """Log handled errors of the library in one line, without a traceback."""
     if record.exc_info and record.exc_info[1] is not None:
         record.msg = f"{record.getMessage()}: {record.exc_info[1]!r}"
         record.args, record.exc_info = (), None

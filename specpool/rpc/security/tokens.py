@@ -31,7 +31,7 @@ class ApiTokens:
     """
 
     def __init__(self, path: Path, setting: str = "api_tokens") -> None:
-        """Raises ValueError with the `setting` and the line, but without tokens, if the file is invalid."""
+        """Raise ValueError with the `setting` and the line, but without tokens, if the file is invalid."""
         self._callers = Reloaded([path], partial(_read_callers, path, setting))
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:

@@ -37,7 +37,7 @@ class Authenticator:
     def __init__(
         self, tokens: Path | None = None, with_certificates: bool = False, allowed_names: Collection[str] = ()
     ) -> None:
-        """Raises ValueError if the tokens file is invalid.
+        """Raise ValueError if the tokens file is invalid.
 
         `tokens`: file of API tokens; if set, every call needs one. `with_certificates`: whether TLS verifies client
         certificates. `allowed_names`: names that a certificate must have one of; empty: any name.

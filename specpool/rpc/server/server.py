@@ -55,7 +55,7 @@ class Server:
     """A gRPC server that starts NOT_SERVING. Its owner decides when it serves."""
 
     def __init__(self, settings: ServerSettings, max_message_bytes: int) -> None:
-        """Raises ValueError for unusable TLS or token files.
+        """Raise ValueError for unusable TLS or token files.
 
         `max_message_bytes`: larger requests fail with RESOURCE_EXHAUSTED before they are read.
         """

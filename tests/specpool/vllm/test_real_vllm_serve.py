@@ -184,7 +184,7 @@ async def test_several_answers_and_sampling(servers: tuple[VllmServer, VllmServe
 
 
 async def test_the_log_has_no_errors(remote: VllmServer) -> None:
-    """Runs last: neither Specpool nor vLLM logged an error in the tests above."""
+    """Run last: neither Specpool nor vLLM logged an error in the tests above."""
     written = remote.log.read_text()
     assert " ERROR " not in written, written[-3000:]
     assert "drafts for vLLM" in written

@@ -178,7 +178,7 @@ class Watched:
         self.dog = Watchdog(self.thread, lambda: self.passes, seconds, self.changes.append)
 
     def wait(self, seconds: float) -> None:
-        """Checks at the rate of `watch`."""
+        """Check at the rate of `watch`."""
         for _ in range(round(seconds / self.seconds * CHECKS)):
             self.now += self.seconds / CHECKS
             self.dog.check(self.now)

@@ -89,7 +89,7 @@ ATTACKS: dict[str, tuple[int, Callable[[], Send]]] = {
 
 
 def attack(name: str) -> dict[str, int]:
-    """Runs an attack in this process; returns the number of calls by status."""
+    """Run an attack in this process. Return the number of calls by status."""
     return asyncio.run(_attack(*ATTACKS[name]))
 
 
@@ -163,7 +163,7 @@ async def measure_all(names: Iterable[str], pid: int, seconds: float) -> list[di
 
 
 def main() -> None:
-    """Parses the command line and runs the benchmark."""
+    """Parse the command line and run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=seconds, default=6.0, help="minimum duration of a measurement")
     parser.add_argument("--only", choices=ATTACKS, help="one attack; default: all")

@@ -45,12 +45,12 @@ class RefusedError(Exception):
 
 
 def returns(answer: Any) -> Fault:
-    """Answers with fixed bytes."""
+    """Answer with fixed bytes."""
     return lambda _: answer
 
 
 def refuses(*error: Any, **options: Any) -> Fault:
-    """Ends the call in a RefusedError with these arguments."""
+    """End the call in a RefusedError with these arguments."""
 
     def refuse(answer: Answer) -> None:
         raise RefusedError(*error, **options)
@@ -64,18 +64,18 @@ async def never(answer: Answer) -> None:
 
 
 async def slow(answer: Answer) -> None:
-    """Gives the right answer, but late."""
+    """Give the right answer, but late."""
     await asyncio.sleep(SLOW_SECONDS)
 
 
 def flapping(answer: Answer) -> None:
-    """Fails in every second round."""
+    """Fail in every second round."""
     if answer.number % 2:
         raise RefusedError("UNAVAILABLE", "told to flap")
 
 
 def with_results(choose: Callable[[list[Any]], list[Any]]) -> Fault:
-    """Replaces the list of results."""
+    """Replace the list of results."""
 
     def spoil(answer: Answer) -> None:
         results = choose([*answer.response.results])
@@ -86,7 +86,7 @@ def with_results(choose: Callable[[list[Any]], list[Any]]) -> Fault:
 
 
 def each(change: Callable[[Any], object]) -> Fault:
-    """Changes every result."""
+    """Change every result."""
 
     def spoil(answer: Answer) -> None:
         for result in answer.response.results:
@@ -96,12 +96,12 @@ def each(change: Callable[[Any], object]) -> Fault:
 
 
 def with_field(name: str, value: Callable[[Any], Any]) -> Fault:
-    """Replaces a field of every result by a function of its old value."""
+    """Replace a field of every result by a function of its old value."""
     return each(lambda result: setattr(result, name, value(getattr(result, name))))
 
 
 def with_list(name: str, values: Callable[[list[Any]], list[Any]]) -> Fault:
-    """Replaces a repeated field of every result by a function of its old values."""
+    """Replace a repeated field of every result by a function of its old values."""
 
     def change(result: Any) -> None:
         field = getattr(result, name)
@@ -111,18 +111,18 @@ def with_list(name: str, values: Callable[[list[Any]], list[Any]]) -> Fault:
 
 
 def with_round_id(value: Callable[[int], int]) -> Fault:
-    """Replaces the round id."""
+    """Replace the round id."""
     return lambda answer: setattr(answer.response, "round_id", value(answer.response.round_id))
 
 
 def previous_results(answer: Answer) -> None:
-    """Gives the results of the previous round under the id of this one."""
+    """Give the results of the previous round under the id of this one."""
     if answer.previous is not None:
         with_results(lambda _: [*answer.previous.results])(answer)
 
 
 def only_status(status: int) -> Fault:
-    """Gives every item this status and nothing else."""
+    """Give every item this status and nothing else."""
 
     def spoil(answer: Answer) -> None:
         for item, result in answer.pairs:
@@ -133,7 +133,7 @@ def only_status(status: int) -> Fault:
 
 
 def unknown_sequence_added(answer: Answer) -> None:
-    """Adds a result for a sequence that does not exist."""
+    """Add a result for a sequence that does not exist."""
     answer.response.results.add(sequence_id=UNKNOWN_SEQUENCE, status=1, cached_length=1)
 
 
@@ -143,7 +143,7 @@ def huge_times(answer: Answer) -> None:
 
 
 def cut_off_message(answer: Answer) -> bytes:
-    """Sends only the first half of the message."""
+    """Send only the first half of the message."""
     payload: bytes = answer.response.SerializeToString()
     return payload[: len(payload) // 2]
 
@@ -184,13 +184,13 @@ ROUNDS: dict[str, Fault] = {
 
 
 def too_many_tokens(answer: Answer) -> None:
-    """Gives k + 2 tokens for k draft tokens."""
+    """Give k + 2 tokens for k draft tokens."""
     for item, result in answer.pairs:
         result.token_ids.extend([7] * (len(item.draft_token_ids) + 2 - len(result.token_ids)))
 
 
 def other_tokens_than_drafted(answer: Answer) -> None:
-    """Gives accepted tokens that differ from the draft."""
+    """Give accepted tokens that differ from the draft."""
     for item, result in answer.pairs:
         if item.draft_token_ids and not item.prefill_only:
             wrong = (item.draft_token_ids[0] + 1) % VOCAB_SIZE
@@ -198,26 +198,26 @@ def other_tokens_than_drafted(answer: Answer) -> None:
 
 
 def tokens_for_a_prompt_chunk(answer: Answer) -> None:
-    """Chooses a token where the request only extends the cache."""
+    """Choose a token where the request only extends the cache."""
     for item, result in answer.pairs:
         if item.prefill_only:
             result.token_ids.append(7)
 
 
 def accepted_more_than_cached(answer: Answer) -> None:
-    """Accepts the whole draft, but reports the cached length of a rejection."""
+    """Accept the whole draft, but report the cached length of a rejection."""
     for item, result in answer.pairs:
         if item.draft_token_ids and len(result.token_ids) <= len(item.draft_token_ids):
             result.token_ids[:] = [*item.draft_token_ids, 7]
 
 
 def each_logprobs(change: Callable[[Any], object]) -> Fault:
-    """Changes the log-probabilities of every token."""
+    """Change the log-probabilities of every token."""
     return each(lambda result: [change(logprobs) for logprobs in result.logprobs])
 
 
 def nan_logprobs(logprobs: Any) -> None:
-    """Replaces all numbers by NaN."""
+    """Replace all numbers by NaN."""
     logprobs.logprob = math.nan
     logprobs.top_logprobs[:] = [math.nan] * len(logprobs.top_logprobs)
 
@@ -247,7 +247,7 @@ VERDICTS: dict[str, Fault] = {
 
 
 def confidences(values: Callable[[int], list[float]]) -> Fault:
-    """Replaces the confidences by a function of the number of draft tokens."""
+    """Replace the confidences by a function of the number of draft tokens."""
 
     def change(result: Any) -> None:
         result.confidences[:] = values(len(result.draft_token_ids))

@@ -42,7 +42,7 @@ class Garbage(FakeWorker):
         self.spoil(fault)
 
     def spoil(self, fault: str | None) -> None:
-        """Changes the fault; None: answers correctly from now on. KeyError: unknown fault."""
+        """Change the fault; None: answer correctly from now on. KeyError: unknown fault."""
         by_name = {name: (method, spoil) for method, table in self.faults.items() for name, spoil in table.items()}
         self._method, self._fault = by_name[fault] if fault is not None else ("", None)
 

@@ -26,7 +26,7 @@ def part(name: str, **fields: Any) -> Fault:
 
 
 def costs(rows: Sequence[int], seconds: Sequence[float], **fields: float) -> Fault:
-    """Replaces the measured costs."""
+    """Replace the measured costs."""
 
     def spoil(answer: Answer) -> None:
         answer.response.costs.CopyFrom(common_pb2.StepCosts(rows=rows, seconds=seconds, **fields))
@@ -45,7 +45,7 @@ def two_ranks(**model: Any) -> Fault:
 
 
 def invalid_utf8(answer: Answer) -> bytes:
-    """Sends a name that is not valid UTF-8."""
+    """Send a name that is not valid UTF-8."""
     payload: bytes = answer.response.SerializeToString()
     return payload.replace(b"fake", b"\xff\xfe\xff\xfe", 1)
 

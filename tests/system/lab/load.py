@@ -65,7 +65,7 @@ Send = Callable[[Case], Awaitable[Tokens]]
 
 
 def sender(stub: Any) -> Send:
-    """Sends cases through a stub, without retries."""
+    """Send cases through a stub, without retries."""
     return partial(ask, stub)
 
 
@@ -87,13 +87,13 @@ class Load:
         self._is_stopped = False
 
     async def run(self) -> None:
-        """Sends all cases."""
+        """Send all cases."""
         async with asyncio.TaskGroup() as clients:
             for _ in range(self._concurrency):
                 clients.create_task(self._client())
 
     def stop(self) -> None:
-        """Ends the load after the requests in flight."""
+        """End the load after the requests in flight."""
         self._is_stopped = True
 
     async def _client(self) -> None:

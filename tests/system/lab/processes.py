@@ -42,7 +42,7 @@ class Processes:
 async def running(
     target: Path, draft: Path, slots: int, coordinator_flags: Sequence[str] = (), proxied: bool = False
 ) -> AsyncIterator[Processes]:
-    """Runs the processes; none is restarted if it ends. `proxied`: puts a proxy on each link. ProcessFailedError."""
+    """Run the processes; none is restarted if it ends. `proxied`: put a proxy on each link. ProcessFailedError."""
     shared = ["--log-level", "error", "--drain-seconds", str(DRAIN_SECONDS)]
     workers = [_worker("target", target, slots, shared), _worker("draft", draft, slots, shared)]
     processes = Processes([*workers], [CuttingProxy() for _ in workers] if proxied else [])

@@ -23,7 +23,7 @@ class _Connection:
     pumps: list[asyncio.Task[None]] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Ends both connections with RST."""
+        """End both connections with RST."""
         for pump in self.pumps:
             pump.cancel()
         for writer in (self.client, self.server):
@@ -56,38 +56,38 @@ class CuttingProxy:
         return len(self._connections)
 
     async def start(self, target_address: str) -> str:
-        """Starts listening; returns the address that stands for `target_address` ("host:port")."""
+        """Start listening. Return the address that stands for `target_address` ("host:port")."""
         host, _, port = target_address.rpartition(":")
         self._target = (host.strip("[]"), int(port))
         self._listening = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"127.0.0.1:{self._listening.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        """Ends all open connections with RST."""
+        """End all open connections with RST."""
         self.cuts += 1
         self._reset([*self._connections])
 
     def swallow(self) -> None:
-        """Drops all further bytes of open connections without closing them, like a router that forgot them."""
+        """Drop all further bytes of open connections without closing them, like a router that forgot them."""
         for connection in self._connections:
             connection.is_swallowed = True
 
     def black_hole(self, is_black_hole: bool) -> None:
-        """Drops the bytes of all connections, new ones included. At its end, connections that lost bytes are cut."""
+        """Drop the bytes of all connections, new ones included. At its end, connections that lost bytes are cut."""
         self._is_black_hole = is_black_hole
         if not is_black_hole:
             self._reset([connection for connection in self._connections if connection.is_swallowed])
 
     def delay(self, seconds: float) -> None:
-        """Delays all further bytes."""
+        """Delay all further bytes."""
         self._delay_seconds = seconds
 
     def refuse(self, is_refusing: bool) -> None:
-        """Resets new connections; open ones stay."""
+        """Reset new connections; open ones stay."""
         self._is_refusing = is_refusing
 
     async def stop(self) -> None:
-        """Stops listening and ends all connections."""
+        """Stop listening and end all connections."""
         if self._listening is not None:
             self._listening.close()
         pumps = [pump for connection in self._connections for pump in connection.pumps]
@@ -125,7 +125,7 @@ class CuttingProxy:
         return connection.reset()
 
     async def _pump(self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forwards one direction until either side ends."""
+        """Forward one direction until either side ends."""
         due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_CHUNKS)
         forwarding = asyncio.create_task(self._forward(connection, due, writer))
         now = asyncio.get_running_loop().time

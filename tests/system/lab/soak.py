@@ -39,7 +39,7 @@ COUNT = whole(1, 10**9)
 
 
 def main() -> None:
-    """Parses the command line, runs the soak, and prints the audit."""
+    """Parse the command line, run the soak, and print the audit."""
     options = parse()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def soak(options: argparse.Namespace, target: Path, draft: Path) -> dict[str, Any]:
-    """Runs the load and audits the service."""
+    """Run the load and audit the service."""
     flags = ["--max-num-seqs", str(options.max_num_seqs), "--max-batch-size", str(options.max_num_seqs)]
     flags += ["--queue-size", str(max(256, 4 * options.concurrency)), *options.coordinator_flags.split()]
     console.print("starting the service")
@@ -108,7 +108,7 @@ class Soak:
         self._counters = pb.ServerCounters()
 
     async def play(self) -> None:
-        """Sends all requests while watching memory and cutting links."""
+        """Send all requests while watching memory and cutting links."""
         watchers = [self._watch_memory]
         watchers += [self._cut] * bool(self._options.cuts)
         watchers += [self._watch_queue, self._overtake] * bool(self._options.queued)
@@ -141,7 +141,7 @@ class Soak:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _overtake(self) -> None:
-        """Sends urgent requests past the queue, one after another."""
+        """Send urgent requests past the queue, one after another."""
         request = pb.GenerateRequest(
             tokenized=pb.TokenizedInput(input_ids=[1, 2, 3]),
             sampling_params=pb.SamplingParams(max_tokens=1),

@@ -360,7 +360,7 @@ def test_the_self_test_probes_attention_kernels(tmp_path: Path, monkeypatch: pyt
 
 
 def change_source(changes: dict[str, str], patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Replaces texts in the sources of the compiled pass. Exactly one file has each text."""
+    """Replace texts in the sources of the compiled pass. Exactly one file has each text."""
     sources = {name: compiler.SOURCE.with_name(name).read_text() for name in (compiler.SOURCE.name, *compiler.HEADERS)}
     for before, after in changes.items():
         (name,) = (name for name, source in sources.items() if before in source)
