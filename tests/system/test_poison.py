@@ -83,14 +83,28 @@ async def test_sequence_that_becomes_deadly_fails_alone() -> None:
 
 
 async def test_occasional_deaths_of_the_target_fail_no_request() -> None:
-    async with serving(RecordingTarget(), with_draft=False) as served:
+    class Stepped(RecordingTarget):
+        """A target that answers one round per permit."""
+
+        permits = asyncio.Semaphore(0)
+
+        async def Verify(self, request: Any, context: Any) -> Any:
+            await self.permits.acquire()
+            return await super().Verify(request, context)
+
+    def permit(target: Stepped, rounds: int) -> None:
+        for _ in range(rounds):
+            target.permits.release()
+
+    async with serving(Stepped(), with_draft=False) as served:
         requests = [make_request([i], 150, k=0) for i in range(4)]
         streams = [asyncio.ensure_future(stream(served, request)) for request in requests]
         for _ in range(8):
-            calls = served.target.calls
-            await served.until(lambda info, calls=calls: served.target.calls > calls + 3)
+            permit(served.target, 4)
+            await served.until(lambda _: served.target.permits.locked())
             await served.target.stop()
             await served.target.start(served.target_address)
+        permit(served.target, 1000)
         for request, (_, complete) in zip(requests, await asyncio.gather(*streams), strict=True):
             check_tokens(served.target, request, complete)
 
