@@ -54,10 +54,13 @@ def load_engine(options: EngineOptions, exact: bool, startup_cache: bool = False
     return engine
 
 
-def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool) -> Engine:
-    """Build an engine from a loaded model, whose weights it takes over. Step times are not measured yet."""
+def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool, fingerprint: str = "") -> Engine:
+    """Build an engine from a loaded model, whose weights it takes over. Step times are not measured yet.
+
+    `fingerprint`: fingerprint of the loaded weights; empty: compute it.
+    """
     # The library's model cannot run once a forward pass has taken its weights.
-    facts, fingerprint = read_facts(loaded), weights_fingerprint(loaded)
+    facts, fingerprint = read_facts(loaded), fingerprint or weights_fingerprint(loaded)
     if exact and facts.device.type == "cuda":
         restrict_cublas()
     expected = library_logits(loaded, facts)
@@ -81,8 +84,9 @@ def _load_cached(loaded: LoadedModel, options: EngineOptions, exact: bool) -> En
             return engine
         log.info("the stored proof does not match; running the self-test again")
         loaded = load_model(options)  # the discarded pass has taken the weights
+        fingerprint = ""  # the files may have changed
     with measuring_alone():
-        engine = start_engine(loaded, options, exact)
+        engine = start_engine(loaded, options, exact, fingerprint)
         _measure(engine)
     _store_proof(engine, key, exact)
     return engine

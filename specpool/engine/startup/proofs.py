@@ -89,7 +89,6 @@ def measuring_alone() -> Iterator[None]:
     """Wait up to LOCK_SECONDS while another worker on this machine measures: concurrent measurements run too slowly."""
     path, file = _folder() / LOCK, -1
     try:
-        _folder().parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         make_private(_folder())
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         _lock(file)

@@ -86,6 +86,7 @@ def read_cached(entry: Path) -> bytes | None:
 
 def make_private(folder: Path) -> None:
     """Create a folder that only this user can open, unless it exists. OSError if others could write or replace it."""
+    folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # the check refuses parents that others can write
     folder.mkdir(mode=0o700, exist_ok=True)
     _check_folder(folder)
 
