@@ -67,7 +67,7 @@ def write_cached(code: bytes, entry: Path, max_entries: int) -> None:
         for old in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True)[max_entries - 1 :]:
             old.unlink(missing_ok=True)
     except OSError as error:
-        log.info("caching compiled code failed; the next start compiles it again: %s", error)
+        log.info("caching %s failed; the next start cannot reuse it: %s", entry.name, error)
 
 
 def read_cached(entry: Path) -> bytes | None:
