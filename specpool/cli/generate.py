@@ -18,8 +18,16 @@ from rich.progress import track
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.processes import PROBE_SECONDS, is_serving
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
-from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
-from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
+from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input, reason_of
+from specpool.rpc.config.settings import (
+    INT32_MAX,
+    INT32_MIN,
+    UINT32_MAX,
+    UINT64_MAX,
+    CoordinatorAddress,
+    Seconds,
+    Settings,
+)
 from specpool.rpc.security.channel import Connector
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.rpc.status import status_line
@@ -30,7 +38,7 @@ class GenerateSettings(Settings, ClientSecurity):
     """Generate text for a PROMPT, for each line of a JSONL file, or for standard input."""
 
     prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
-    address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
+    address: CoordinatorAddress = Field("127.0.0.1:50050", description="host:port of the coordinator")
     prompts: Path | None = Field(
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )
@@ -73,7 +81,7 @@ def generate(settings: GenerateSettings) -> int:
     try:
         lines = _lines(settings)
     except (OSError, ValueError) as error:
-        print(f"specpool generate: {settings.prompts or 'standard input'}: {error}", file=sys.stderr)
+        print(f"specpool generate: {settings.prompts or 'standard input'}: {reason_of(error)}", file=sys.stderr)
         return 2
     return asyncio.run(_generate(settings, lines))
 

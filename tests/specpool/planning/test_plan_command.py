@@ -174,7 +174,7 @@ async def test_plans_for_running_workers(
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "has another tokenizer than fake"),
+        ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "uses a different tokenizer than fake"),
         ({}, "the worker has not measured its passes"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"pass_seconds": lambda rows: 0.01, "rank_devices": ["cuda:0", "cuda:1"]}, "sharded over 2 ranks"),
