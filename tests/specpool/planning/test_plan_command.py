@@ -100,7 +100,7 @@ ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"
         ([*PAIR, "--batches", "0,x"], "batches.1: Input should be a valid integer"),
         ([*PAIR[:2], "--draft", "/nowhere"], "draft: /nowhere: no such file or folder"),
         (PAIR[:2], "draft: required with a target"),
-        ([*PAIR, "--prompts", "/nowhere"], "prompts: [Errno 2]"),
+        ([*PAIR, "--prompts", "/nowhere"], "prompts: /nowhere: No such file or directory"),
         ([*PAIR, "--max-tokens", "511"], "prompts: prompt "),
         ([*PAIR, "--max-model-len", "9999"], "target: max_model_len 9999 exceeds the model's 512 positions"),
         (ADDRESSES, "target-address: 127.0.0.1:1: UNAVAILABLE: "),

@@ -347,7 +347,9 @@ def test_help_describes_values_in_words(settings: type[Settings], capsys: pytest
     with pytest.raises(SystemExit):
         settings.load("program", ["--help"])
     printed = capsys.readouterr().out
-    assert not re.findall(r"\[--[\w-]+ [^A-Z{]|tuple|list\[|default factory|\(default: (?:None|True|False|\()", printed)
+    assert not re.findall(
+        r"\[--[\w-]+ [^A-Z{|]|tuple|list\[|default factory|\(default: (?:None|True|False|\()", printed
+    )
     options = {option.field: option for option in options_of(settings)}
     assert options.keys() == {names_of(name, field)[0] for name, field in settings.model_fields.items()}
     assert all(option.help in " ".join(printed.split()) for option in options.values() if "-" not in option.help)
