@@ -1,0 +1,88 @@
+"""Write `docs/reference.md`, the settings of every command: `python .ci/generate_reference.py [FILE]`."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from coordinator.config.settings import CoordinatorSettings
+from draft_worker.server import DraftWorkerSettings
+from specpool.cli.main import COMMANDS
+from specpool.distill.main import DistillSettings
+from specpool.engine.config.options import EngineOptions
+from specpool.planning.settings import PlanSettings
+from specpool.rpc.config.help import options_of
+from specpool.rpc.config.settings import ServerSettings, Settings
+from specpool.rpc.security.settings import ClientSecurity
+from specpool.worker.settings import WorkerSettings
+from target_worker.server import TargetWorkerSettings
+
+PAGE = Path(__file__).parents[1] / "docs/reference.md"
+INTRODUCTION = """# Command reference
+
+<!-- Written by `make reference` from the settings' own descriptions. Change those instead. -->
+
+Every setting is a flag, an environment variable, or a key of a TOML file, in this order of precedence. `--max-num-seqs 8`,
+`SPECPOOL_MAX_NUM_SEQS=8` and `max_num_seqs = 8` are the same; a switch such as `--tls` also has `--no-tls`. Unknown settings are
+errors. Lists are separated by commas, and sizes have units, such as `16GiB`. Deprecated names, in parentheses, still work.
+"""
+# Groups of settings that several commands share, and what they are called.
+SHARED: dict[type[BaseModel], str] = {
+    Settings: "Every command",
+    ClientSecurity: "Commands that connect to a server",
+    ServerSettings: "Every server",
+    WorkerSettings: "Both workers",
+    EngineOptions: "Both workers: the model",
+}
+PROGRAMS: dict[str, type[BaseModel]] = {
+    "specpool-coordinator": CoordinatorSettings,
+    "specpool-target-worker": TargetWorkerSettings,
+    "specpool-draft-worker": DraftWorkerSettings,
+    **{f"specpool {name}": settings for name, (settings, _) in COMMANDS.items()},
+    "specpool plan": PlanSettings,
+    "specpool distill": DistillSettings,
+}
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    sections = [INTRODUCTION]
+    for group, title in SHARED.items():
+        above = [other for other in SHARED if other is not group and issubclass(group, other)]
+        sections.append(_section(title, group, above))
+    for program, settings in PROGRAMS.items():
+        shared = [group for group in SHARED if issubclass(settings, group)]
+        names = ", ".join(f"[{SHARED[group].lower()}](#{_anchor(SHARED[group])})" for group in shared)
+        summary = (settings.__doc__ or "").strip().splitlines()[0]
+        sections.append(_section(f"`{program}`", settings, shared, f"{summary} Also has the settings of: {names}."))
+    return "\n".join(sections)
+
+
+def _section(title: str, settings: type[BaseModel], without: Iterable[type[BaseModel]], text: str = "") -> str:
+    inherited = {option.field for group in without for option in options_of(group)}
+    rows = [
+        f"| {_name(option.flags, option.field)} | {_code(option.metavar)} | {_code(option.default or '')} "
+        f"| {option.description.replace('|', '/')} |"
+        for option in options_of(settings)
+        if option.field not in inherited
+    ]
+    table = ["| setting | value | default | meaning |", "|---|---|---|---|", *rows] if rows else []
+    return "\n".join([f"## {title}", "", *([text, ""] if text else []), *table, *([""] if table else [])])
+
+
+def _name(flags: tuple[str, ...], field: str) -> str:
+    current, *deprecated = flags or (field.upper(),)
+    return _code(current) + "".join(f" ({_code(name)})" for name in deprecated)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-").replace(":", "")
+
+
+if __name__ == "__main__":
+    (Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE).write_text(page())
