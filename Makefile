@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TOOLS := .venv/tools
-.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm soak attacks lint snapshots protos bench pins sbom clean
+.PHONY: demo test test-all test-benchmarks test-cpus test-kernels test-images test-hosts test-monitoring test-vllm soak attacks lint snapshots protos reference bench pins sbom clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ready
@@ -64,6 +64,10 @@ snapshots: .venv/ready
 
 protos: .venv/ready
 	$(BIN)/python .ci/generate_stubs.py
+
+# Rewrite docs/reference.md after a change of a setting; a test compares it.
+reference: .venv/ready
+	$(BIN)/python .ci/generate_reference.py
 
 bench: .venv/ready
 	$(BIN)/python -m benchmarks.cost --of coordinator

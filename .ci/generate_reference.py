@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from coordinator.config.settings import CoordinatorSettings
 from draft_worker.server import DraftWorkerSettings
 from specpool.cli.main import COMMANDS
+from specpool.cli.up import UpSettings
 from specpool.distill.main import DistillSettings
 from specpool.engine.config.options import EngineOptions
 from specpool.planning.settings import PlanSettings
@@ -24,8 +25,8 @@ INTRODUCTION = """# Command reference
 <!-- Written by `make reference` from the settings' own descriptions. Change those instead. -->
 
 Every setting is a flag, an environment variable, or a key of a TOML file, in this order of precedence. `--max-num-seqs 8`,
-`SPECPOOL_MAX_NUM_SEQS=8` and `max_num_seqs = 8` are the same; a switch such as `--tls` also has `--no-tls`. Unknown settings are
-errors. Lists are separated by commas, and sizes have units, such as `16GiB`. Deprecated names, in parentheses, still work.
+`SPECPOOL_MAX_NUM_SEQS=8` and `max_num_seqs = 8` are the same. Settings without a value are switches, such as `--smg` and `--no-smg`.
+Unknown settings are errors. Lists are separated by commas, and sizes have units, such as `16GiB`. Deprecated names, in parentheses, still work.
 """
 # Groups of settings that several commands share, and what they are called.
 SHARED: dict[type[BaseModel], str] = {
@@ -52,20 +53,21 @@ def page() -> str:
         above = [other for other in SHARED if other is not group and issubclass(group, other)]
         sections.append(_section(title, group, above))
     for program, settings in PROGRAMS.items():
-        shared = [group for group in SHARED if issubclass(settings, group)]
-        names = ", ".join(f"[{SHARED[group].lower()}](#{_anchor(SHARED[group])})" for group in shared)
+        groups = {**SHARED, UpSettings: "specpool up"} if program == "specpool demo" else SHARED
+        shared = [group for group in groups if issubclass(settings, group)]
+        names = ", ".join(f"[{_in_a_sentence(groups[group])}](#{_anchor(groups[group])})" for group in shared)
         summary = (settings.__doc__ or "").strip().splitlines()[0]
         sections.append(_section(f"`{program}`", settings, shared, f"{summary} Also has the settings of: {names}."))
     return "\n".join(sections)
 
 
 def _section(title: str, settings: type[BaseModel], without: Iterable[type[BaseModel]], text: str = "") -> str:
-    inherited = {option.field for group in without for option in options_of(group)}
+    inherited = {option for group in without for option in options_of(group)}
     rows = [
         f"| {_name(option.flags, option.field)} | {_code(option.metavar)} | {_code(option.default or '')} "
         f"| {option.description.replace('|', '/')} |"
         for option in options_of(settings)
-        if option.field not in inherited
+        if option not in inherited
     ]
     table = ["| setting | value | default | meaning |", "|---|---|---|---|", *rows] if rows else []
     return "\n".join([f"## {title}", "", *([text, ""] if text else []), *table, *([""] if table else [])])
@@ -78,6 +80,10 @@ def _name(flags: tuple[str, ...], field: str) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else ""
+
+
+def _in_a_sentence(title: str) -> str:
+    return title[0].lower() + title[1:]
 
 
 def _anchor(title: str) -> str:

@@ -170,3 +170,17 @@ def test_readme_links_every_page_and_has_the_two_commands() -> None:
     }
     assert {"make demo", "make test", "specpool up"} <= set(commands_of(PAGES["README.md"])) | set(OUR_COMMANDS)
     assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+def test_the_command_reference_is_up_to_date(tmp_path: Path) -> None:
+    page = tmp_path / "reference.md"
+    subprocess.run([sys.executable, ".ci/generate_reference.py", page], cwd=ROOT, check=True)
+    assert page.read_text() == PAGES["docs/reference.md"], "run `make reference`"
+
+
+def test_users_read_at_most_12000_words() -> None:
+    """Reference pages and code do not count."""
+    others = {"benchmarks", "decisions", "development", "faults", "kernels", "metrics", "reference"}
+    pages = [page for name, page in PAGES.items() if Path(name).stem not in others]
+    prose = re.sub(r"(?ms)^```.*?^```|^    .*?$|\]\([^)]*\)", "", "\n".join(pages))
+    assert len(re.findall(r"\S*\w\S*", prose)) <= 12_000
