@@ -24,9 +24,10 @@ INTRODUCTION = """# Command reference
 
 <!-- Written by `make reference` from the settings' own descriptions. Change those instead. -->
 
-Every setting is a flag, an environment variable, or a key of a TOML file, in this order of precedence. `--max-num-seqs 8`,
-`SPECPOOL_MAX_NUM_SEQS=8` and `max_num_seqs = 8` are the same. Settings without a value are switches, such as `--smg` and `--no-smg`.
-Unknown settings are errors. Lists are separated by commas, and sizes have units, such as `16GiB`. Deprecated names, in parentheses, still work.
+Every setting is a flag, an environment variable, or a key of a TOML file, in this order of precedence.
+`--max-num-seqs 8`, `SPECPOOL_MAX_NUM_SEQS=8` and `max_num_seqs = 8` are the same. Settings without a value are
+switches, such as `--smg` and `--no-smg`. Unknown settings are errors. Lists are separated by commas, and sizes have
+units, such as `16GiB`. Deprecated names, in parentheses, still work.
 """
 # Groups of settings that several commands share, and what they are called.
 SHARED: dict[type[BaseModel], str] = {
