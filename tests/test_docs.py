@@ -154,6 +154,15 @@ def test_links_and_named_paths_exist(name: str) -> None:
     assert {path for path in named if not any((folder / path).exists() for folder in FOLDERS)} == set()
 
 
+def test_every_section_of_the_record_has_a_date() -> None:
+    _, *sections = re.split(r"^## ", PAGES["docs/benchmarks.md"], flags=re.MULTILINE)
+    begins = [section.partition("\n\n")[2] for section in sections]
+    dated = re.compile(r"<!-- figures: measured -->|\*Measured on 20\d\d-\d\d-\d\d|\*Nothing was measured")
+    assert [
+        section.partition("\n")[0] for section, text in zip(sections, begins, strict=True) if not dated.match(text)
+    ] == []
+
+
 def test_named_flags_exist() -> None:
     foreign_flags = {"help", "api-key", "max-loras", "speculative-config", "trust-remote-code"}
     classes = [settings for settings, *_ in COMMANDS.values() if settings] + [settings_of(name) for name in SETTINGS]
