@@ -6,7 +6,6 @@ from typing import Any
 from benchmarks.figures.results import COMMANDS, Results
 
 Rows = Iterable[tuple[str, ...]]
-MIB, GIB = 2**20, 2**30
 DEMOS = {1: "demo_1", 4: "demo", 8: "demo_8"}
 """Results of the demo by requests in flight."""
 
@@ -133,57 +132,12 @@ def llamacpp(results: Results) -> str:
     return table(("at once", "llama.cpp", "plain", "default"), *body)
 
 
-def plan_memory(results: Results) -> str:
-    """Memory of the embedded pair as `specpool plan` computes it."""
-    plan, positions = results["plan"], 512
-    models, capacity = (plan["target"], plan["drafts"][0]), plan["capacity"]
-    needs = (capacity["target"], capacity["draft"])
-    memory = [model["memory"] for model in models]
-    return table(
-        ("", "target", "draft"),
-        ("a position, float32", *(f"{one['kv_per_position']:,} bytes" for one in memory)),
-        (f"a slot of {positions} positions", *(_mib(one["slot_bytes"]) for one in needs)),
-        (f"KV cache of {capacity['slots']} slots", *(_mib(one["kv_bytes"]) for one in needs)),
-        ("weights", *(_mib(one["weights"]) for one in memory)),
-        ("activations", *(_mib(one["activations"]) for one in memory)),
-        ("total", *(_mib(one["device_bytes"]) for one in needs)),
-        (
-            "pod: request to limit",
-            *(f"{one['request_bytes'] / GIB:.1f} to {one['limit_bytes'] / GIB:.1f} GiB" for one in needs),
-        ),
-    )
-
-
-def plan_speeds(results: Results) -> str:
-    """Predictions of `specpool plan` beside the speeds of the demo."""
-    speeds = results["plan"]["drafts"][0]["speeds"]
-    plain = {speed["batch"]: speed["tokens_per_second"] for speed in speeds if speed["k"] == 0}
-    best = {batch: max(one["tokens_per_second"] for one in speeds if one["batch"] == batch) for batch in plain}
-    body = [
-        (
-            *(str(batch), f"{plain[batch]:.0f}", f"{results[name]['plain_tokens_per_s']:.0f}"),
-            *(f"{best[batch]:.0f}", f"{results[name]['speculative_tokens_per_s']:.0f}"),
-        )
-        for batch, name in DEMOS.items()
-    ]
-    headings = ("window", "plain: predicted", "plain: measured", "with drafts: predicted", "with drafts: measured")
-    return table(headings, *body)
-
-
 def _list(numbers: Iterable[int]) -> str:
     return " / ".join(map(str, numbers))
 
 
 def _ratios(ratios: Iterable[float]) -> str:
     return " / ".join(f"{ratio:.2f}x" for ratio in ratios)
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:.1f} MiB"
-
-
-def _gib(minimum: int, maximum: int) -> str:
-    return f"{minimum / GIB:.1f} to {maximum / GIB:.1f} GiB"
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
@@ -194,6 +148,4 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "summary_with_commands": summary_with_commands,
     "by_concurrency": by_concurrency,
     "llamacpp": llamacpp,
-    "plan_memory": plan_memory,
-    "plan_speeds": plan_speeds,
 }

@@ -14,7 +14,7 @@ from specpool.cli.demo import table_of
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 UNMEASURED = re.compile(r"```.*?```|`[^`\n]*`|<!-- estimates -->.*?<!-- /estimates -->", re.DOTALL)
 """Text whose figures are no results: code, and marked estimates."""
-FIGURE = re.compile(r"\d[\d.,]*(?: tokens/s|x\b| ms\b)")
+FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?: tokens/s|x\b| ms\b)")
 RECORDS = ("docs/benchmarks.md", "docs/decisions.md")
 """Pages of dated measurements, which may show figures outside blocks."""
 Texts = Mapping[str, Callable[[Results], str]]

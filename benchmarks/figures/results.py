@@ -24,7 +24,6 @@ COMMANDS = {
     "start_first": "python -m benchmarks.cost --of start --bare --repeats 1",
     "start": "python -m benchmarks.cost --of start --repeats 3",
     "coordinator": "python -m benchmarks.cost --of coordinator",
-    "plan": "specpool plan --batches 1,2,4,8,16 --sequence-positions 512",
 }
 """Commands of the results that pages show now. Each one prints its result as a last line of JSON."""
 Results = dict[str, dict[str, Any]]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import results
-from benchmarks.figures.__main__ import PICTURE, main
-from benchmarks.figures.pages import pages
+from benchmarks.figures.__main__ import PICTURE, TEXTS, main
+from benchmarks.figures.pages import BLOCK, pages
 from benchmarks.figures.results import COMMANDS, FOLDER, ROOT
 
 
@@ -34,6 +34,8 @@ def faults_of(root: Path) -> list[str]:
 
 def test_pages_show_the_results() -> None:
     main(["--check"])
+    shown = {match[2] for page in pages(ROOT) for match in BLOCK.finditer(page.read_text())}
+    assert shown == TEXTS.keys()
     for page in pages(ROOT):
         assert not re.search(r"^<!-- figures: \w+ -->.", page.read_text(), re.MULTILINE)  # Markdown would not render it
 
@@ -100,13 +102,13 @@ def test_measuring_saves_the_last_line_and_keeps_the_result_of_a_failure(
 ) -> None:
     folder = Path(shutil.copytree(FOLDER, tmp_path / "results"))
     monkeypatch.setattr(results, "FOLDER", folder)
-    earlier = (folder / "plan.json").read_text()
+    earlier = (folder / "equality.json").read_text()
     monkeypatch.setitem(COMMANDS, "demo", """python -c 'print("progress"); print("{\\"prompts\\": 3}")'""")
-    monkeypatch.setitem(COMMANDS, "plan", "python -c 'raise SystemExit(3)'")
-    with pytest.raises(SystemExit, match="plan"):
-        main(["--measure", "demo", "plan"], copy)
+    monkeypatch.setitem(COMMANDS, "equality", "python -c 'raise SystemExit(3)'")
+    with pytest.raises(SystemExit, match="equality"):
+        main(["--measure", "demo", "equality"], copy)
     demo = json.loads((folder / "demo.json").read_text())
     assert demo["prompts"] == 3
     assert demo["run"]["command"] == COMMANDS["demo"]
-    assert (folder / "plan.json").read_text() == earlier
+    assert (folder / "equality.json").read_text() == earlier
     assert "exit status 3" in capfd.readouterr().err
