@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.figures.results import Results
 from specpool.cli.demo import table_of
 
-BLOCK = re.compile(r"(<!-- figures: (\w+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- figures: ([a-z_]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 UNMEASURED = re.compile(r"```.*?```|`[^`\n]*`|<!-- estimates -->.*?<!-- /estimates -->", re.DOTALL)
 """Text whose figures are no results: code, and marked estimates."""
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?: tokens/s|x\b| ms\b)")
