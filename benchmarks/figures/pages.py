@@ -60,7 +60,7 @@ def stray_figures(page: str) -> Iterator[str]:
 def demo_picture(results: Results) -> str:
     """The last table of `specpool demo`, as SVG."""
     console = Console(record=True, width=60, force_terminal=True, file=StringIO())
-    console.print("$ specpool demo")
+    console.print(f"$ {results['demo']['run']['command']}")
     console.print(table_of({name: value for name, value in results["demo"].items() if name != "run"}))
     return console.export_svg(title="specpool demo")
 
