@@ -103,7 +103,9 @@ def test_measuring_saves_the_last_line_and_keeps_the_result_of_a_failure(
     folder = Path(shutil.copytree(FOLDER, tmp_path / "results"))
     monkeypatch.setattr(results, "FOLDER", folder)
     earlier = (folder / "equality.json").read_text()
-    monkeypatch.setitem(COMMANDS, "demo", """python -c 'print("progress"); print("{\\"prompts\\": 3}")'""")
+    change = 'import json; d = json.load(open("benchmarks/results/demo.json")); print(); d["prompts"] = 3; '
+    change += "print(json.dumps(d))"
+    monkeypatch.setitem(COMMANDS, "demo", f"python -c '{change}'")
     monkeypatch.setitem(COMMANDS, "equality", "python -c 'raise SystemExit(3)'")
     with pytest.raises(SystemExit, match="equality"):
         main(["--measure", "demo", "equality"], copy)
@@ -111,4 +113,5 @@ def test_measuring_saves_the_last_line_and_keeps_the_result_of_a_failure(
     assert demo["prompts"] == 3
     assert demo["run"]["command"] == COMMANDS["demo"]
     assert (folder / "equality.json").read_text() == earlier
+    assert "| 3 chats" in (copy / "README.md").read_text()
     assert "exit status 3" in capfd.readouterr().err
