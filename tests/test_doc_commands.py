@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import runpy
 import shlex
@@ -22,7 +21,6 @@ from packaging.requirements import Requirement
 
 from specpool.cli.main import known_keys
 
-BIN = Path(sys.executable).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PACKAGE = json.loads((ROOT / "examples/typescript/package.json").read_text())
@@ -186,32 +184,6 @@ def test_fenced_blocks_have_a_language_and_parse(language: str, text: str) -> No
 
 def test_pages_install_no_package_that_is_not_published() -> None:
     assert re.findall(r"pip install[^`\n]* '?specpool\b[^`\n]*", "\n".join(PAGES.values())) == []
-
-
-@pytest.mark.slow
-@pytest.mark.real_pair
-def test_a_session_of_documented_commands_with_the_embedded_pair(tmp_path: Path) -> None:
-    texts = {command.text for command in COMMANDS if command.text.startswith(".venv/bin/specpool")}
-    assert ".venv/bin/specpool up" in texts
-    queries = [text for text in texts if re.match(r"\S+ (generate|top)\b", text) and "--address" not in text]
-    (tmp_path / "FILE.jsonl").write_text('{"id": "a", "prompt": "The capital of Norway is"}\n')
-    (tmp_path / ".venv").symlink_to(BIN.parent)
-    environment = {**os.environ, "SPECPOOL_PORT": "0"}
-    command = [str(BIN / "specpool"), "up"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = next(found[1] for line in server.stdout if (found := re.search(r"serving at (\S+)", line)))
-            for text in queries:
-                query = ["bash", "-c", text]
-                environment = {**os.environ, "SPECPOOL_ADDRESS": address}
-                done = subprocess.run(query, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-                assert done.returncode == 0, (text, done.stderr)
-                assert done.stdout or ">" in text, text
-        finally:
-            server.terminate()
-    (answer,) = (tmp_path / "answers.jsonl").read_text().splitlines()
-    assert json.loads(answer)["id"] == "a"
 
 
 def test_commands_are_found_with_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
