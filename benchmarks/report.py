@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.provenance import describe_run
+
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 T = TypeVar("T")
 
@@ -86,7 +88,8 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def finish(name: str, result: Mapping[str, Any], folder: Path | None, figure: Figure | None = None) -> None:
-    """Print the result as one line of JSON; with a folder, also save the result and the figure there."""
+    """Print the result as one line of JSON, with a `run` entry; with a folder, also save it and the figure there."""
+    result = {"run": describe_run(), **result}
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

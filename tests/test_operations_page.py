@@ -1,16 +1,12 @@
-"""docs/operations.md names only existing values, settings and metrics, and its helm commands run."""
+"""docs/operations.md names only existing values, settings and metrics."""
 
 import inspect
 import re
-import shlex
-import shutil
-from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from deployment import COMPONENTS, ROOT, settings_class
-from helm_chart import CHART, run_helm
+from helm_chart import CHART
 
 from specpool.client import Client
 
@@ -38,15 +34,3 @@ def test_values_settings_and_metrics_exist() -> None:
     settings = {key for component in COMPONENTS for key in settings_class(f"specpool-{component}").model_fields}
     known = METRICS | settings | {*inspect.signature(Client).parameters, "grpc_code", "max_tokens"}
     assert {code for code in CODE if re.fullmatch(r"[a-z]+(_[a-z]+)+", code)} <= known
-
-
-@pytest.mark.parametrize("command", re.findall(r"^    (helm (?:lint|template|upgrade) .*)$", PAGE, re.MULTILINE))
-def test_helm_accepts_the_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(CHART / "examples/production.yaml", tmp_path / "values.yaml")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
-    _, *arguments = shlex.split(command.partition(" | ")[0])
-    if arguments[0] == "upgrade":  # without a cluster
-        arguments = ["install", *(word for word in arguments[1:] if word != "--install"), "--dry-run=client"]
-    done = run_helm(*arguments)
-    assert done.returncode == 0, done.stderr

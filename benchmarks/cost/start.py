@@ -27,6 +27,8 @@ from specpool.client import Client
 UP = "import sys; from specpool.cli.main import main; sys.exit(main())"
 ANSWERS = {"first token": 1, "16 tokens": 16}
 PROMPT = "The capital of Norway is"
+START_SECONDS = 300.0
+"""Time to retry the first request."""
 KINDS = ("target_worker", "draft_worker", "coordinator")
 MEASURES = {"resident": "VmRSS", "of which files": "RssFile", "maximum": "VmHWM"}
 """Columns of the memory table, and their names in /proc/PID/status."""
@@ -68,7 +70,7 @@ def run(flags: list[str], bare: bool) -> dict[str, Any]:
             if serving is None:
                 raise RuntimeError(f"`specpool up` ended with status {up.wait()}")
             seconds = {"it serves": time.perf_counter() - began}
-            with Client(serving[1]) as client:
+            with Client(serving[1], START_SECONDS) as client:
                 for name, tokens in ANSWERS.items():
                     client.generate(PROMPT, max_tokens=tokens)
                     seconds[name] = time.perf_counter() - began

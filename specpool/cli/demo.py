@@ -5,6 +5,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,12 +84,17 @@ def demo(settings: DemoSettings) -> int:
         return 1
     console = Console()
     console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)
+    console.print(table_of(result))
+    print(json.dumps(result))
+    return 0
+
+
+def table_of(result: Mapping[str, object]) -> Table:
+    """The last table that the command prints."""
     table = Table("measure", "value")
     for name, value in result.items():
         table.add_row(name, str(value))
-    console.print(table)
-    print(json.dumps(result))
-    return 0
+    return table
 
 
 async def _demo(settings: DemoSettings, lines: list[PromptLine]) -> tuple[dict[str, object], str]:

@@ -227,7 +227,7 @@ async def test_commands_and_examples_of_the_docs(fronted: Fronted) -> None:
     commands = [["bash", "-c", command] for command in re.findall(r"^    (curl (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)]
     assert len(commands) >= 2
     for command in ([sys.executable, "-c", example], *commands):
-        typed = command[-1].replace("http://127.0.0.1:30000", base).replace("Qwen/Qwen3-8B", MODEL)
+        typed = re.sub(r'"model": "[^"]+"', f'"model": "{MODEL}"', command[-1].replace("http://127.0.0.1:30000", base))
         done = await asyncio.to_thread(
             subprocess.run, [*command[:-1], typed], capture_output=True, text=True, check=False
         )

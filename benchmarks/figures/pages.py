@@ -1,0 +1,70 @@
+"""Figures on the pages: marked blocks, the picture of the demo, and figures that stand outside a block."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from html import unescape
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.figures.results import Results
+from specpool.cli.demo import table_of
+
+BLOCK = re.compile(r"(<!-- figures: ([a-z_]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
+UNMEASURED = re.compile(r"```.*?```|`[^`\n]*`|<!-- estimates -->.*?<!-- /estimates -->", re.DOTALL)
+"""Text whose figures are no results: code, and marked estimates."""
+FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?: tokens/s|x\b| ms\b)")
+RECORDS = ("docs/benchmarks.md", "docs/decisions.md")
+"""Pages of dated measurements, which may show figures outside blocks."""
+Texts = Mapping[str, Callable[[Results], str]]
+
+
+def pages(root: Path) -> list[Path]:
+    """The README and all pages of the docs."""
+    return [root / "README.md", root / "deploy/README.md", *sorted(root.glob("docs/*.md"))]
+
+
+def filled(page: str, texts: Texts, results: Results) -> str:
+    """The page with the current figures. KeyError: an unknown block or result."""
+
+    def block(match: re.Match[str]) -> str:
+        begin, name, old, end = match.groups()
+        text = texts[name](results)
+        return f"{begin}\n{text}\n{end}" if old.startswith("\n") else f"{begin}{text}{end}"
+
+    return BLOCK.sub(block, page)
+
+
+def differences(page: str, expected: str) -> Iterator[str]:
+    """A message, beginning with the line, for each line that differs. Both pages have the same blocks."""
+    for old, new in zip(BLOCK.finditer(page), BLOCK.finditer(expected), strict=True):
+        line = page.count("\n", 0, old.start()) + 1
+        shown, current = old[3].split("\n"), new[3].split("\n")
+        for number in range(max(len(shown), len(current))):
+            have, want = (dict(enumerate(lines)).get(number, "") for lines in (shown, current))
+            if have != want:
+                yield f"{line + number}: {old[2]}: {have!r}, but the results say {want!r}"
+
+
+def stray_figures(page: str) -> Iterator[str]:
+    """A message, beginning with the line, for each figure outside blocks, code and estimates."""
+    rest = page
+    for pattern in (BLOCK, UNMEASURED):
+        rest = pattern.sub(lambda match: "\n" * match[0].count("\n"), rest)
+    for number, line in enumerate(rest.split("\n"), 1):
+        if not line.startswith("    "):  # an indented block of code
+            yield from (f"{number}: a figure outside a block: {figure}" for figure in FIGURE.findall(line))
+
+
+def demo_picture(results: Results) -> str:
+    """The last table of `specpool demo`, as SVG."""
+    console = Console(record=True, width=60, force_terminal=True, file=StringIO())
+    console.print(f"$ {results['demo']['run']['command']}")
+    console.print(table_of({name: value for name, value in results["demo"].items() if name != "run"}))
+    return console.export_svg(title="specpool demo")
+
+
+def text_of(picture: str) -> list[str]:
+    """The words of an SVG picture; the rest depends on the version of rich."""
+    return unescape(" ".join(re.findall(r">([^<>]+)</text>", picture))).split()
