@@ -184,8 +184,9 @@ def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[Non
     try:
         yield
     except errors as error:
-        is_file = isinstance(error, OSError) and error.filename is not None
-        reason = f"{error.filename}: {error.strerror}" if is_file else error
+        reason: object = error
+        if isinstance(error, OSError) and error.filename is not None:
+            reason = f"{error.filename}: {error.strerror}"
         print(f"{program}: {setting}: {reason}", file=sys.stderr)
         raise SystemExit(2) from None
 
