@@ -86,27 +86,30 @@ class PromptReader:
         if not chat.messages:
             raise InvalidArgumentError("chat.messages", "must not be empty")
         if len(chat.messages) > MAX_MESSAGES:
-            raise InvalidArgumentError("chat.messages", f"has more than {MAX_MESSAGES} entries")
+            raise InvalidArgumentError("chat.messages", f"has more than {MAX_MESSAGES} entries", limit=MAX_MESSAGES)
         size = 0
         for index, message in enumerate(chat.messages):
             if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
                 reason = "must not be empty" if not message.role else f"has more than {MAX_ROLE_LENGTH} characters"
-                raise InvalidArgumentError(f"chat.messages[{index}].role", reason)
+                limit = MAX_ROLE_LENGTH if message.role else 1
+                raise InvalidArgumentError(f"chat.messages[{index}].role", reason, limit=limit)
             size += len(message.content.encode())
         self._check_bytes("chat.messages", size)
 
     def _check_bytes(self, field: str, size: int) -> None:
         if size > self.max_bytes:
             why = f"the maximum for {self.max_tokens} tokens"
-            raise InvalidArgumentError(field, f"the prompt has {size} bytes, more than {self.max_bytes}, {why}")
+            reason = f"the prompt has {size} bytes, more than {self.max_bytes}, {why}"
+            raise InvalidArgumentError(field, reason, limit=self.max_bytes)
 
     def _check_length(self, field: str, tokens: int) -> None:
         if not tokens:
             raise InvalidArgumentError(field, "the prompt is empty")
         if tokens > self.max_tokens:
-            raise InvalidArgumentError(field, f"the prompt has {tokens} tokens, more than {self.max_tokens}")
+            reason = f"the prompt has {tokens} tokens, more than {self.max_tokens}"
+            raise InvalidArgumentError(field, reason, limit=self.max_tokens)
 
     def _check_ids(self, field: str, ids: list[int]) -> None:
         if (largest := max(ids)) >= self.vocab_size:
             reason = f"token id {largest} must be below the vocabulary size {self.vocab_size}"
-            raise InvalidArgumentError(field, reason)
+            raise InvalidArgumentError(field, reason, limit=self.vocab_size - 1)
