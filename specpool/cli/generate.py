@@ -17,12 +17,12 @@ from rich.progress import track
 
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.processes import PROBE_SECONDS, is_serving
-from specpool.client import AsyncClient, DivergedError, GenerateOptions
+from specpool.client import AsyncClient, GenerateOptions
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
+from specpool.errors import RequestError, SpecpoolError
 from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
 from specpool.rpc.security.channel import Connector
-from specpool.rpc.security.settings import ClientSecurity
-from specpool.rpc.status import status_line
+from specpool.rpc.security.settings import Address, ClientSecurity
 from specpool.v1 import generation_pb2 as pb
 
 
@@ -30,7 +30,7 @@ class GenerateSettings(Settings, ClientSecurity):
     """Generate text for a PROMPT, for each line of a JSONL file, or for standard input."""
 
     prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
-    address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
+    address: Address = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
     prompts: Path | None = Field(
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )
@@ -80,15 +80,15 @@ def generate(settings: GenerateSettings) -> int:
 
 async def answers(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
-) -> AsyncIterator[pb.GenerateResponse | grpc.aio.AioRpcError]:
+) -> AsyncIterator[pb.GenerateResponse | RequestError]:
     """Yield the response or error of each line, in order, with up to `concurrency` requests in flight."""
     slots = asyncio.Semaphore(concurrency)
 
-    async def answer(line: PromptLine) -> pb.GenerateResponse | grpc.aio.AioRpcError:
+    async def answer(line: PromptLine) -> pb.GenerateResponse | RequestError:
         async with slots:
             try:
                 return await client.generate(line.prompt, **options)
-            except grpc.aio.AioRpcError as error:
+            except RequestError as error:
                 return error
 
     tasks = [asyncio.create_task(answer(line)) for line in lines]
@@ -105,7 +105,7 @@ async def sure_answers(
 ) -> AsyncIterator[pb.GenerateResponse]:
     """Yield the response of each line, in order; raise the first error."""
     async for response in answers(client, lines, concurrency, **options):
-        if isinstance(response, grpc.aio.AioRpcError):
+        if isinstance(response, RequestError):
             raise response
         yield response
 
@@ -161,9 +161,8 @@ async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: Pro
     try:
         async for message in client.stream(line.prompt, **_options(settings)):
             print(message.chunk.text, end="", flush=True)
-    except (grpc.aio.AioRpcError, DivergedError) as error:
-        reason = str(error) if isinstance(error, DivergedError) else status_line(error)
-        print(f"specpool generate: {reason}", file=sys.stderr)
+    except SpecpoolError as error:
+        print(f"specpool generate: {error}", file=sys.stderr)
         return 1
     print()
     return 0
@@ -176,11 +175,11 @@ async def _print_all(client: AsyncClient, settings: GenerateSettings, lines: lis
     responses = answers(client, lines, settings.concurrency, **_options(settings))
     for line in bar:
         response = await anext(responses)
-        if isinstance(response, grpc.aio.AioRpcError):
+        if isinstance(response, RequestError):
             failed = True
-            print(f"specpool generate: {json.dumps(line.id)}: {status_line(response)}", file=sys.stderr)
+            print(f"specpool generate: {json.dumps(line.id)}: {response}", file=sys.stderr)
             if settings.json_lines:
-                print(json.dumps({"id": line.id, "error": status_line(response)}), flush=True)
+                print(json.dumps({"id": line.id, "error": str(response)}), flush=True)
         elif settings.json_lines:
             print(json.dumps(as_record(line, response), ensure_ascii=False), flush=True)
         else:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, dataclass
 
-import grpc
 from pydantic import Field
 from rich import box
 from rich.bar import Bar
@@ -20,9 +19,9 @@ from rich.text import Text
 
 from specpool.cli.top_view import Activity, Plan, Pool, View, Worker, view_of
 from specpool.client import AsyncClient
+from specpool.errors import RequestError
 from specpool.rpc.config.settings import Seconds, Settings
-from specpool.rpc.security.settings import ClientSecurity
-from specpool.rpc.status import status_line
+from specpool.rpc.security.settings import Address, ClientSecurity
 from specpool.v1 import generation_pb2 as pb
 
 # The server queries its workers before it answers, and they may be busy.
@@ -38,7 +37,7 @@ STATE_STYLES = {"ready": "green", "refused": "red"}
 class TopSettings(Settings, ClientSecurity):
     """Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits."""
 
-    address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
+    address: Address = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between updates")
     once: bool = Field(
         False, description="print one view over one interval and exit; the default if the output is not a terminal"
@@ -92,10 +91,9 @@ async def _views(settings: TopSettings) -> AsyncGenerator[View | str, None]:
                     info = await client.server_info()
                     # The call would fail before the target is connected.
                     models = await client.model_info() if info.target.HasField("model") else None
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
+            except (RequestError, TimeoutError) as error:
                 earlier = None  # rates across an outage would be misleading
-                timeout = f"no answer within {TIMEOUT_SECONDS:g} seconds"
-                yield status_line(error) if isinstance(error, grpc.aio.AioRpcError) else timeout
+                yield str(error) if isinstance(error, RequestError) else f"no answer within {TIMEOUT_SECONDS:g} seconds"
             else:
                 yield view_of(settings.address, info, models, earlier)
                 earlier = info

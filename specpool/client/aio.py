@@ -10,8 +10,10 @@ from typing import Self, Unpack
 import grpc
 
 from specpool.client.connections import Connected
+from specpool.client.failures import failure
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
+from specpool.errors import RequestError
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
@@ -20,7 +22,7 @@ from specpool.v1 import generation_pb2_grpc
 class AsyncClient(Connected[grpc.aio.Channel]):
     """Client of a coordinator, and an async context manager.
 
-    Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
+    Calls raise a `RequestError` of `specpool.errors` if the server refuses them or remains unavailable.
     """
 
     _open_channel = Connector.open
@@ -34,10 +36,12 @@ class AsyncClient(Connected[grpc.aio.Channel]):
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator["generation_pb2_grpc.GenerationServiceAsyncStub"]:
-        """The stub for one call within the context."""
+        """The stub for one call within the context. RequestError."""
         connection = self._begin_call()
         try:
             yield connection.stub
+        except grpc.RpcError as error:
+            raise await asyncio.to_thread(failure, error, self._connector) from error
         finally:
             for channel in self._end_call(connection):
                 await channel.close(None)
@@ -60,7 +64,7 @@ class AsyncClient(Connected[grpc.aio.Channel]):
             try:
                 async with self._stub() as stub:
                     return await stub.Generate(request, timeout=retries.remaining)
-            except grpc.aio.AioRpcError as error:
+            except RequestError as error:
                 pause = retries.pause(error)
             await asyncio.sleep(pause)
 
@@ -78,18 +82,19 @@ class AsyncClient(Connected[grpc.aio.Channel]):
         replay = Replay()
         while True:
             replay.begin()
-            async with self._stub() as stub:
-                call = stub.GenerateStream(request, timeout=retries.remaining)
-                try:
-                    async for message in call:
-                        if (fresh := replay.fresh(message)) is not None:
-                            retries.progress()
-                            yield fresh
-                    return
-                except grpc.aio.AioRpcError as error:
-                    pause = retries.pause(error)
-                finally:
-                    call.cancel()
+            try:
+                async with self._stub() as stub:
+                    call = stub.GenerateStream(request, timeout=retries.remaining)
+                    try:
+                        async for message in call:
+                            if (fresh := replay.fresh(message)) is not None:
+                                retries.progress()
+                                yield fresh
+                        return
+                    finally:
+                        call.cancel()
+            except RequestError as error:
+                pause = retries.pause(error)
             await asyncio.sleep(pause)
 
     async def abort(self, request_id: str) -> None:

@@ -10,8 +10,10 @@ from typing import Self, Unpack
 import grpc
 
 from specpool.client.connections import Connected
+from specpool.client.failures import failure
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
+from specpool.errors import RequestError
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
@@ -20,7 +22,7 @@ from specpool.v1 import generation_pb2_grpc
 class Client(Connected[grpc.Channel]):
     """Client of a coordinator, and a context manager.
 
-    Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
+    Calls raise a `RequestError` of `specpool.errors` if the server refuses them or remains unavailable.
     """
 
     _open_channel = Connector.open_blocking
@@ -35,10 +37,12 @@ class Client(Connected[grpc.Channel]):
 
     @contextmanager
     def _stub(self) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
-        """The stub for one call within the context."""
+        """The stub for one call within the context. RequestError."""
         connection = self._begin_call()
         try:
             yield connection.stub
+        except grpc.RpcError as error:
+            raise failure(error, self._connector) from error
         finally:
             for channel in self._end_call(connection):
                 channel.close()
@@ -62,7 +66,7 @@ class Client(Connected[grpc.Channel]):
             try:
                 with self._stub() as stub:
                     return stub.Generate(request, timeout=retries.remaining)
-            except grpc.RpcError as error:
+            except RequestError as error:
                 pause = self._pause(retries, error)
             time.sleep(pause)
 
@@ -80,21 +84,22 @@ class Client(Connected[grpc.Channel]):
         replay = Replay()
         while True:
             replay.begin()
-            with self._stub() as stub:
-                call = stub.GenerateStream(request, timeout=retries.remaining)
-                try:
-                    for message in call:
-                        if (fresh := replay.fresh(message)) is not None:
-                            retries.progress()
-                            yield fresh
-                    return
-                except grpc.RpcError as error:
-                    pause = self._pause(retries, error)
-                finally:
-                    call.cancel()
+            try:
+                with self._stub() as stub:
+                    call = stub.GenerateStream(request, timeout=retries.remaining)
+                    try:
+                        for message in call:
+                            if (fresh := replay.fresh(message)) is not None:
+                                retries.progress()
+                                yield fresh
+                        return
+                    finally:
+                        call.cancel()
+            except RequestError as error:
+                pause = self._pause(retries, error)
             time.sleep(pause)
 
-    def _pause(self, retries: Retries, error: grpc.RpcError) -> float:
+    def _pause(self, retries: Retries, error: RequestError) -> float:
         if self._closed:  # closed by another thread, which cancels the call
             raise error
         return retries.pause(error)

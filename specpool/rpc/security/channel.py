@@ -1,5 +1,6 @@
 """gRPC channels between Specpool's processes: options, security and message size limits."""
 
+import re
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -39,9 +40,33 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 TLS_CHANNEL_OPTIONS = [*dict([*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5_000)]).items()]
 
 
+ANY_ADDRESS = "localhost:1"
+"""For a `Connector` that only checks its other options."""
+
+# Other forms of address that gRPC accepts.
+_OTHER_FORMS = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+_HOST_AND_PORT = re.compile(r"(?:\[([^\s\[\]]+)\]|([^\s:/\[\]]+)):([0-9]+)")
+
+
 def join_address(host: str, port: int) -> str:
     """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int] | None:
+    """Split "host:port". None for gRPC's other forms, such as "dns:///name:port". ValueError for anything else."""
+    if _OTHER_FORMS.match(address):
+        return None
+    if (match := _HOST_AND_PORT.fullmatch(address)) is not None:
+        if len(match[3]) <= 5 and 0 < int(match[3]) < 2**16:
+            return match[1] or match[2], int(match[3])
+        raise ValueError(f"{address!r} has no valid port: it must be from 1 to 65535")
+    if "://" in address:
+        host = address.partition("://")[2].partition("/")[0]
+        raise ValueError(f"{address!r} is a URL: give host:port, such as {host if ':' in host else '127.0.0.1:50050'}")
+    if re.fullmatch(r"[^\s:/]+", address):
+        raise ValueError(f"{address!r} has no port: give host:port, such as {address}:50050")
+    raise ValueError(f"{address!r} is not an address: give host:port, such as 127.0.0.1:50050 or [::1]:50050")
 
 
 class SecurityOptions(TypedDict, total=False):
@@ -67,20 +92,26 @@ class Connector:
     def __init__(self, address: str, **security: Unpack[SecurityOptions]) -> None:
         """`address`: "host:port".
 
-        Raises TypeError for unknown options, and ValueError with the option's name for unusable files or conflicting
-        options.
+        Raises TypeError for unknown options, and ValueError with the option's name for an invalid address, unusable
+        files or conflicting options.
         """
         if unknown := security.keys() - SecurityOptions.__annotations__.keys():
             raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
         ca, cert, key = _path(security.get("tls_ca")), _path(security.get("tls_cert")), _path(security.get("tls_key"))
-        self.address = address
+        self.address, self.tls_name = address, security.get("tls_name")
+        try:
+            self.host_and_port = split_address(address)
+        except ValueError as error:
+            raise ValueError(f"address: {error}") from None
         self._token = token_of(security.get("token"), _path(security.get("token_file")))
         self._options = [*(CHANNEL_OPTIONS if ca is None else TLS_CHANNEL_OPTIONS)]
-        if (name := security.get("tls_name")) is not None:
-            self._options.append(("grpc.ssl_target_name_override", name))
+        if self.tls_name is not None:
+            self._options.append(("grpc.ssl_target_name_override", self.tls_name))
+        self.tls_files: TlsFiles | None = None
         self._tls: Reloaded[Pem] | None = None
         if ca is not None:
-            self._tls = TlsFiles(ca, cert, key).reloaded()
+            self.tls_files = TlsFiles(ca, cert, key)
+            self._tls = self.tls_files.reloaded()
         elif given := [name for name in ("tls_cert", "tls_key", "tls_name") if security.get(name) is not None]:
             raise ValueError(f"{given[0]}: must be given with tls_ca")
         self._opened: Pem | None = None
