@@ -20,8 +20,8 @@ SpecpoolError
 │   └── ServerError                  the server failed
 └── DivergedError                    a resumed stream has other tokens
 
-The clients retry UnavailableError and ResourceExhaustedError for `retry_seconds`, but not ProtocolError and
-CertificateError.
+The clients retry an UnavailableError and a ResourceExhaustedError for `retry_seconds`, but neither a ProtocolError nor
+a CertificateError nor a limit without `retry_after`.
 """
 
 from collections.abc import Iterable

@@ -24,8 +24,8 @@ _SETTINGS = b"\x04"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 # X509_V_ERR_*: codes of OpenSSL.
 _UNTRUSTED, _OTHER_NAME = {18, 19, 20, 21}, {62, 64}
-_CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
-_OTHER_VERSION = {"TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL"}
+# In OpenSSL's names of the ways to refuse a client.
+_REFUSALS = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED", "HANDSHAKE_FAILURE", "EOF")
 
 
 def diagnose(connector: Connector) -> Diagnosis | None:
@@ -88,14 +88,10 @@ def _handshake_fault(connector: Connector, host: str, port: int) -> Diagnosis | 
     if files is None:
         return None
     try:
-        with (
-            socket.create_connection((host, port), TIMEOUT_SECONDS) as connection,
-            _context(files).wrap_socket(connection, server_hostname=name) as tls,
-        ):
-            if tls.selected_alpn_protocol() is None:
-                return ProtocolError, f"{address} is not a gRPC server: check the port"
-            if _received(tls) or not _refuses_client(files, host, port, name):
-                return None
+        if not _is_refused(files, host, port, name):
+            return None
+    except _NoHttp2Error:
+        return ProtocolError, f"{address} is not a gRPC server: check the port"
     except ssl.SSLCertVerificationError as error:
         reason = error.verify_message
         if error.verify_code in _OTHER_NAME:
@@ -103,27 +99,43 @@ def _handshake_fault(connector: Connector, host: str, port: int) -> Diagnosis | 
         elif error.verify_code in _UNTRUSTED:
             reason = f"it is not signed by {files.ca} ({reason})"
         return CertificateError, f"cannot trust the certificate of {address}: {reason}"
-    except ssl.SSLError as error:
-        if not any(word in (error.reason or "") for word in _CERTIFICATE_ALERTS):
-            raise
     if files.cert is None:
         return CertificateError, f"{address} requires a client certificate: set tls_cert and tls_key"
     return CertificateError, f"{address} refuses the client certificate in {files.cert}"
 
 
-def _refuses_client(files: TlsFiles, host: str, port: int, name: str) -> bool:
-    """Whether the server refuses the client's certificate, or the lack of one.
+class _NoHttp2Error(Exception):
+    """The server does not agree to HTTP/2, which gRPC needs."""
+
+
+def _is_refused(files: TlsFiles, host: str, port: int, name: str) -> bool:
+    """Whether the server refuses the client's certificate, or the lack of one. OSError for other faults.
 
     In TLS 1.3, a server checks it after the client's handshake. gRPC servers then close the connection without an
     alert, and so does a proxy without a backend. In TLS 1.2, servers refuse it within the handshake.
     """
     context = _context(files)
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with socket.create_connection((host, port), TIMEOUT_SECONDS) as connection:
-        try:
-            context.wrap_socket(connection, server_hostname=name).close()
-        except (ssl.SSLError, ConnectionError) as error:
-            return getattr(error, "reason", None) not in _OTHER_VERSION
+    for version in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
+        context.maximum_version = version
+        with (
+            socket.create_connection((host, port), TIMEOUT_SECONDS) as connection,
+            context.wrap_socket(connection, server_hostname=name, do_handshake_on_connect=False) as tls,
+        ):
+            try:
+                tls.do_handshake()
+                if tls.selected_alpn_protocol() is None:
+                    raise _NoHttp2Error
+                if _received(tls):
+                    return False
+            except ssl.SSLCertVerificationError:
+                raise
+            except (ssl.SSLError, ConnectionError) as error:
+                reason = str(getattr(error, "reason", None) or "EOF")
+                # A server that has not chosen a cipher has not seen the client's certificate.
+                if tls.cipher() is not None and any(word in reason for word in _REFUSALS):
+                    return True
+                if version is ssl.TLSVersion.TLSv1_3:
+                    raise
     return False
 
 
