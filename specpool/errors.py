@@ -18,6 +18,7 @@ SpecpoolError
 │   │       ├── ProtocolError        the server requires TLS, does not use it, or is no gRPC server
 │   │       └── CertificateError     the server's certificate is invalid, or it refuses the client's
 │   └── ServerError                  the server failed
+├── NotReadyError                    the server failed to start, or was not ready in time
 └── DivergedError                    a resumed stream has other tokens
 
 The clients retry an UnavailableError and a ResourceExhaustedError for `retry_seconds`, but neither a ProtocolError nor
@@ -38,6 +39,7 @@ __all__ = [
     "DivergedError",
     "InvalidArgumentError",
     "NotFoundError",
+    "NotReadyError",
     "PermissionDeniedError",
     "ProtocolError",
     "QueueFullError",
@@ -151,6 +153,10 @@ class CertificateError(ConnectError):
 
 class ServerError(RequestError):
     """The server failed, or ended the call with a status that Specpool does not use."""
+
+
+class NotReadyError(SpecpoolError):
+    """The server failed to start, or was not ready in time. The message says why."""
 
 
 class DivergedError(SpecpoolError):

@@ -3,6 +3,15 @@
 from specpool.client.aio import AsyncClient
 from specpool.client.requests import Chat, GenerateOptions, Prompt, make_request
 from specpool.client.sync import Client
-from specpool.errors import DivergedError
+from specpool.errors import DivergedError, NotReadyError
 
-__all__ = ["AsyncClient", "Chat", "Client", "DivergedError", "GenerateOptions", "Prompt", "make_request"]
+__all__ = [
+    "AsyncClient",
+    "Chat",
+    "Client",
+    "DivergedError",
+    "GenerateOptions",
+    "NotReadyError",
+    "Prompt",
+    "make_request",
+]

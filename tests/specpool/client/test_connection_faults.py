@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -197,8 +198,14 @@ async def test_commands_name_permanent_faults_in_one_line(
     assert await specpool("top", "--address", "nonsense") == (2, f"specpool top: address: {refused}")
     async with running(**server.options) as address:
         reason = f"UNAVAILABLE: {address} requires TLS: set tls_ca\n"
-        assert await specpool("generate", "a", "--address", address, "--wait-seconds", "0") == (
-            1,
-            f"specpool generate: {reason}",
-        )
+        assert await specpool("generate", "a", "--address", address) == (1, f"specpool generate: {reason}")
         assert await specpool("top", "--address", address) == (1, f"specpool top: {address}: {reason}")
+
+
+async def test_grpc_logs_nothing_beside_the_error_of_a_command(ca: Authority) -> None:
+    async with running() as address:
+        command = ["-m", "specpool.cli.main", "generate", "a", "--address", address, "--tls-ca", str(ca.path)]
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=asyncio.subprocess.PIPE)
+        _, stderr = await process.communicate()
+    reason = f"{address} does not use TLS: connect without tls_ca"
+    assert stderr.decode() == f"specpool generate: UNAVAILABLE: {reason}\n"
