@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from specpool.rpc.security.channel import ANY_ADDRESS, Connector, SecurityOptions
+from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.rpc.security.settings import ServerSecurity
 from specpool.rpc.security.tls import TlsFiles
 from specpool.rpc.security.tokens import token_of
@@ -53,5 +53,5 @@ class WorkerSecurity(ServerSecurity, frozen=True):
             if getattr(self, name) is not None:
                 required = "worker_tls_ca" if self.worker_tls is None else "worker_tls, which is off"
                 raise ValueError(f"{name}: must be given with {required}")
-        Connector(ANY_ADDRESS, **security)
+        Connector("", **security)
         return self

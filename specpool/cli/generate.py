@@ -18,8 +18,16 @@ from specpool.cli.waiting import shown
 from specpool.client import AsyncClient, GenerateOptions
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
 from specpool.errors import RequestError, SpecpoolError
-from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
-from specpool.rpc.security.settings import Address, ClientSecurity
+from specpool.rpc.config.settings import (
+    INT32_MAX,
+    INT32_MIN,
+    UINT32_MAX,
+    UINT64_MAX,
+    CoordinatorAddress,
+    Seconds,
+    Settings,
+)
+from specpool.rpc.security.settings import ClientSecurity
 from specpool.v1 import generation_pb2 as pb
 
 
@@ -27,7 +35,7 @@ class GenerateSettings(Settings, ClientSecurity):
     """Generate text for a PROMPT, for each line of a JSONL file, or for standard input."""
 
     prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
-    address: Address = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
+    address: CoordinatorAddress = Field("127.0.0.1:50050", description="host:port of the coordinator")
     prompts: Path | None = Field(
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )

@@ -23,8 +23,8 @@ from specpool.cli.waiting import clean, shown
 from specpool.client import AsyncClient
 from specpool.client.failures import is_permanent
 from specpool.errors import RequestError, UnavailableError
-from specpool.rpc.config.settings import Seconds, Settings
-from specpool.rpc.security.settings import Address, ClientSecurity
+from specpool.rpc.config.settings import CoordinatorAddress, Seconds, Settings
+from specpool.rpc.security.settings import ClientSecurity
 from specpool.v1 import generation_pb2 as pb
 
 # The server queries its workers before it answers, and they may be busy.
@@ -40,7 +40,7 @@ STATE_STYLES = {"ready": "green", "refused": "red"}
 class TopSettings(Settings, ClientSecurity):
     """Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits."""
 
-    address: Address = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
+    address: CoordinatorAddress = Field("127.0.0.1:50050", description="host:port of the coordinator")
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between updates")
     once: bool = Field(
         False, description="print one view over one interval and exit; the default if the output is not a terminal"

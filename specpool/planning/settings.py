@@ -8,8 +8,8 @@ from typing import Annotated, Self
 from pydantic import AliasChoices, Field, model_validator
 
 from specpool.engine.config.options import Dtype
-from specpool.rpc.config.settings import LogLevel, Seconds, Settings
-from specpool.rpc.security.settings import Address, ClientSecurity
+from specpool.rpc.config.settings import DraftAddress, LogLevel, Seconds, Settings, TargetAddress
+from specpool.rpc.security.settings import ClientSecurity
 
 PROGRAM = "specpool plan"
 
@@ -24,8 +24,8 @@ class PlanSettings(Settings, ClientSecurity):
     draft: list[str] | None = Field(
         None, min_length=1, description="hub ids, folders or GGUF files of drafts; default: the embedded pair's"
     )
-    target_address: Address | None = Field(None, min_length=1, description="host:port of a running target worker")
-    draft_address: Address | None = Field(None, min_length=1, description="host:port of a running draft worker")
+    target_address: TargetAddress | None = Field(None, description="host:port of a running target worker")
+    draft_address: DraftAddress | None = Field(None, description="host:port of a running draft worker")
     acceptance: float | None = Field(
         None, ge=0, le=1, description="with running workers: share of draft tokens accepted, from GetServerInfo"
     )

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -27,6 +28,7 @@ from pydantic_settings import (
 
 from specpool.rpc.observability.logs import LogFormat
 from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.security.channel import COORDINATOR_PORT, DRAFT_WORKER_PORT, TARGET_WORKER_PORT, check_address
 from specpool.rpc.security.settings import ServerSecurity
 
 ENV_PREFIX = "SPECPOOL_"
@@ -45,6 +47,9 @@ Seconds = Annotated[float, Field(le=86_400)]
 """A duration of at most a day, which every timer supports."""
 Host = Annotated[str, Field(min_length=1), AfterValidator(lambda host: host.strip("[]"))]
 """A host name or address. Brackets around an IPv6 address are optional."""
+CoordinatorAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=COORDINATOR_PORT))]
+TargetAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=TARGET_WORKER_PORT))]
+DraftAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=DRAFT_WORKER_PORT))]
 
 S = TypeVar("S", bound="Settings")
 

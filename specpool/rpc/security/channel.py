@@ -1,6 +1,7 @@
 """gRPC channels between Specpool's processes: options, security and message size limits."""
 
 import re
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -11,6 +12,14 @@ from specpool.rpc.security.tls import Pem, TlsFiles, channel_credentials
 from specpool.rpc.security.tokens import bearing, token_of
 
 StrPath: TypeAlias = str | Path
+
+COORDINATOR_PORT, TARGET_WORKER_PORT, DRAFT_WORKER_PORT = 50050, 50051, 50052
+"""Default ports."""
+_PORT = re.compile(r":(\d+)$")
+# Addresses of gRPC without ports: sockets and names that a service resolves.
+_WITHOUT_PORT = re.compile(r"(unix|unix-abstract|vsock|xds):")
+_URL = re.compile(r"https?://([^/]*)", re.IGNORECASE)
+_HOST_AND_PORT = re.compile(r"(?:\[([^\s\[\]]+)\]|([^\s:/\[\]]+)):(\d+)")
 
 # Tokenizers are the largest messages: tens of MB for large vocabularies.
 MAX_WORKER_MESSAGE_BYTES = 128 * 2**20
@@ -40,33 +49,41 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 TLS_CHANNEL_OPTIONS = [*dict([*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms", 5_000)]).items()]
 
 
-ANY_ADDRESS = "localhost:1"
-"""For a `Connector` that only checks its other options."""
-
-# Other forms of address that gRPC accepts.
-_OTHER_FORMS = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
-_HOST_AND_PORT = re.compile(r"(?:\[([^\s\[\]]+)\]|([^\s:/\[\]]+)):([0-9]+)")
-
-
 def join_address(host: str, port: int) -> str:
     """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def check_address(address: str, port: int) -> str:
+    """Return the address. Raises ValueError, with `port` as an example, if it is a URL or has no valid port."""
+    if (url := _URL.match(address)) is not None:
+        host = url[1] if _PORT.search(url[1]) else join_address(url[1].strip("[]"), port)
+        raise ValueError(f"{address} is a URL: use HOST:PORT, such as {host}")
+    if _WITHOUT_PORT.match(address):
+        return address
+    if (given := _PORT.search(address)) is None or _is_ipv6(address):
+        host = address.rstrip(":").removeprefix("[").removesuffix("]")
+        raise ValueError(f"{address} has no port: use HOST:PORT, such as {join_address(host, port)}")
+    if not _is_port(given[1]):
+        raise ValueError(f"{address}: the port must be from 1 to 65535")
+    return address
+
+
 def split_address(address: str) -> tuple[str, int] | None:
-    """Split "host:port". None for gRPC's other forms, such as "dns:///name:port". ValueError for anything else."""
-    if _OTHER_FORMS.match(address):
-        return None
-    if (match := _HOST_AND_PORT.fullmatch(address)) is not None:
-        if len(match[3]) <= 5 and 0 < int(match[3]) < 2**16:
-            return match[1] or match[2], int(match[3])
-        raise ValueError(f"{address!r} has no valid port: it must be from 1 to 65535")
-    if "://" in address:
-        host = address.partition("://")[2].partition("/")[0]
-        raise ValueError(f"{address!r} is a URL: give host:port, such as {host if ':' in host else '127.0.0.1:50050'}")
-    if re.fullmatch(r"[^\s:/]+", address):
-        raise ValueError(f"{address!r} has no port: give host:port, such as {address}:50050")
-    raise ValueError(f"{address!r} is not an address: give host:port, such as 127.0.0.1:50050 or [::1]:50050")
+    """Return the host and the port of "host:port", or None for gRPC's other forms, such as "dns:///name:port"."""
+    match = _HOST_AND_PORT.fullmatch(address)
+    return (match[1] or match[2], int(match[3])) if match is not None and _is_port(match[3]) else None
+
+
+def _is_port(digits: str) -> bool:
+    return len(digits) <= 5 and 0 < int(digits) < 2**16
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        return bool(IPv6Address(address))
+    except ValueError:
+        return False
 
 
 class SecurityOptions(TypedDict, total=False):
@@ -92,17 +109,13 @@ class Connector:
     def __init__(self, address: str, **security: Unpack[SecurityOptions]) -> None:
         """`address`: "host:port".
 
-        Raises TypeError for unknown options, and ValueError with the option's name for an invalid address, unusable
-        files or conflicting options.
+        Raises TypeError for unknown options, and ValueError with the option's name for unusable files or conflicting
+        options.
         """
         if unknown := security.keys() - SecurityOptions.__annotations__.keys():
             raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
         ca, cert, key = _path(security.get("tls_ca")), _path(security.get("tls_cert")), _path(security.get("tls_key"))
         self.address, self.tls_name = address, security.get("tls_name")
-        try:
-            self.host_and_port = split_address(address)
-        except ValueError as error:
-            raise ValueError(f"address: {error}") from None
         self._token = token_of(security.get("token"), _path(security.get("token_file")))
         self._options = [*(CHANNEL_OPTIONS if ca is None else TLS_CHANNEL_OPTIONS)]
         if self.tls_name is not None:

@@ -9,7 +9,7 @@ import ssl
 from typing import TypeAlias
 
 from specpool.errors import CertificateError, ConnectError, ProtocolError, ResolveError
-from specpool.rpc.security.channel import Connector
+from specpool.rpc.security.channel import Connector, split_address
 from specpool.rpc.security.tls import TlsFiles
 
 Diagnosis: TypeAlias = tuple[type[ConnectError], str]
@@ -33,9 +33,10 @@ def diagnose(connector: Connector) -> Diagnosis | None:
 
     Blocks for up to a few seconds. Addresses in other forms than "host:port" are not examined.
     """
-    if connector.host_and_port is None:
+    address = connector.address
+    if (parts := split_address(address)) is None:
         return None
-    address, (host, port) = connector.address, connector.host_and_port
+    host, port = parts
     try:
         return _protocol_fault(connector, host, port) or _handshake_fault(connector, host, port)
     except socket.gaierror as error:

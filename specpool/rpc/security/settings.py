@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Self, TypeAlias, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from specpool.rpc.security.channel import ANY_ADDRESS, Connector, SecurityOptions, split_address
+from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.rpc.security.tls import TlsFiles
 from specpool.rpc.security.tokens import ApiTokens
 
@@ -17,13 +17,6 @@ def _split(value: object) -> object:
     return [part.strip() if isinstance(part, str) else part for part in parts] if isinstance(parts, list) else parts
 
 
-def _check_address(address: str) -> str:
-    split_address(address)
-    return address
-
-
-Address: TypeAlias = Annotated[str, AfterValidator(_check_address)]
-"""Address of a server: "host:port"."""
 Names: TypeAlias = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_split)]
 
 
@@ -90,5 +83,5 @@ class ClientSecurity(BaseModel, frozen=True):
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:
-        Connector(ANY_ADDRESS, **self.security)
+        Connector("", **self.security)
         return self

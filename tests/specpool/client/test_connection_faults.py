@@ -193,7 +193,7 @@ async def test_commands_name_permanent_faults_in_one_line(
             status = int(str(end.code))
         return status, capsys.readouterr().err
 
-    refused = "'nonsense' has no port: give host:port, such as nonsense:50050\n"
+    refused = "nonsense has no port: use HOST:PORT, such as nonsense:50050\n"
     assert await specpool("generate", "a", "--address", "nonsense") == (2, f"specpool generate: address: {refused}")
     assert await specpool("top", "--address", "nonsense") == (2, f"specpool top: address: {refused}")
     async with running(**server.options) as address:

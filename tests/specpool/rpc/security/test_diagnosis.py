@@ -1,6 +1,7 @@
 """Faults of connections, found with plain sockets and TLS; and the forms of addresses."""
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from tls_servers import tls_server
 
 from specpool import errors
 from specpool.rpc.config.settings import ServerSettings
-from specpool.rpc.security.channel import Connector
+from specpool.rpc.security.channel import Connector, check_address, split_address
 from specpool.rpc.security.diagnosis import diagnose
 from specpool.rpc.server.server import Server
 
@@ -93,23 +94,21 @@ async def test_silent_servers_may_answer_later(ca: Authority, tls: bool) -> None
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
-        ("http://localhost:50050", "is a URL: give host:port, such as localhost:50050"),
-        ("https://gpu-a/", "is a URL: give host:port, such as 127.0.0.1:50050"),
-        ("localhost", "has no port: give host:port, such as localhost:50050"),
-        ("nonsense", "has no port: give host:port, such as nonsense:50050"),
-        ("localhost:", "is not an address: give host:port"),
-        (":50050", "is not an address: give host:port"),
-        ("::1:50050", r"is not an address: give host:port, such as 127.0.0.1:50050 or \[::1\]:50050"),
-        ("", "is not an address: give host:port"),
-        ("a b:50050", "is not an address: give host:port"),
-        ("localhost:0", "has no valid port: it must be from 1 to 65535"),
-        ("localhost:65536", "has no valid port: it must be from 1 to 65535"),
-        ("localhost:http", "is not an address: give host:port"),
+        ("http://localhost:50050", " is a URL: use HOST:PORT, such as localhost:50050"),
+        ("HTTPS://gpu-a/path", " is a URL: use HOST:PORT, such as gpu-a:50051"),
+        ("http://[::1]/", " is a URL: use HOST:PORT, such as [::1]:50051"),
+        ("nonsense", " has no port: use HOST:PORT, such as nonsense:50051"),
+        ("localhost:", " has no port: use HOST:PORT, such as localhost:50051"),
+        ("localhost:http", " has no port: use HOST:PORT, such as "),
+        ("::1", " has no port: use HOST:PORT, such as [::1]:50051"),
+        ("localhost:0", ": the port must be from 1 to 65535"),
+        ("localhost:65536", ": the port must be from 1 to 65535"),
+        ("localhost:" + "9" * 50, ": the port must be from 1 to 65535"),
     ],
 )
 def test_invalid_addresses_are_refused(address: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"^address: '{address.replace('[', '.')}' {reason}"):
-        Connector(address)
+    with pytest.raises(ValueError, match=re.escape(f"{address}{reason}")):
+        check_address(address, 50051)
 
 
 @pytest.mark.parametrize(
@@ -123,4 +122,5 @@ def test_invalid_addresses_are_refused(address: str, reason: str) -> None:
     ],
 )
 def test_addresses_in_all_forms_are_accepted(address: str, parts: tuple[str, int] | None) -> None:
-    assert Connector(address).host_and_port == parts
+    assert check_address(address, 50051) == address
+    assert split_address(address) == parts
