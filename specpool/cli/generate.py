@@ -54,9 +54,7 @@ class GenerateSettings(Settings, ClientSecurity):
     concurrency: int = Field(8, ge=1, description="requests in flight")
     timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
     wait_seconds: Seconds = Field(
-        60.0,
-        ge=0,
-        description="how long to wait for a server to start, not counting the time that it is loading; 0: never",
+        60.0, ge=0, description="how long to wait for a server to start, besides its loading time; 0: not at all"
     )
     retry_seconds: Seconds = Field(0.0, ge=0, description="how long to retry requests while the server is unavailable")
     json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in input order")
