@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from coordinator.scheduling.sequence import DraftMethod
-from specpool.cli.waiting import shown
+from specpool.cli.waiting import waiting
 from specpool.client import AsyncClient, DivergedError, GenerateOptions, NotReadyError
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
 from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
@@ -141,7 +141,7 @@ async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
     async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
         if settings.wait_seconds:
             try:
-                with shown(f"specpool generate: waiting for {settings.address}") as show:
+                with waiting("specpool generate", settings.address) as show:
                     await client.wait_ready(settings.wait_seconds, show)
             except (grpc.aio.AioRpcError, NotReadyError) as error:
                 reason = str(error) if isinstance(error, NotReadyError) else status_line(error)

@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from specpool.cli.top_view import Activity, Plan, Pool, View, Worker, view_of
-from specpool.cli.waiting import clean, shown
+from specpool.cli.waiting import clean, waiting
 from specpool.client import AsyncClient
 from specpool.rpc.config.settings import Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
@@ -75,7 +75,7 @@ async def _print_once(settings: TopSettings, console: Console) -> int:
     deadline = time.monotonic() + settings.wait_seconds
     async with contextlib.aclosing(_views(settings)) as views:
         view = await anext(views)
-        with shown(f"specpool top: waiting for {settings.address}") as show:
+        with waiting("specpool top", settings.address) as show:
             while isinstance(view, str) and view.startswith(NOT_LISTENING) and time.monotonic() < deadline:
                 show("no answer")
                 view = await anext(views)

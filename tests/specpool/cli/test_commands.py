@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -288,6 +289,29 @@ async def test_ctrl_c_ends_a_waiting_command_quietly() -> None:
     process.send_signal(signal.SIGINT)
     assert await process.communicate() == (b"", b"")
     assert process.returncode == 130
+
+
+@slow
+async def test_a_terminal_shows_the_phase_and_the_time() -> None:
+    address, target = free_address(), LoadingTarget()
+    controller, terminal = os.openpty()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "specpool.cli.main", "generate", "--address", address, "--max-tokens", "5", "hello",
+        stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+    )  # fmt: skip
+    os.close(terminal)
+    async with serving(target, with_draft=False, with_target=False, port=int(address.split(":")[1])) as served:
+        await target.start(served.target_address)
+        target.report("testing [bold]batch\x1b invariance")
+        shown = b""
+        while b"invariance" not in shown:
+            shown += await asyncio.to_thread(os.read, controller, 2**16)
+        await target.loaded()
+        out, _ = await process.communicate()
+        assert out.decode() == byte_tokenizer().decode(truth(served, "hello", 5)) + "\n"
+    os.close(controller)
+    text = re.sub(r"\x1b\[[?\d;]*\w", "", shown.decode())
+    assert re.search(r"0:00:\d\d waiting for [\d.:]+: testing \[bold\]batch  invariance", text)
 
 
 @slow
