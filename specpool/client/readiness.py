@@ -4,19 +4,13 @@ import time
 from collections.abc import Callable
 
 from specpool.client.failures import is_permanent
-from specpool.errors import (
-    DeadlineExceededError,
-    NotReadyError,
-    RequestError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from specpool.client.retries import TRANSIENT
+from specpool.errors import NotReadyError, RequestError
 from specpool.v1 import generation_pb2 as pb
 
 POLL_SECONDS = 0.2
 # The server queries its workers before it answers, and they may be busy.
 ANSWER_SECONDS = 10.0
-_RETRYABLE = (UnavailableError, DeadlineExceededError, ResourceExhaustedError)
 
 ProgressCallback = Callable[[str], None]
 
@@ -53,7 +47,7 @@ class Readiness:
 
     def unanswered(self, error: RequestError) -> None:
         """Record a failed query. Raises the error if it is final, or after too long."""
-        if is_permanent(error) or not isinstance(error, _RETRYABLE) or self._is_over:
+        if is_permanent(error) or not isinstance(error, TRANSIENT) or self._is_over:
             raise error
         self._show("no answer")
 

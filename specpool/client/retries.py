@@ -8,6 +8,7 @@ from specpool.errors import (
     AlreadyExistsError,
     CallCancelledError,
     CertificateError,
+    DeadlineExceededError,
     DivergedError,
     ProtocolError,
     RequestError,
@@ -21,6 +22,8 @@ _RETRYABLE = (UnavailableError, CallCancelledError)
 _FINAL = (ProtocolError, CertificateError)
 # A disconnected request keeps its id and place until the server notices. Meanwhile, the queue may be full.
 _RETRYABLE_AFTER_FAILURE = (*_RETRYABLE, AlreadyExistsError, ResourceExhaustedError)
+TRANSIENT = (UnavailableError, DeadlineExceededError, ResourceExhaustedError)
+"""Errors of a server that may answer soon."""
 # Timers cannot handle longer timeouts.
 MAX_TIMEOUT_SECONDS = 1e9
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
