@@ -4,13 +4,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specpool.client import AsyncClient, Chat, Client, DivergedError, GenerateOptions, Prompt
+    from specpool import errors
+    from specpool.client import AsyncClient, Chat, Client, GenerateOptions, Prompt
+    from specpool.errors import DivergedError, RequestError, SpecpoolError
 
-__all__ = ["AsyncClient", "Chat", "Client", "DivergedError", "GenerateOptions", "Prompt"]
+__all__ = [
+    "AsyncClient",
+    "Chat",
+    "Client",
+    "DivergedError",
+    "GenerateOptions",
+    "Prompt",
+    "RequestError",
+    "SpecpoolError",
+    "errors",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import the client library on first use, so that other parts of the package do not load it."""
-    if name in __all__:
-        return getattr(import_module("specpool.client"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    errors = import_module("specpool.errors")
+    if name == "errors":
+        return errors
+    return getattr(errors if name in errors.__all__ else import_module("specpool.client"), name)

@@ -31,7 +31,9 @@ def check_chat(chat: pb.ChatInput) -> int:
     _check_options(chat.chat_template_kwargs)
     calls = sum(len(message.tool_calls) for message in chat.messages)
     if calls > MAX_TOOL_CALLS:
-        raise InvalidArgumentError("chat.messages", f"has {calls} tool calls, more than {MAX_TOOL_CALLS}")
+        raise InvalidArgumentError(
+            "chat.messages", f"has {calls} tool calls, more than {MAX_TOOL_CALLS}", limit=MAX_TOOL_CALLS
+        )
     texts = list(chat.tools)
     for index, message in enumerate(chat.messages):
         path = f"chat.messages[{index}]"
@@ -56,9 +58,10 @@ def read_chat(chat: pb.ChatInput) -> Chat:
 def _check_options(options: Struct) -> None:
     _check_size(OPTIONS, options.fields, MAX_OPTIONS)
     if any(len(name) > MAX_OPTION_LENGTH for name in options.fields):
-        raise InvalidArgumentError(OPTIONS, f"has a name of more than {MAX_OPTION_LENGTH} characters")
+        reason = f"has a name of more than {MAX_OPTION_LENGTH} characters"
+        raise InvalidArgumentError(OPTIONS, reason, limit=MAX_OPTION_LENGTH)
     if (size := options.ByteSize()) > MAX_OPTIONS_BYTES:
-        raise InvalidArgumentError(OPTIONS, f"has {size} bytes, more than {MAX_OPTIONS_BYTES}")
+        raise InvalidArgumentError(OPTIONS, f"has {size} bytes, more than {MAX_OPTIONS_BYTES}", limit=MAX_OPTIONS_BYTES)
 
 
 def _check_call(path: str, call: pb.ToolCall) -> None:
@@ -76,7 +79,7 @@ def _check_name(field: str, name: str, limit: int) -> None:
 
 def _check_size(field: str, values: Sized, limit: int, unit: str = "entries") -> None:
     if len(values) > limit:
-        raise InvalidArgumentError(field, f"has more than {limit} {unit}")
+        raise InvalidArgumentError(field, f"has more than {limit} {unit}", limit=limit)
 
 
 def _message(path: str, message: pb.ChatMessage) -> dict[str, Any]:

@@ -100,15 +100,17 @@ class PromptReader:
     def _check_bytes(self, field: str, size: int) -> None:
         if size > self.max_bytes:
             why = f"the maximum for {self.max_tokens} tokens"
-            raise InvalidArgumentError(field, f"the prompt has {size} bytes, more than {self.max_bytes}, {why}")
+            reason = f"the prompt has {size} bytes, more than {self.max_bytes}, {why}"
+            raise InvalidArgumentError(field, reason, limit=self.max_bytes)
 
     def _check_length(self, field: str, tokens: int) -> None:
         if not tokens:
             raise InvalidArgumentError(field, "the prompt is empty")
         if tokens > self.max_tokens:
-            raise InvalidArgumentError(field, f"the prompt has {tokens} tokens, more than {self.max_tokens}")
+            reason = f"the prompt has {tokens} tokens, more than {self.max_tokens}"
+            raise InvalidArgumentError(field, reason, limit=self.max_tokens)
 
     def _check_ids(self, field: str, ids: list[int]) -> None:
         if (largest := max(ids)) >= self.vocab_size:
             reason = f"token id {largest} must be below the vocabulary size {self.vocab_size}"
-            raise InvalidArgumentError(field, reason)
+            raise InvalidArgumentError(field, reason, limit=self.vocab_size - 1)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 # CPU seconds of a template on its thread. Time that a busy machine spends elsewhere does not count.
 MAX_SECONDS = 3.0
@@ -78,6 +77,11 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template rejects these messages: {_reason(error)}") from None
 
 
+def import_library() -> None:
+    """Import transformers, which takes most of a second: the server should listen before."""
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+
 def read_template(path: Path) -> str:
     """Return the template of a file. Raises ValueError if it cannot be read or does not compile."""
     if not path.is_file():
@@ -101,6 +105,8 @@ def read_template(path: Path) -> str:
 
 def _environment() -> Any:
     """Return the sandbox of transformers, with limits on `*` and `**`."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
     environment = _compile_jinja_template("").environment.overlay()
     environment.intercepted_binops = frozenset({"*", "**"})
     environment.binop_table = {**environment.binop_table, "*": _product, "**": _power}

@@ -73,7 +73,7 @@ def check_request_id(request_id: str) -> None:
 
 def _check_size(field: str, values: Sized, limit: int, unit: str = "entries") -> None:
     if len(values) > limit:
-        raise InvalidArgumentError(field, f"has more than {limit} {unit}")
+        raise InvalidArgumentError(field, f"has more than {limit} {unit}", limit=limit)
 
 
 def _parse(message: pb.GenerateRequest, client: str, limits: Limits) -> GenerationRequest:
@@ -108,7 +108,7 @@ def _sampling(params: pb.SamplingParams) -> SamplingParams:
     numbers = {name: _number(params, name, RANGES[name]) for name in names}
     if numbers.get("temperature", 0) > 0 and params.temperature < MIN_TEMPERATURE - 1e-6:
         refusal = f"{params.temperature:g} is out of range: it must be 0 or at least {MIN_TEMPERATURE}"
-        raise InvalidArgumentError("sampling_params.temperature", refusal)
+        raise InvalidArgumentError("sampling_params.temperature", refusal, limit=MIN_TEMPERATURE)
     if numbers.get("top_p") == 0:
         raise InvalidArgumentError("sampling_params.top_p", "0 is out of range: it must be above 0")
     if "top_k" in numbers:
@@ -134,7 +134,8 @@ def _number_of_samples(params: pb.SamplingParams, sampling: SamplingParams, limi
 
 def _check_token_id(field: str, token: int, limits: Limits) -> None:
     if token >= limits.vocab_size:
-        raise InvalidArgumentError(field, f"token id {token} is not below the vocabulary size {limits.vocab_size}")
+        refusal = f"token id {token} is not below the vocabulary size {limits.vocab_size}"
+        raise InvalidArgumentError(field, refusal, limit=limits.vocab_size - 1)
 
 
 def _logit_bias(params: pb.SamplingParams, limits: Limits) -> tuple[tuple[int, float], ...]:
@@ -152,7 +153,7 @@ def _stop(params: pb.SamplingParams) -> tuple[str, ...]:
     for index, stop in enumerate(params.stop):
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
             refusal = f"has {len(stop)} characters: it must have from 1 to {MAX_STOP_LENGTH}"
-            raise InvalidArgumentError(f"{field}[{index}]", refusal)
+            raise InvalidArgumentError(f"{field}[{index}]", refusal, limit=MAX_STOP_LENGTH if stop else 1)
     return tuple(params.stop)
 
 
@@ -170,7 +171,7 @@ def _max_tokens(params: pb.SamplingParams, limits: Limits) -> int:
     if not params.HasField("max_tokens"):
         return min(limits.settings.default_max_tokens, remaining)
     if params.max_tokens < 1:
-        raise InvalidArgumentError("sampling_params.max_tokens", "must be at least 1")
+        raise InvalidArgumentError("sampling_params.max_tokens", "must be at least 1", limit=1)
     _check_max_tokens(params.max_tokens, remaining, limits)
     return params.max_tokens
 
@@ -178,13 +179,13 @@ def _max_tokens(params: pb.SamplingParams, limits: Limits) -> int:
 def _check_max_tokens(max_tokens: int, remaining: int, limits: Limits) -> None:
     if max_tokens > remaining:
         refusal = f"{max_tokens} exceeds the {remaining} of {limits.max_model_len} positions that the prompt leaves"
-        raise InvalidArgumentError("sampling_params.max_tokens", refusal)
+        raise InvalidArgumentError("sampling_params.max_tokens", refusal, limit=remaining)
 
 
 def _check_min_tokens(params: pb.SamplingParams, max_tokens: int) -> None:
     if params.min_tokens > max_tokens:
         refusal = f"{params.min_tokens} exceeds max_tokens, {max_tokens}"
-        raise InvalidArgumentError("sampling_params.min_tokens", refusal)
+        raise InvalidArgumentError("sampling_params.min_tokens", refusal, limit=max_tokens)
 
 
 def _num_speculative_tokens(message: pb.GenerateRequest, limits: Limits) -> tuple[int, bool]:
@@ -194,7 +195,8 @@ def _num_speculative_tokens(message: pb.GenerateRequest, limits: Limits) -> tupl
         return (maximum, True) if default is None else (default, False)
     number = message.speculative.num_speculative_tokens
     if number > maximum:
-        raise InvalidArgumentError("speculative.num_speculative_tokens", f"{number} exceeds the limit of {maximum}")
+        refusal = f"{number} exceeds the limit of {maximum}"
+        raise InvalidArgumentError("speculative.num_speculative_tokens", refusal, limit=maximum)
     return number, False
 
 

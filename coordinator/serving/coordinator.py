@@ -128,7 +128,7 @@ class Coordinator:
         limit = self.settings.max_requests_per_client
         if limit is not None and request.n > limit:
             refusal = f"{request.n} exceeds {limit}, the number of samples that one client may have in flight"
-            raise InvalidArgumentError("sampling_params.n", refusal)
+            raise InvalidArgumentError("sampling_params.n", refusal, limit=limit)
         with self._refusals(request):
             self.pool.check(request)
 

@@ -58,7 +58,7 @@ class EngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[m
     async def Abort(self, request: smg.AbortRequest, context: Any) -> smg.AbortResponse:
         """End requests of the same client. Ids that are not in flight are ignored."""
         if len(request.request_ids) > MAX_ABORTED:
-            raise InvalidArgumentError("request_ids", f"has more than {MAX_ABORTED} entries")
+            raise InvalidArgumentError("request_ids", f"has more than {MAX_ABORTED} entries", limit=MAX_ABORTED)
         for request_id in request.request_ids:
             with contextlib.suppress(NotFoundError):  # already ended
                 self._intake.abort(request_id, client_of(context))

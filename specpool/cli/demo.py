@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 from pydantic import AliasChoices, Field
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -21,8 +20,8 @@ from specpool.cli.top_view import equivalence_name
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
 from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file, reason_of
+from specpool.errors import SpecpoolError
 from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Seconds
-from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
 
@@ -78,9 +77,8 @@ def demo(settings: DemoSettings) -> int:
         result, answer = asyncio.run(_demo(settings, lines[: settings.num_prompts]))
     except asyncio.CancelledError:  # by a stop signal
         return 130
-    except (ProcessFailedError, grpc.aio.AioRpcError) as error:
-        reason = status_line(error) if isinstance(error, grpc.aio.AioRpcError) else error
-        print(f"specpool demo: {reason}", file=sys.stderr)
+    except (ProcessFailedError, SpecpoolError) as error:
+        print(f"specpool demo: {error}", file=sys.stderr)
         return 1
     console = Console()
     console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)

@@ -1,7 +1,6 @@
 """`specpool generate`: streams the answer to one prompt, or answers a file of prompts concurrently."""
 
 import asyncio
-import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -9,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg
@@ -17,10 +15,11 @@ from rich.console import Console
 from rich.progress import track
 
 from coordinator.scheduling.sequence import DraftMethod
-from specpool.cli.processes import PROBE_SECONDS, is_serving
-from specpool.client import AsyncClient, DivergedError, GenerateOptions
+from specpool.cli.waiting import waiting
+from specpool.client import AsyncClient, GenerateOptions
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input, reason_of
 from specpool.client.requests import CHAT_OPTIONS
+from specpool.errors import RequestError, SpecpoolError
 from specpool.rpc.config.settings import (
     INT32_MAX,
     INT32_MIN,
@@ -30,9 +29,7 @@ from specpool.rpc.config.settings import (
     Seconds,
     Settings,
 )
-from specpool.rpc.security.channel import Connector
 from specpool.rpc.security.settings import ClientSecurity
-from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
 
@@ -79,7 +76,9 @@ class GenerateSettings(Settings, ClientSecurity):
     ignore_eos: bool | None = Field(None, description="continue after the end-of-sequence token")
     concurrency: int = Field(8, ge=1, description="requests in flight")
     timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
-    wait_seconds: Seconds = Field(60.0, ge=0, description="how long to wait for a server to start; 0: not at all")
+    wait_seconds: Seconds = Field(
+        60.0, ge=0, description="how long to wait for a server to start, besides its loading time; 0: not at all"
+    )
     retry_seconds: Seconds = Field(0.0, ge=0, description="how long to retry requests while the server is unavailable")
     json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in input order")
 
@@ -106,15 +105,15 @@ def generate(settings: GenerateSettings) -> int:
 
 async def answers(
     client: AsyncClient, lines: list[PromptLine], concurrency: int, **options: Any
-) -> AsyncIterator[pb.GenerateResponse | grpc.aio.AioRpcError]:
+) -> AsyncIterator[pb.GenerateResponse | RequestError]:
     """Yield the response or error of each line, in order, with up to `concurrency` requests in flight."""
     slots = asyncio.Semaphore(concurrency)
 
-    async def answer(line: PromptLine) -> pb.GenerateResponse | grpc.aio.AioRpcError:
+    async def answer(line: PromptLine) -> pb.GenerateResponse | RequestError:
         async with slots:
             try:
                 return await client.generate(line.prompt, **{**options, **line.options})
-            except grpc.aio.AioRpcError as error:
+            except RequestError as error:
                 return error
 
     tasks = [asyncio.create_task(answer(line)) for line in lines]
@@ -131,7 +130,7 @@ async def sure_answers(
 ) -> AsyncIterator[pb.GenerateResponse]:
     """Yield the response of each line, in order; raise the first error."""
     async for response in answers(client, lines, concurrency, **options):
-        if isinstance(response, grpc.aio.AioRpcError):
+        if isinstance(response, RequestError):
             raise response
         yield response
 
@@ -173,32 +172,25 @@ def _options(settings: GenerateSettings) -> dict[str, Any]:
 
 
 async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
-    if settings.wait_seconds:
-        await _wait_serving(Connector(settings.address, **settings.security), settings.wait_seconds)
     async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
+        if settings.wait_seconds:
+            try:
+                with waiting("specpool generate", settings.address) as show:
+                    await client.wait_ready(settings.wait_seconds, show)
+            except SpecpoolError as error:
+                print(f"specpool generate: {error}", file=sys.stderr)
+                return 1
         if settings.prompts is None and not settings.json_lines:
             return await _stream_one(client, settings, lines[0])
         return await _print_all(client, settings, lines)
-
-
-async def _wait_serving(connector: Connector, seconds: float) -> None:
-    """Wait until the server is serving. Ignore a timeout or error here: the request will report the problem."""
-    with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
-        async with asyncio.timeout(seconds), connector.open() as channel:
-            if await is_serving(channel):
-                return
-            print(f"specpool generate: waiting for {connector.address}", file=sys.stderr)
-            while not await is_serving(channel):  # noqa: ASYNC110 - the state of another process
-                await asyncio.sleep(PROBE_SECONDS)
 
 
 async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: PromptLine) -> int:
     try:
         async for message in client.stream(line.prompt, **{**_options(settings), **line.options}):
             print(message.chunk.text, end="", flush=True)
-    except (grpc.aio.AioRpcError, DivergedError) as error:
-        reason = str(error) if isinstance(error, DivergedError) else status_line(error)
-        print(f"specpool generate: {reason}", file=sys.stderr)
+    except SpecpoolError as error:
+        print(f"specpool generate: {error}", file=sys.stderr)
         return 1
     print()
     return 0
@@ -211,11 +203,11 @@ async def _print_all(client: AsyncClient, settings: GenerateSettings, lines: lis
     responses = answers(client, lines, settings.concurrency, **_options(settings))
     for line in bar:
         response = await anext(responses)
-        if isinstance(response, grpc.aio.AioRpcError):
+        if isinstance(response, RequestError):
             failed = True
-            print(f"specpool generate: {json.dumps(line.id)}: {status_line(response)}", file=sys.stderr)
+            print(f"specpool generate: {json.dumps(line.id)}: {response}", file=sys.stderr)
             if settings.json_lines:
-                print(json.dumps({"id": line.id, "error": status_line(response)}), flush=True)
+                print(json.dumps({"id": line.id, "error": str(response)}), flush=True)
         elif settings.json_lines:
             print(json.dumps(as_record(line, response), ensure_ascii=False), flush=True)
         else:

@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
     "demo": (DemoSettings, demo),
 }
 
+CLIENT_COMMANDS = {"generate", "top"}
+
 # Commands that import torch: the module that replaces this process, and a summary.
 TORCH_COMMANDS = {
     "distill": ("specpool.distill.main", "Train a small draft on dialogues that its target generates."),
@@ -67,6 +69,8 @@ def run(name: str, arguments: list[str]) -> int:
             return 0
         print(f"specpool: unknown command {name}\n\n{usage()}", file=sys.stderr)
         return 2
+    if name in CLIENT_COMMANDS:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC logs failed handshakes, which our errors explain
     settings, command = COMMANDS[name]
     return command(settings.load(f"specpool {name}", arguments, other_settings=known_keys()))
 

@@ -5,10 +5,10 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, dataclass
 
-import grpc
 from pydantic import Field
 from rich import box
 from rich.bar import Bar
@@ -19,10 +19,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from specpool.cli.top_view import Activity, Plan, Pool, View, Worker, view_of
+from specpool.cli.waiting import clean, waiting
 from specpool.client import AsyncClient
+from specpool.client.failures import is_permanent
+from specpool.errors import RequestError, UnavailableError
 from specpool.rpc.config.settings import CoordinatorAddress, Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
-from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
 
 # The server queries its workers before it answers, and they may be busy.
@@ -43,6 +45,7 @@ class TopSettings(Settings, ClientSecurity):
     once: bool = Field(
         False, description="print one view over one interval and exit; the default if the output is not a terminal"
     )
+    wait_seconds: Seconds = Field(60.0, ge=0, description="how long a single view waits for a server; 0: not at all")
     json_object: bool = Field(False, alias="json", description="print one view as a JSON object")
 
 
@@ -63,17 +66,22 @@ async def _show(settings: TopSettings, console: Console) -> int:
     connecting = Text(f"connecting to {settings.address}")
     with contextlib.suppress(asyncio.CancelledError), Live(connecting, console=console, screen=True) as screen:
         async for view in _views(settings):
-            screen.update(Panels(view) if isinstance(view, View) else failure_panel(settings.address, view))
+            screen.update(Panels(view) if isinstance(view, View) else failure_panel(settings.address, str(view)))
     return 0
 
 
 async def _print_once(settings: TopSettings, console: Console) -> int:
+    deadline = time.monotonic() + settings.wait_seconds
     async with contextlib.aclosing(_views(settings)) as views:
         view = await anext(views)
+        with waiting("specpool top", settings.address) as show:
+            while isinstance(view, UnavailableError) and not is_permanent(view) and time.monotonic() < deadline:
+                show("no answer")
+                view = await anext(views)
         if isinstance(view, View):  # rates need a second state
             view = await anext(views)
-    if isinstance(view, str):
-        print(f"specpool top: {settings.address}: {clean(view)}", file=sys.stderr)
+    if isinstance(view, Exception):
+        print(f"specpool top: {settings.address}: {clean(str(view))}", file=sys.stderr)
         return 1
     if settings.json_object:
         print(json.dumps(asdict(view)))
@@ -82,8 +90,8 @@ async def _print_once(settings: TopSettings, console: Console) -> int:
     return 0
 
 
-async def _views(settings: TopSettings) -> AsyncGenerator[View | str, None]:
-    """A view of the server at every interval, or the reason why a call failed."""
+async def _views(settings: TopSettings) -> AsyncGenerator[View | Exception, None]:
+    """A view of the server at every interval, or the error of a failed call."""
     earlier: pb.GetServerInfoResponse | None = None
     async with AsyncClient(settings.address, **settings.security) as client:
         while True:
@@ -92,10 +100,12 @@ async def _views(settings: TopSettings) -> AsyncGenerator[View | str, None]:
                     info = await client.server_info()
                     # The call would fail before the target is connected.
                     models = await client.model_info() if info.target.HasField("model") else None
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
+            except RequestError as error:
                 earlier = None  # rates across an outage would be misleading
-                timeout = f"no answer within {TIMEOUT_SECONDS:g} seconds"
-                yield status_line(error) if isinstance(error, grpc.aio.AioRpcError) else timeout
+                yield error
+            except TimeoutError:
+                earlier = None
+                yield TimeoutError(f"no answer within {TIMEOUT_SECONDS:g} seconds")
             else:
                 yield view_of(settings.address, info, models, earlier)
                 earlier = info
@@ -131,11 +141,6 @@ def failure_panel(address: str, reason: str) -> Panel:
     """Replace the view if a call fails."""
     text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C ends.")
     return Panel(text, title=Text(f"No answer from {address}"), border_style="red")
-
-
-def clean(text: str) -> str:
-    """Remove control characters, which could manipulate the terminal."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _panel(title: str, content: RenderableType) -> Panel:

@@ -3,7 +3,16 @@
 from specpool.client.aio import AsyncClient
 from specpool.client.chats import Chat
 from specpool.client.requests import GenerateOptions, Prompt, make_request
-from specpool.client.retries import DivergedError
 from specpool.client.sync import Client
+from specpool.errors import DivergedError, NotReadyError
 
-__all__ = ["AsyncClient", "Chat", "Client", "DivergedError", "GenerateOptions", "Prompt", "make_request"]
+__all__ = [
+    "AsyncClient",
+    "Chat",
+    "Client",
+    "DivergedError",
+    "GenerateOptions",
+    "NotReadyError",
+    "Prompt",
+    "make_request",
+]

@@ -10,8 +10,11 @@ from typing import Self, Unpack
 import grpc
 
 from specpool.client.connections import Connected
+from specpool.client.failures import failure
+from specpool.client.readiness import POLL_SECONDS, ProgressCallback, Readiness
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
+from specpool.errors import RequestError
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
@@ -20,7 +23,7 @@ from specpool.v1 import generation_pb2_grpc
 class AsyncClient(Connected[grpc.aio.Channel]):
     """Client of a coordinator, and an async context manager.
 
-    Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
+    Calls raise a `RequestError` of `specpool.errors` if the server refuses them or remains unavailable.
     """
 
     _open_channel = Connector.open
@@ -34,10 +37,12 @@ class AsyncClient(Connected[grpc.aio.Channel]):
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator["generation_pb2_grpc.GenerationServiceAsyncStub"]:
-        """The stub for one call within the context."""
+        """The stub for one call within the context. RequestError."""
         connection = self._begin_call()
         try:
             yield connection.stub
+        except grpc.RpcError as error:
+            raise await asyncio.to_thread(failure, error, self._connector) from error
         finally:
             for channel in self._end_call(connection):
                 await channel.close(None)
@@ -51,6 +56,24 @@ class AsyncClient(Connected[grpc.aio.Channel]):
         for connection in self._connections:
             await connection.channel.close(None)
 
+    async def wait_ready(self, timeout_seconds: float = 60.0, on_progress: ProgressCallback | None = None) -> None:
+        """Wait until the server can generate, for as long as it says that its model is loading.
+
+        `timeout_seconds`: maximum time without such a sign of life. `on_progress`: called with each new phase, such as
+        "loading weights". NotReadyError: the server cannot start, or was not ready in time. If it never answers, the
+        error of the last call is raised.
+        """
+        readiness = Readiness(timeout_seconds, on_progress)
+        while True:
+            try:
+                async with self._stub() as stub:
+                    info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=readiness.answer_seconds)
+                if readiness.is_ready(info):
+                    return
+            except RequestError as error:
+                readiness.unanswered(error)
+            await asyncio.sleep(POLL_SECONDS)
+
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> pb.GenerateResponse:
@@ -60,7 +83,7 @@ class AsyncClient(Connected[grpc.aio.Channel]):
             try:
                 async with self._stub() as stub:
                     return await stub.Generate(request, timeout=retries.remaining)
-            except grpc.aio.AioRpcError as error:
+            except RequestError as error:
                 pause = retries.pause(error)
             await asyncio.sleep(pause)
 
@@ -78,18 +101,19 @@ class AsyncClient(Connected[grpc.aio.Channel]):
         replay = Replay()
         while True:
             replay.begin()
-            async with self._stub() as stub:
-                call = stub.GenerateStream(request, timeout=retries.remaining)
-                try:
-                    async for message in call:
-                        if (fresh := replay.fresh(message)) is not None:
-                            retries.progress()
-                            yield fresh
-                    return
-                except grpc.aio.AioRpcError as error:
-                    pause = retries.pause(error)
-                finally:
-                    call.cancel()
+            try:
+                async with self._stub() as stub:
+                    call = stub.GenerateStream(request, timeout=retries.remaining)
+                    try:
+                        async for message in call:
+                            if (fresh := replay.fresh(message)) is not None:
+                                retries.progress()
+                                yield fresh
+                        return
+                    finally:
+                        call.cancel()
+            except RequestError as error:
+                pause = retries.pause(error)
             await asyncio.sleep(pause)
 
     async def abort(self, request_id: str) -> None:

@@ -4,26 +4,33 @@ import random
 import time
 from dataclasses import dataclass, field
 
-import grpc
-
-from specpool.rpc.status import retry_delay
+from specpool.errors import (
+    AlreadyExistsError,
+    CallCancelledError,
+    CertificateError,
+    DeadlineExceededError,
+    DivergedError,
+    ProtocolError,
+    RequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from specpool.v1 import generation_pb2 as pb
 
-# CANCELLED comes from the server or the transport: calls that the client cancels never reach this code.
-_RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+# The server or the transport cancelled the call: calls that the client cancels never reach this code.
+_RETRYABLE = (UnavailableError, CallCancelledError)
+_FINAL = (ProtocolError, CertificateError)
 # A disconnected request keeps its id and place until the server notices. Meanwhile, the queue may be full.
-_RETRYABLE_AFTER_FAILURE = {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
+_RETRYABLE_AFTER_FAILURE = (*_RETRYABLE, AlreadyExistsError, ResourceExhaustedError)
+TRANSIENT = (UnavailableError, DeadlineExceededError, ResourceExhaustedError)
+"""Errors of a server that may answer soon."""
 # Timers cannot handle longer timeouts.
 MAX_TIMEOUT_SECONDS = 1e9
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0
 
 
-class DivergedError(Exception):
-    """A repeated request gave different tokens: the target model has changed, or is not bitwise exact."""
-
-
 class Retries:
-    """Retries one call with exponential backoff while the server is UNAVAILABLE or asks the client to wait.
+    """Retries one call with exponential backoff while the server is unavailable or asks the client to wait.
 
     Retries end at the deadline, or after `patience` seconds of failures without progress.
     """
@@ -48,12 +55,12 @@ class Retries:
         """Record an answer of the server."""
         self._failing_since, self._pause = None, MIN_BACKOFF_SECONDS
 
-    def pause(self, error: grpc.RpcError) -> float:
+    def pause(self, error: RequestError) -> float:
         """Seconds to wait before the next attempt. Raises the error if it is final."""
         now = time.monotonic()
-        delay = retry_delay(error) if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED else None
-        retryable = _RETRYABLE if self._failing_since is None else _RETRYABLE | _RETRYABLE_AFTER_FAILURE
-        if error.code() not in retryable and delay is None:
+        delay = error.retry_after if isinstance(error, ResourceExhaustedError) else None
+        retryable = _RETRYABLE if self._failing_since is None else _RETRYABLE_AFTER_FAILURE
+        if isinstance(error, _FINAL) or (not isinstance(error, retryable) and delay is None):
             raise error
         if self._failing_since is None:
             self._failing_since = now

@@ -10,8 +10,11 @@ from typing import Self, Unpack
 import grpc
 
 from specpool.client.connections import Connected
+from specpool.client.failures import failure
+from specpool.client.readiness import POLL_SECONDS, ProgressCallback, Readiness
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
+from specpool.errors import RequestError
 from specpool.rpc.security.channel import Connector
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
@@ -20,7 +23,7 @@ from specpool.v1 import generation_pb2_grpc
 class Client(Connected[grpc.Channel]):
     """Client of a coordinator, and a context manager.
 
-    Calls raise `grpc.RpcError` if the server refuses them or remains unavailable.
+    Calls raise a `RequestError` of `specpool.errors` if the server refuses them or remains unavailable.
     """
 
     _open_channel = Connector.open_blocking
@@ -35,10 +38,12 @@ class Client(Connected[grpc.Channel]):
 
     @contextmanager
     def _stub(self) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
-        """The stub for one call within the context."""
+        """The stub for one call within the context. RequestError."""
         connection = self._begin_call()
         try:
             yield connection.stub
+        except grpc.RpcError as error:
+            raise failure(error, self._connector) from error
         finally:
             for channel in self._end_call(connection):
                 channel.close()
@@ -53,6 +58,24 @@ class Client(Connected[grpc.Channel]):
         for connection in self._connections:
             connection.channel.close()
 
+    def wait_ready(self, timeout_seconds: float = 60.0, on_progress: ProgressCallback | None = None) -> None:
+        """Wait until the server can generate, for as long as it says that its model is loading.
+
+        `timeout_seconds`: maximum time without such a sign of life. `on_progress`: called with each new phase, such as
+        "loading weights". NotReadyError: the server cannot start, or was not ready in time. If it never answers, the
+        error of the last call is raised.
+        """
+        readiness = Readiness(timeout_seconds, on_progress)
+        while True:
+            try:
+                with self._stub() as stub:
+                    info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=readiness.answer_seconds)
+                if readiness.is_ready(info):
+                    return
+            except RequestError as error:
+                readiness.unanswered(error)
+            time.sleep(POLL_SECONDS)
+
     def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]
     ) -> pb.GenerateResponse:
@@ -62,7 +85,7 @@ class Client(Connected[grpc.Channel]):
             try:
                 with self._stub() as stub:
                     return stub.Generate(request, timeout=retries.remaining)
-            except grpc.RpcError as error:
+            except RequestError as error:
                 pause = self._pause(retries, error)
             time.sleep(pause)
 
@@ -80,21 +103,22 @@ class Client(Connected[grpc.Channel]):
         replay = Replay()
         while True:
             replay.begin()
-            with self._stub() as stub:
-                call = stub.GenerateStream(request, timeout=retries.remaining)
-                try:
-                    for message in call:
-                        if (fresh := replay.fresh(message)) is not None:
-                            retries.progress()
-                            yield fresh
-                    return
-                except grpc.RpcError as error:
-                    pause = self._pause(retries, error)
-                finally:
-                    call.cancel()
+            try:
+                with self._stub() as stub:
+                    call = stub.GenerateStream(request, timeout=retries.remaining)
+                    try:
+                        for message in call:
+                            if (fresh := replay.fresh(message)) is not None:
+                                retries.progress()
+                                yield fresh
+                        return
+                    finally:
+                        call.cancel()
+            except RequestError as error:
+                pause = self._pause(retries, error)
             time.sleep(pause)
 
-    def _pause(self, retries: Retries, error: grpc.RpcError) -> float:
+    def _pause(self, retries: Retries, error: RequestError) -> float:
         if self._closed:  # closed by another thread, which cancels the call
             raise error
         return retries.pause(error)

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 from rich.console import Console
 
+from specpool.client.failures import failure
 from specpool.planning.plan import Plan, Terms, make_plan
 from specpool.planning.prediction import Acceptance, Memory, Model, constant_acceptance
 from specpool.planning.report import as_json, helm_values, plan_figure, show
@@ -15,7 +16,6 @@ from specpool.protocol.responses import InvalidResponseError, check_worker_info,
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.rpc.security.channel import Connector
-from specpool.rpc.status import status_line
 from specpool.v1 import common_pb2, draft_worker_pb2_grpc, target_worker_pb2_grpc
 
 WIDTH = 120
@@ -121,7 +121,8 @@ def _worker_info(connector: Connector, make_stub: Any) -> common_pb2.GetWorkerIn
             )
             check_worker_info(response)
         except grpc.RpcError as error:
-            raise UnusableWorkerError(f"{connector.address}: {' '.join(status_line(error).split())}") from None
+            reason = " ".join(str(failure(error, connector)).split())
+            raise UnusableWorkerError(f"{connector.address}: {reason}") from None
         except InvalidResponseError as error:
             raise UnusableWorkerError(f"{connector.address}: {error}") from None
     return response

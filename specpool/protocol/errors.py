@@ -1,5 +1,7 @@
 """Errors whose message may be shown to a client. `specpool.rpc.status` maps them to gRPC status codes.
 
+A server raises these. A client raises the exceptions of `specpool.errors` instead.
+
 ServiceError
 ├── InvalidArgumentError    a field is invalid
 ├── UnauthenticatedError    the caller has no known token
@@ -30,12 +32,12 @@ class InvalidArgumentError(ServiceError):
     """A field breaks a rule.
 
     `field`: path of the field, such as "sampling_params.max_tokens". `reason`: the rule. `may_quote`: whether the
-    reason may contain text from the client and must not be logged.
+    reason may contain text from the client and must not be logged. `limit`: the number that the field breaks, if any.
     """
 
-    def __init__(self, field: str, reason: str, may_quote: bool = False) -> None:
+    def __init__(self, field: str, reason: str, may_quote: bool = False, limit: float | None = None) -> None:
         super().__init__(f"{field}: {reason}")
-        self.field, self.reason = field, reason
+        self.field, self.reason, self.limit = field, reason, limit
         self._may_quote = may_quote
 
     @property

@@ -66,6 +66,7 @@ def in_range(field: str, value: float, limits: tuple[float, float]) -> float:
     """Return the value, clamped to its limits if it exceeds them only by rounding. Raises InvalidArgumentError."""
     minimum, maximum = limits
     if not (math.isfinite(value) and minimum <= round(value, _DIGITS) <= maximum):
-        limit = f"from {minimum:g} to {maximum:g}" if math.isfinite(maximum) else f"at least {minimum:g}"
-        raise InvalidArgumentError(field, f"{value:g} is out of range: it must be {limit}")
+        accepted = f"from {minimum:g} to {maximum:g}" if math.isfinite(maximum) else f"at least {minimum:g}"
+        limit = minimum if value < minimum or math.isinf(maximum) else maximum
+        raise InvalidArgumentError(field, f"{value:g} is out of range: it must be {accepted}", limit=limit)
     return min(max(value, minimum), maximum)

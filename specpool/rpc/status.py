@@ -1,6 +1,7 @@
 """gRPC statuses: the table of errors and status codes, error details, and the status as clients read it."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -56,6 +57,16 @@ MAX_MESSAGE_BYTES = 1000
 STATUS_DETAILS = "grpc-status-details-bin"
 """Trailing metadata key of the `google.rpc.Status`."""
 
+ERROR_DOMAIN = "specpool"
+QUEUE_FULL = "QUEUE_FULL"
+"""`reason` of the `google.rpc.ErrorInfo` of a QueueFullError."""
+_REASONS: dict[type[ServiceError], str] = {
+    InvalidArgumentError: "INVALID_FIELD",
+    QueueFullError: QUEUE_FULL,
+    TooManyCallsError: "TOO_MANY_CALLS",
+}
+_LIMIT = "limit"
+
 TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 ANSWERED = ("specpool-answered", "1")
@@ -70,13 +81,13 @@ def code_name(code: StatusCode | int | None) -> str:
 
 def status_of(error: ServiceError) -> tuple[StatusCode, str, TrailingMetadata]:
     """Return the status of an error: code, message and error details as trailing metadata. Long texts are truncated."""
-    code, text, detail = STATUS_CODES[type(error)], _truncate(str(error)), _detail(error)
-    if detail is None:
-        return code, text, ()
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    status = status_pb2.Status(code=code.value[0], message=text, details=[packed])
-    return code, text, ((STATUS_DETAILS, status.SerializeToString()),)
+    code, text = STATUS_CODES[type(error)], _truncate(str(error))
+    status = status_pb2.Status(code=code.value[0], message=text)
+    for detail in _details(error):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return code, text, ((STATUS_DETAILS, status.SerializeToString()),) if status.details else ()
 
 
 def status_line(error: grpc.RpcError) -> str:
@@ -97,20 +108,47 @@ def error_type(error: BaseException) -> tuple[str, bool]:
     return type(error).__name__, True
 
 
-def retry_delay(error: Any) -> float | None:
-    """Return the seconds in the `google.rpc.RetryInfo` of a `grpc.RpcError`, or None without one."""
-    for key, value in error.trailing_metadata() or ():
-        if key != STATUS_DETAILS:
-            continue
-        try:
-            status = status_pb2.Status.FromString(value)
-        except DecodeError:
-            return None
-        for packed in status.details:
-            retry = error_details_pb2.RetryInfo()
-            if packed.Unpack(retry):
-                return float(max(0.0, retry.retry_delay.ToMilliseconds() / 1000))
-    return None
+@dataclass
+class StatusDetails:
+    """The `google.rpc` details of an error. Details that the server did not send keep their defaults."""
+
+    field: str = ""
+    """Path of the invalid field."""
+    rule: str = ""
+    """The rule that the field breaks."""
+    limit: float | None = None
+    """The number in this rule."""
+    reason: str = ""
+    """`reason` of the `ErrorInfo`, such as QUEUE_FULL."""
+    retry_seconds: float | None = None
+
+
+def details_of(error: Any) -> StatusDetails:
+    """Return the `google.rpc` details of a `grpc.RpcError`. Malformed details are ignored."""
+    details = StatusDetails()
+    payload = dict(error.trailing_metadata() or ()).get(STATUS_DETAILS, b"")
+    violations, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    try:
+        for packed in status_pb2.Status.FromString(payload).details:
+            if packed.Unpack(violations) and violations.field_violations:
+                first = violations.field_violations[0]
+                details.field, details.rule = first.field, first.description
+            elif packed.Unpack(info) and info.domain == ERROR_DOMAIN:
+                details.reason, details.limit = info.reason, _number(info.metadata.get(_LIMIT, ""))
+            elif packed.Unpack(retry):
+                details.retry_seconds = max(0.0, retry.retry_delay.ToMilliseconds() / 1000)
+    except DecodeError:
+        return StatusDetails()
+    return details
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() else number
 
 
 def _truncate(text: str) -> str:
@@ -120,15 +158,19 @@ def _truncate(text: str) -> str:
     return encoded[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
 
 
-def _detail(error: ServiceError) -> message.Message | None:
-    """Return the machine-readable `google.rpc` detail of an error."""
-    detail: message.Message | None = None
+def _details(error: ServiceError) -> list[message.Message]:
+    """Return the machine-readable `google.rpc` details of an error."""
+    details: list[message.Message] = []
     if isinstance(error, InvalidArgumentError):
         field, reason = _truncate(error.field), _truncate(error.reason)
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=reason)
-        detail = error_details_pb2.BadRequest(field_violations=[violation])
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     elif isinstance(error, ExhaustedError):
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_seconds * 1000))
-        detail = error_details_pb2.RetryInfo(retry_delay=delay)
-    return detail
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if (name := _REASONS.get(type(error))) is not None:
+        limit = error.limit if isinstance(error, InvalidArgumentError) else None
+        metadata = {_LIMIT: str(limit)} if limit is not None else {}
+        details.append(error_details_pb2.ErrorInfo(reason=name, domain=ERROR_DOMAIN, metadata=metadata))
+    return details

@@ -15,9 +15,11 @@ StrPath: TypeAlias = str | Path
 
 COORDINATOR_PORT, TARGET_WORKER_PORT, DRAFT_WORKER_PORT = 50050, 50051, 50052
 """Default ports."""
-_PORT = re.compile(r":\d+$")
+_PORT = re.compile(r":(\d+)$")
 # Addresses of gRPC without ports: sockets and names that a service resolves.
 _WITHOUT_PORT = re.compile(r"(unix|unix-abstract|vsock|xds):")
+_URL = re.compile(r"https?://([^/]*)", re.IGNORECASE)
+_HOST_AND_PORT = re.compile(r"(?:\[([^\s\[\]]+)\]|([^\s:/\[\]]+)):(\d+)")
 
 # Tokenizers are the largest messages: tens of MB for large vocabularies.
 MAX_WORKER_MESSAGE_BYTES = 128 * 2**20
@@ -53,11 +55,28 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_address(address: str, port: int) -> str:
-    """Return the address. Raises ValueError, with `port` as an example, if it has no port."""
-    if _WITHOUT_PORT.match(address) or (_PORT.search(address) and not _is_ipv6(address)):
+    """Return the address. Raises ValueError, with `port` as an example, if it is a URL or has no valid port."""
+    if (url := _URL.match(address)) is not None:
+        host = url[1] if _PORT.search(url[1]) else join_address(url[1].strip("[]"), port)
+        raise ValueError(f"{address} is a URL: use HOST:PORT, such as {host}")
+    if _WITHOUT_PORT.match(address):
         return address
-    host = address.rstrip(":").removeprefix("[").removesuffix("]")
-    raise ValueError(f"{address} has no port: use HOST:PORT, such as {join_address(host, port)}")
+    if (given := _PORT.search(address)) is None or _is_ipv6(address):
+        host = address.rstrip(":").removeprefix("[").removesuffix("]")
+        raise ValueError(f"{address} has no port: use HOST:PORT, such as {join_address(host, port)}")
+    if not _is_port(given[1]):
+        raise ValueError(f"{address}: the port must be from 1 to 65535")
+    return address
+
+
+def split_address(address: str) -> tuple[str, int] | None:
+    """Return the host and the port of "host:port", or None for gRPC's other forms, such as "dns:///name:port"."""
+    match = _HOST_AND_PORT.fullmatch(address)
+    return (match[1] or match[2], int(match[3])) if match is not None and _is_port(match[3]) else None
+
+
+def _is_port(digits: str) -> bool:
+    return len(digits) <= 5 and 0 < int(digits) < 2**16
 
 
 def _is_ipv6(address: str) -> bool:
@@ -96,14 +115,16 @@ class Connector:
         if unknown := security.keys() - SecurityOptions.__annotations__.keys():
             raise TypeError(f"unknown option: {', '.join(sorted(unknown))}")
         ca, cert, key = _path(security.get("tls_ca")), _path(security.get("tls_cert")), _path(security.get("tls_key"))
-        self.address = address
+        self.address, self.tls_name = address, security.get("tls_name")
         self._token = token_of(security.get("token"), _path(security.get("token_file")))
         self._options = [*(CHANNEL_OPTIONS if ca is None else TLS_CHANNEL_OPTIONS)]
-        if (name := security.get("tls_name")) is not None:
-            self._options.append(("grpc.ssl_target_name_override", name))
+        if self.tls_name is not None:
+            self._options.append(("grpc.ssl_target_name_override", self.tls_name))
+        self.tls_files: TlsFiles | None = None
         self._tls: Reloaded[Pem] | None = None
         if ca is not None:
-            self._tls = TlsFiles(ca, cert, key).reloaded()
+            self.tls_files = TlsFiles(ca, cert, key)
+            self._tls = self.tls_files.reloaded()
         elif given := [name for name in ("tls_cert", "tls_key", "tls_name") if security.get(name) is not None]:
             raise ValueError(f"{given[0]}: must be given with tls_ca")
         self._opened: Pem | None = None

@@ -16,6 +16,7 @@ from serving import RecordingTarget, Serving, expected_tokens, make_request, ser
 from coordinator.server import CoordinatorServer
 from specpool import client as library
 from specpool.client import AsyncClient, Client, GenerateOptions
+from specpool.errors import QueueFullError
 from specpool.v1 import generation_pb2 as pb
 
 PROMPT = [5, 6, 7]
@@ -272,9 +273,9 @@ async def test_clients_wait_for_a_full_queue(make_client: Any, call: str) -> Non
             others = asyncio.gather(*(served.expect(make_request(max_tokens=3)) for _ in range(2)))
             await served.until(lambda info: (info.running, info.queued) == (1, 1))
             async with make_client(served.address, retry_seconds=0) as impatient:
-                with pytest.raises(grpc.RpcError) as caught:
+                with pytest.raises(QueueFullError) as caught:
                     await all_of(impatient, call)
-                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert caught.value.retry_after
             answer = asyncio.create_task(all_of(client, call, max_tokens=5))
             await asyncio.sleep(0.3)
             target.open.set()

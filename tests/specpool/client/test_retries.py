@@ -14,8 +14,7 @@ from test_client import CLIENTS
 
 from specpool.client import Client, DivergedError
 from specpool.client.retries import Replay, Retries
-from specpool.protocol.errors import QueueFullError
-from specpool.rpc.status import retry_delay, status_of
+from specpool.errors import CertificateError, ProtocolError, RequestError, ResourceExhaustedError, UnavailableError
 from specpool.v1 import generation_pb2 as pb
 from specpool.v1 import generation_pb2_grpc
 
@@ -27,15 +26,10 @@ EXISTS, EXHAUSTED = grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXH
 # --- Delays
 
 
-class Unavailable(grpc.RpcError):
-    def code(self) -> grpc.StatusCode:
-        return UNAVAILABLE
-
-
 def test_backoff_grows_until_progress_patience_or_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpool.client.retries.time.monotonic", lambda: now)
     monkeypatch.setattr("random.uniform", max)
-    now, error = 100.0, Unavailable()
+    now, error = 100.0, UnavailableError("gone", UNAVAILABLE)
     retries = Retries(patience=10.0, timeout=30.0)
     pauses = []
     for _ in range(6):
@@ -43,23 +37,22 @@ def test_backoff_grows_until_progress_patience_or_deadline(monkeypatch: pytest.M
         now += pauses[-1]
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
     now = 109.5
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         retries.pause(error)
     retries.progress()
     assert retries.pause(error) == 0.1
     retries.progress()
     now = 129.95
     assert retries.remaining == pytest.approx(0.05)
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         retries.pause(error)
 
 
-def exhausted(seconds: float | None) -> grpc.aio.AioRpcError:
+def exhausted(seconds: float | None) -> ResourceExhaustedError:
     """A RESOURCE_EXHAUSTED error with this retry delay."""
-    error = QueueFullError("full", seconds or 0.0)
-    code, text, metadata = status_of(error)
-    trailing = grpc.aio.Metadata(*(metadata if seconds is not None else ()))
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, text)
+    error = ResourceExhaustedError("full", EXHAUSTED)
+    error.retry_after = seconds
+    return error
 
 
 def test_retry_delays_are_minimums_with_jitter() -> None:
@@ -70,14 +63,14 @@ def test_retry_delays_are_minimums_with_jitter() -> None:
 
 @pytest.mark.parametrize(("patience", "delay"), [(60.0, None), (2.0, 2.5), (0.0, 0.0)])
 def test_exhausted_errors_are_final_without_delay_or_beyond_patience(patience: float, delay: float | None) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
+    with pytest.raises(ResourceExhaustedError):
         Retries(patience, timeout=None).pause(exhausted(delay))
-    assert caught.value.code() is EXHAUSTED
 
 
-def test_malformed_error_details_are_ignored() -> None:
-    trailing = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff"))
-    assert retry_delay(grpc.aio.AioRpcError(EXHAUSTED, grpc.aio.Metadata(), trailing)) is None
+@pytest.mark.parametrize("kind", [ProtocolError, CertificateError])
+def test_permanent_faults_of_a_connection_are_not_retried(kind: type[RequestError]) -> None:
+    with pytest.raises(kind):
+        Retries(patience=60.0, timeout=None).pause(kind("cannot connect", UNAVAILABLE))
 
 
 # --- Streams

@@ -95,6 +95,8 @@ async def test_unusable_options_are_named(kind: Any, tmp_path: Path) -> None:
     for options, named in (({"tls_name": "a"}, "tls_name"), ({"token_file": tmp_path / "none"}, "token_file")):
         with pytest.raises(ValueError, match=named):
             kind("localhost:1", **options)
+    with pytest.raises(ValueError, match="http://localhost:1 is a URL"):
+        kind("http://localhost:1")
     with pytest.raises(TypeError, match="tls_certificate"):
         kind("localhost:1", tls_certificate="a")
 

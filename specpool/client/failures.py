@@ -1,0 +1,76 @@
+"""Exceptions of `specpool.errors` from the errors of gRPC."""
+
+from typing import Any
+
+import grpc
+
+from specpool.errors import (
+    AlreadyExistsError,
+    CallCancelledError,
+    CertificateError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ProtocolError,
+    QueueFullError,
+    RequestError,
+    ResolveError,
+    ResourceExhaustedError,
+    ServerError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from specpool.rpc.security.channel import Connector
+from specpool.rpc.security.diagnosis import diagnose
+from specpool.rpc.status import ANSWERED, QUEUE_FULL, details_of
+
+_ERRORS: dict[grpc.StatusCode, type[RequestError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhaustedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: CallCancelledError,
+    grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+}
+"""All other status codes become a ServerError."""
+
+_PERMANENT = (
+    ProtocolError,
+    CertificateError,
+    ResolveError,
+    UnauthenticatedError,
+    PermissionDeniedError,
+    UnimplementedError,
+)
+
+
+def is_permanent(error: RequestError) -> bool:
+    """Whether waiting for the server to start is useless. Includes unknown host names, although calls retry these."""
+    return isinstance(error, _PERMANENT)
+
+
+def failure(error: Any, connector: Connector) -> RequestError:
+    """Return the exception for a `grpc.RpcError`, which becomes its `__cause__`.
+
+    If there is no connection, block for up to a few seconds to find out why.
+    """
+    trailing_metadata = error.trailing_metadata() or ()
+    kind, message = _ERRORS.get(error.code(), ServerError), error.details() or ""
+    if kind is UnavailableError and ANSWERED not in trailing_metadata and (fault := diagnose(connector)) is not None:
+        kind, message = fault
+    details = details_of(error)
+    if kind is ResourceExhaustedError and details.reason == QUEUE_FULL:
+        kind = QueueFullError
+    failed = kind(message, error.code(), trailing_metadata)
+    if isinstance(failed, InvalidArgumentError):
+        failed.field, failed.reason, failed.limit = details.field, details.rule, details.limit
+    elif isinstance(failed, ResourceExhaustedError):
+        failed.retry_after = details.retry_seconds
+    failed.__cause__ = error
+    return failed
