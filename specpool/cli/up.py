@@ -76,9 +76,7 @@ class UpSettings(ListeningSettings):
     policy: PolicyName = COORDINATOR["policy"]
     prefix_caching: bool = COORDINATOR["prefix_caching"]
     kv_layout: Literal["slots", "padded"] = ENGINE["kv_layout"]
-    max_model_len: Annotated[int, ENGINE["max_model_len"]] = Field(
-        2048, description="maximum positions of a sequence, prompt and answer"
-    )
+    max_model_len: int | None = ENGINE["max_model_len"]
     num_speculative_tokens: Annotated[int | None, Field(le=MAX_SPECULATIVE_TOKENS)] = COORDINATOR[
         "num_speculative_tokens"
     ]
