@@ -85,7 +85,7 @@ def _speed_table(draft: DraftPlan) -> Table:
 
 
 def _capacity_table(plan: Plan) -> Table:
-    capacity, positions = plan.capacity, plan.terms.positions or plan.target.memory.full_slot
+    capacity, positions = plan.capacity, plan.terms.positions or plan.target.memory.slot_positions(None)
     table = Table("worker", "weights", "activations", "slots", "a slot", "KV cache", "on the device", "pod's memory")
     table.title = (
         f"a cell: one target and one draft worker, {capacity.slots} sequences of {positions} positions at a time"
@@ -185,7 +185,7 @@ autoscaling:
 
 def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> str:
     memory, slots = model.memory, plan.capacity.slots
-    positions = plan.terms.positions or plan.target.memory.full_slot
+    positions = plan.terms.positions or plan.target.memory.slot_positions(None)
     enabled = f"\n  enabled: {json.dumps(plan.capacity.drafts)}" if role == "draft" else ""
     return f"""\
 # {_mi(needs.device_bytes)}B on the device: weights {_mi(memory.weights)}B, activations \
