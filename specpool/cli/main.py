@@ -13,6 +13,7 @@ from specpool.cli.top import TopSettings, top
 from specpool.cli.up import SecureUpSettings, up
 from specpool.engine.config.options import EngineOptions
 from specpool.rpc.config.settings import Settings, names_of_settings
+from specpool.rpc.version import package_version
 from specpool.worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
@@ -63,6 +64,9 @@ def run(name: str, arguments: list[str]) -> int:
             return 1
         environment = {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ}  # as in the workers that `up` starts
         os.execve(sys.executable, [*run_module(MODULES[name][0]), *arguments], environment)
+    if name == "--version":
+        print(f"specpool {package_version()}")
+        return 0
     if name not in COMMANDS:
         is_help = name in ("-h", "--help")
         print(usage(), file=sys.stdout if is_help else sys.stderr)

@@ -28,6 +28,7 @@ from pydantic_settings import (
 from specpool.rpc.observability.logs import LogFormat
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.settings import ServerSecurity
+from specpool.rpc.version import package_version
 
 ENV_PREFIX = "SPECPOOL_"
 
@@ -98,6 +99,7 @@ class Settings(BaseSettings):
             source: CliSettingsSource[Any] = CliSettingsSource(
                 resolved, formatter_class=_HelpFormatter, cli_exit_on_error=False
             )
+            source.root_parser.add_argument("--version", action="version", version=f"{program} {package_version()}")
             return CliApp.run(resolved, arguments, cli_settings_source=source)
         except ValidationError as error:
             for problem in error.errors():
