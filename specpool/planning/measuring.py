@@ -28,6 +28,7 @@ from specpool.planning.plausibility import REPEATS, check_times, measure_times
 from specpool.planning.prediction import Acceptance, Memory, Model, replay_acceptance
 from specpool.planning.progress import Phases
 from specpool.planning.settings import PROGRAM, PlanSettings
+from specpool.protocol.model_name import readable_name
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import naming
 
@@ -140,7 +141,7 @@ def _measure_draft(
 def _load(options: EngineOptions, exact: bool, phases: Phases) -> Engine:
     gc.collect()  # modules of the previous model are in reference cycles
     torch.cuda.empty_cache()
-    with phases.phase(f"loading {options.model}"):
+    with phases.phase(f"loading {readable_name(options.model)}"):
         return load_unproven_engine(options, exact)
 
 
@@ -151,7 +152,7 @@ def _measure(engine: Engine, row_counts: Sequence[int], phases: Phases) -> Model
         timed_passes(engine, row_counts) as passes,
     ):
         step_seconds = measure_times(lambda rows: passes[rows](), list(passes), PASSES_SECONDS, report)
-    check_times(engine.loaded.name, step_seconds)
+    check_times(readable_name(engine.loaded.name), step_seconds)
     engine.seconds_per_cached = measure_seconds_per_cached(engine)
     info, extents = engine.info(), engine.slots.extents
     return Model(

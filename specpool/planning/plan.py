@@ -19,6 +19,7 @@ from specpool.planning.prediction import (
     predict,
     smallest_sufficient,
 )
+from specpool.protocol.model_name import readable_name
 
 GIB = 2**30
 HOST_BYTES, GPU_HOST_BYTES = 2 * GIB, 4 * GIB
@@ -154,7 +155,7 @@ def make_plan(target: Model, drafts: Sequence[tuple[Model, Acceptance]], terms: 
     Only batches that fit in the target's KV cache count; if none fits, the smallest one does. ImplausibleTimesError.
     """
     for model in (target, *(model for model, _ in drafts)):
-        check_times(model.name, model.step_seconds)
+        check_times(readable_name(model.name), model.step_seconds)
     plans = [_draft_plan(target, model, acceptance, terms) for model, acceptance in drafts]
     fits = target.memory.capacity(terms.positions)
     batches = {batch for batch in terms.batches if batch <= fits} or {min(terms.batches)}

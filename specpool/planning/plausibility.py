@@ -15,6 +15,10 @@ ALWAYS, ALWAYS_ROWS = 2, 64
 """Passes of up to ALWAYS_ROWS rows are measured this often, no matter how long they take."""
 
 
+MAX_NAMED = 3
+"""Maximum number of contradictions in a message."""
+
+
 class ImplausibleTimesError(Exception):
     """Measured times contradict each other; the message names them."""
 
@@ -49,12 +53,12 @@ def contradictions(step_seconds: Mapping[int, float]) -> list[Contradiction]:
 
 
 def check_times(name: str, step_seconds: Mapping[int, float]) -> None:
-    """ImplausibleTimesError if times of this model contradict each other. The message names them."""
+    """ImplausibleTimesError if times of this model contradict each other. The message names the worst ones."""
     worst: dict[int, Contradiction] = {}
     for each in contradictions(step_seconds):
         worst.setdefault(each.slow, each)
     if worst:
-        pairs = ((each.slow, each.other) for each in worst.values())
+        pairs = [(each.slow, each.other) for each in worst.values()][:MAX_NAMED]
         raise ImplausibleTimesError(f"{name}: {'; '.join(_compare(step_seconds, *pair) for pair in pairs)}")
 
 
@@ -84,5 +88,5 @@ def measure_times(
 
 
 def _compare(step_seconds: Mapping[int, float], slow: int, other: int) -> str:
-    times = (f"{rows} row{'s' * (rows > 1)} took {1000 * step_seconds[rows]:.3g} ms" for rows in (slow, other))
+    times = (f"{rows} row{'s' * (rows > 1)} took {1000 * step_seconds[rows]:,.1f} ms" for rows in (slow, other))
     return ", but ".join(times)

@@ -64,7 +64,7 @@ def test_the_message_names_the_worst_measurements() -> None:
     with pytest.raises(ImplausibleTimesError) as caught:
         check_times("target", NONSENSE)
     assert str(caught.value) == (
-        "target: 1 row took 820 ms, but 4 rows took 190 ms; 2 rows took 500 ms, but 4 rows took 190 ms"
+        "target: 1 row took 820.0 ms, but 4 rows took 190.0 ms; 2 rows took 500.0 ms, but 4 rows took 190.0 ms"
     )
 
 
