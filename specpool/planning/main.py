@@ -55,7 +55,7 @@ def main() -> None:
 
 def _advice(settings: PlanSettings) -> str:
     if settings.target_address is not None:
-        return "The worker was measured while its machine was busy; restart it when nothing else runs there"
+        return "The worker was measured while its machine was busy; restart it with --no-startup-cache when idle"
     return "Other programs keep this machine busy; stop them, or try again later"
 
 

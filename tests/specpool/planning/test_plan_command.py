@@ -204,7 +204,9 @@ async def test_busy_workers_get_no_recommendation(run: Any, capsys: pytest.Captu
     draft = FakeDraft(target, pass_seconds=lambda rows: 0.01)
     addresses = ["--target-address", await target.start(), "--draft-address", await draft.start()]
     try:
-        with pytest.raises(SystemExit, match=r"fake: 1 row took 820.0 ms.*restart it when nothing else runs there"):
+        with pytest.raises(
+            SystemExit, match=r"fake: 1 row took 820.0 ms.*restart it with --no-startup-cache when idle"
+        ):
             await asyncio.to_thread(run, *addresses, "--acceptance", "0.7")
     finally:
         await asyncio.gather(target.stop(), draft.stop())
