@@ -113,8 +113,8 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         return self.max_num_batched_tokens or (512 if device_type == "cpu" else 2048)
 
     def expected_positions(self, device_type: str) -> int | None:
-        """Return the positions of a sequence for which the cache has room by default; None: of the longest."""
-        if self.max_model_len is not None or self.kv_memory is not None or self.memory_budget is not None:
+        """Return the positions of an ordinary sequence, which size the default cache; None: `max_model_len`."""
+        if self.max_model_len is not None:
             return None
         return 2048 if device_type == "cpu" else 4096
 

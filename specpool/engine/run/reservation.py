@@ -88,15 +88,20 @@ def _affordable_length(length: int, columns: int) -> int:
 def _affordable_columns(
     longest: int, multiple: int, sequence: int, per_token: int, options: EngineOptions, limit: KVLimit
 ) -> int:
-    """Columns of the cache within the limit: enough for `max_sequences` of `sequence` columns, and for the longest."""
-    full = max(longest, options.max_sequences * sequence)
+    """Columns of the cache: at most enough for `max_sequences` sequences of full length, within the limit.
+
+    By default, they are enough for `max_sequences` of `sequence` columns, and for one of full length.
+    """
+    enough = max(longest, options.max_sequences * sequence)
+    is_explicit = options.kv_memory is not None or options.memory_budget is not None
+    full = options.max_sequences * longest if is_explicit else enough
     columns = min(full, limit.kv_bytes // per_token // multiple * multiple)
     if columns < longest:
         raise UnsupportedModelError(
             f"{limit} holds no sequence of {longest} positions ({longest * per_token:,} bytes): "
             f"lower max_model_len or raise {limit.name}"
         )
-    if columns < full:
+    if columns < enough:
         log.warning(
             "%s holds %d positions, not %d sequences of %d", limit.name, columns, options.max_sequences, sequence
         )

@@ -52,6 +52,16 @@ def test_by_default_a_cache_has_room_for_one_long_or_many_short_sequences(
     assert not [record for record in caplog.records if "not 64 sequences" in record.message]
 
 
+def test_explicit_memory_is_used_up_to_full_sequences(long_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    position = load_engine(long_model, max_sequences=1).info().kv_bytes_per_token
+    for positions, expected in ((100_000, 100_000), (200_000, 3 * 40_960)):
+        engine = load_engine(long_model, max_sequences=3, kv_memory=positions * position)
+        assert engine.slots.extents.columns == expected
+    assert "sequences of" not in caplog.text
+    load_engine(long_model, max_sequences=64, kv_memory=100_000 * position)
+    assert "kv_memory holds 100000 positions, not 64 sequences of 2048" in caplog.text
+
+
 def test_explicit_lengths_size_the_cache_for_full_sequences(long_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     engine = load_engine(long_model, max_sequences=3, max_model_len=5_000)
