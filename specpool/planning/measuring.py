@@ -13,8 +13,10 @@ import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from coordinator.prompts.chat_reader import read_chat
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, TokenizerError
+from specpool.client import make_request
 from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
@@ -28,6 +30,7 @@ from specpool.planning.plausibility import REPEATS, check_times, measure_times
 from specpool.planning.prediction import Acceptance, Memory, Model, replay_acceptance
 from specpool.planning.progress import Phases
 from specpool.planning.settings import PROGRAM, PlanSettings
+from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.model_name import readable_name
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import naming
@@ -84,7 +87,7 @@ def _measure_models(
     seconds = math.inf if is_explicit else ANSWERS_SECONDS
     with (
         naming(PROGRAM, "target", UnsupportedModelError, TokenizerError, OSError),
-        naming(PROGRAM, "prompts", PromptError, ChatTemplateError, EncodingError),
+        naming(PROGRAM, "prompts", PromptError, ChatTemplateError, EncodingError, InvalidArgumentError),
     ):
         engine = _load(target, exact=True, phases=phases)  # with the settings used for serving
         prompts = _encode(engine, lines[: settings.num_prompts], settings.max_tokens)
@@ -186,7 +189,7 @@ def _encode(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> lis
         if isinstance(line.prompt, str):
             tokens = tokenizer.encode_text(line.prompt)
         else:
-            tokens = tokenizer.encode_chat([(message["role"], message["content"]) for message in line.prompt])
+            tokens = tokenizer.encode_chat(read_chat(make_request(line.prompt, **line.options).chat))
         if not 0 < len(tokens) <= limit:
             raise PromptError(
                 f"prompt {line.id!r} has {len(tokens)} tokens; the limit is {limit}, with {max_tokens} more to generate"
