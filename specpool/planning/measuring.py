@@ -5,20 +5,15 @@ Load one model at a time, so that models do not compete for memory or cores.
 
 import gc
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from coordinator.prompts.chat_reader import read_chat
 from coordinator.prompts.templates import ChatTemplateError
-from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, TokenizerError
-from specpool.client import make_request
+from coordinator.prompts.tokenizer import EncodingError, TokenizerError
 from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
-from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.config import load_config
@@ -26,35 +21,21 @@ from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.run.engine import Engine
 from specpool.engine.startup.loading import load_unproven_engine
 from specpool.engine.startup.step_times import measure_seconds_per_cached, timed_passes
+from specpool.planning.answers import Answer, PromptError, agreement, encode_prompts, write_answers
 from specpool.planning.plausibility import REPEATS, check_times, measure_times
 from specpool.planning.prediction import Acceptance, Memory, Model, replay_acceptance
 from specpool.planning.progress import Phases
 from specpool.planning.settings import PROGRAM, PlanSettings
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.model_name import readable_name
-from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import naming
 
 # Passes with more rows are extrapolated instead of measured.
 MAX_ROWS = 512
 # Time for the passes of a model, and by default for the answers and for the agreement of a draft.
 PASSES_SECONDS, ANSWERS_SECONDS = 8.0, 10.0
-# Measured at least, even if that takes longer.
-MIN_TOKENS, MIN_ANSWERS = 8, 4
 PHASES = 3
 """Phases of each model: loading it, measuring its passes, and writing or checking answers."""
-
-
-class PromptError(ValueError):
-    """The target cannot answer a prompt; the message says why."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A prompt and the target's greedy answer, including the end-of-sequence token."""
-
-    prompt: list[int]
-    token_ids: list[int]
 
 
 def measure_pair(settings: PlanSettings, console: Console) -> tuple[Model, list[tuple[Model, Acceptance]]]:
@@ -90,9 +71,9 @@ def _measure_models(
         naming(PROGRAM, "prompts", PromptError, ChatTemplateError, EncodingError, InvalidArgumentError),
     ):
         engine = _load(target, exact=True, phases=phases)  # with the settings used for serving
-        prompts = _encode(engine, lines[: settings.num_prompts], settings.max_tokens)
+        prompts = encode_prompts(engine, lines[: settings.num_prompts], settings.max_tokens)
         model = _measure(engine, powers_of_two(max_batch * (max_k + 1)), phases)
-        answers = _write_answers(engine, prompts, settings.max_tokens, seconds, phases)
+        answers = write_answers(engine, prompts, settings.max_tokens, seconds, phases)
     del engine
     results = []
     for draft in drafts:
@@ -138,7 +119,7 @@ def _measure_draft(
     if engine.loaded.tokenizer.fingerprint != target.tokenizer_fingerprint:
         raise UnsupportedModelError(f"{options.model} has another tokenizer than {target.name}")
     model = _measure(engine, rows, phases)
-    return model, _agreement(engine, answers, seconds, phases)
+    return model, agreement(engine, answers, seconds, phases)
 
 
 def _load(options: EngineOptions, exact: bool, phases: Phases) -> Engine:
@@ -178,79 +159,3 @@ def _measure(engine: Engine, row_counts: Sequence[int], phases: Phases) -> Model
         max_rows=info.max_rows,
         revision=getattr(engine.loaded.config, "_commit_hash", None),
     )
-
-
-def _encode(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> list[list[int]]:
-    """Token ids of the prompts, encoded as the coordinator does."""
-    tokenizer = TargetTokenizer(TokenizerFiles(**asdict(engine.loaded.tokenizer)))
-    limit = engine.max_model_len - max_tokens
-    prompts = []
-    for line in lines:
-        if isinstance(line.prompt, str):
-            tokens = tokenizer.encode_text(line.prompt)
-        else:
-            tokens = tokenizer.encode_chat(read_chat(make_request(line.prompt, **line.options).chat))
-        if not 0 < len(tokens) <= limit:
-            raise PromptError(
-                f"prompt {line.id!r} has {len(tokens)} tokens; the limit is {limit}, with {max_tokens} more to generate"
-            )
-        prompts.append(tokens)
-    return prompts
-
-
-@torch.inference_mode()
-def _write_answers(
-    engine: Engine, prompts: Sequence[list[int]], max_tokens: int, seconds: float, phases: Phases
-) -> list[Answer]:
-    """Greedy answers to all prompts, in one batch. After `seconds`, they end with MIN_TOKENS or more."""
-    slots = [engine.slots.take(("plan", i), len(prompt) + max_tokens) for i, prompt in enumerate(prompts)]
-    answers = [Answer(prompt, []) for prompt in prompts]
-    spans = [Span(slot.index, 0, prompt, 1) for slot, prompt in zip(slots, prompts, strict=True) if slot is not None]
-    if len(spans) < len(prompts):
-        raise PromptError(f"the KV cache can hold {len(spans)} of {len(prompts)} prompts at a time")
-    unfinished, deadline = list(zip(answers, spans, strict=True)), time.monotonic() + seconds
-    with phases.phase(f"answering {len(prompts)} prompts", max_tokens) as report:
-        for count in range(max_tokens):
-            if not unfinished or (count >= MIN_TOKENS and time.monotonic() > deadline):
-                break
-            report(f"{count} tokens")
-            chosen = _choices(engine, [span for _, span in unfinished])
-            for (answer, _), token in zip(unfinished, chosen, strict=True):
-                answer.token_ids.append(token)
-            unfinished = [
-                (answer, Span(span.slot, span.end, answer.token_ids[-1:], 1))
-                for answer, span in unfinished
-                if answer.token_ids[-1] not in engine.loaded.tokenizer.eos_token_ids
-            ]
-    return answers
-
-
-@torch.inference_mode()
-def _agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases: Phases) -> list[list[bool]]:
-    """Whether the draft predicts each token of each answer, given all tokens before it. One pass per answer.
-
-    After `seconds`, it ends with MIN_ANSWERS or more.
-    """
-    slot = engine.slots.take(("plan", 0))
-    assert slot is not None  # there is always space for one
-    agreed: list[list[bool]] = []
-    deadline = time.monotonic() + seconds
-    with phases.phase("comparing its predictions with the answers", len(answers)) as report:
-        for answer in answers:
-            if len(agreed) >= MIN_ANSWERS and time.monotonic() > deadline:
-                break
-            report(f"{len(agreed)} answers")
-            context = (answer.prompt + answer.token_ids)[:-1]
-            if len(context) > engine.max_model_len:
-                raise UnsupportedModelError(
-                    f"an answer has {len(context)} tokens, more than the draft's {engine.max_model_len} positions"
-                )
-            chosen = _choices(engine, [Span(slot.index, 0, context, len(answer.token_ids))])
-            agreed.append([draft == target for draft, target in zip(chosen, answer.token_ids, strict=True)])
-    return agreed
-
-
-def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:
-    """The most probable token at each requested position."""
-    chosen: list[int] = engine.token_ids(engine.forward(spans).argmax(-1)).tolist()
-    return chosen
