@@ -49,6 +49,13 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     draft_address: DraftAddress | None = Field(
         None, description="host:port of the draft worker; default: prompt lookup only"
     )
+    served_model_name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="model name for clients, metrics, traces and the gateway smg; default: the target's hub id, or the "
+        "last part of its path",
+    )
     policy: PolicyName = Field(
         "ragged",
         description="batching policy: ragged (any sequences), exspec (equal lengths) or eqspec (fixed batches)",

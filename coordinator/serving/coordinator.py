@@ -34,6 +34,7 @@ from specpool.protocol.errors import (
     QueueFullError,
     UnavailableError,
 )
+from specpool.protocol.model_name import readable_name
 from specpool.rpc.observability.tracing import Tracer
 from specpool.rpc.security.channel import Connector
 
@@ -48,7 +49,7 @@ class Coordinator:
     def __init__(self, settings: CoordinatorSettings, tracer: Tracer | None = None) -> None:
         self.settings = settings
         self.started = time.monotonic()
-        self.traces = Traces(tracer, self._model, settings.trace_prompts)
+        self.traces = Traces(tracer, lambda: self.served_model_name, settings.trace_prompts)
         # Unique to this process, so that no worker confuses its sequences with those of an earlier one.
         coordinator_id = uuid.uuid4().hex
         target = Connector(settings.target_address, **settings.worker_security)
@@ -97,6 +98,13 @@ class Coordinator:
         """Maximum positions of a request. Raises UnavailableError until the target worker was ready."""
         _ = self.tokenizer
         return self.target.max_model_len
+
+    @property
+    def served_model_name(self) -> str:
+        """The model's name for clients. Empty until the target worker was ready, unless it is set."""
+        if self.settings.served_model_name is not None:
+            return self.settings.served_model_name
+        return readable_name(self.target.info.model) if self.target.info is not None else ""
 
     async def run(self) -> None:
         """Run rounds. Raises MismatchError if the target worker restarts with another model; never returns."""
@@ -169,10 +177,6 @@ class Coordinator:
     async def close(self) -> None:
         for link in self._links():
             await link.close()
-
-    def _model(self) -> str:
-        """Name of the target model. Empty until the target worker was ready."""
-        return self.target.info.model if self.target.info is not None else ""
 
     def _links(self) -> list[TargetLink | DraftLink]:
         return [self.target, *([self.draft] if self.draft is not None else [])]

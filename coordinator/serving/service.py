@@ -59,6 +59,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             max_num_speculative_tokens=settings.max_num_speculative_tokens,
             has_chat_template=coordinator.tokenizer.has_chat_template,
             eos_token_ids=coordinator.tokenizer.eos_token_ids,
+            served_model_name=coordinator.served_model_name,
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:

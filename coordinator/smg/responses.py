@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from pathlib import PurePath
 
 from smg_grpc_proto import vllm_engine_pb2 as smg
 
@@ -75,7 +74,7 @@ def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
     return smg.GetModelInfoResponse(
         model_path=model.model,
         tokenizer_path=NO_TOKENIZER,
-        served_model_name=served_name(model.model),
+        served_model_name=coordinator.served_model_name,
         is_generation=True,
         max_context_length=coordinator.max_model_len,
         max_req_input_len=coordinator.max_model_len - 1,
@@ -83,12 +82,6 @@ def model_info(coordinator: Coordinator) -> smg.GetModelInfoResponse:
         model_type=model.architecture,
         eos_token_ids=tokenizer.eos_token_ids,
     )
-
-
-def served_name(model: str) -> str:
-    """Return the model name for clients: a hub id, or the last part of a path."""
-    path = PurePath(model)
-    return path.name if path.is_absolute() or len(path.parts) > 2 else str(path)
 
 
 def loads(coordinator: Coordinator, load: common_pb2.WorkerLoad | None, version: str) -> smg.GetLoadsResponse:

@@ -30,7 +30,7 @@ class CoordinatorMetrics:
         yield self._links()
         if coordinator.target.info is None:
             return
-        model = {"model_name": coordinator.target.info.model}
+        model = {"model_name": coordinator.served_model_name}
         latencies = coordinator.in_flight.latencies or Latencies()
         yield from self._as_vllm(Families(labels=model), latencies)
         yield from self._specific(Families(labels=model))

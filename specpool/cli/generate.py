@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg
 from rich.console import Console
@@ -143,10 +144,22 @@ def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, obje
         "text": response.text,
         "finish_reason": response.finish_reason,
         "seed": response.seed,
-        "speculative_decoding": MessageToDict(
-            response.speculative_decoding, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        ),
+        "usage": _as_dict(response.usage),
+        "timings": _as_dict(response.timings),
+        "speculative_decoding": _as_dict(response.speculative_decoding),
     }
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def why_cut(response: pb.GenerateResponse, max_tokens: int | None) -> str | None:
+    """Why the answer is incomplete; None if it is not. `max_tokens`: of the request."""
+    tokens = f"after {response.usage.completion_tokens} tokens"
+    if response.finish_reason == "length":
+        return f"stopped {tokens}: {'the limit of the server without ' if max_tokens is None else ''}--max-tokens"
+    return f"aborted {tokens}" if response.finish_reason == "abort" else None
 
 
 def _lines(settings: GenerateSettings) -> list[PromptLine]:
@@ -186,13 +199,17 @@ async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
 
 
 async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: PromptLine) -> int:
+    reason: str | None = None
     try:
         async for message in client.stream(line.prompt, **{**_options(settings), **line.options}):
             print(message.chunk.text, end="", flush=True)
+            reason = why_cut(message.complete, settings.max_tokens)
     except SpecpoolError as error:
         print(f"specpool generate: {error}", file=sys.stderr)
         return 1
-    print()
+    print(flush=True)
+    if reason is not None:
+        print(f"[{reason}]", file=sys.stderr)
     return 0
 
 
@@ -212,4 +229,6 @@ async def _print_all(client: AsyncClient, settings: GenerateSettings, lines: lis
             print(json.dumps(as_record(line, response), ensure_ascii=False), flush=True)
         else:
             print(f"{json.dumps(line.id)}: {response.text}", flush=True)
+            if (reason := why_cut(response, settings.max_tokens)) is not None:
+                print(f"{json.dumps(line.id)}: [{reason}]", file=sys.stderr)
     return int(failed)

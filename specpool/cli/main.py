@@ -8,11 +8,12 @@ from typing import Any
 from coordinator.config.settings import CoordinatorSettings
 from specpool.cli.demo import DemoSettings, demo
 from specpool.cli.generate import GenerateSettings, generate
-from specpool.cli.processes import ProcessFailedError, require_torch, run_module
+from specpool.cli.processes import SPIN_COUNT, ProcessFailedError, require_torch, run_module
 from specpool.cli.top import TopSettings, top
 from specpool.cli.up import SecureUpSettings, up
 from specpool.engine.config.options import EngineOptions
 from specpool.rpc.config.settings import Settings, names_of_settings
+from specpool.rpc.version import package_version
 from specpool.worker.settings import WorkerSettings
 
 COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
@@ -24,8 +25,8 @@ COMMANDS: dict[str, tuple[type[Settings], Callable[[Any], int]]] = {
 
 CLIENT_COMMANDS = {"generate", "top"}
 
-# Commands that import torch: the module that replaces this process, and a summary.
-TORCH_COMMANDS = {
+# Commands that may import torch: the module that replaces this process, and a summary.
+MODULES = {
     "distill": ("specpool.distill.main", "Train a small draft on dialogues that its target generates."),
     "plan": ("specpool.planning.main", "Measure a pair and predict its speed by batch and draft length."),
 }
@@ -56,13 +57,18 @@ def main() -> None:
 
 def run(name: str, arguments: list[str]) -> int:
     """Run a subcommand; return its exit status."""
-    if name in TORCH_COMMANDS:
+    if name in MODULES:
         try:
-            require_torch()
+            if name != "plan":  # which needs torch only without running workers
+                require_torch()
         except ProcessFailedError as error:
             print(f"specpool {name}: {error}", file=sys.stderr)
             return 1
-        os.execv(sys.executable, [*run_module(TORCH_COMMANDS[name][0]), *arguments])
+        environment = {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ}  # as in the workers that `up` starts
+        os.execve(sys.executable, [*run_module(MODULES[name][0]), *arguments], environment)
+    if name == "--version":
+        print(f"specpool {package_version()}")
+        return 0
     if name not in COMMANDS:
         if name in ("-h", "--help"):
             print(usage())
@@ -85,7 +91,7 @@ def known_keys() -> set[str]:
 def usage() -> str:
     """The text of `specpool --help`."""
     summaries = {name: (settings.__doc__ or "").splitlines()[0] for name, (settings, _) in COMMANDS.items()}
-    summaries |= {name: summary for name, (_, summary) in TORCH_COMMANDS.items()}
+    summaries |= {name: summary for name, (_, summary) in MODULES.items()}
     lines = [f"  {name:10}{summary}" for name, summary in summaries.items()]
     return "\n".join(
         ["usage: specpool COMMAND [options]", "", *lines, "", "specpool COMMAND --help lists the options."]

@@ -23,6 +23,7 @@ from specpool.cli.processes import (
 from specpool.cli.tls_check import health_check_security
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
 from specpool.environment.cpus import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.trace_settings import TraceSettings
@@ -66,6 +67,7 @@ class UpSettings(ListeningSettings):
         le=1024,
         description="CPU threads of each worker, shared by the ranks of a CPU target; default: all available",
     )
+    served_model_name: str | None = COORDINATOR["served_model_name"]
     max_num_seqs: int = COORDINATOR["max_num_seqs"]
     max_batch_size: Annotated[int | None, COORDINATOR["max_batch_size"]] = Field(
         None, description="sequences in one round; default: all"
@@ -73,9 +75,7 @@ class UpSettings(ListeningSettings):
     policy: PolicyName = COORDINATOR["policy"]
     prefix_caching: bool = COORDINATOR["prefix_caching"]
     kv_layout: Literal["slots", "padded"] = ENGINE["kv_layout"]
-    max_model_len: Annotated[int, ENGINE["max_model_len"]] = Field(
-        2048, description="maximum positions of a sequence, prompt and answer"
-    )
+    max_model_len: int | None = ENGINE["max_model_len"]
     num_speculative_tokens: Annotated[int | None, Field(le=MAX_SPECULATIVE_TOKENS)] = COORDINATOR[
         "num_speculative_tokens"
     ]
@@ -196,6 +196,7 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
         "max_batch_size": settings.max_batch_size or settings.max_num_seqs,
         "metrics_port": settings.metrics_port,
         "worker_tls": False,
+        "served_model_name": settings.served_model_name or (EMBEDDED_NAME if settings.target is None else None),
         **{f"{role}_address": worker.address for role, worker in workers.items()},
     }
     security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()

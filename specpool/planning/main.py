@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from specpool.client.failures import failure
 from specpool.planning.plan import Plan, Terms, make_plan
+from specpool.planning.plausibility import ImplausibleTimesError
 from specpool.planning.prediction import Acceptance, Memory, Model, constant_acceptance
 from specpool.planning.report import as_json, helm_values, plan_figure, show
 from specpool.planning.settings import PROGRAM, PlanSettings
@@ -35,7 +37,11 @@ def main() -> None:
     if settings.output is not None and settings.values_file is None:
         with naming(PROGRAM, "output", OSError):
             settings.output.mkdir(parents=True, exist_ok=True)
-    plan = plan_of(settings, console)
+    try:
+        plan = plan_of(settings, console)
+    except ImplausibleTimesError as error:
+        reason = f"measured times contradict each other: {error}"
+        sys.exit(f"{PROGRAM}: no recommendation, because {reason}. {_advice(settings)}")
     show(plan, console)
     result = json.dumps(as_json(plan))
     with naming(PROGRAM, "output", OSError):
@@ -47,12 +53,20 @@ def main() -> None:
     print(result)
 
 
+def _advice(settings: PlanSettings) -> str:
+    if settings.target_address is not None:
+        return "The worker was measured while its machine was busy; restart it with --no-startup-cache when idle"
+    return "Other programs keep this machine busy; stop them, or try again later"
+
+
 def plan_of(settings: PlanSettings, console: Console) -> Plan:
     """A plan for running workers, or for models that are measured here."""
     if settings.target_address is not None:
         target, drafts = running_models(settings)
     else:
-        from specpool.planning.measuring import measure_pair  # imports torch, which running workers do not need
+        if find_spec("torch") is None:
+            sys.exit(f"{PROGRAM}: needs torch: pip install 'specpool[worker]'; planning for running workers does not")
+        from specpool.planning.measuring import measure_pair
 
         target, drafts = measure_pair(settings, console)
     terms = Terms(

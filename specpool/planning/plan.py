@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import linear_regression
 
 from coordinator.drafting.costs import RoundCosts
+from specpool.planning.plausibility import check_times
 from specpool.planning.prediction import (
     Acceptance,
     MeasuredPair,
@@ -18,6 +19,7 @@ from specpool.planning.prediction import (
     predict,
     smallest_sufficient,
 )
+from specpool.protocol.model_name import readable_name
 
 GIB = 2**30
 HOST_BYTES, GPU_HOST_BYTES = 2 * GIB, 4 * GIB
@@ -37,7 +39,7 @@ class Terms:
     shared: bool | None
     """Whether target and draft share a device; None: if the names of their devices are equal."""
     positions: int | None = None
-    """Positions of a sequence; None: cache for full-length sequences, and speed as measured."""
+    """Positions of a sequence; None: EXPECTED_POSITIONS for the cache, and speed as measured."""
     throughput: float | None = None
     """Required tokens per second of all cells together; None: one cell."""
 
@@ -150,8 +152,10 @@ class Plan:
 def make_plan(target: Model, drafts: Sequence[tuple[Model, Acceptance]], terms: Terms) -> Plan:
     """Choose the draft with the highest throughput, and the smallest batch that reaches 95% of it.
 
-    Only batches that fit in the target's KV cache count; if none fits, the smallest one does.
+    Only batches that fit in the target's KV cache count; if none fits, the smallest one does. ImplausibleTimesError.
     """
+    for model in (target, *(model for model, _ in drafts)):
+        check_times(readable_name(model.name), model.step_seconds)
     plans = [_draft_plan(target, model, acceptance, terms) for model, acceptance in drafts]
     fits = target.memory.capacity(terms.positions)
     batches = {batch for batch in terms.batches if batch <= fits} or {min(terms.batches)}

@@ -9,6 +9,8 @@ from specpool.distill.replay import acceptance_by_position, agreement_rate, mean
 
 # A batch is large enough once it reaches this share of the highest throughput of any batch.
 SUFFICIENT = 0.95
+EXPECTED_POSITIONS = 2048
+"""Positions of a sequence for which a cache is sized by default. Few sequences reach a model's maximum."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,8 @@ class Memory:
         return -(-self.max_model_len // self.multiple) * self.multiple
 
     def slot_positions(self, positions: int | None) -> int:
-        """KV positions of a sequence of this length; None: of `max_model_len`."""
-        if positions is None or positions >= self.full_slot:
-            return self.full_slot
+        """KV positions of a sequence of this length; None: of EXPECTED_POSITIONS. Never more than `full_slot`."""
+        positions = EXPECTED_POSITIONS if positions is None else positions
         return min(self.full_slot, -(-positions // self.multiple) * self.multiple)
 
     def capacity(self, positions: int | None) -> int:

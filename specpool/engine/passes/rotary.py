@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-# Positions of the first tables. They grow with the longest sequence.
-FIRST_POSITIONS = 4096
+BLOCK = 4096
+"""Positions that are computed at a time. Tables grow by whole blocks, because torch may round differently in other
+shapes, and the bits of a position must not depend on the longest sequence."""
 
 
 class RotaryTables:
@@ -14,23 +15,28 @@ class RotaryTables:
     def __init__(self, rotary_embedding: Any, head_dim: int, like: torch.Tensor) -> None:
         """`rotary_embedding`: the module of transformers. Tables have the dtype and device of `like`."""
         self._rotary_embedding, self._head_dim, self._like = rotary_embedding, head_dim, torch.empty(0).to(like)
-        self._positions = FIRST_POSITIONS
-        self._tables = self._compute(self._positions)
+        self._positions = BLOCK
+        self._tables = self._compute(0)
 
     def __call__(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tables [positions, head_dim], of at least `length` positions."""
         if length > self._positions:
-            self._tables, self._positions = self._compute(2 * length), 2 * length
+            blocks = [self._compute(first) for first in range(self._positions, length, BLOCK)]
+            cosines, sines = zip(self._tables, *blocks, strict=True)
+            self._tables = torch.cat(cosines), torch.cat(sines)
+            self._positions = len(self._tables[0])
         return self._tables
 
     def in_float32(self) -> "RotaryTables":
         """The same tables, computed in float32."""
         return RotaryTables(self._rotary_embedding, self._head_dim, self._like.float())
 
-    def _compute(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self._rotary_embedding(self._like, torch.arange(positions, device=self._like.device)[None])
+    def _compute(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both tables for a block of positions."""
+        positions = torch.arange(first, first + BLOCK, device=self._like.device)
+        cos, sin = self._rotary_embedding(self._like, positions[None])
         angles = cos.shape[-1] // 2  # transformers repeats each angle for both members of a pair
-        unrotated = (positions, self._head_dim // 2 - angles)
+        unrotated = (BLOCK, self._head_dim // 2 - angles)
         cos = torch.cat([cos[0, :, :angles], torch.ones(unrotated).to(cos)], -1)
         sin = torch.cat([sin[0, :, :angles], torch.zeros(unrotated).to(sin)], -1)
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)

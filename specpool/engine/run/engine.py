@@ -1,5 +1,6 @@
 """A model with its KV cache. One ragged forward pass runs the new tokens of many sequences."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ import torch
 from specpool.engine.cache.memory import Footprint
 from specpool.engine.cache.spans import Location, Span
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.config import explain_max_model_len
 from specpool.engine.models.facts import ModelFacts
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.numerics.tiles import Tiles
@@ -20,6 +22,8 @@ from specpool.engine.run.leader import Leader
 from specpool.engine.run.reservation import ReservedCache, footprint_of, reserve_cache
 from specpool.engine.run.runner import PassRunner
 from specpool.protocol.worker_info import CacheLoad, RankMemory, WorkerInfo
+
+log = logging.getLogger(__name__)
 
 STEP_CACHED = 128
 """Cached positions of each sequence in the passes whose times are `Engine.step_seconds`."""
@@ -47,12 +51,14 @@ class Engine:
         if isinstance(forward_pass, LibraryModel):
             reason = why_not_fusable(loaded.config) or "the fused pass is switched off"
             self.notes.append(f"runs slowly on the modules of transformers, because {reason}")
-        self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
-        self.tiles = tiles
+        self.vocab_size, self.tiles = facts.vocab_size, tiles
         max_tokens = options.resolve_max_num_batched_tokens(facts.device.type)
         self.max_num_batched_tokens = min(max_tokens, self.tiles.max_rows or max_tokens)
         footprint = footprint_of(loaded, facts, forward_pass, self.max_num_batched_tokens)
         reserved = self._reserve(options, footprint, leader)
+        self.max_model_len = reserved.max_model_len
+        reason = explain_max_model_len(loaded.config, options, self.max_model_len)
+        log.info("max_model_len %d (%s)", self.max_model_len, reason)
         self.kv_layout = options.kv_layout
         self.slots, self.layout, self.footprint = reserved.slots, reserved.layout, reserved.footprint
         self.leader = leader

@@ -19,6 +19,9 @@ from specpool.engine.passes.forward_pass import ForwardPass
 
 log = logging.getLogger(__name__)
 
+LENGTH_STEP = 512
+"""A `max_model_len` that memory limits is a multiple of this, so starts with slightly less memory agree on it."""
+
 
 @dataclass(frozen=True)
 class ReservedCache:
@@ -27,6 +30,8 @@ class ReservedCache:
     slots: SlotTable
     layout: KVLayout
     footprint: Footprint
+    max_model_len: int
+    """Maximum positions of a sequence: fewer than the model's if memory limits them."""
 
 
 def footprint_of(loaded: LoadedModel, facts: ModelFacts, forward_pass: ForwardPass, rows: int) -> Footprint:
@@ -48,14 +53,21 @@ def reserve_cache(
 
     `others`: memory of weights and activations. `other_ranks`: smallest limit, in bytes, of the other ranks' caches.
 
-    UnsupportedModelError: the limit holds no sequence of full length, or the device has less memory than the limit.
+    UnsupportedModelError: the limit holds no sequence of the requested length, or the device has less memory than the
+    limit.
     """
     layout, per_token = LAYOUTS[options.kv_layout], facts.kv_bytes_per_token(dtype)
-    # Attended columns are a multiple of the tile, counted from the sequence's start.
-    longest = round_up(facts.max_model_len, tiles.kv) + (tiles.kv if layout.spare_columns else 0)
-    multiple = longest if layout.spare_columns else tiles.kv
     limit = replace(kv_limit(options, others, facts.device), other_ranks=other_ranks)
-    columns = _affordable_columns(longest, multiple, per_token, options, limit)
+    spare = tiles.kv if layout.spare_columns else 0
+    length = facts.max_model_len
+    if options.max_model_len is None:
+        length = _affordable_length(length, limit.kv_bytes // per_token // tiles.kv * tiles.kv - spare)
+    # Attended columns are a multiple of the tile, counted from the sequence's start.
+    longest = round_up(length, tiles.kv) + spare
+    multiple = longest if layout.spare_columns else tiles.kv
+    expected = None if layout.spare_columns else options.expected_positions(facts.device.type)
+    sequence = longest if expected is None else min(longest, round_up(expected, tiles.kv))
+    columns = _affordable_columns(longest, multiple, sequence, per_token, options, limit)
     footprint = replace(others, kv=columns * per_token)
     log.info("memory: %s", footprint)
     try:
@@ -65,21 +77,33 @@ def reserve_cache(
             f"a KV cache of {columns * per_token:,} bytes cannot be allocated: {first_line(error)}"
         ) from error
     extents = Extents(options.max_sequences, longest, columns, multiple)
-    return ReservedCache(SlotTable(options.max_sequences, extents), layout(arena, extents), footprint)
+    return ReservedCache(SlotTable(options.max_sequences, extents), layout(arena, extents), footprint, length)
 
 
-def _affordable_columns(longest: int, multiple: int, per_token: int, options: EngineOptions, limit: KVLimit) -> int:
-    """Columns of the cache: enough for `max_sequences` sequences of full length, within the limit."""
-    full = options.max_sequences * longest
+def _affordable_length(length: int, columns: int) -> int:
+    """The maximum positions of a sequence in a cache of at most `columns`, but at least one step."""
+    return length if length <= columns else min(length, max(LENGTH_STEP, columns // LENGTH_STEP * LENGTH_STEP))
+
+
+def _affordable_columns(
+    longest: int, multiple: int, sequence: int, per_token: int, options: EngineOptions, limit: KVLimit
+) -> int:
+    """Columns of the cache: at most enough for `max_sequences` sequences of full length, within the limit.
+
+    By default, they are enough for `max_sequences` of `sequence` columns, and for one of full length.
+    """
+    enough = max(longest, options.max_sequences * sequence)
+    is_explicit = options.kv_memory is not None or options.memory_budget is not None
+    full = options.max_sequences * longest if is_explicit else enough
     columns = min(full, limit.kv_bytes // per_token // multiple * multiple)
     if columns < longest:
         raise UnsupportedModelError(
             f"{limit} holds no sequence of {longest} positions ({longest * per_token:,} bytes): "
             f"lower max_model_len or raise {limit.name}"
         )
-    if columns < full:
+    if columns < enough:
         log.warning(
-            "%s holds %d positions, not %d sequences of %d", limit.name, columns, options.max_sequences, longest
+            "%s holds %d positions, not %d sequences of %d", limit.name, columns, options.max_sequences, sequence
         )
     return columns
 

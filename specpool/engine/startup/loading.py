@@ -54,8 +54,7 @@ def load_engine(
     captured = engine.forward_pass
     if isinstance(captured, CapturedModel) and captured.capture is None:
         engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")
-    for note in engine.notes:
-        log.warning("%s: %s", engine.loaded.name, note)
+    _log_notes(engine)
     log.info("ready: %s", engine.info())
     return engine
 
@@ -84,6 +83,23 @@ def start_engine(
     refuse_other_logits(engine, expected)
     engine.bitwise = exact and tiles is not None and self_test(engine)
     engine.weights_fingerprint, engine.numerics_fingerprint = fingerprint, numerics_fingerprint(engine)
+    return engine
+
+
+def load_unproven_engine(options: EngineOptions, exact: bool) -> Engine:
+    """Load a model for measurements alone: without a self-test, fingerprints, and step times by rows.
+
+    `exact`: choose batch-invariant shapes, as for serving. UnsupportedModelError.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    loaded = load_model(options)
+    facts = read_facts(loaded)
+    if exact and facts.device.type == "cuda":
+        restrict_cublas()
+    forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
+    engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
+    _log_notes(engine)
     return engine
 
 
@@ -144,6 +160,11 @@ def _store_proof(engine: Engine, key: str, exact: bool) -> None:
             seconds_per_cached=engine.seconds_per_cached,
         )
     )
+
+
+def _log_notes(engine: Engine) -> None:
+    for note in engine.notes:
+        log.warning("%s: %s", engine.loaded.name, note)
 
 
 def _measure(engine: Engine, report: Callable[[str], None]) -> None:

@@ -1,8 +1,9 @@
 """Measures the seconds of a forward pass by its new tokens and cached positions, on which draft lengths depend."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -42,6 +43,17 @@ def measure_step_times(engine: Engine, row_counts: Sequence[int] | None = None) 
             if spans := _spans(slots, rows):
                 times[rows] = _fastest(engine, spans)
     return times
+
+
+@contextmanager
+def timed_passes(engine: Engine, row_counts: Sequence[int]) -> Iterator[dict[int, Callable[[], float]]]:
+    """Functions, by rows, that run one pass and return its seconds. Passes too large for the cache have none.
+
+    All slots of the engine must be free. Within the context they are taken.
+    """
+    with torch.inference_mode(), _slots(engine, SEQUENCES, max(row_counts)) as slots:
+        spans = {rows: _spans(slots, rows) for rows in row_counts}
+        yield {rows: partial(_seconds, engine, members) for rows, members in spans.items() if members}
 
 
 @torch.inference_mode()

@@ -36,6 +36,7 @@ from specpool.rpc.observability.logs import LogFormat
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import COORDINATOR_PORT, DRAFT_WORKER_PORT, TARGET_WORKER_PORT, check_address
 from specpool.rpc.security.settings import ServerSecurity
+from specpool.rpc.version import package_version
 
 # Means "no value" on a command line. It cannot be typed, since any word may be a real value.
 NO_VALUE = "\0"
@@ -109,6 +110,7 @@ class Settings(BaseSettings):
             source: CliSettingsSource[Any] = CliSettingsSource(
                 resolved, formatter_class=argparse.RawDescriptionHelpFormatter, cli_exit_on_error=False
             )
+            source.root_parser.add_argument("--version", action="version", version=f"{program} {package_version()}")
             show_options(source.root_parser, cls)
             return CliApp.run(resolved, arguments, cli_settings_source=source)
         except ValidationError as error:

@@ -368,6 +368,10 @@ async def test_model_info_has_models_and_limits() -> None:
         assert (info.num_speculative_tokens, info.max_num_speculative_tokens) == (3, 5)
         assert info.has_chat_template
         assert list(info.eos_token_ids) == [EOS_TOKEN_ID]
+        assert info.served_model_name == "fake"
+    async with serving(served_model_name="qwen") as served:
+        info = await served.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (info.served_model_name, info.target.model) == ("qwen", "fake")
 
 
 async def test_server_info_has_counters_and_workers() -> None:

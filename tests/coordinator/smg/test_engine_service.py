@@ -18,7 +18,6 @@ from smg_grpc_proto.generated import common_pb2
 from tokenizers import Tokenizer
 
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.smg.responses import served_name
 from specpool.cli.up import UpSettings
 from specpool.environment.extras import install_command
 from specpool.rpc.config.settings import Settings
@@ -154,17 +153,10 @@ async def test_model_and_server_info(served: Serving) -> None:
     assert (server.server_type, server.max_num_seqs, server.model_dtype) == ("vllm-grpc", 16, "float32")
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
-        ("gpt2", "gpt2"),
-        ("/models/qwen", "qwen"),
-        ("../models/some/qwen.gguf", "qwen.gguf"),
-    ],
-)
-def test_served_name_is_the_hub_id_or_the_end_of_the_path(model: str, name: str) -> None:
-    assert served_name(model) == name
+async def test_the_gateway_gets_the_served_model_name() -> None:
+    async with serving(smg=True, served_model_name="qwen prod") as served:
+        model = await engine(served).GetModelInfo(smg.GetModelInfoRequest())
+        assert (model.served_model_name, model.model_path) == ("qwen prod", "fake")
 
 
 async def test_load(served: Serving) -> None:

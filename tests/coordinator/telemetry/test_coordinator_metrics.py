@@ -151,7 +151,7 @@ async def test_calls_and_links_have_metrics_before_the_target_is_ready() -> None
 
 
 async def test_metrics_under_vllm_names_have_the_same_values() -> None:
-    async with serving(metrics_port=free_port(), metrics_compat="vllm") as served:
+    async with serving(metrics_port=free_port(), metrics_compat="vllm", served_model_name="qwen") as served:
         await served.expect(make_request(k=3))
         seen = await scraped(served)
     vllm_names = [name for name in seen.families if name.startswith("vllm:")]
@@ -162,7 +162,8 @@ async def test_metrics_under_vllm_names_have_the_same_values() -> None:
         assert [sample.value for sample in seen.families[name].samples] == [sample.value for sample in ours]
         assert {sample.labels["engine"] for sample in seen.families[name].samples} == {"0"}
     assert seen.value("vllm:generation_tokens_total") == 24
-    assert seen.families["vllm:num_requests_running"].samples[0].labels["model_name"] == "fake"
+    for name in ("specpool:num_requests_running", "vllm:num_requests_running"):
+        assert seen.families[name].samples[0].labels["model_name"] == "qwen"
 
 
 async def test_without_a_metrics_port_nothing_is_observed() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -18,13 +19,18 @@ from loading_workers import LoadingTarget
 from serving import Serving, free_address, serving
 from template_target import TemplateTarget
 
+from coordinator.config.settings import CoordinatorSettings
+from draft_worker.server import DraftWorkerSettings
 from specpool.cli import main as command
-from specpool.cli.generate import GenerateSettings, generate
+from specpool.cli.generate import GenerateSettings, generate, why_cut
 from specpool.cli.processes import run_module, start_module
 from specpool.client import AsyncClient, DivergedError
 from specpool.client.prompts import PromptFileError, own_prompts, read_prompts
 from specpool.environment.extras import install_command
+from specpool.rpc.config.settings import Settings
 from specpool.testing import byte_tokenizer
+from specpool.v1 import generation_pb2 as pb
+from target_worker.server import TargetWorkerSettings
 
 ROOT = Path(__file__).parents[3]
 Specpool = Callable[..., Awaitable[tuple[int, str, str]]]
@@ -77,7 +83,30 @@ async def test_answers_keep_the_order_of_the_file(specpool: Specpool, served: Se
     for record, text in zip(records, [*prompts.values(), "user: hi\n"], strict=True):
         assert record["token_ids"] == truth(served, text, 9)
         assert record["finish_reason"] == "length"
+        assert record["usage"]["completion_tokens"] == 9
+        assert record["usage"]["prompt_tokens"] == len(text)
+        assert 0 < record["timings"]["time_to_first_token_s"] <= record["timings"]["total_s"]
         assert record["speculative_decoding"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["--max-tokens", "5"], "[stopped after 5 tokens: --max-tokens]\n"),
+        ([], "[stopped after 6 tokens: the limit of the server without --max-tokens]\n"),
+    ],
+)
+async def test_an_answer_that_was_cut_says_so(specpool: Specpool, arguments: list[str], note: str) -> None:
+    async with serving(default_max_tokens=6) as served:
+        status, out, err = await specpool("generate", "--address", served.address, *arguments, "hello")
+        assert (status, err) == (0, note)
+        assert out.endswith("\n")
+
+
+def test_a_complete_answer_has_no_note() -> None:
+    usage = pb.Usage(completion_tokens=3)
+    assert why_cut(pb.GenerateResponse(finish_reason="stop", usage=usage), 3) is None
+    assert why_cut(pb.GenerateResponse(finish_reason="abort", usage=usage), 3) == "aborted after 3 tokens"
 
 
 async def test_other_prompts_continue_after_a_refused_one(specpool: Specpool, served: Serving) -> None:
@@ -260,13 +289,28 @@ async def test_invalid_usage_ends_with_status_2(
     assert err.count("\n") == 1 or "usage" in err
 
 
+async def test_version(specpool: Specpool) -> None:
+    expected = version("specpool")
+    assert await specpool("--version") == (0, f"specpool {expected}\n", "")
+    assert await specpool("generate", "--version") == (0, f"specpool generate {expected}\n", "")
+
+
+@pytest.mark.parametrize(
+    "settings", [CoordinatorSettings, DraftWorkerSettings, TargetWorkerSettings], ids=lambda settings: settings.__name__
+)
+def test_every_process_has_a_version(settings: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        settings.load("specpool-process", ["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"specpool-process {version('specpool')}\n")
+
+
 async def test_help_lists_all_commands(specpool: Specpool) -> None:
     status, out, _ = await specpool("--help")
     assert status == 0
     assert all(f"\n  {name}" in out for name in ("up", "generate", "top", "demo", "plan", "distill"))
 
 
-@pytest.mark.parametrize("name", ["up", "demo", "plan", "distill"])
+@pytest.mark.parametrize("name", ["up", "demo", "distill"])
 async def test_missing_torch_is_reported(name: str, specpool: Specpool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert await specpool(name) == (1, "", f"specpool {name}: needs torch: {install_command('worker')}\n")
@@ -324,7 +368,7 @@ async def test_generate_streams_in_utf8_in_any_locale(served: Serving) -> None:
     locale = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     process = await start_specpool("generate", "--address", served.address, "--max-tokens", "40", **locale)
     out, err = await process.communicate("h\u2028é".encode())
-    assert (process.returncode, err) == (0, b"")
+    assert (process.returncode, err) == (0, b"[stopped after 40 tokens: --max-tokens]\n")
     assert out.decode() == byte_tokenizer().decode(truth(served, "h\u2028é", 40)) + "\n"
 
 
@@ -426,7 +470,7 @@ async def test_all_processes_start_without_the_current_directory(monkeypatch: py
         started.append(list(command))
 
     monkeypatch.setattr("asyncio.create_subprocess_exec", start)
-    monkeypatch.setattr("os.execv", lambda _, command: started.append(command))
+    monkeypatch.setattr("os.execve", lambda _, command, environment: started.append(command))
     await start_module("coordinator.server", "--port", "1")
     command.run("plan", ["--help"])
     assert started == [

@@ -1,5 +1,6 @@
 """Settings of `specpool up`, and the process flags derived from them."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,3 +78,18 @@ def test_devices_come_from_a_flag_a_variable_or_a_file(tmp_path: Path, monkeypat
     assert UpSettings.load("specpool up", ["--target-devices", "cpu,cpu,cpu"]).target_devices == ("cpu",) * 3
     monkeypatch.setenv("SPECPOOL_TARGET_DEVICES", "cuda:0,cuda:1")
     assert UpSettings.load("specpool up", []).target_devices == ("cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({}, "SmolLM2-135M-Instruct"), ({"target": "a"}, None), ({"served_model_name": "mine"}, "mine")],
+)
+def test_the_coordinator_gets_a_readable_model_name(settings: dict[str, Any], name: str | None) -> None:
+    arguments = services_of(UpSettings(**settings), "/cache/target", "/cache/draft")[-1].arguments
+    given = dict(pairwise(arguments)).get("--served-model-name")
+    assert given == name
+
+
+def test_workers_choose_the_longest_sequence_themselves_by_default() -> None:
+    assert "--max-model-len" not in services_of(UpSettings(), "a", "b")[0].arguments
+    assert "--max-model-len" in services_of(UpSettings(max_model_len=100), "a", "b")[0].arguments

@@ -19,6 +19,7 @@ from draft_worker.server import DraftWorkerSettings
 from specpool.distill.replay import acceptance_by_position, mean_acceptance_length
 from specpool.planning.plan import HOST_BYTES, Plan, Terms, fit, make_plan, other_sizes, worker_needs
 from specpool.planning.prediction import (
+    EXPECTED_POSITIONS,
     SUFFICIENT,
     Acceptance,
     MeasuredPair,
@@ -158,7 +159,7 @@ def test_draft_workers_keep_up_with_target_workers(pair: MeasuredPair, batch: in
 
 
 def model(name: str, step: float, device: str = H200, parameters: int = 10**9, fits: int = 64, **more: Any) -> Model:
-    memory = Memory(8 * GIB, GIB, 100_000, positions=fits * 4096, multiple=64, max_model_len=4096)
+    memory = Memory(8 * GIB, GIB, 100_000, positions=fits * EXPECTED_POSITIONS, multiple=64, max_model_len=4096)
     return Model(name, device, "bfloat16", parameters, memory, "same", {1: step, 64: 1.5 * step}, **more)
 
 
@@ -211,7 +212,7 @@ def test_the_cache_holds_all_slots_and_one_full_length_sequence(
 ) -> None:
     slot = memory.slot_positions(positions)
     assert slot % memory.multiple == 0
-    assert min(positions or memory.full_slot, memory.full_slot) <= slot <= memory.full_slot
+    assert min(positions or EXPECTED_POSITIONS, memory.full_slot) <= slot <= memory.full_slot
     held = memory.kv_bytes(slots, positions) // memory.kv_per_position
     assert held >= max(slots * slot, memory.full_slot)
     assert Memory(0, 0, 1, held, memory.multiple, memory.full_slot).capacity(positions) >= slots

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,11 @@ from hypothesis import strategies as st
 from tiny_models import load_engine
 from worker_service import DRAFT, TARGET, serving
 
+from specpool.engine.run.engine import Engine
+from specpool.engine.startup.step_times import timed_passes
 from specpool.environment.extras import install_command
 from specpool.planning import main as command
+from specpool.planning import measuring
 from specpool.planning.measuring import MAX_ROWS, powers_of_two
 from specpool.testing import FakeDraft, FakeTarget
 
@@ -45,7 +51,7 @@ def refusal(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Ref
         assert caught.value.code == 2
         captured = capsys.readouterr()
         assert captured.out == ""
-        assert captured.err.startswith("specpool plan: ")
+        assert captured.err.splitlines()[-1].startswith("specpool plan: ")
         assert "Traceback" not in captured.err
         return captured.err
 
@@ -59,9 +65,55 @@ def test_measured_rows_cover_all_predicted_batches(maximum: int) -> None:
     assert min(maximum, MAX_ROWS) <= rows[-1] < max(3, 2 * maximum)
 
 
-def test_measures_and_plans_a_tiny_pair(
-    run: Any, tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def passes_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], float]], None]:
+    """Let passes take these seconds, by rows, instead of measuring them."""
+
+    def set_times(seconds: Callable[[int], float]) -> None:
+        @contextmanager
+        def timed_passes(engine: Engine, row_counts: Sequence[int]) -> Iterator[dict[int, Callable[[], float]]]:
+            yield {rows: partial(seconds, rows) for rows in row_counts}
+
+        monkeypatch.setattr(measuring, "timed_passes", timed_passes)
+
+    return set_times
+
+
+def test_a_busy_machine_gets_no_recommendation(
+    run: Any, passes_take: Any, tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    passes_take(lambda rows: 0.82 if rows == 1 else 0.1 + 0.02 * rows)
+    models = ["--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1])]
+    with pytest.raises(SystemExit) as caught:
+        run(*SMALL, "--batches", "1,2", *models, "--output", str(tmp_path / "values.yaml"))
+    assert str(caught.value) == (
+        "specpool plan: no recommendation, because measured times contradict each other: "
+        "target: 1 row took 820.0 ms, but 2 rows took 140.0 ms. "
+        "Other programs keep this machine busy; stop them, or try again later"
+    )
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [line for line in captured.err.splitlines() if "/6 " in line] == [
+        "1/6 loading target",
+        "2/6 measuring its passes",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_measured_times_of_passes_are_real(tiny_pair: tuple[Path, Path]) -> None:
+    engine = load_engine(tiny_pair[0], max_sequences=2)
+    free = engine.slots.extents.free
+    with timed_passes(engine, [1, 2, 4, 10**6]) as passes:
+        assert list(passes) == [1, 2, 4]  # the last one exceeds the cache
+        assert all(seconds() > 0 for seconds in passes.values())
+    assert engine.tokens >= 7
+    assert engine.slots.extents.free == free
+
+
+def test_measures_and_plans_a_tiny_pair(
+    run: Any, passes_take: Any, tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    passes_take(lambda rows: 0.01 + 0.0001 * rows)
     target, draft = map(str, tiny_pair)
     models = ["--target", target, "--draft", f"{draft},{target}"]  # the target agrees with itself
     run(*SMALL, "--batches", "1,2,4", *models, "--output", str(tmp_path / "plan"))
@@ -81,6 +133,7 @@ def test_measures_and_plans_a_tiny_pair(
     assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == result
     assert (tmp_path / "plan" / "plan.png").stat().st_size > 1000
     assert "mean acceptance length" in captured.err
+    assert "9/9 comparing its predictions with the answers" in captured.err
     assert f"window {recommended['window']}" in captured.err
 
 
@@ -146,10 +199,52 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, refusal: Refus
 # --- Running workers
 
 
+async def test_busy_workers_get_no_recommendation(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    target = FakeTarget(pass_seconds=lambda rows: 0.82 if rows == 1 else 0.19)
+    draft = FakeDraft(target, pass_seconds=lambda rows: 0.01)
+    addresses = ["--target-address", await target.start(), "--draft-address", await draft.start()]
+    try:
+        with pytest.raises(
+            SystemExit, match=r"fake: 1 row took 820.0 ms.*restart it with --no-startup-cache when idle"
+        ):
+            await asyncio.to_thread(run, *addresses, "--acceptance", "0.7")
+    finally:
+        await asyncio.gather(target.stop(), draft.stop())
+    assert capsys.readouterr().out == ""
+
+
+async def test_planning_for_running_workers_needs_no_torch(tmp_path: Path) -> None:
+    """Nor anything else that only workers need."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules |= dict.fromkeys(['torch', 'transformers', 'tokenizers', 'numpy', 'psutil'])"
+    )
+    target = FakeTarget(pass_seconds=lambda rows: 0.01)
+    draft = FakeDraft(target, pass_seconds=lambda rows: 0.001)
+    addresses = ["--target-address", await target.start(), "--draft-address", await draft.start()]
+    command_line = [sys.executable, "-m", "specpool.cli.main", "plan", *addresses, "--acceptance", "0.7"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    try:
+        done = await asyncio.to_thread(
+            subprocess.run, command_line, env=environment, capture_output=True, text=True, check=False
+        )
+    finally:
+        await asyncio.gather(target.stop(), draft.stop())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["recommended"]["draft"] == "fake"
+
+
+def test_planning_for_models_names_the_missing_torch(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"^specpool plan: needs torch: pip install"):
+        run()
+
+
 async def test_plans_for_running_workers(
     tiny_pair: tuple[Path, Path], run: Any, refusal: Refusal, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     target, draft = map(load_engine, tiny_pair)
+    for engine in (target, draft):  # as on an idle machine
+        engine.step_seconds = {rows: 0.001 + 0.0001 * rows for rows in engine.step_seconds}
     file = tmp_path / "values.yaml"
     options = ["--batches", "1,2", "--sequence-positions", "100", "--output", str(file), "--acceptance", "0.7"]
     async with serving(TARGET, target) as first, serving(DRAFT, draft) as second:

@@ -65,6 +65,9 @@ api_tokens: /api-tokens/{{ $values.auth.apiTokens.key }}
 {{- if $values.auth.workerToken.existingSecret }}
 worker_token: /worker-token/token
 {{- end }}
+{{- with $values.servedModelName }}
+served_model_name: {{ . | quote }}
+{{- end }}
 {{- if $values.smg.enabled }}
 smg: true
 {{- end }}

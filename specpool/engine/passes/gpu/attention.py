@@ -13,6 +13,9 @@ from specpool.engine.numerics.triton_compat import UNFUSED, is_wide, power_of_tw
 SPLIT, BLOCK = 256, 64
 # Programs that keep a GPU busy. From here on, one program handles all splits of a tile, which saves a kernel.
 BUSY_PROGRAMS = 512
+# Maximum size of the partial results of small heads. They grow with rows times splits, so above this size, too, one
+# program handles all splits.
+MAX_PARTIAL_BYTES = 2**29
 # Larger heads need too many registers for one program to accumulate all splits.
 MAX_SERIAL_WIDTH = 128
 
@@ -51,7 +54,9 @@ def attend_extents(
     width, height = power_of_two(dim), tile_height(query.dtype, groups)
     shape = {"HEADS": heads, "GROUPS": groups, "DIM": dim, "WIDTH": width, "SPLIT": SPLIT}
     tiles = len(tile_begins)
-    serial = width <= MAX_SERIAL_WIDTH and (splits == 1 or tiles * kv_heads >= BUSY_PROGRAMS)
+    serial = width <= MAX_SERIAL_WIDTH and (
+        splits == 1 or tiles * kv_heads >= BUSY_PROGRAMS or _partial_bytes(rows, splits, heads, dim) > MAX_PARTIAL_BYTES
+    )
     partials = stats = query  # unused by serial programs
     if not serial:
         partials = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=query.device)
@@ -74,8 +79,13 @@ def scratch_bytes(rows: int, length: int, heads: int, kv_heads: int, dim: int, t
     `tile_rows`: maximum rows of a tile.
     """
     splits = num_splits(length)
-    if power_of_two(dim) <= MAX_SERIAL_WIDTH:
-        rows = 0 if splits == 1 else min(rows, tile_rows * BUSY_PROGRAMS // kv_heads)
+    if power_of_two(dim) > MAX_SERIAL_WIDTH:
+        return _partial_bytes(rows, splits, heads, dim)
+    rows = 0 if splits == 1 else min(rows, tile_rows * BUSY_PROGRAMS // kv_heads)
+    return min(MAX_PARTIAL_BYTES, _partial_bytes(rows, splits, heads, dim))
+
+
+def _partial_bytes(rows: int, splits: int, heads: int, dim: int) -> int:
     return rows * splits * heads * (dim + 2) * torch.float32.itemsize
 
 

@@ -35,6 +35,60 @@ def test_default_kv_memory_is_a_share_of_free_memory(
     assert "holds no sequence" in refusal(tiny_pair[0])
 
 
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 40,960 positions."""
+    return save_model(tmp_path_factory.mktemp("long"), tiny_config(max_position_embeddings=40_960))
+
+
+def test_by_default_a_cache_has_room_for_one_long_or_many_short_sequences(
+    long_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for sequences, positions in ((2, 40_960), (64, 64 * 2048)):
+        engine = load_engine(long_model, max_sequences=sequences)
+        assert (engine.max_model_len, engine.slots.extents.columns) == (40_960, positions)
+    assert "max_model_len 40960 (all positions of the model)" in caplog.text
+    assert not [record for record in caplog.records if "not 64 sequences" in record.message]
+
+
+def test_explicit_memory_is_used_up_to_full_sequences(long_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    position = load_engine(long_model, max_sequences=1).info().kv_bytes_per_token
+    for positions, expected in ((100_000, 100_000), (200_000, 3 * 40_960)):
+        engine = load_engine(long_model, max_sequences=3, kv_memory=positions * position)
+        assert engine.slots.extents.columns == expected
+    assert "sequences of" not in caplog.text
+    load_engine(long_model, max_sequences=64, kv_memory=100_000 * position)
+    assert "kv_memory holds 100000 positions, not 64 sequences of 2048" in caplog.text
+
+
+def test_explicit_lengths_size_the_cache_for_full_sequences(long_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    engine = load_engine(long_model, max_sequences=3, max_model_len=5_000)
+    assert engine.slots.extents.columns == 3 * 5_000
+    assert "max_model_len 5000 (as set; the model has 40960)" in caplog.text
+
+
+@pytest.mark.parametrize("option", ["kv_memory", "memory_budget", None])
+def test_memory_limits_the_default_length(
+    long_model: Path, option: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    whole = load_engine(long_model, max_sequences=1)
+    others, kv = whole.footprint.weights + whole.footprint.activations, whole.footprint.kv // 40_960 * 10_000
+    if option is None:
+        free = SimpleNamespace(available=int(kv / memory.CPU_SHARE) + 1)
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    options = {"kv_memory": {"kv_memory": kv}, "memory_budget": {"memory_budget": others + kv}, None: {}}[option]
+    engine = load_engine(long_model, max_sequences=2, **options)
+    assert engine.max_model_len == engine.info().max_model_len == 9_728  # whole steps
+    assert 9_728 <= engine.slots.extents.columns <= 10_000
+    assert "max_model_len 9728 (the model has 40960; limited by KV memory)" in caplog.text
+    slot = engine.slots.take(("test", 1))
+    assert slot is not None
+    assert slot.capacity == 9_728
+
+
 def test_default_kv_memory_respects_container_limits(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,3 +35,8 @@ def test_invalid_options_are_refused(changes: dict[str, Any], message: str) -> N
 def test_memory_units_and_deprecated_aliases_are_accepted() -> None:
     options = EngineOptions(model="m", kv_memory="2MiB", lean=False, max_forward_tokens=64)
     assert (options.kv_memory, options.fused, options.max_num_batched_tokens) == (2 * 2**20, False, 64)
+
+
+def test_default_caches_are_sized_for_ordinary_sequences() -> None:
+    assert [EngineOptions(model="m").expected_positions(device) for device in ("cpu", "cuda")] == [2048, 4096]
+    assert EngineOptions(model="m", max_model_len=100).expected_positions("cpu") is None

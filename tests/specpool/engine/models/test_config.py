@@ -82,6 +82,7 @@ LONGROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [4.0] * 8,
 }
+LONGROPE_4096 = {**LONGROPE, "original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(
@@ -102,11 +103,13 @@ def test_partly_supported_models_need_a_lower_max_model_len(tmp_path: Path, conf
     ("config", "option", "limit", "expected"),
     [
         (tiny_config(max_position_embeddings=100), None, 100, 100),
-        (tiny_config(max_position_embeddings=9_999), None, 9_999, 4096),
+        (tiny_config(max_position_embeddings=40_960), None, 40_960, 40_960),
         (tiny_config(max_position_embeddings=9_999), 5_000, 9_999, 5_000),
         (small_config("qwen2", sliding_window=64, use_sliding_window=False), None, MAX_MODEL_LEN, MAX_MODEL_LEN),
+        (small_config("mistral", sliding_window=5_000, max_position_embeddings=9_999), None, 9_999, 5_000),
+        (tiny_config(rope_parameters=LONGROPE_4096, max_position_embeddings=9_999), None, 9_999, 4096),
     ],
-    ids=["short", "long", "option", "no window"],
+    ids=["short", "long", "option", "no window", "window", "longrope"],
 )
 def test_max_model_len_defaults_to_the_models_limit(
     tmp_path: Path, config: PreTrainedConfig, option: int | None, limit: int, expected: int

@@ -16,6 +16,7 @@ from specpool.engine.passes.fused import FAMILIES, FusedModel, is_fusable
 from specpool.engine.passes.linear import can_prepack
 from specpool.engine.passes.native.model import NativeModel
 from specpool.engine.passes.native.panels import BFLOAT16
+from specpool.engine.passes.rotary import BLOCK, RotaryTables
 from specpool.engine.run.engine import Engine
 
 THETA = {"rope_theta": 10_000.0}
@@ -134,8 +135,20 @@ def test_no_weight_is_stored_twice(tmp_path: Path, dtype: str, native: bool, tie
 
 
 def test_the_rotary_tables_grow_with_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.engine.passes.rotary.FIRST_POSITIONS", 16)
+    monkeypatch.setattr("specpool.engine.passes.rotary.BLOCK", 16)
     folder = save_random(tmp_path, "qwen3", {})
     grown, library = load_engine(folder), load_engine(folder, fused=False)
     torch.testing.assert_close(logits_of(grown), logits_of(library), atol=2e-5, rtol=1e-4)
     assert rows_that_differ(grown) == 0
+
+
+def test_the_bits_of_a_rotary_position_do_not_depend_on_the_longest_sequence(tmp_path: Path) -> None:
+    rotary = AutoModelForCausalLM.from_config(small_config("llama", max_position_embeddings=20_000)).model.rotary_emb
+    gradually, at_once = (RotaryTables(rotary, 16, torch.empty(0)) for _ in range(2))
+    for length in (1, BLOCK + 1, 3 * BLOCK):
+        tables = gradually(length)
+        assert all(len(table) >= length for table in tables)
+    assert all(map(torch.equal, gradually(1), at_once(3 * BLOCK)))
+    positions = torch.tensor([[0, BLOCK - 1, BLOCK, 3 * BLOCK - 1]])
+    cosines, _ = rotary(torch.empty(0), positions)
+    torch.testing.assert_close(at_once(1)[0][positions[0]], cosines[0])

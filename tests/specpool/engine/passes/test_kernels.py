@@ -69,13 +69,18 @@ class Cache:
 
 @each_dtype
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 80), (10, 2, 32), (1, 1, 256)])
-@pytest.mark.parametrize("busy", [attention.BUSY_PROGRAMS, 1], ids=["a program per split", "one for all splits"])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"BUSY_PROGRAMS": 1}, {"MAX_PARTIAL_BYTES": 0}],
+    ids=["a program per split", "one for all splits", "too many splits"],
+)
 def test_attention_is_batch_invariant(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, busy: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = Cache(heads, kv_heads, dim, dtype)
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "BUSY_PROGRAMS", busy)
+        for name, limit in limits.items():
+            patch.setattr(attention, name, limit)
         together = cache.attend([(i, range(end, end + 1)) for i, end in enumerate(ENDS)], ENDS[-1] + 1)
     for sequence, end in enumerate(ENDS):
         assert_near(together[sequence], cache.expected(sequence, end), dtype)
@@ -105,6 +110,15 @@ def test_invisible_positions_do_not_affect_a_row() -> None:
 def test_split_counts_are_powers_of_two() -> None:
     lengths = [1, SPLIT, SPLIT + 1, 2 * SPLIT, 2 * SPLIT + 1, 8 * SPLIT]
     assert [num_splits(length) for length in lengths] == [1, 1, 2, 2, 4, 8]
+
+
+def test_partial_results_stay_small_in_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Qwen3-8B and of Llama-3.1-8B, which have the same heads."""
+    monkeypatch.setattr(attention, "BUSY_PROGRAMS", 512)  # as on a GPU
+    # 256, 4096, 40,960 and 131,072 positions on a GPU
+    lengths = [splits * attention.SPLIT for splits in (1, 16, 160, 512)]
+    sizes = [attention.scratch_bytes(2048, length, 32, 8, 128, 16) for length in lengths]
+    assert sizes[0] == 0 < sizes[1] < sizes[2] == sizes[3] == attention.MAX_PARTIAL_BYTES
 
 
 # --- GEMM

@@ -1,0 +1,108 @@
+"""The target's answers for a plan, and how much of them a draft predicts."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from coordinator.prompts.chat_reader import read_chat
+from coordinator.prompts.tokenizer import TargetTokenizer
+from specpool.client import make_request
+from specpool.client.prompts import PromptLine
+from specpool.engine.cache.spans import Span
+from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.run.engine import Engine
+from specpool.planning.progress import Phases
+from specpool.protocol.tokenizer import TokenizerFiles
+
+# Measured at least, even if that takes longer.
+MIN_TOKENS, MIN_ANSWERS = 8, 4
+
+
+class PromptError(ValueError):
+    """The target cannot answer a prompt; the message says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt and the target's greedy answer, including the end-of-sequence token."""
+
+    prompt: list[int]
+    token_ids: list[int]
+
+
+def encode_prompts(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> list[list[int]]:
+    """Token ids of the prompts, encoded as the coordinator does."""
+    tokenizer = TargetTokenizer(TokenizerFiles(**asdict(engine.loaded.tokenizer)))
+    limit = engine.max_model_len - max_tokens
+    prompts = []
+    for line in lines:
+        if isinstance(line.prompt, str):
+            tokens = tokenizer.encode_text(line.prompt)
+        else:
+            tokens = tokenizer.encode_chat(read_chat(make_request(line.prompt, **line.options).chat))
+        if not 0 < len(tokens) <= limit:
+            raise PromptError(
+                f"prompt {line.id!r} has {len(tokens)} tokens; the limit is {limit}, with {max_tokens} more to generate"
+            )
+        prompts.append(tokens)
+    return prompts
+
+
+@torch.inference_mode()
+def write_answers(
+    engine: Engine, prompts: Sequence[list[int]], max_tokens: int, seconds: float, phases: Phases
+) -> list[Answer]:
+    """Greedy answers to all prompts, in one batch. After `seconds`, they end with MIN_TOKENS or more."""
+    slots = [engine.slots.take(("plan", i), len(prompt) + max_tokens) for i, prompt in enumerate(prompts)]
+    answers = [Answer(prompt, []) for prompt in prompts]
+    spans = [Span(slot.index, 0, prompt, 1) for slot, prompt in zip(slots, prompts, strict=True) if slot is not None]
+    if len(spans) < len(prompts):
+        raise PromptError(f"the KV cache can hold {len(spans)} of {len(prompts)} prompts at a time")
+    unfinished, deadline = list(zip(answers, spans, strict=True)), time.monotonic() + seconds
+    with phases.phase(f"answering {len(prompts)} prompts", max_tokens) as report:
+        for count in range(max_tokens):
+            if not unfinished or (count >= MIN_TOKENS and time.monotonic() > deadline):
+                break
+            report(f"{count} tokens")
+            chosen = _choices(engine, [span for _, span in unfinished])
+            for (answer, _), token in zip(unfinished, chosen, strict=True):
+                answer.token_ids.append(token)
+            unfinished = [
+                (answer, Span(span.slot, span.end, answer.token_ids[-1:], 1))
+                for answer, span in unfinished
+                if answer.token_ids[-1] not in engine.loaded.tokenizer.eos_token_ids
+            ]
+    return answers
+
+
+@torch.inference_mode()
+def agreement(engine: Engine, answers: Sequence[Answer], seconds: float, phases: Phases) -> list[list[bool]]:
+    """Whether the draft predicts each token of each answer, given all tokens before it. One pass per answer.
+
+    After `seconds`, it ends with MIN_ANSWERS or more.
+    """
+    slot = engine.slots.take(("plan", 0))
+    assert slot is not None  # there is always space for one
+    agreed: list[list[bool]] = []
+    deadline = time.monotonic() + seconds
+    with phases.phase("comparing its predictions with the answers", len(answers)) as report:
+        for answer in answers:
+            if len(agreed) >= MIN_ANSWERS and time.monotonic() > deadline:
+                break
+            report(f"{len(agreed)} answers")
+            context = (answer.prompt + answer.token_ids)[:-1]
+            if len(context) > engine.max_model_len:
+                raise UnsupportedModelError(
+                    f"an answer has {len(context)} tokens, more than the draft's {engine.max_model_len} positions"
+                )
+            chosen = _choices(engine, [Span(slot.index, 0, context, len(answer.token_ids))])
+            agreed.append([draft == target for draft, target in zip(chosen, answer.token_ids, strict=True)])
+    return agreed
+
+
+def _choices(engine: Engine, spans: Sequence[Span]) -> list[int]:
+    """The most probable token at each requested position."""
+    chosen: list[int] = engine.token_ids(engine.forward(spans).argmax(-1)).tolist()
+    return chosen
