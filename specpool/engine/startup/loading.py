@@ -50,7 +50,9 @@ def load_engine(options: EngineOptions, exact: bool, startup_cache: bool = False
         engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")
     for note in engine.notes:
         log.warning("%s: %s", engine.loaded.name, note)
-    log.info("ready: %s", engine.info())
+    info = engine.info()
+    log.info("ready: %s", info.summary)
+    log.debug("ready: %s", info)
     return engine
 
 
