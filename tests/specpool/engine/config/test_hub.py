@@ -28,7 +28,7 @@ class Hub(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.requests.append(self.path)
         content = self.content()
-        code = {"/gated/": "GatedRepo", "/none/": "RepoNotFound", "/resolve/none/": "RevisionNotFound"}
+        code = {"/gated/": "GatedRepo", "/absent/": "RepoNotFound", "/resolve/none/": "RevisionNotFound"}
         error = next((name for part, name in code.items() if part in self.path), "")
         if "/broken/" in self.path:
             self.send_response(500)
@@ -116,13 +116,13 @@ def refusal(model: str, revision: str | None = None) -> str:
 
 def test_a_model_on_the_hub_is_checked_by_its_configuration(requests: list[str]) -> None:
     check_options(EngineOptions(model="some/model", max_model_len=64))
-    with pytest.raises(InvalidOptionError, match="^max-model-len: 65 exceeds the 64 positions of some/model$"):
+    with pytest.raises(InvalidOptionError, match=r"^max-model-len: 65 exceeds the 64 positions of some/model$"):
         check_options(EngineOptions(model="some/model", max_model_len=65))
     assert {path for path in requests if not path.startswith("/api/")} == {"/some/model/resolve/main/config.json"}
 
 
 def test_models_that_the_hub_does_not_serve_are_refused_by_their_reason(requests: list[str]) -> None:
-    assert "nor a public model at 127.0.0.1:" in refusal("none/model")
+    assert "nor a public model at 127.0.0.1:" in refusal("absent/model")
     assert "is gated: accept its terms at 127.0.0.1:" in refusal("gated/model")
     assert refusal("some/model", "none").startswith("some/model has no revision none at 127.0.0.1:")
     assert len(requests) == 3
@@ -157,5 +157,5 @@ def test_cached_tokenizers_are_compared(tmp_path: Path) -> None:
     target, draft, other, unknown = (EngineOptions(model=f"a/{name}") for name in ("target", "draft", "other", "none"))
     check_same_tokenizer(target, draft)
     check_same_tokenizer(target, unknown)
-    with pytest.raises(InvalidOptionError, match="^draft: a/other has another tokenizer than the target a/target$"):
+    with pytest.raises(InvalidOptionError, match=r"^draft: a/other has another tokenizer than the target a/target$"):
         check_same_tokenizer(target, other)

@@ -109,15 +109,15 @@ def test_sizes_beyond_the_model_or_the_memory_are_refused(tmp_path: Path) -> Non
 
 
 def test_options_have_the_names_of_the_command(tmp_path: Path) -> None:
-    names = {"model": "target", "device": "target_device"}
-    for options, name in (
-        ({"device": "tpu"}, "target-device"),
-        ({}, "target"),
-        ({"max_model_len": 99}, "max-model-len"),
-    ):
-        model = model_folder(tmp_path) if "max_model_len" in options else "/nowhere"
+    names, model = {"model": "target", "device": "target_device"}, model_folder(tmp_path)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": "/nowhere"}, "target"),
+        ({"model": model, "device": "tpu"}, "target-device"),
+        ({"model": model, "max_model_len": 99}, "max-model-len"),
+    ]
+    for options, name in wrong:
         with pytest.raises(InvalidOptionError, match=f"^{name}: "):
-            check_options(EngineOptions(model=model, **options), names)  # type: ignore[arg-type]
+            check_options(EngineOptions(**options), names)
 
 
 # --- Devices
