@@ -6,6 +6,7 @@ import logging
 import sys
 
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.prompts import templates
 from coordinator.serving.coordinator import Coordinator
 from coordinator.serving.intake import Intake
 from coordinator.serving.service import GenerationServicer
@@ -50,6 +51,7 @@ class CoordinatorServer:
     async def start(self) -> int:
         """Listen and connect to the workers. Return the port."""
         port = await self.server.start()
+        asyncio.get_running_loop().run_in_executor(None, templates.import_library)
         self._running = asyncio.create_task(self.coordinator.run())
         self._running.add_done_callback(lambda _: self.server.stop(drain=False))  # it can no longer serve calls
         return port

@@ -5,6 +5,7 @@ torch and transformers take seconds to import, so they are imported on the model
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,14 +34,15 @@ class DraftWorkerSettings(WorkerSettings, EngineOptions):
     port: int = Field(50052, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
 
 
-def load_proposer(settings: DraftWorkerSettings) -> Proposer:
-    """Build the backend. Runs on the model thread."""
-    with importing():
+def load_proposer(settings: DraftWorkerSettings, report: Callable[[str], None]) -> Proposer:
+    """Build the backend, and report the phases. Runs on the model thread."""
+    with importing(report):
         from draft_worker.proposer import Proposer
         from specpool.engine.startup.loading import load_engine
 
     # A draft may depend on its batch: verification decides.
-    return Proposer(load_engine(EngineOptions.of(settings), exact=False, startup_cache=settings.startup_cache))
+    engine = load_engine(EngineOptions.of(settings), exact=False, startup_cache=settings.startup_cache, report=report)
+    return Proposer(engine)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ torch and transformers take seconds to import, so they are imported on the model
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,13 +34,14 @@ class TargetWorkerSettings(WorkerSettings, EngineOptions):
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0 lets the system choose")
 
 
-def load_verifier(settings: TargetWorkerSettings) -> Verifier:
-    """Build the backend. Runs on the model thread."""
-    with importing():
+def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None]) -> Verifier:
+    """Build the backend, and report the phases. Runs on the model thread."""
+    with importing(report):
         from specpool.engine.startup.loading import load_engine
         from target_worker.verifier import Verifier
 
-    return Verifier(load_engine(EngineOptions.of(settings), exact=True, startup_cache=settings.startup_cache))
+    engine = load_engine(EngineOptions.of(settings), exact=True, startup_cache=settings.startup_cache, report=report)
+    return Verifier(engine)
 
 
 def main() -> None:

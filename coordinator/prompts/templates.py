@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from transformers.utils.chat_template_utils import _compile_jinja_template
-
 # CPU seconds of a template on its thread. Time that a busy machine spends elsewhere does not count.
 MAX_SECONDS = 3.0
 # Traced lines between two checks of the clock.
@@ -52,8 +50,15 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template rejects these messages: {_reason(error)}") from None
 
 
+def import_library() -> None:
+    """Import transformers, which takes most of a second: the server should listen before."""
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+
 def _environment() -> Any:
     """Return the sandbox of transformers, with limits on `*` and `**`."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
     environment = _compile_jinja_template("").environment.overlay()
     environment.intercepted_binops = frozenset({"*", "**"})
     environment.binop_table = {**environment.binop_table, "*": _product, "**": _power}

@@ -47,11 +47,11 @@ class DraftLink(WorkerLink):
     def _make_backoff(self) -> Backoff:
         return Backoff(link.PROBE_SECONDS, 2 * link.PROBE_SECONDS, MAX_BACKOFF_SECONDS, RESET_AFTER)
 
-    async def _probe(self) -> None:
+    async def _read_description(self) -> None:
         if self._target.info is None:
             self._set_state(LinkState.CONNECTING, "waiting for the target")
             await self._target.wait_ready()  # then read a fresh description
-        await super()._probe()
+        await super()._read_description()
 
     async def _check(self, info: common_pb2.ModelInfo) -> None:
         target = self._target.info

@@ -40,9 +40,11 @@ class LinkState(StrEnum):
     """State of a link, with its name in the public API."""
 
     CONNECTING = "connecting"
+    LOADING = "loading"
     READY = "ready"
     BACKOFF = "resting"
     REFUSED = "refused"
+    FAILED = "failed"
 
 
 class WorkerLink:
@@ -242,7 +244,8 @@ class WorkerLink:
         except MismatchError as error:
             self._refuse(error)
         except grpc.aio.AioRpcError as error:
-            self._set_state(LinkState.CONNECTING, status_text(error))
+            if self.state is not LinkState.FAILED:  # keep the reason of a worker that has exited
+                self._set_state(LinkState.CONNECTING, status_text(error))
             self._rounds.abort()  # a worker that fails a probe will not answer a round
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # the connection may be a black hole
                 self._reconnect(None)
@@ -255,11 +258,27 @@ class WorkerLink:
     async def _check_health(self) -> None:
         health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_SECONDS)
         if decoded(health, "health").status != health_pb2.HealthCheckResponse.SERVING:
-            self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
+            await self._follow_startup()
         elif not self.is_ready:
             await self._read_description()
         if self.is_ready and self._releases.are_due:
             await self._releases.send()
+
+    async def _follow_startup(self) -> None:
+        """Show the phases of the worker's startup until it ends. A hanging or draining worker has none."""
+        startup: common_pb2.WatchStartupResponse | None = None
+        try:
+            async for response in self._stub.WatchStartup(common_pb2.WatchStartupRequest()):
+                startup = decoded(response, "startup")
+                state = LinkState.FAILED if startup.failure else LinkState.LOADING
+                self._set_state(state, shortened(startup.failure or startup.phase))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:  # an earlier version
+                raise
+        if startup is None:
+            self._set_state(LinkState.CONNECTING, "the worker is up but not serving yet")
+        elif not startup.failure:  # it serves now
+            self._probe_now.set()
 
     async def _read_description(self) -> None:
         """Read the worker's description and set the link ready."""
@@ -289,7 +308,8 @@ class WorkerLink:
 
     def _set_state(self, state: LinkState, reason: str) -> None:
         if (state, reason) != (self.state, self.reason):
-            level = logging.INFO if state is LinkState.READY else logging.WARNING
+            levels = {LinkState.READY: logging.INFO, LinkState.LOADING: logging.DEBUG}  # workers log their phases
+            level = levels.get(state, logging.WARNING)
             because = f": {reason}" if reason else ""
             log.log(level, "%s at %s is %s%s", type(self).__name__, self.address, state, because)
         changed = state is not self.state

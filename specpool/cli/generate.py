@@ -1,7 +1,6 @@
 """`specpool generate`: streams the answer to one prompt, or answers a file of prompts concurrently."""
 
 import asyncio
-import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -16,11 +15,10 @@ from rich.console import Console
 from rich.progress import track
 
 from coordinator.scheduling.sequence import DraftMethod
-from specpool.cli.processes import PROBE_SECONDS, is_serving
-from specpool.client import AsyncClient, DivergedError, GenerateOptions
+from specpool.cli.waiting import shown
+from specpool.client import AsyncClient, DivergedError, GenerateOptions, NotReadyError
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
 from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
-from specpool.rpc.security.channel import Connector
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
@@ -55,7 +53,11 @@ class GenerateSettings(Settings, ClientSecurity):
     ignore_eos: bool | None = Field(None, description="continue after the end-of-sequence token")
     concurrency: int = Field(8, ge=1, description="requests in flight")
     timeout_seconds: Seconds | None = Field(None, gt=0, description="deadline of each request")
-    wait_seconds: Seconds = Field(60.0, ge=0, description="how long to wait for a server to start; 0: not at all")
+    wait_seconds: Seconds = Field(
+        60.0,
+        ge=0,
+        description="how long to wait for a server to start, not counting the time that it is loading; 0: never",
+    )
     retry_seconds: Seconds = Field(0.0, ge=0, description="how long to retry requests while the server is unavailable")
     json_lines: bool = Field(False, alias="json", description="print one JSON object per prompt, in input order")
 
@@ -138,23 +140,18 @@ def _options(settings: GenerateSettings) -> dict[str, Any]:
 
 
 async def _generate(settings: GenerateSettings, lines: list[PromptLine]) -> int:
-    if settings.wait_seconds:
-        await _wait_serving(Connector(settings.address, **settings.security), settings.wait_seconds)
     async with AsyncClient(settings.address, settings.retry_seconds, **settings.security) as client:
+        if settings.wait_seconds:
+            try:
+                with shown(f"specpool generate: waiting for {settings.address}") as show:
+                    await client.wait_ready(settings.wait_seconds, show)
+            except (grpc.aio.AioRpcError, NotReadyError) as error:
+                reason = str(error) if isinstance(error, NotReadyError) else status_line(error)
+                print(f"specpool generate: {reason}", file=sys.stderr)
+                return 1
         if settings.prompts is None and not settings.json_lines:
             return await _stream_one(client, settings, lines[0])
         return await _print_all(client, settings, lines)
-
-
-async def _wait_serving(connector: Connector, seconds: float) -> None:
-    """Wait until the server is serving. Ignore a timeout or error here: the request will report the problem."""
-    with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
-        async with asyncio.timeout(seconds), connector.open() as channel:
-            if await is_serving(channel):
-                return
-            print(f"specpool generate: waiting for {connector.address}", file=sys.stderr)
-            while not await is_serving(channel):  # noqa: ASYNC110 - the state of another process
-                await asyncio.sleep(PROBE_SECONDS)
 
 
 async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: PromptLine) -> int:

@@ -110,7 +110,7 @@ async def start_module(module: str, *arguments: str, **options: Any) -> asyncio.
 
 
 async def end(process: asyncio.subprocess.Process, timeout_seconds: float) -> None:
-    """Terminate the process; kill it after the timeout, or if we are cancelled."""
+    """Terminate the process; kill it after the timeout, or if we are cancelled. Kill what it leaves behind."""
     if process.returncode is not None:
         return
     process.terminate()
@@ -118,7 +118,10 @@ async def end(process: asyncio.subprocess.Process, timeout_seconds: float) -> No
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), timeout_seconds)
     finally:
-        await kill([process])
+        # A worker that is stopped while it loads cannot stop a download.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 async def kill(processes: list[asyncio.subprocess.Process]) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, dataclass
 
@@ -19,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from specpool.cli.top_view import Activity, Plan, Pool, View, Worker, view_of
+from specpool.cli.waiting import clean, shown
 from specpool.client import AsyncClient
 from specpool.rpc.config.settings import Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
@@ -27,6 +29,7 @@ from specpool.v1 import generation_pb2 as pb
 
 # The server queries its workers before it answers, and they may be busy.
 TIMEOUT_SECONDS = 10.0
+NOT_LISTENING = "UNAVAILABLE"
 WIDE_COLUMNS = 100
 """Minimum terminal width for two columns of panels."""
 MAX_SHARES = 8
@@ -42,6 +45,9 @@ class TopSettings(Settings, ClientSecurity):
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between updates")
     once: bool = Field(
         False, description="print one view over one interval and exit; the default if the output is not a terminal"
+    )
+    wait_seconds: Seconds = Field(
+        60.0, ge=0, description="how long to wait for the first answer of a server before a single view; 0: not at all"
     )
     json_object: bool = Field(False, alias="json", description="print one view as a JSON object")
 
@@ -68,8 +74,13 @@ async def _show(settings: TopSettings, console: Console) -> int:
 
 
 async def _print_once(settings: TopSettings, console: Console) -> int:
+    waiting_until = time.monotonic() + settings.wait_seconds
     async with contextlib.aclosing(_views(settings)) as views:
         view = await anext(views)
+        with shown(f"specpool top: waiting for {settings.address}") as show:
+            while isinstance(view, str) and view.startswith(NOT_LISTENING) and time.monotonic() < waiting_until:
+                show("no answer")
+                view = await anext(views)
         if isinstance(view, View):  # rates need a second state
             view = await anext(views)
     if isinstance(view, str):
@@ -131,11 +142,6 @@ def failure_panel(address: str, reason: str) -> Panel:
     """Replace the view if a call fails."""
     text = Text(f"{clean(reason)}\n\nRetrying. Ctrl-C ends.")
     return Panel(text, title=Text(f"No answer from {address}"), border_style="red")
-
-
-def clean(text: str) -> str:
-    """Remove control characters, which could manipulate the terminal."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _panel(title: str, content: RenderableType) -> Panel:

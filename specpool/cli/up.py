@@ -1,7 +1,6 @@
 """`specpool up`: coordinator, draft worker and target worker on this machine, as three processes."""
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -15,18 +14,15 @@ from pydantic import Field, field_validator, model_validator
 from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, PolicyName
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.processes import (
-    KILL_AFTER_SECONDS,
     ProcessFailedError,
     Service,
-    end,
     free_port,
     kill,
     require_torch,
-    start_module,
 )
 from specpool.cli.tls_check import health_check_security
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.models.embedded_pair import existing_pair
+from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import join_address
@@ -130,8 +126,8 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
     watchers: list[asyncio.Task[None]] = []
     stop_signals = _cancel_on_signals()
     try:
-        services += services_of(settings, *await _models(settings))
-        for service in services:
+        services += services_of(settings, *_models(settings))
+        for service in reversed(services):  # the coordinator first: it shows clients how far the workers are
             await service.start()
         await asyncio.gather(*(service.wait_serving() for service in services))
         watchers = [asyncio.create_task(service.keep_running()) for service in services]
@@ -179,23 +175,12 @@ def _cancel_on_signals() -> list[signal.Signals]:
     return numbers
 
 
-async def _models(settings: UpSettings) -> tuple[str, str | None]:
-    """Target and draft. The default is the embedded pair, built on first use."""
+def _models(settings: UpSettings) -> tuple[str, str | None]:
+    """Target and draft. The workers create the embedded pair on first use."""
     draft = None if settings.draft == "none" else settings.draft
     if settings.target is not None:
         return settings.target, draft
-    if (pair := existing_pair()) is not None:
-        return str(pair.target), str(pair.draft) if settings.draft is None else draft
-    # Building the pair needs torch, which this process does not import.
-    build = await start_module("specpool.engine.models.embedded_pair", stdout=asyncio.subprocess.PIPE)
-    try:
-        output, _ = await build.communicate()
-    finally:
-        await end(build, KILL_AFTER_SECONDS)
-    if build.returncode != 0:
-        raise ProcessFailedError("cannot build the embedded pair")
-    folders = json.loads(output)
-    return folders["target"], folders["draft"] if settings.draft is None else draft
+    return EMBEDDED_TARGET, EMBEDDED_DRAFT if settings.draft is None else draft
 
 
 def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Service]:

@@ -10,6 +10,7 @@ from typing import Self, Unpack
 import grpc
 
 from specpool.client.connections import Connected
+from specpool.client.readiness import POLL_SECONDS, ProgressCallback, Readiness
 from specpool.client.requests import GenerateOptions, Prompt, make_request
 from specpool.client.retries import Replay, Retries
 from specpool.rpc.security.channel import Connector
@@ -50,6 +51,24 @@ class AsyncClient(Connected[grpc.aio.Channel]):
     ) -> None:
         for connection in self._connections:
             await connection.channel.close(None)
+
+    async def wait_ready(self, timeout_seconds: float = 60.0, on_progress: ProgressCallback | None = None) -> None:
+        """Wait until the server can generate, for as long as it says that its model is loading.
+
+        `timeout_seconds`: maximum time without such a sign of life. `on_progress`: called with each new phase, such as
+        "loading weights". NotReadyError: the server cannot start, or was not ready in time. If it never answers, the
+        error of the last call is raised.
+        """
+        readiness = Readiness(timeout_seconds, on_progress)
+        while True:
+            try:
+                async with self._stub() as stub:
+                    info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=readiness.answer_seconds)
+                if readiness.is_ready(info):
+                    return
+            except grpc.aio.AioRpcError as error:
+                readiness.unanswered(error)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def generate(
         self, prompt: Prompt, *, timeout_seconds: float | None = None, **options: Unpack[GenerateOptions]

@@ -69,6 +69,8 @@ class FakeWorker:
         """Loses all caches, like a restart, every `forget_every` rounds. 0: never."""
         self.fail_next: list[grpc.StatusCode] = []
         """Status codes with which the worker ends the next rounds."""
+        self.loading = False
+        """Whether health checks report NOT_SERVING from the next start on, until `loaded` is called."""
         self.instance_id = uuid.uuid4().hex
         """Id of the process; new after each start."""
         self._server: grpc.aio.Server | None = None
@@ -80,10 +82,16 @@ class FakeWorker:
         self._server = grpc.aio.server(interceptors=self._interceptors, options=[("grpc.so_reuseport", 0)])
         self._register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        status = health_pb2.HealthCheckResponse
+        await self._health.set("", status.NOT_SERVING if self.loading else status.SERVING)
         port = self._server.add_insecure_port(address)
         await self._server.start()
         return f"127.0.0.1:{port}"
+
+    async def loaded(self) -> None:
+        """End the loading: health checks report SERVING."""
+        self.loading = False
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self) -> None:
         """Stop at once, like a killed process, and lose all caches."""
@@ -93,6 +101,13 @@ class FakeWorker:
 
     def _register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
+
+    async def WatchStartup(
+        self, request: common_pb2.WatchStartupRequest, context: Any
+    ) -> AsyncIterator[common_pb2.WatchStartupResponse]:
+        """End at once: the fake has no phases."""
+        return
+        yield
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> common_pb2.GetWorkerInfoResponse:
         """Describes the fake."""

@@ -183,6 +183,18 @@ class GetWorkerInfoResponse(_message.Message):
     instance_id: str
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
+class WatchStartupRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchStartupResponse(_message.Message):
+    __slots__ = ("phase", "failure")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    failure: str
+    def __init__(self, phase: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
+
 class ReleaseRequest(_message.Message):
     __slots__ = ("coordinator_id", "sequence_ids")
     COORDINATOR_ID_FIELD_NUMBER: _ClassVar[int]

@@ -56,6 +56,11 @@ class DraftWorkerServiceStub:
                 request_serializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.SerializeToString,
                 response_deserializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.FromString,
                 _registered_method=True)
+        self.WatchStartup = channel.unary_stream(
+                '/specpool.v1.DraftWorkerService/WatchStartup',
+                request_serializer=specpool_dot_v1_dot_common__pb2.WatchStartupRequest.SerializeToString,
+                response_deserializer=specpool_dot_v1_dot_common__pb2.WatchStartupResponse.FromString,
+                _registered_method=True)
 
 
 class DraftWorkerServiceServicer:
@@ -97,6 +102,14 @@ class DraftWorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchStartup(self, request, context):
+        """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftWorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -119,6 +132,11 @@ def add_DraftWorkerServiceServicer_to_server(servicer, server):
                     servicer.GetWorkerInfo,
                     request_deserializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.FromString,
                     response_serializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.SerializeToString,
+            ),
+            'WatchStartup': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStartup,
+                    request_deserializer=specpool_dot_v1_dot_common__pb2.WatchStartupRequest.FromString,
+                    response_serializer=specpool_dot_v1_dot_common__pb2.WatchStartupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -230,6 +248,33 @@ class DraftWorkerService:
             '/specpool.v1.DraftWorkerService/GetWorkerInfo',
             specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.SerializeToString,
             specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStartup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/specpool.v1.DraftWorkerService/WatchStartup',
+            specpool_dot_v1_dot_common__pb2.WatchStartupRequest.SerializeToString,
+            specpool_dot_v1_dot_common__pb2.WatchStartupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,10 @@ class DraftWorkerServiceStub:
     """Returns the worker's model, load and step costs.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
+    WatchStartup: _grpc.UnaryStreamMultiCallable[_common_pb2.WatchStartupRequest, _common_pb2.WatchStartupResponse]
+    """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
 
 @_typing.type_check_only
 class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
@@ -76,6 +80,10 @@ class DraftWorkerServiceAsyncStub(DraftWorkerServiceStub):
     """
     GetWorkerInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetWorkerInfoRequest, _common_pb2.GetWorkerInfoResponse]  # type: ignore[assignment]
     """Returns the worker's model, load and step costs.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    WatchStartup: _aio.UnaryStreamMultiCallable[_common_pb2.WatchStartupRequest, _common_pb2.WatchStartupResponse]  # type: ignore[assignment]
+    """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
 
@@ -122,6 +130,16 @@ class DraftWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.GetWorkerInfoResponse, _abc.Awaitable[_common_pb2.GetWorkerInfoResponse]]:
         """Returns the worker's model, load and step costs.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def WatchStartup(
+        self,
+        request: _common_pb2.WatchStartupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_common_pb2.WatchStartupResponse], _abc.AsyncIterator[_common_pb2.WatchStartupResponse]]:
+        """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 

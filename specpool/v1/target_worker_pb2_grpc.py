@@ -56,6 +56,11 @@ class TargetWorkerServiceStub:
                 request_serializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.SerializeToString,
                 response_deserializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.FromString,
                 _registered_method=True)
+        self.WatchStartup = channel.unary_stream(
+                '/specpool.v1.TargetWorkerService/WatchStartup',
+                request_serializer=specpool_dot_v1_dot_common__pb2.WatchStartupRequest.SerializeToString,
+                response_deserializer=specpool_dot_v1_dot_common__pb2.WatchStartupResponse.FromString,
+                _registered_method=True)
         self.GetTokenizer = channel.unary_unary(
                 '/specpool.v1.TargetWorkerService/GetTokenizer',
                 request_serializer=specpool_dot_v1_dot_target__worker__pb2.GetTokenizerRequest.SerializeToString,
@@ -103,6 +108,14 @@ class TargetWorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchStartup(self, request, context):
+        """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTokenizer(self, request, context):
         """Returns the target's tokenizer, so that coordinators need no model files.
         """
@@ -132,6 +145,11 @@ def add_TargetWorkerServiceServicer_to_server(servicer, server):
                     servicer.GetWorkerInfo,
                     request_deserializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.FromString,
                     response_serializer=specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.SerializeToString,
+            ),
+            'WatchStartup': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStartup,
+                    request_deserializer=specpool_dot_v1_dot_common__pb2.WatchStartupRequest.FromString,
+                    response_serializer=specpool_dot_v1_dot_common__pb2.WatchStartupResponse.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTokenizer,
@@ -248,6 +266,33 @@ class TargetWorkerService:
             '/specpool.v1.TargetWorkerService/GetWorkerInfo',
             specpool_dot_v1_dot_common__pb2.GetWorkerInfoRequest.SerializeToString,
             specpool_dot_v1_dot_common__pb2.GetWorkerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStartup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/specpool.v1.TargetWorkerService/WatchStartup',
+            specpool_dot_v1_dot_common__pb2.WatchStartupRequest.SerializeToString,
+            specpool_dot_v1_dot_common__pb2.WatchStartupResponse.FromString,
             options,
             channel_credentials,
             insecure,

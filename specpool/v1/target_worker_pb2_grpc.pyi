@@ -54,6 +54,10 @@ class TargetWorkerServiceStub:
     """Returns the worker's model, load and step costs.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
+    WatchStartup: _grpc.UnaryStreamMultiCallable[_common_pb2.WatchStartupRequest, _common_pb2.WatchStartupResponse]
+    """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_target_worker_pb2.GetTokenizerRequest, _target_worker_pb2.GetTokenizerResponse]
     """Returns the target's tokenizer, so that coordinators need no model files."""
 
@@ -80,6 +84,10 @@ class TargetWorkerServiceAsyncStub(TargetWorkerServiceStub):
     """
     GetWorkerInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetWorkerInfoRequest, _common_pb2.GetWorkerInfoResponse]  # type: ignore[assignment]
     """Returns the worker's model, load and step costs.
+    buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+    """
+    WatchStartup: _aio.UnaryStreamMultiCallable[_common_pb2.WatchStartupRequest, _common_pb2.WatchStartupResponse]  # type: ignore[assignment]
+    """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
     buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
     """
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_target_worker_pb2.GetTokenizerRequest, _target_worker_pb2.GetTokenizerResponse]  # type: ignore[assignment]
@@ -129,6 +137,16 @@ class TargetWorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.GetWorkerInfoResponse, _abc.Awaitable[_common_pb2.GetWorkerInfoResponse]]:
         """Returns the worker's model, load and step costs.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+
+    @_abc_1.abstractmethod
+    def WatchStartup(
+        self,
+        request: _common_pb2.WatchStartupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_common_pb2.WatchStartupResponse], _abc.AsyncIterator[_common_pb2.WatchStartupResponse]]:
+        """Streams the current phase of the startup and every later one. Ends once the worker is ready, has failed or drains.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
 

@@ -13,6 +13,7 @@ from specpool.protocol.errors import UnavailableError
 from specpool.protocol.rounds import RoundLimits
 from specpool.protocol.worker_info import CacheLoad, WorkerInfo
 from specpool.worker.model_thread import ModelThread
+from specpool.worker.startup import Startup
 from specpool.worker.streams import RoundStreams
 from specpool.worker.watchdog import Watchdog
 
@@ -64,9 +65,11 @@ class Backend(Protocol):
 class WorkerHost:
     """Owner of the model thread and the backend on it."""
 
-    def __init__(self, load: Callable[[], Backend]) -> None:
+    def __init__(self, load: Callable[[Callable[[str], None]], Backend]) -> None:
+        """`load`: builds the backend on the model thread; it gets a function to report its phases."""
         self.instance_id = uuid.uuid4().hex
         """Id of the process; a new one after each start."""
+        self.startup = Startup()
         self.streams = RoundStreams(self._orphan)
         self.rounds = 0
         self.forward_ns = 0
@@ -111,9 +114,15 @@ class WorkerHost:
 
     async def load(self) -> None:
         """Build the backend on the model thread."""
-        backend = await self._thread.run("loading the model", self._load)
-        self._info = await self._thread.run("describing the model", backend.info)
+        report = self.startup.reporter()
+        try:
+            backend = await self._thread.run("loading the model", lambda: self._load(report))
+            self._info = await self._thread.run("describing the model", backend.info)
+        except Exception as error:
+            self.startup.end(failure=str(error) or type(error).__name__)
+            raise
         self._backend = backend
+        self.startup.end()
 
     async def run(self, work: Callable[[Any], T], coordinator_id: str | None = None, name: str = "a call") -> T:
         """Run `work(backend)` on the model thread. `name` describes it if it hangs.
@@ -149,8 +158,10 @@ class WorkerHost:
                 log.warning("freed %d sequences of coordinators silent for %g s", freed, lease_seconds)
 
     def drain(self) -> None:
-        """End all streams of rounds, each after its current round."""
+        """End all streams of rounds, each after its current round, and all watches of the startup."""
         self.streams.drain()
+        if not self.is_loaded:
+            self.startup.end()
 
     def close(self, timeout: float | None = None) -> bool:
         """End the model thread after its current work item; False if that takes longer than `timeout` seconds."""

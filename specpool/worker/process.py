@@ -28,13 +28,13 @@ CLOSE_SECONDS = 5.0
 def run_worker(
     program: str,
     settings: WorkerSettings,
-    load: Callable[[], Backend],
+    load: Callable[[Callable[[str], None]], Backend],
     service: str,
     register: Callable[[Any, Any], None],
     servicer: type[WorkerServicer],
     refusals: tuple[type[Exception], ...],
 ) -> None:
-    """Run a worker until SIGTERM: `load` builds its backend, and `servicer` serves it as `service`.
+    """Run a worker until SIGTERM: `load` builds its backend and reports phases, and `servicer` serves it as `service`.
 
     An error of a type in `refusals` means that the settings are wrong: the process ends with one line and status 2.
     """
@@ -57,12 +57,12 @@ def run_worker(
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Import without garbage collection, and exempt the imported objects from later collections."""
+def importing(report: Callable[[str], None]) -> Iterator[None]:
+    """Import torch without garbage collection, and exempt the imported objects from later collections."""
     if "torch" in sys.modules:
         yield
         return
-    log.info("importing torch and the engine")
+    report("importing torch")
     gc.disable()
     try:
         yield

@@ -64,6 +64,13 @@ class WorkerServicer:
         )
         return pb.ReleaseResponse(released=released)
 
+    async def WatchStartup(
+        self, request: pb.WatchStartupRequest, context: Any
+    ) -> AsyncIterator[pb.WatchStartupResponse]:
+        """Stream the phases of the startup until it ends."""
+        async for phase, failure in self._host.startup.watch():
+            yield pb.WatchStartupResponse(phase=phase, failure=failure)
+
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:
         """Describe the worker. Answers at once, even while a long pass runs."""
         return worker_info_response(replace(self._host.info, instance_id=self._host.instance_id))

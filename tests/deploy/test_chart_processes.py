@@ -139,7 +139,7 @@ def test_gateway_is_alive_but_not_ready_without_coordinators(cells: int) -> None
 def test_worker_without_its_gpu_fails(tiny_pair: tuple[Path, Path]) -> None:
     settings = pod_settings(render(DEFAULTS), "target-worker")
     with pytest.raises(UnsupportedModelError, match=r"^device cuda cannot be used: "):
-        load_verifier(settings.model_copy(update={"model": str(tiny_pair[0]), "revision": None}))
+        load_verifier(settings.model_copy(update={"model": str(tiny_pair[0]), "revision": None}), print)
 
 
 @pytest.mark.parametrize("component", WORKERS)

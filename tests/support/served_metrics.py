@@ -30,7 +30,7 @@ async def scrape_coordinator_and_worker(model: Path) -> tuple[Scrape, Scrape]:
         coordinator = await scrape(port)
     engine = described_as_sharded(load_engine(model))
     forget_all(engine, 1)
-    host = WorkerHost(lambda: Verifier(engine))
+    host = WorkerHost(lambda report: Verifier(engine))
     await host.load()
     registry = CollectorRegistry()
     registry.register(WorkerMetrics("target", host))

@@ -147,7 +147,7 @@ def verify(
 async def serving(role: Role, engine: Engine) -> AsyncIterator[Worker]:
     """A loaded worker with empty slots."""
     forget_all(engine, SLOTS)
-    host = WorkerHost(lambda: role.backend(engine))
+    host = WorkerHost(lambda report: role.backend(engine))
     server = Server(ServerSettings(drain_seconds=0), MAX_ROUND_BYTES)
     server.add(f"specpool.v1.{role.name}", role.register, role.servicer(host))
     port = await server.start()
@@ -190,7 +190,7 @@ class Process:
 
 @asynccontextmanager
 async def worker_process(
-    role: Role, load: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, **changes: Any
+    role: Role, load: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> AsyncIterator[Process]:
     started: asyncio.Future[tuple[Server, int]] = asyncio.get_running_loop().create_future()
     start = Server.start

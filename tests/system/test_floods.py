@@ -196,7 +196,8 @@ class Servicer(WorkerServicer, pb_grpc.DraftWorkerServiceServicer): pass
 
 signals.EXIT_SECONDS = 0.5
 settings = WorkerSettings(port=int(sys.argv[1]), drain_seconds=float(sys.argv[2]))
-run_worker("worker", settings, Backend, "hanging", pb_grpc.add_DraftWorkerServiceServicer_to_server, Servicer, ())
+run_worker("worker", settings, lambda report: Backend(), "hanging",
+           pb_grpc.add_DraftWorkerServiceServicer_to_server, Servicer, ())
 """
 
 

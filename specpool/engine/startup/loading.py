@@ -1,10 +1,12 @@
 """Starts an engine: loads the model, chooses batch-invariant shapes, checks the logits, and times the passes."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 
 from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.embedded_pair import local_model
 from specpool.engine.models.facts import read_facts
 from specpool.engine.models.loading import LoadedModel, load_model
 from specpool.engine.models.weights_fingerprint import weights_fingerprint
@@ -18,7 +20,7 @@ from specpool.engine.startup.library_logits import library_logits, refuse_other_
 from specpool.engine.startup.numerics_fingerprint import logits_digest, numerics_fingerprint
 from specpool.engine.startup.proofs import Proof, measuring_alone, proof_key, read_proof, write_proof
 from specpool.engine.startup.self_test import self_test
-from specpool.engine.startup.sharded import start_sharded_engine
+from specpool.engine.startup.sharded import COMPILING, TESTING, start_sharded_engine
 from specpool.engine.startup.step_times import measure_seconds_per_cached, measure_step_times
 
 log = logging.getLogger(__name__)
@@ -27,24 +29,28 @@ OUTDATED_SHARE = 0.6
 """Measure again if a pass takes less than this share of its stored time: the machine was busy then."""
 
 
-def load_engine(options: EngineOptions, exact: bool, startup_cache: bool = False) -> Engine:
+def load_engine(
+    options: EngineOptions, exact: bool, startup_cache: bool = False, report: Callable[[str], None] = log.info
+) -> Engine:
     """Load a model and prepare it for serving. UnsupportedModelError: the model cannot be served.
 
     `exact`: make every token's logits independent of its batch, and prove it on this device. `startup_cache`: on a
     CPU, reuse the self-test result and step times of an earlier start, and let only one worker measure at a time.
+    `report`: called with each phase, such as "loading weights".
     """
+    options = options.model_copy(update={"model": local_model(options.model, report)})
     if options.tensor_parallel > 1:
-        engine = start_sharded_engine(options, exact)
-        _measure(engine)
+        engine = start_sharded_engine(options, exact, report)
+        _measure(engine, report)
     else:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        loaded = load_model(options)
+        loaded = load_model(options, report=report)
         if startup_cache and loaded.model.device.type == "cpu":
-            engine = _load_cached(loaded, options, exact)
+            engine = _load_cached(loaded, options, exact, report)
         else:
-            engine = start_engine(loaded, options, exact)
-            _measure(engine)
+            engine = start_engine(loaded, options, exact, report)
+            _measure(engine, report)
     captured = engine.forward_pass
     if isinstance(captured, CapturedModel) and captured.capture is None:
         engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")
@@ -56,46 +62,58 @@ def load_engine(options: EngineOptions, exact: bool, startup_cache: bool = False
     return engine
 
 
-def start_engine(loaded: LoadedModel, options: EngineOptions, exact: bool, fingerprint: str = "") -> Engine:
+def start_engine(
+    loaded: LoadedModel,
+    options: EngineOptions,
+    exact: bool,
+    report: Callable[[str], None] = log.info,
+    fingerprint: str = "",
+) -> Engine:
     """Build an engine from a loaded model, whose weights it takes over. Step times are not measured yet.
 
-    `fingerprint`: fingerprint of the loaded weights; empty: compute it.
+    `report`: called with each phase. `fingerprint`: fingerprint of the loaded weights; empty: compute it.
     """
     # The library's model cannot run once a forward pass has taken its weights.
     facts, fingerprint = read_facts(loaded), fingerprint or weights_fingerprint(loaded)
     if exact and facts.device.type == "cuda":
         restrict_cublas()
     expected = library_logits(loaded, facts)
+    report(COMPILING)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), options)
+    if exact:
+        report(TESTING)
     refuse_other_logits(engine, expected)
     engine.bitwise = exact and tiles is not None and self_test(engine)
     engine.weights_fingerprint, engine.numerics_fingerprint = fingerprint, numerics_fingerprint(engine)
     return engine
 
 
-def _load_cached(loaded: LoadedModel, options: EngineOptions, exact: bool) -> Engine:
+def _load_cached(loaded: LoadedModel, options: EngineOptions, exact: bool, report: Callable[[str], None]) -> Engine:
     """Start an engine on a CPU, from the proof of an earlier start if it is still valid."""
     fingerprint = weights_fingerprint(loaded)
     key = proof_key(loaded, options, exact, fingerprint)
     proof = read_proof(key)
     if proof is not None:
-        engine = _resume(loaded, options, exact, proof)
+        engine = _resume(loaded, options, exact, proof, report)
         if engine is not None:
             engine.weights_fingerprint = fingerprint
             return engine
         log.info("the stored proof does not match; running the self-test again")
-        loaded = load_model(options)  # the discarded pass has taken the weights
+        loaded = load_model(options, report=report)  # the discarded pass has taken the weights
         fingerprint = ""  # the files may have changed
-    with measuring_alone():
-        engine = start_engine(loaded, options, exact, fingerprint)
-        _measure(engine)
+    with measuring_alone(report):
+        engine = start_engine(loaded, options, exact, report, fingerprint)
+        _measure(engine, report)
     _store_proof(engine, key, exact)
     return engine
 
 
-def _resume(loaded: LoadedModel, options: EngineOptions, exact: bool, proof: Proof) -> Engine | None:
+def _resume(
+    loaded: LoadedModel, options: EngineOptions, exact: bool, proof: Proof, report: Callable[[str], None]
+) -> Engine | None:
     """Build the engine and check it against `proof`; None if its compiled pass or its logits differ."""
+    report(COMPILING)
     facts = read_facts(loaded)
     forward_pass, tiles = build_exact_pass(loaded, facts, options, exact)
     if not isinstance(forward_pass, NativeModel) or forward_pass.library_digest != proof.library:
@@ -107,8 +125,8 @@ def _resume(loaded: LoadedModel, options: EngineOptions, exact: bool, proof: Pro
     engine.numerics_fingerprint = proof.logits if proof.bitwise else ""
     engine.step_seconds, engine.seconds_per_cached = proof.step_seconds, proof.seconds_per_cached
     if proof.step_seconds and measure_step_times(engine, [1])[1] < OUTDATED_SHARE * proof.step_seconds[1]:
-        with measuring_alone():
-            _measure(engine)
+        with measuring_alone(report):
+            _measure(engine, report)
         _store_proof(engine, proof.key, exact)
     log.info("reusing the self-test result and step times of an earlier start")
     return engine
@@ -130,7 +148,8 @@ def _store_proof(engine: Engine, key: str, exact: bool) -> None:
     )
 
 
-def _measure(engine: Engine) -> None:
+def _measure(engine: Engine, report: Callable[[str], None]) -> None:
     if not engine.layout.spare_columns:  # a padded layout also moves columns, so times vary
+        report("measuring step times")
         engine.step_seconds = measure_step_times(engine)
         engine.seconds_per_cached = measure_seconds_per_cached(engine)

@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -85,13 +85,16 @@ def write_proof(proof: Proof) -> None:
 
 
 @contextmanager
-def measuring_alone() -> Iterator[None]:
-    """Wait up to LOCK_SECONDS while another worker on this machine measures: concurrent measurements run too slowly."""
+def measuring_alone(report: Callable[[str], None] = log.info) -> Iterator[None]:
+    """Wait up to LOCK_SECONDS while another worker on this machine measures: concurrent measurements run too slowly.
+
+    `report`: called before a wait.
+    """
     path, file = _folder() / LOCK, -1
     try:
         make_private(_folder())
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        _lock(file)
+        _lock(file, report)
     except OSError as error:  # some network file systems support no locks
         log.info("cannot lock %s (%s); other workers may measure at the same time", path, error)
     try:
@@ -101,7 +104,7 @@ def measuring_alone() -> Iterator[None]:
             os.close(file)
 
 
-def _lock(file: int) -> None:
+def _lock(file: int, report: Callable[[str], None]) -> None:
     deadline, is_waiting = time.monotonic() + LOCK_SECONDS, False
     while True:
         try:
@@ -112,7 +115,7 @@ def _lock(file: int) -> None:
                 log.warning("another worker has been measuring for %g s; not waiting any longer", LOCK_SECONDS)
                 return
             if not is_waiting:
-                log.info("waiting for another worker to measure its passes")
+                report("waiting for another worker to measure its passes")
             is_waiting = True
             time.sleep(POLL_SECONDS)
 

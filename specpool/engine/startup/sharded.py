@@ -1,6 +1,7 @@
 """Starts the engine of a sharded model: rank 0 in this process, the other ranks in processes of their own."""
 
 import atexit
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,17 +27,22 @@ from specpool.engine.sharding.shares import Sharding, Share, Sums, shard
 from specpool.engine.startup.numerics_fingerprint import numerics_fingerprint
 from specpool.engine.startup.self_test import self_test
 
+COMPILING, TESTING = "compiling the forward pass", "testing batch invariance"
+"""Phases of a start, sharded or not."""
 
-def start_sharded_engine(options: EngineOptions, exact: bool) -> Engine:
-    """Start all ranks. Step times are not measured yet. UnsupportedModelError.
+
+def start_sharded_engine(options: EngineOptions, exact: bool, report: Callable[[str], None]) -> Engine:
+    """Start all ranks, and report each phase. Step times are not measured yet. UnsupportedModelError.
 
     Logits are not compared with the library's model, since no rank has all weights.
     """
     devices = pick_rank_devices(options)
     sharding = load_sharding(options, _sums(options, devices[0]))
+    if options.nnodes > 1:
+        report("waiting for the other nodes")
     leader = Leader(options, sharding, devices, exact)
     try:
-        engine = _start_rank_0(options, devices[0], exact, leader)
+        engine = _start_rank_0(options, devices[0], exact, leader, report)
     except BaseException:
         leader.abandon()  # before the other ranks end, which would hide the error
         raise
@@ -45,28 +51,36 @@ def start_sharded_engine(options: EngineOptions, exact: bool) -> Engine:
     return engine
 
 
-def _start_rank_0(options: EngineOptions, device: str, exact: bool, leader: Leader) -> Engine:
+def _start_rank_0(
+    options: EngineOptions, device: str, exact: bool, leader: Leader, report: Callable[[str], None]
+) -> Engine:
     """The engine, once all ranks have loaded their shards."""
     sharding = leader.sharding
     own = options.model_copy(update={"device": device})
-    loaded, facts = load_share(own, Share(sharding, 0), exact)
+    loaded, facts = load_share(own, Share(sharding, 0), exact, report)
+    report("waiting for the other ranks to load their shards")
     fingerprint = weights_fingerprint(loaded, {**loaded.checksums, **leader.receive_sums()})
     group = leader.group(facts.device)
+    report(COMPILING)
     forward_pass, tiles = build_exact_pass(loaded, facts.of_rank(sharding.kv_heads.sizes[0]), own, exact, group)
     leader.receive_reports()
-    for report in leader.reports:
-        if report.forward_pass != type(forward_pass).__name__:
+    for other in leader.reports:
+        if other.forward_pass != type(forward_pass).__name__:
             raise UnsupportedModelError(
-                f"ranks must have the same pass, but have {type(forward_pass).__name__} and {report.forward_pass}"
+                f"ranks must have the same pass, but have {type(forward_pass).__name__} and {other.forward_pass}"
             )
-    tiles = common_tiles([tiles, *(report.tiles for report in leader.reports)])
+    tiles = common_tiles([tiles, *(other.tiles for other in leader.reports)])
     engine = Engine(loaded, facts, forward_pass, tiles or Tiles(), own, leader)
+    if exact:
+        report(TESTING)
     engine.bitwise = exact and tiles is not None and self_test(engine)
     engine.weights_fingerprint, engine.numerics_fingerprint = fingerprint, numerics_fingerprint(engine)
     return engine
 
 
-def load_share(options: EngineOptions, share: Share, exact: bool) -> tuple[LoadedModel, ModelFacts]:
+def load_share(
+    options: EngineOptions, share: Share, exact: bool, report: Callable[[str], None] = lambda phase: None
+) -> tuple[LoadedModel, ModelFacts]:
     """A rank's shard of a model, and the facts of the whole model. UnsupportedModelError.
 
     By default, the ranks of a node divide torch's number of threads.
@@ -75,7 +89,7 @@ def load_share(options: EngineOptions, share: Share, exact: bool) -> tuple[Loade
     torch.set_num_threads(options.threads or max(1, torch.get_num_threads() // ranks))
     if exact and options.device != "cpu":
         restrict_cublas()
-    loaded = load_model(options, share)
+    loaded = load_model(options, share, report)
     return loaded, read_facts(loaded)
 
 

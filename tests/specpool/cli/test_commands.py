@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from loading_workers import LoadingTarget
 from serving import Serving, free_address, serving
 
 from specpool.cli import main as command
@@ -103,7 +104,8 @@ async def test_waits_for_a_server_to_start(specpool: Specpool) -> None:
         await asyncio.sleep(0.5)
         await served.target.start(served.target_address)
         status, out, err = await waiting
-        assert (status, err) == (0, f"specpool generate: waiting for {address}\n")
+        first, *_ = err.splitlines()
+        assert (status, first) == (0, f"specpool generate: waiting for {address}: no answer")
         assert json.loads(out)["token_ids"] == truth(served, "hello", 5)
 
 
@@ -112,10 +114,56 @@ async def test_waits_only_for_wait_seconds(specpool: Specpool) -> None:
     status, out, err = await specpool("generate", "--address", address, "--wait-seconds", "0.5", "hello")
     assert (status, out) == (1, "")
     waiting, error = err.splitlines()
-    assert waiting == f"specpool generate: waiting for {address}"
+    assert waiting == f"specpool generate: waiting for {address}: no answer"
     assert error.startswith("specpool generate: UNAVAILABLE: ")
     _, _, err = await specpool("generate", "--address", address, "--wait-seconds", "0", "hello")
     assert err.startswith("specpool generate: UNAVAILABLE: ")
+
+
+@slow
+async def test_waits_for_as_long_as_the_server_is_loading(specpool: Specpool) -> None:
+    address, target = free_address(), LoadingTarget()
+    flags = ["--wait-seconds", "3", "--max-tokens", "5", "--json"]
+    waiting = asyncio.create_task(specpool("generate", "--address", address, *flags, "hello"))
+    await asyncio.sleep(0.5)
+    async with serving(target, with_draft=False, with_target=False, port=int(address.split(":")[1])) as served:
+        await target.start(served.target_address)
+        for phase in ("loading weights", "testing batch invariance"):
+            target.report(phase)
+            await asyncio.sleep(2)
+        await target.loaded()
+        status, out, err = await waiting
+        assert status == 0
+        assert json.loads(out)["token_ids"] == truth(served, "hello", 5)
+    prefix = f"specpool generate: waiting for {address}: "
+    lines = [line.removeprefix(prefix) for line in err.splitlines()]
+    assert lines[0] == "no answer"
+    assert lines[-2:] == ["loading weights", "testing batch invariance"]
+
+
+async def test_a_failed_startup_ends_the_wait_at_once(specpool: Specpool) -> None:
+    target = LoadingTarget()
+    async with serving(target, with_draft=False, with_target=False) as served:
+        await target.start(served.target_address)
+        flags = ["--address", served.address, "--wait-seconds", "3600"]
+        waiting = asyncio.create_task(specpool("generate", *flags, "hello"))
+        await served.until(lambda info: info.target.state == "loading")
+        await target.fail("model.gguf: no such file")
+        status, out, err = await asyncio.wait_for(waiting, 20)
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == "specpool generate: the target worker cannot start: model.gguf: no such file"
+
+
+async def test_top_waits_for_a_server_to_listen(specpool: Specpool) -> None:
+    address, target = free_address(), LoadingTarget()
+    waiting = asyncio.create_task(specpool("top", "--address", address, "--interval", "0.1", "--json"))
+    await asyncio.sleep(0.5)
+    async with serving(target, with_draft=False, with_target=False, port=int(address.split(":")[1])) as served:
+        await target.start(served.target_address)
+        target.report("loading weights")
+        status, out, err = await waiting
+    assert (status, err) == (0, f"specpool top: waiting for {address}: no answer\n")
+    assert json.loads(out)["workers"][0]["role"] == "target"
 
 
 async def test_does_not_wait_for_a_server_without_health_checks(specpool: Specpool) -> None:

@@ -168,7 +168,7 @@ async def test_shows_a_server_without_workers(capsys: pytest.CaptureFixture[str]
 
 
 async def test_reports_an_unreachable_server(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = await once(free_address(), capsys)
+    status, out, err = await once(free_address(), capsys, wait_seconds=0)
     assert (status, out) == (1, "")
     assert re.fullmatch(r"specpool top: 127\.0\.0\.1:\d+: UNAVAILABLE: [^\n]*\n", err)
 

@@ -17,7 +17,7 @@ async def test_work_longer_than_the_lease_keeps_its_sequences(fails: bool, monke
     monkeypatch.setattr("specpool.worker.host.time", SimpleNamespace(monotonic=lambda: clock.now))
     slots = SlotTable(4)
     slots.load = slots.info = lambda: None  # type: ignore[attr-defined]
-    host = WorkerHost(lambda: slots)  # type: ignore[arg-type, return-value]
+    host = WorkerHost(lambda report: slots)  # type: ignore[arg-type, return-value]
     await host.load()
 
     def work(table: SlotTable) -> None:

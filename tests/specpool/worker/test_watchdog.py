@@ -54,7 +54,7 @@ class Servicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
 specpool.worker.process.CLOSE_SECONDS = 0.2
 backend = SimpleNamespace(passes=0, info=lambda: "info", expire=lambda *_: 0)
 specpool.worker.process.run_worker(
-    "worker", WorkerSettings.load("worker"), lambda: backend, "specpool.v1.TargetWorkerService",
+    "worker", WorkerSettings.load("worker"), lambda report: backend, "specpool.v1.TargetWorkerService",
     pb_grpc.add_TargetWorkerServiceServicer_to_server, Servicer, (),
 )
 """
@@ -65,7 +65,7 @@ import atexit, gc, specpool.worker.process
 from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
 
-def load():
+def load(report):
     raise OSError("no model")
 
 atexit.register(lambda: print(gc.get_freeze_count()))
@@ -93,13 +93,13 @@ async def test_a_hung_pass_fails_every_health_check_until_it_ends(
 ) -> None:
     engine = engines[TARGET.name]
     forget_all(engine, SLOTS)
-    load = lambda: Verifier(engine)  # noqa: E731
+    load = lambda report: Verifier(engine)  # noqa: E731
     async with (
         worker_process(TARGET, load, monkeypatch, watchdog_seconds=0.2) as started,
         grpc.aio.insecure_channel(started.address) as channel,
     ):
         await wait_serving(channel)
-        worker = Worker(TARGET, WorkerHost(lambda: None), channel, engine)
+        worker = Worker(TARGET, WorkerHost(lambda report: None), channel, engine)
         assert await statuses(channel) == {SERVING}
         with held(worker) as hold:
             hung = asyncio.create_task(worker.round(verify(1, 0, [5]), round_id=77))

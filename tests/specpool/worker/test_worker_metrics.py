@@ -99,6 +99,6 @@ async def test_a_hung_pass_and_waiting_calls_are_reported(target: Worker) -> Non
 
 
 async def test_a_loading_model_has_no_metrics() -> None:
-    host = WorkerHost(lambda: None)  # type: ignore[arg-type, return-value]
+    host = WorkerHost(lambda report: None)  # type: ignore[arg-type, return-value]
     assert value(host, "loaded") == value(host, "rounds_total") == 0
     assert "specpool:worker_slots" not in seen(host).families

@@ -561,7 +561,7 @@ async def test_a_loading_worker_is_unavailable_and_serves_later(
     forget_all(engine, SLOTS)
     loaded = threading.Event()
 
-    def load() -> Any:
+    def load(report: object) -> Any:
         assert loaded.wait(PATIENCE_SECONDS)
         return role.backend(engine)
 
@@ -606,11 +606,11 @@ async def test_a_draining_worker_finishes_its_round(
             return super().verify(*arguments)
 
     async with (
-        worker_process(TARGET, lambda: SlowVerifier(engine), monkeypatch) as started,
+        worker_process(TARGET, lambda report: SlowVerifier(engine), monkeypatch) as started,
         grpc.aio.insecure_channel(started.address) as channel,
     ):
         await wait_serving(channel)
-        worker = Worker(TARGET, WorkerHost(lambda: None), channel, engine)
+        worker = Worker(TARGET, WorkerHost(lambda report: None), channel, engine)
         call = asyncio.create_task(worker.round(verify(1, 0, [5])))
         assert await asyncio.to_thread(running.wait, PATIENCE_SECONDS)
         started.server.stop()
@@ -668,7 +668,7 @@ async def test_a_process_logs_its_port_and_drains_on_sigterm(
     assert any('"max_sequences":16' in line for line in log), "the resolved settings are not logged"
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port[1]}") as channel:
         await wait_serving(channel)
-        worker = Worker(TARGET, WorkerHost(lambda: None), channel, engines[TARGET.name])
+        worker = Worker(TARGET, WorkerHost(lambda report: None), channel, engines[TARGET.name])
         prompt = random_tokens(10)
         truth = worker.continuation(prompt, 4)
         (result,) = await worker.round(verify(1, 0, prompt, truth[:3]))

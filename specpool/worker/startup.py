@@ -1,0 +1,53 @@
+"""The startup of a worker: the thread that loads the model reports phases, and calls on the event loop watch them."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+log = logging.getLogger(__name__)
+
+
+class Startup:
+    """Current phase of a startup, or why it failed. For the event loop, except the function that `reporter` returns."""
+
+    def __init__(self) -> None:
+        self._phase, self._failure = "starting", ""
+        self._is_over = False
+        self._changed = asyncio.Event()
+        """Set on the next change, then replaced."""
+
+    def reporter(self) -> Callable[[str], None]:
+        """Return a function that logs and publishes a new phase, for any thread."""
+        loop = asyncio.get_running_loop()
+
+        def report(phase: str) -> None:
+            log.info("%s", phase)
+            loop.call_soon_threadsafe(self._enter, phase)
+
+        return report
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._wake()
+
+    def end(self, failure: str = "") -> None:
+        """End every watch, after it has sent the failure, if any."""
+        self._failure, self._is_over = failure, True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def watch(self) -> AsyncIterator[tuple[str, str]]:
+        """Yield the phase and the failure now and after each change. Slow readers may miss phases, but no failure."""
+        sent = None
+        while self._failure or not self._is_over:
+            changed, current = self._changed, (self._phase, self._failure)
+            if current == sent:
+                if self._is_over:
+                    return
+                await changed.wait()
+            else:
+                yield current
+                sent = current
