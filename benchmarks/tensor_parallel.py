@@ -35,6 +35,7 @@ from specpool.engine.config.sources import UnsupportedModelError
 from specpool.engine.models.embedded_pair import embedded_pair
 from specpool.engine.sharding.shares import Sums
 from specpool.engine.startup.sharded import load_sharding
+from specpool.environment.cpus import usable_cpus
 
 PASSES = {
     "1 sequence": Pass(1, 1, 128),
@@ -59,7 +60,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", help="folder; by default the embedded target")
     parser.add_argument("--ranks", type=whole(1, MAX_RANKS), nargs="+", default=[1, 2], help="1 is always included")
-    parser.add_argument("--threads", type=whole(1, 1024), default=len(os.sched_getaffinity(0)), help="of all ranks")
+    parser.add_argument("--threads", type=whole(1, 1024), default=usable_cpus(), help="of all ranks")
     parser.add_argument("--repeats", type=whole(1, 1000), default=5)
     parser.add_argument("--steps", type=whole(1, 1000), default=3, help="passes per repeat; the fastest counts")
     add_prompts(parser)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.preflight import InvalidOptionError, check_options
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.preflight import InvalidOptionError, check_options
 from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc

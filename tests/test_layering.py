@@ -239,5 +239,11 @@ def test_clients_and_coordinator_load_no_torch_opentelemetry_or_gateway() -> Non
     assert "smg_grpc_proto" not in loaded_by("specpool", "coordinator.server")
 
 
+def test_clients_load_only_the_base_dependencies() -> None:
+    modules = [module_of(path) for path in sources("specpool/client")]
+    loaded = loaded_by("specpool.rpc.security.channel", "specpool.rpc.status", "specpool.rpc.version", *modules)
+    assert loaded - loaded_by("grpc", "google.rpc.status_pb2") - {*sys.stdlib_module_names} == {"specpool"}
+
+
 def test_engine_loads_no_grpc() -> None:
     assert "grpc" not in loaded_by("specpool.engine.startup.loading")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.report import finish, parser_of, progress, show, whole
+from specpool.environment.cpus import usable_cpus
 
 SPIN_COUNTS = (0, 3_000, 30_000, 300_000, 10**12)
 """Iterations of a waiting loop before a thread sleeps. The last one practically never sleeps."""
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--max-tokens", type=whole(1, 1000), default=32)
     parser.add_argument("--limit-seconds", type=float, default=120, help="a slower demo counts as 0 tokens/s")
     options = parser.parse_args(arguments)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     choices = [(threads, spin) for threads in sorted({max(1, cores // 2), cores}) for spin in SPIN_COUNTS]
     runs: dict[tuple[int, int], list[dict[str, Any]]] = {choice: [] for choice in choices}
     plan: list[tuple[int, int]] = choices * options.repeats

@@ -1,12 +1,12 @@
 """Settings of the coordinator."""
 
-from importlib.util import find_spec
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, AliasChoices, ByteSize, Field, model_validator
 
 from coordinator.config.worker_security import WorkerSecurity
 from coordinator.scheduling.sequence import DraftMethod
+from specpool.environment.extras import explain_missing
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
 from specpool.rpc.config.settings import UINT32_MAX, Seconds, ServerSettings
 
@@ -21,8 +21,8 @@ Overlap = Literal["auto", "on", "off"]
 
 
 def _check_stubs_installed(smg: bool) -> bool:
-    if smg and find_spec("smg_grpc_proto") is None:
-        raise ValueError("needs smg-grpc-proto: pip install 'specpool[smg]'")
+    if smg and (problem := explain_missing("smg")) is not None:
+        raise ValueError(problem)
     return smg
 
 

@@ -7,15 +7,15 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specpool.environment.extras import explain_missing
 from specpool.rpc.config.settings import ENV_PREFIX
 from specpool.rpc.security.channel import Connector, SecurityOptions
-from specpool.rpc.server.server import process_name
+from specpool.rpc.server.health import process_name
 
 # Time between the end of the drain period and SIGKILL.
 KILL_AFTER_SECONDS = 5.0
@@ -93,9 +93,9 @@ class Service:
 
 
 def require_torch() -> None:
-    """ProcessFailedError if torch is not installed."""
-    if find_spec("torch") is None:
-        raise ProcessFailedError("needs torch: pip install 'specpool[worker]'")
+    """ProcessFailedError if torch, or another package that a worker needs, is not installed."""
+    if (problem := explain_missing("worker")) is not None:
+        raise ProcessFailedError(problem)
 
 
 def run_module(module: str) -> list[str]:

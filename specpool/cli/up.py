@@ -1,7 +1,6 @@
 """`specpool up`: coordinator, draft worker and target worker on this machine, as three processes."""
 
 import asyncio
-import os
 import re
 import signal
 import sys
@@ -23,6 +22,7 @@ from specpool.cli.processes import (
 from specpool.cli.tls_check import health_check_security
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpool.environment.cpus import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import join_address
@@ -60,7 +60,7 @@ class UpSettings(ListeningSettings):
     target_weights: Literal["auto", "float32"] = ENGINE["weights"]
     draft_device: str = Field("auto", description="device of the draft; with two GPUs: cuda:1")
     threads: int = Field(
-        default_factory=lambda: len(os.sched_getaffinity(0)),
+        default_factory=usable_cpus,
         ge=1,
         le=1024,
         description="CPU threads of each worker, shared by the ranks of a CPU target; default: all available",

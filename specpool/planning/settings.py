@@ -1,13 +1,13 @@
 """Settings of `specpool plan`."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AliasChoices, Field, model_validator
 
 from specpool.engine.config.options import Dtype
+from specpool.environment.extras import explain_missing
 from specpool.rpc.config.settings import LogLevel, Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
 
@@ -87,8 +87,8 @@ class PlanSettings(Settings, ClientSecurity):
         """Check the output before measuring for minutes."""
         if self.values_file is not None:
             check_writable(self.values_file, self.force)
-        elif self.output is not None and find_spec("matplotlib") is None:
-            raise ValueError("output: the plot needs matplotlib: pip install 'specpool[bench]'")
+        elif self.output is not None and (problem := explain_missing("bench")) is not None:
+            raise ValueError(f"output: the plot {problem}")
         elif self.output is not None and self.output.is_dir() and not os.access(self.output, os.W_OK):
             raise ValueError(f"output: {self.output} is not writable")
         return self

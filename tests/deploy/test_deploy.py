@@ -35,7 +35,9 @@ def test_only_the_worker_image_has_torch_and_a_compiler() -> None:
     installs = {target: " ".join(arguments_of(target, "RUN")) for target in ("coordinator", "worker")}
     assert all(word in installs["worker"] for word in ("torch", "worker.txt", "gcc"))
     assert not any(word in installs["coordinator"] for word in ("torch", "worker.txt", "apt-get"))
-    assert not [name for name in project()["project"]["dependencies"] if re.match(r"torch|accelerate", name)]
+    metadata = project()["project"]
+    shared = [*metadata["dependencies"], *metadata["optional-dependencies"]["coordinator"]]
+    assert not [name for name in shared if re.match(r"torch|accelerate", name)]
 
 
 @pytest.mark.parametrize("stage", ["wheel", "coordinator", "worker"])
@@ -62,7 +64,10 @@ def test_requirements_come_from_the_project(tmp_path: Path) -> None:
     subprocess.run([sys.executable, *arguments], cwd=tmp_path, check=True)
     base, extras = project()["project"]["dependencies"], project()["project"]["optional-dependencies"]
     written = {path.stem: path.read_text().splitlines() for path in tmp_path.glob("*.txt")}
-    assert written == {"base": base + extras["otel"], "coordinator": extras["smg"], "worker": extras["worker"]}
+    (cli, *coordinator), (included, *worker) = extras["coordinator"], extras["worker"]
+    assert (cli, included) == ("specpool[cli]", "specpool[coordinator]")
+    both = [*base, *extras["cli"], *coordinator, *extras["otel"]]
+    assert written == {"base": both, "coordinator": extras["smg"], "worker": worker}
 
 
 def test_build_context_has_all_files_for_the_wheel() -> None:

@@ -8,10 +8,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 
 from specpool.engine.config.hub import hub_config
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.preflight import why_not_a_decoder
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
 from specpool.engine.models.gguf_reader import GgufError, GgufFile
+from specpool.engine.models.preflight import why_not_a_decoder
 
 DEFAULT_MAX_MODEL_LEN = 4096
 

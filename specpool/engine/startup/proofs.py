@@ -26,6 +26,7 @@ import specpool.engine
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import LoadedModel
 from specpool.engine.passes.native.library_cache import candidate_folders, make_private, read_cached, write_cached
+from specpool.environment.cpus import usable_cpus
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def proof_key(loaded: LoadedModel, options: EngineOptions, exact: bool, weights_
         "options": options.model_dump(mode="json", exclude={"model", "revision"}),
         "max_model_len": loaded.max_model_len,
         "exact": exact,
-        "threads": (torch.get_num_threads(), len(os.sched_getaffinity(0))),
+        "threads": (torch.get_num_threads(), usable_cpus()),
         "cpu": (_cpu(), torch.backends.cpu.get_cpu_capability()),
         "variables": sorted(item for item in os.environ.items() if VARIABLES.fullmatch(item[0])),
         "versions": (platform.python_version(), torch.__version__, transformers.__version__),

@@ -1,6 +1,7 @@
 """Starts the engine of a sharded model: rank 0 in this process, the other ranks in processes of their own."""
 
 import atexit
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def start_sharded_engine(options: EngineOptions, exact: bool, report: Callable[[
 
     Logits are not compared with the library's model, since no rank has all weights.
     """
+    if options.nnodes == 1 and not hasattr(os, "memfd_create"):
+        raise UnsupportedModelError("tensor_parallel: ranks on one machine need Linux")
     devices = pick_rank_devices(options)
     sharding = load_sharding(options, _sums(options, devices[0]))
     if options.nnodes > 1:

@@ -1,13 +1,13 @@
 """Trace settings."""
 
-from importlib.util import find_spec
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, Field
 
+from specpool.environment.extras import explain_missing
+
 _SCHEMES = ("http", "https", "grpc")
-_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
 
 
 def _check_endpoint(endpoint: str) -> str:
@@ -20,16 +20,9 @@ def _check_endpoint(endpoint: str) -> str:
         raise ValueError("must be a URL of a collector, such as http://localhost:4317")
     if parts.path.strip("/") or parts.query or parts.fragment:  # probably OTLP over HTTP
         raise ValueError("must end with the port of a collector, since traces go over gRPC: http://localhost:4317")
-    if not all(map(_is_installed, _PACKAGES)):
-        raise ValueError("needs OpenTelemetry: pip install 'specpool[otel]'")
+    if (problem := explain_missing("otel")) is not None:
+        raise ValueError(problem)
     return endpoint
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
 
 
 class TraceSettings(BaseModel, frozen=True):

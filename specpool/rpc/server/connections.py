@@ -2,6 +2,7 @@
 
 import logging
 import resource
+from contextlib import suppress
 
 from specpool.rpc.config.settings import ServerSettings
 
@@ -41,8 +42,10 @@ def usable_connections(max_connections: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max_connections + OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with suppress(OSError, ValueError):  # macOS has further limits
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return max_connections
     usable = max(1, soft - OTHER_DESCRIPTORS)

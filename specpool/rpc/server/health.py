@@ -11,6 +11,11 @@ from specpool.protocol.errors import NotFoundError
 from specpool.rpc.status import STATUS_CODES
 
 
+def process_name(pid: int) -> str:
+    """Return the health check name of one process, which no other server on its port knows."""
+    return f"process-{pid}"
+
+
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
     """Serving status of the process and of its services, by name."""
 

@@ -20,7 +20,7 @@ from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
 from specpool.rpc.server.connections import connection_options
-from specpool.rpc.server.health import HealthServicer
+from specpool.rpc.server.health import HealthServicer, process_name
 from specpool.rpc.server.interceptor import CallInterceptor
 from specpool.rpc.server.signals import StopSignals
 
@@ -44,11 +44,6 @@ SERVER_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
-
-
-def process_name(pid: int) -> str:
-    """Return the health check name of one process, which no other server on its port knows."""
-    return f"process-{pid}"
 
 
 class Server:

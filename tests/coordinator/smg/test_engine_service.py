@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.smg.responses import served_name
 from specpool.cli.up import UpSettings
+from specpool.environment.extras import install_command
 from specpool.rpc.config.settings import Settings
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, FakeTarget
 
@@ -235,9 +236,9 @@ async def test_service_needs_the_flag() -> None:
 
 @pytest.mark.parametrize("settings", [CoordinatorSettings, UpSettings])
 def test_flag_without_the_extra_names_the_package(settings: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("coordinator.config.settings.find_spec", return_value=None), pytest.raises(SystemExit):
+    with mock.patch("specpool.environment.extras.find_spec", return_value=None), pytest.raises(SystemExit):
         settings.load("a", ["--smg"])
-    assert capsys.readouterr().err == "a: smg: needs smg-grpc-proto: pip install 'specpool[smg]'\n"
+    assert capsys.readouterr().err == f"a: smg: needs smg_grpc_proto: {install_command('smg')}\n"
 
 
 @pytest.mark.parametrize("stream", [False, True])

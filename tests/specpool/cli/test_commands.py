@@ -21,6 +21,7 @@ from specpool.cli.generate import GenerateSettings, generate
 from specpool.cli.processes import run_module, start_module
 from specpool.client import AsyncClient, DivergedError
 from specpool.client.prompts import PromptFileError, own_prompts, read_prompts
+from specpool.environment.extras import install_command
 from specpool.testing import byte_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -226,8 +227,8 @@ async def test_help_lists_all_commands(specpool: Specpool) -> None:
 
 @pytest.mark.parametrize("name", ["up", "demo", "plan", "distill"])
 async def test_missing_torch_is_reported(name: str, specpool: Specpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specpool.cli.processes.find_spec", lambda _: None)
-    assert await specpool(name) == (1, "", f"specpool {name}: needs torch: pip install 'specpool[worker]'\n")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert await specpool(name) == (1, "", f"specpool {name}: needs torch: {install_command('worker')}\n")
 
 
 # --- Prompt files

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tiny_models import load_engine
 from worker_service import DRAFT, TARGET, serving
 
+from specpool.environment.extras import install_command
 from specpool.planning import main as command
-from specpool.planning import settings as plan_settings
 from specpool.planning.measuring import MAX_ROWS, powers_of_two
 from specpool.testing import FakeDraft, FakeTarget
 
@@ -139,8 +139,8 @@ def test_unwritable_output_is_refused_before_measuring(
 
 
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, refusal: Refusal, tmp_path: Path) -> None:
-    monkeypatch.setattr(plan_settings, "find_spec", lambda name: None)
-    assert "specpool[bench]" in refusal("--output", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert f"needs matplotlib: {install_command('bench')}" in refusal("--output", str(tmp_path))
 
 
 # --- Running workers

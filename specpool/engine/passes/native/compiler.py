@@ -48,7 +48,10 @@ def compile_decoder(head_dim: int, groups: int, kinds: Collection[str], measured
     passed to the compiler last: `-march=x86-64-v3` compiles for another processor.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    if not compiler or shutil.which(compiler[0]) is None or platform.system() != "Linux":
+    if platform.system() != "Linux":
+        log.info("the forward pass is compiled on Linux only; it runs on torch operations")
+        return None
+    if not compiler or shutil.which(compiler[0]) is None:
         log.info("no C compiler found; the forward pass runs on torch operations")
         return None
     command = (

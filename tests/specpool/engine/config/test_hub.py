@@ -13,8 +13,8 @@ import pytest
 
 from specpool.engine.config import hub
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.preflight import InvalidOptionError, check_options, check_same_tokenizer
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
 
 COMMIT = "0123456789" * 4
 CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}

@@ -1,8 +1,6 @@
 """The embedded pair and the float32 copy of its target are created once and completely, or not at all."""
 
 import shutil
-import tomllib
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from specpool.engine.models.draft_weights import save_compact
 from specpool.engine.models.embedded_pair import Pair, float32_copy
 from specpool.engine.models.weights import read_weights
 from specpool.engine.passes.native.model import NativeModel
+from specpool.environment.extras import Source
 
 ROOT = Path(__file__).parents[4]
 
@@ -73,11 +72,15 @@ def test_interruptions_leave_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list((tmp_path / embedded_pair.FOLDER).iterdir()) == []
 
 
-def test_the_wheel_contains_the_draft_and_its_card() -> None:
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "specpool*" in setuptools["packages"]["find"]["include"]
-    for file in (embedded_pair.DRAFT, embedded_pair.DRAFT.with_suffix(".md")):
-        assert any(fnmatch(file.name, pattern) for pattern in setuptools["package-data"]["*"])
+def test_installed_packages_read_the_draft_from_their_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert embedded_pair.draft_weights() == ROOT / embedded_pair.DRAFT
+    monkeypatch.setattr(embedded_pair, "__file__", str(tmp_path / embedded_pair.DRAFT))
+    monkeypatch.setattr(embedded_pair, "installed_from", lambda: Source(ROOT, is_editable=False))
+    assert embedded_pair.draft_weights() == ROOT / embedded_pair.DRAFT
+    monkeypatch.setattr(embedded_pair, "installed_from", lambda: Source(tmp_path / "a.whl", is_editable=False))
+    with pytest.raises(OSError, match="wheels do not contain the embedded draft"):
+        embedded_pair.embedded_pair(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "fails before it downloads anything"
 
 
 def test_a_float32_copy_gives_the_same_logits_and_is_created_once(

@@ -1,11 +1,13 @@
 """Invalid trace settings and OpenTelemetry variables: each one is a single line."""
 
+import sys
 from unittest import mock
 
 import pytest
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.server import CoordinatorServer
+from specpool.environment.extras import install_command
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.observability.tracing import tracer_of
 from specpool.worker.process import run_worker
@@ -13,12 +15,12 @@ from specpool.worker.settings import WorkerSettings
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("specpool.rpc.observability.trace_settings.find_spec", lambda package: None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     with pytest.raises(SystemExit) as ended:
         CoordinatorSettings.load("specpool-coordinator", ["--otlp-traces-endpoint", "http://localhost:4317"])
     assert ended.value.code == 2
-    line = "specpool-coordinator: otlp-traces-endpoint: needs OpenTelemetry: pip install 'specpool[otel]'\n"
-    assert capsys.readouterr().err == line
+    reason = f"needs opentelemetry.sdk: {install_command('otel')}"
+    assert capsys.readouterr().err == f"specpool-coordinator: otlp-traces-endpoint: {reason}\n"
 
 
 INVALID_ENDPOINTS = [

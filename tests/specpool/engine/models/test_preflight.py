@@ -13,7 +13,7 @@ from tiny_models import edit_json
 
 from specpool.engine.config import device_names
 from specpool.engine.config.options import EngineOptions
-from specpool.engine.config.preflight import InvalidOptionError, check_options, check_same_tokenizer
+from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64,
@@ -37,7 +37,7 @@ def refusal(model: object, **options: Any) -> str:
 def test_checks_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
     program = (
         "import sys; from specpool.engine.config.options import EngineOptions as O\n"
-        "from specpool.engine.config.preflight import check_options, check_same_tokenizer\n"
+        "from specpool.engine.models.preflight import check_options, check_same_tokenizer\n"
         f"options = O(model={model_folder(tmp_path)!r})\n"
         "check_options(options); check_same_tokenizer(options, options)\n"
         "print({'torch', 'transformers', 'huggingface_hub'} & {*sys.modules})"

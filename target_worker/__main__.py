@@ -1,0 +1,14 @@
+"""Entry point of `specpool-target-worker`, which names missing packages instead of failing to import them."""
+
+from specpool.environment.extras import require_extra
+
+
+def main() -> None:
+    require_extra("specpool-target-worker", "worker")
+    from target_worker.server import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
