@@ -80,7 +80,7 @@ def demo(settings: DemoSettings) -> int:
     except (ProcessFailedError, grpc.aio.AioRpcError) as error:
         reason = status_line(error) if isinstance(error, grpc.aio.AioRpcError) else error
         print(f"specpool demo: {reason}", file=sys.stderr)
-        return 1
+        return error.status if isinstance(error, ProcessFailedError) else 1
     console = Console()
     console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)
     table = Table("measure", "value")

@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-from collections.abc import Mapping
 
 from specpool.rpc.security.channel import join_address
 
@@ -15,20 +14,17 @@ class ListenError(OSError):
         """`setting`: the setting of the port; replaced by `host` if that is to blame."""
         reason = str(cause)
         if isinstance(cause, socket.gaierror):
-            setting, reason = "host", cause.strerror
+            setting, reason = "host", str(cause.strerror)
         elif isinstance(cause, OSError) and cause.errno is not None:
             setting = "host" if cause.errno == errno.EADDRNOTAVAIL else setting
             reason = os.strerror(cause.errno)  # without Python's addition
         super().__init__(f"{setting.replace('_', '-')}: cannot listen on {join_address(host, port)}: {reason}")
 
 
-def check_ports(host: str, ports: Mapping[str, int | None]) -> None:
-    """Raise ListenError if a port is in use or not allowed. `ports`: by setting; 0 and None need no check."""
-    for setting, port in ports.items():
-        if port:
-            error = bind_error(host, port)
-            if error is not None:
-                raise ListenError(setting, host, port, error)
+def check_port(setting: str, host: str, port: int) -> None:
+    """Raise ListenError if a port is in use or not allowed."""
+    if (error := bind_error(host, port)) is not None:
+        raise ListenError(setting, host, port, error)
 
 
 def bind_error(host: str, port: int) -> OSError | None:

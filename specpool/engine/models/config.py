@@ -6,12 +6,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
+from specpool.engine.config.architectures import why_not_a_decoder
 from specpool.engine.config.hub import hub_config
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
 from specpool.engine.models.gguf_reader import GgufError, GgufFile
-from specpool.engine.models.preflight import why_not_a_decoder
 
 DEFAULT_MAX_MODEL_LEN = 4096
 

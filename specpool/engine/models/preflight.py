@@ -1,20 +1,20 @@
 """Checks of options that need no torch, so that a wrong setting fails in the first second. Loading checks the rest."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from specpool.engine.config.architectures import why_not_a_decoder
 from specpool.engine.config.device_names import check_device_name
 from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
 from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
+from specpool.engine.models.embedded_pair import draft_weights, existing_model
 
 TOKENIZER = "tokenizer.json"
-LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-"""Endings of the architectures with a causal language-model head."""
-
 OPTION_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -31,24 +31,17 @@ def check_options(options: EngineOptions, names: Mapping[str, str] = OPTION_NAME
 
     `names`: what the settings of this command call options, such as {"model": "target"}.
     """
-    option = "device"
-    try:
+    with _naming("device", names):
         for name in options.device.split(","):
             check_device_name(name.strip())
-        option = "model"
+    with _naming("model", names):
         config = _read_config(options)
-        if config is not None:
-            refusal = why_not_a_decoder(
-                config.get("model_type"), config.get("architectures"), config.get("is_encoder_decoder") is True
-            )
-            if refusal is not None:
-                raise UnsupportedModelError(refusal)
-            option = "max_model_len"
-            _check_length(options, config)
-            option = "kv_memory" if options.memory_budget is None else "memory_budget"
-            _check_memory(options, config)
-    except (UnsupportedModelError, OSError, ValueError) as error:
-        raise InvalidOptionError(option, error, names) from None
+    if config is None:
+        return
+    with _naming("max_model_len", names):
+        _check_length(options, config)
+    with _naming("kv_memory" if options.memory_budget is None else "memory_budget", names):
+        _check_memory(options, config)
 
 
 def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, draft_option: str = "draft") -> None:
@@ -65,31 +58,41 @@ def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, draft_opti
         raise InvalidOptionError(draft_option, f"{draft.model} has another tokenizer than the target {target.model}")
 
 
-def why_not_a_decoder(model_type: object, architectures: object, is_encoder_decoder: bool) -> str | None:
-    """Return why a model is not a decoder-only language model; None if it is, or if it names no architectures."""
-    if is_encoder_decoder:
-        return f"a {model_type} model is an encoder-decoder; only decoder-only models are served"
-    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    if names and not any(name.endswith(LANGUAGE_MODELS) for name in names):
-        return f"a {model_type} model has no causal language-model head (architectures: {', '.join(names)})"
-    return None
+@contextmanager
+def _naming(option: str, names: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except (UnsupportedModelError, OSError, ValueError) as error:
+        raise InvalidOptionError(option, error, names) from None
 
 
 def _read_config(options: EngineOptions) -> dict[str, Any] | None:
-    """Return the model's config.json; None for a GGUF file, which contains its configuration."""
-    source = source_of(options.model, options.revision)
-    if "gguf_file" in source:
-        with open(options.model, "rb") as file:
-            if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-                raise UnsupportedModelError(f"{options.model} is not a GGUF file")
+    """Return the configuration of a language model; None if it is not in a file of its own."""
+    model = existing_model(options.model)
+    if model is None:
+        draft_weights()  # from which the pair will be created
         return None
-    path = Path(options.model)
-    if path.is_dir():
-        file = path / CONFIG
-    else:
+    source = source_of(model, options.revision)
+    if "gguf_file" in source:
+        with open(model, "rb") as gguf:
+            if gguf.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+                raise UnsupportedModelError(f"{model} is not a GGUF file")
+        return None
+    file = Path(model) / CONFIG
+    if not file.is_file():
         from specpool.engine.config.hub import hub_config  # takes a while to import
 
-        file = hub_config(options.model, options.revision)
+        file = hub_config(model, options.revision)
+    config = _read_json(file)
+    refusal = why_not_a_decoder(
+        config.get("model_type"), config.get("architectures"), config.get("is_encoder_decoder") is True
+    )
+    if refusal is not None:
+        raise UnsupportedModelError(refusal)
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_bytes())
     except ValueError as error:
@@ -108,11 +111,10 @@ def _check_length(options: EngineOptions, config: dict[str, Any]) -> None:
 def _check_memory(options: EngineOptions, config: dict[str, Any]) -> None:
     """Compare the memory with a lower bound for one sequence."""
     memory = options.kv_memory if options.memory_budget is None else options.memory_budget
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    layers, kv_heads = config.get("num_hidden_layers"), config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or (hidden // heads if type(hidden) is type(heads) is int and heads else None)
-    sizes = (layers, kv_heads, head_dim)
-    if memory is None or not all(type(size) is int and size > 0 for size in sizes):
+    heads = _size(config, "num_attention_heads")
+    layers, kv_heads = _size(config, "num_hidden_layers"), _size(config, "num_key_value_heads") or heads
+    head_dim = _size(config, "head_dim") or (_size(config, "hidden_size") // heads if heads else 0)
+    if memory is None:
         return
     positions = options.max_model_len or MIN_MODEL_LEN
     rank_heads = ceil(kv_heads / options.tensor_parallel)
@@ -123,12 +125,21 @@ def _check_memory(options: EngineOptions, config: dict[str, Any]) -> None:
         raise UnsupportedModelError(f"{memory.human_readable()} holds no {sequence}")
 
 
+def _size(config: dict[str, Any], name: str) -> int:
+    """Return a size; 0 if the configuration does not give it, so its class has a default."""
+    size = config.get(name)
+    return size if type(size) is int else 0
+
+
 def _local_file(options: EngineOptions, name: str) -> Path | None:
-    path = Path(options.model)
+    model = existing_model(options.model)
+    if model is None:
+        return None
+    path = Path(model)
     if path.is_dir():
         return path / name if (path / name).is_file() else None
     if path.exists():
         return None
     from specpool.engine.config.hub import cached_file
 
-    return cached_file(options.model, options.revision, name)
+    return cached_file(model, options.revision, name)

@@ -87,15 +87,19 @@ def without_message(error: BaseException) -> Any:
     return WithheldError, WithheldError(type(error).__qualname__), error.__traceback__
 
 
-def configure_logging(level: str, log_format: LogFormat = "text", program: str = "") -> None:
+def configure_logging(
+    level: str, log_format: LogFormat = "text", program: str = "", follow_native: bool = True
+) -> None:
     """Log to stderr, one event per line, including the loggers of libraries.
 
-    `program`: each line shows its name, without the prefix "specpool-".
+    `program`: each line shows its name, without the prefix "specpool-". `follow_native`: with JSON, also log what
+    anything else writes to stderr.
     """
     handler, process = StderrHandler(), program.removeprefix("specpool-")
     handler.setFormatter(TextFormatter(process))
     if log_format == "json":
-        handler.setStream(follow_native_lines())
+        if follow_native:
+            handler.setStream(follow_native_lines())
         handler.setFormatter(JsonFormatter(process))
         sys.excepthook = _log_uncaught
     logging.basicConfig(level=level.upper(), handlers=[handler])

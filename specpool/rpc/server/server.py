@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import CallCounter, server_registry
 from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
-from specpool.rpc.ports import ListenError, bind_error
+from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
@@ -193,8 +193,7 @@ class Server:
 
 def _listen(setting: str, host: str, port: int, add_port: Callable[[str], int]) -> int:
     """Add a port and return it. Raises ListenError."""
-    if (error := bind_error(host, port)) is not None:  # gRPC would log lines of its own
-        raise ListenError(setting, host, port, error)
+    check_port(setting, host, port)  # gRPC gives no reason, and logs lines of its own
     try:
         return add_port(join_address(host, port))
     except RuntimeError as error:
