@@ -26,7 +26,7 @@ RELEASE_SECONDS = 2.0
 TARGET_AWAY_SECONDS = 5.0
 AWAY_CHECK_SECONDS = 0.1
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("coordinator.server")  # also if run as __main__
 
 
 class CoordinatorServer:

@@ -15,8 +15,8 @@ def check_services(services: list[Service]) -> None:
     try:
         for service in reversed(services):  # the coordinator's port first, which users choose
             for setting in ("port", "metrics_port"):
-                if (port := service.flags.get(setting)) is not None:
-                    check_port(setting, service.flags.get("host", DEFAULT_HOST), port)
+                if (port := service.settings.get(setting)) is not None:
+                    check_port(setting, service.settings.get("host", DEFAULT_HOST), port)
         workers = {service.name.removesuffix(WORKER): service for service in services if WORKER in service.name}
         options = {role: _check_options(role, worker) for role, worker in workers.items()}
         if "draft" in options:
@@ -26,8 +26,8 @@ def check_services(services: list[Service]) -> None:
 
 
 def _check_options(role: str, worker: Service) -> EngineOptions:
-    given = {name: value for name, value in worker.flags.items() if name in EngineOptions.model_fields}
+    given = {name: value for name, value in worker.settings.items() if name in EngineOptions.model_fields}
     options = EngineOptions(**{name: value for name, value in given.items() if value is not None})
-    devices = "target_devices" if "," in options.device else f"{role}_device"
+    devices = "target_devices" if options.tensor_parallel > 1 else f"{role}_device"
     check_options(options, {"model": role, "device": devices})
     return options

@@ -65,25 +65,14 @@ class Service:
 
     name: str
     module: str
-    flags: Mapping[str, Any]
-    """Settings of the process; None and () keep its defaults."""
+    arguments: list[str]
     address: str
     security: SecurityOptions = field(default_factory=SecurityOptions)
     """Options of connections to the process."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that `arguments` set, as far as they can be checked before the start."""
     process: asyncio.subprocess.Process | None = None
     log: ChildLog = field(init=False)
-
-    @property
-    def arguments(self) -> list[str]:
-        """The command-line arguments for the settings."""
-        arguments = []
-        for name, value in self.flags.items():
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                arguments.append(f"--{flag}" if value else f"--no-{flag}")
-            elif value not in (None, ()):
-                arguments += [f"--{flag}", ",".join(value) if isinstance(value, tuple) else str(value)]
-        return arguments
 
     async def start(self) -> None:
         """Start the process. It logs to our stderr, and exits if we are killed."""
@@ -124,6 +113,18 @@ class Service:
         """Let the process drain, and kill it if that takes too long."""
         if self.process is not None:
             await end(self.process, drain_seconds + KILL_AFTER_SECONDS)
+
+
+def arguments_of(settings: Mapping[str, Any]) -> list[str]:
+    """Command-line arguments; None and () keep the default of the process."""
+    arguments = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value not in (None, ()):
+            arguments += [f"--{flag}", ",".join(value) if isinstance(value, tuple) else str(value)]
+    return arguments
 
 
 def require_torch() -> None:

@@ -16,6 +16,7 @@ from specpool.cli.preflight import check_services
 from specpool.cli.processes import (
     ProcessFailedError,
     Service,
+    arguments_of,
     free_port,
     kill,
     require_torch,
@@ -208,7 +209,8 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
     }
     security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()
     address = join_address(LOOPBACK.get(settings.host, settings.host), port)
-    coordinator = Service("coordinator", "coordinator.server", flags, address, health_check_security(security))
+    connection = health_check_security(security)
+    coordinator = Service("coordinator", "coordinator.server", arguments_of(flags), address, connection, flags)
     return [*workers.values(), coordinator]
 
 
@@ -227,7 +229,8 @@ def _worker(role: str, model: str, settings: UpSettings) -> Service:
         flags["tensor_parallel"] = ranks if ranks > 1 else None
         if CPU in devices:  # ranks divide the cores
             flags["threads"] = max(1, settings.threads // ranks)
-    return Service(f"{role} worker", f"{role}_worker.server", flags, f"127.0.0.1:{port}")
+    module, address = f"{role}_worker.server", f"127.0.0.1:{port}"
+    return Service(f"{role} worker", module, arguments_of(flags), address, settings=flags)
 
 
 def _common(settings: UpSettings, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from typing import Any
 import grpc
 from rich.console import Console
 
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
 from specpool.planning.plan import Plan, Terms, make_plan
 from specpool.planning.prediction import Acceptance, Memory, Model, constant_acceptance
 from specpool.planning.report import as_json, helm_values, plan_figure, show
@@ -52,6 +55,8 @@ def plan_of(settings: PlanSettings, console: Console) -> Plan:
     if settings.target_address is not None:
         target, drafts = running_models(settings)
     else:
+        with naming(PROGRAM, "", InvalidOptionError):
+            check_models(settings)
         from specpool.planning.measuring import measure_pair  # imports torch, which running workers do not need
 
         target, drafts = measure_pair(settings, console)
@@ -64,6 +69,18 @@ def plan_of(settings: PlanSettings, console: Console) -> Plan:
         throughput=settings.throughput,
     )
     return make_plan(target, drafts, terms)
+
+
+def check_models(settings: PlanSettings) -> None:
+    """Refuse wrong devices and models before torch is imported. InvalidOptionError names the setting."""
+    target = EngineOptions(
+        model=settings.target or EMBEDDED_TARGET, device=settings.device, max_model_len=settings.max_model_len
+    )
+    check_options(target, {"model": "target"})
+    for model in settings.draft or ([EMBEDDED_DRAFT] if settings.target is None else []):
+        draft = target.model_copy(update={"model": model, "device": settings.draft_device})
+        check_options(draft, {"model": "draft", "device": "draft_device"})
+        check_same_tokenizer(target, draft)
 
 
 def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acceptance]]]:

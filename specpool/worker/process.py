@@ -99,7 +99,6 @@ async def _serve(
     async def load_and_serve() -> None:
         await host.load()
         server.set_serving(True)
-        log.info("serving")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(host.expire_leases(settings.lease_seconds))
             if settings.watchdog_seconds:
