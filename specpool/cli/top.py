@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from specpool.cli.top_view import Activity, Plan, Pool, View, Worker, view_of
-from specpool.cli.waiting import clean, shown
+from specpool.cli.waiting import clean, waiting
 from specpool.client import AsyncClient
 from specpool.rpc.config.settings import Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
@@ -46,9 +46,7 @@ class TopSettings(Settings, ClientSecurity):
     once: bool = Field(
         False, description="print one view over one interval and exit; the default if the output is not a terminal"
     )
-    wait_seconds: Seconds = Field(
-        60.0, ge=0, description="how long to wait for the first answer of a server before a single view; 0: not at all"
-    )
+    wait_seconds: Seconds = Field(60.0, ge=0, description="how long a single view waits for a server; 0: not at all")
     json_object: bool = Field(False, alias="json", description="print one view as a JSON object")
 
 
@@ -74,11 +72,11 @@ async def _show(settings: TopSettings, console: Console) -> int:
 
 
 async def _print_once(settings: TopSettings, console: Console) -> int:
-    waiting_until = time.monotonic() + settings.wait_seconds
+    deadline = time.monotonic() + settings.wait_seconds
     async with contextlib.aclosing(_views(settings)) as views:
         view = await anext(views)
-        with shown(f"specpool top: waiting for {settings.address}") as show:
-            while isinstance(view, str) and view.startswith(NOT_LISTENING) and time.monotonic() < waiting_until:
+        with waiting("specpool top", settings.address) as show:
+            while isinstance(view, str) and view.startswith(NOT_LISTENING) and time.monotonic() < deadline:
                 show("no answer")
                 view = await anext(views)
         if isinstance(view, View):  # rates need a second state

@@ -6,24 +6,26 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 
 @contextmanager
-def shown(title: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a phase after the title, on standard error."""
-    last = ""
+def waiting(command: str, address: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what the server at this address is doing, on standard error."""
+    title, last = f"waiting for {address}", ""
 
     def print_line(phase: str) -> None:
         nonlocal last
         if phase != last:
-            print(f"{title}: {clean(phase)}", file=sys.stderr, flush=True)
+            print(f"{command}: {title}: {clean(phase)}", file=sys.stderr, flush=True)
         last = phase
 
     if not sys.stderr.isatty():
         yield print_line
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    text = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+    console = Console(stderr=True)
+    progress = Progress(SpinnerColumn(), TimeElapsedColumn(), text, console=console, transient=True, expand=True)
     task = progress.add_task(title)
 
     def show(phase: str) -> None:

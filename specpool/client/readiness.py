@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import grpc
 
+from specpool.client.retries import TRANSIENT
 from specpool.v1 import generation_pb2 as pb
 
 POLL_SECONDS = 0.2
 # The server queries its workers before it answers, and they may be busy.
 ANSWER_SECONDS = 10.0
-_RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 ProgressCallback = Callable[[str], None]
 
@@ -51,7 +51,7 @@ class Readiness:
 
     def unanswered(self, error: grpc.RpcError) -> None:
         """Record a failed query. Raises the error if it is final, or after too long."""
-        if error.code() not in _RETRYABLE or self._is_over:
+        if error.code() not in TRANSIENT or self._is_over:
             raise error
         self._show("no answer")
 

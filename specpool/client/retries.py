@@ -13,6 +13,8 @@ from specpool.v1 import generation_pb2 as pb
 _RETRYABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 # A disconnected request keeps its id and place until the server notices. Meanwhile, the queue may be full.
 _RETRYABLE_AFTER_FAILURE = {grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
+TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+"""Codes of a server that may answer soon."""
 # Timers cannot handle longer timeouts.
 MAX_TIMEOUT_SECONDS = 1e9
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 2.0

@@ -160,8 +160,7 @@ class WorkerHost:
     def drain(self) -> None:
         """End all streams of rounds, each after its current round, and all watches of the startup."""
         self.streams.drain()
-        if not self.is_loaded:
-            self.startup.end()
+        self.startup.end()
 
     def close(self, timeout: float | None = None) -> bool:
         """End the model thread after its current work item; False if that takes longer than `timeout` seconds."""

@@ -31,9 +31,10 @@ class Startup:
         self._wake()
 
     def end(self, failure: str = "") -> None:
-        """End every watch, after it has sent the failure, if any."""
-        self._failure, self._is_over = failure, True
-        self._wake()
+        """End every watch, after it has sent the failure, if any. Only the first call counts."""
+        if not self._is_over:
+            self._failure, self._is_over = failure, True
+            self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -42,12 +43,12 @@ class Startup:
     async def watch(self) -> AsyncIterator[tuple[str, str]]:
         """Yield the phase and the failure now and after each change. Slow readers may miss phases, but no failure."""
         sent = None
-        while self._failure or not self._is_over:
+        while True:
             changed, current = self._changed, (self._phase, self._failure)
-            if current == sent:
-                if self._is_over:
-                    return
-                await changed.wait()
-            else:
+            if current != sent and (self._failure or not self._is_over):
                 yield current
                 sent = current
+            elif self._is_over:
+                return
+            else:
+                await changed.wait()

@@ -61,7 +61,7 @@ def _start_rank_0(
     sharding = leader.sharding
     own = options.model_copy(update={"device": device})
     loaded, facts = load_share(own, Share(sharding, 0), exact, report)
-    report("waiting for the other ranks to load their shards")
+    report("waiting for the other ranks")
     fingerprint = weights_fingerprint(loaded, {**loaded.checksums, **leader.receive_sums()})
     group = leader.group(facts.device)
     report(COMPILING)

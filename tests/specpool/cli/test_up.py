@@ -17,7 +17,7 @@ import pytest
 from certificates import TOKEN, Authority
 from collector import Collector, collecting
 from scraping import scrape
-from serving import PATIENCE_SECONDS, info_with_loads
+from serving import PATIENCE_SECONDS, free_address, info_with_loads
 
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
@@ -284,15 +284,52 @@ async def test_a_second_signal_ends_everything_at_once(tiny_pair: Pair) -> None:
 
 
 @pytest.mark.slow
-async def test_a_signal_while_building_the_embedded_pair_leaves_no_process_or_file(tmp_path: Path) -> None:
-    async with started("up", "--port", "0", XDG_CACHE_HOME=str(tmp_path)) as process:
-        await until(lambda: children_of(process.pid))
-        [child] = children_of(process.pid)
-        process.terminate()
-        _, err = await process.communicate()
-        assert (process.returncode, err) == (0, b"")
-        assert not is_running(child)
-    assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
+async def test_generate_waits_through_the_start_of_up(tiny_pair: Pair) -> None:
+    """`specpool up & specpool generate`: the coordinator shows the phases of the target worker."""
+    port = free_address().rpartition(":")[2]
+    generate = ["generate", "--address", f"127.0.0.1:{port}", "--max-tokens", "3", "--json", "abc"]
+    async with started(*plain_up(tiny_pair, "--port", port)) as up, started(*generate) as client:
+        out, err = await client.communicate()
+        assert client.returncode == 0, err.decode()
+        assert len(json.loads(out)["token_ids"]) == 3
+        phases = [line.rpartition(": ")[2] for line in err.decode().splitlines()]
+        assert phases[0] == "no answer"
+        assert "importing torch" in phases
+        await end_all(up, signal.SIGTERM, 0)
+
+
+def downloads(folder: Path) -> list[Path]:
+    """Running processes of pip that download to this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found += [process] if str(folder) in process.read_text() else []
+    return found
+
+
+@pytest.mark.slow
+async def test_a_signal_while_the_pair_is_downloaded_ends_all_processes(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as index:  # it never answers
+        environment = {
+            "XDG_CACHE_HOME": str(tmp_path), "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}",
+            "PIP_CONFIG_FILE": os.devnull,
+        }  # fmt: skip
+        port = free_address().rpartition(":")[2]
+        async with (
+            started("up", "--port", port, "--log-level", "error", **environment) as process,
+            AsyncClient(f"127.0.0.1:{port}") as client,
+        ):
+            phases: set[str] = set()
+            while "waiting for another process to create the embedded pair" not in phases:
+                with contextlib.suppress(grpc.aio.AioRpcError):  # it does not listen yet
+                    info = await client.server_info()
+                    phases = {info.target.reason, info.draft.reason}
+                await asyncio.sleep(0.05)
+            await until(lambda: downloads(tmp_path))
+            process.terminate()
+            _, err = await process.communicate()
+            assert (process.returncode, err) == (0, b"")
+        await until(lambda: not downloads(tmp_path))
 
 
 @pytest.mark.slow

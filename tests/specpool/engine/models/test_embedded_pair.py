@@ -1,6 +1,9 @@
 """The embedded pair and the float32 copy of its target are created once and completely, or not at all."""
 
+import errno
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,49 @@ def test_installed_packages_read_the_draft_from_their_checkout(tmp_path: Path, m
     with pytest.raises(OSError, match="wheels do not contain the embedded draft"):
         embedded_pair.embedded_pair(tmp_path)
     assert list(tmp_path.iterdir()) == [], "fails before it downloads anything"
+
+
+def test_one_process_creates_the_pair_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = tmp_path / "partial-killed" / "target"
+    killed.mkdir(parents=True)
+    waiting, phases, pairs = threading.Event(), list[str](), list[Pair]()
+
+    def create(folder: Path, report: Callable[[str], None]) -> None:
+        report("creating")
+        assert not killed.parent.exists(), "files of a killed process"
+        assert waiting.wait(30)
+        (folder / "target").mkdir(parents=True)
+
+    def report(phase: str) -> None:
+        phases.append(phase)
+        if phase.startswith("waiting"):
+            waiting.set()
+
+    monkeypatch.setattr(embedded_pair, "_create", create)
+    both = [
+        threading.Thread(target=lambda: pairs.append(embedded_pair.embedded_pair(tmp_path, report))) for _ in range(2)
+    ]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(30)
+    assert sorted(phases) == ["creating", "waiting for another process to create the embedded pair"]
+    assert pairs == [embedded_pair.existing_pair(tmp_path)] * 2
+
+
+def test_a_file_system_without_locks_can_hold_the_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(embedded_pair.fcntl, "flock", flock)
+    monkeypatch.setattr(embedded_pair, "_create", lambda folder, report: folder.mkdir())
+    assert embedded_pair.embedded_pair(tmp_path) == embedded_pair.existing_pair(tmp_path)
+
+
+def test_options_can_name_the_models_of_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_pair, "embedded_pair", lambda report: Pair(Path("/t"), Path("/d")))
+    names = ["embedded-target", "embedded-draft", "/other", "hub/id"]
+    assert [embedded_pair.local_model(name, print) for name in names] == ["/t", "/d", "/other", "hub/id"]
 
 
 def test_a_float32_copy_gives_the_same_logits_and_is_created_once(
