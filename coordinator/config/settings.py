@@ -9,7 +9,7 @@ from coordinator.config.worker_security import WorkerSecurity
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.environment.extras import explain_missing
 from specpool.protocol.rounds import MAX_DRAFT_TOKENS
-from specpool.rpc.config.settings import UINT32_MAX, Seconds, ServerSettings
+from specpool.rpc.config.settings import UINT32_MAX, DraftAddress, Seconds, ServerSettings, TargetAddress
 
 MAX_NUM_SEQS = 4096
 """Limit of the flags: no worker has more slots."""
@@ -45,9 +45,9 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     """Serves generation: schedules requests, with a draft worker and a target worker."""
 
     port: int = Field(50050, ge=0, le=65535, description="port to listen on; 0: any free port")
-    target_address: str = Field("127.0.0.1:50051", min_length=1, description="host:port of the target worker")
-    draft_address: str | None = Field(
-        None, min_length=1, description="host:port of the draft worker; default: prompt lookup only"
+    target_address: TargetAddress = Field("127.0.0.1:50051", description="host:port of the target worker")
+    draft_address: DraftAddress | None = Field(
+        None, description="host:port of the draft worker; default: prompt lookup only"
     )
     policy: PolicyName = Field(
         "ragged",

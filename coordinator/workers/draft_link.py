@@ -60,7 +60,7 @@ class DraftLink(WorkerLink):
         target = self._target.info
         assert target is not None
         if info.tokenizer_fingerprint != target.tokenizer_fingerprint:
-            raise MismatchError(f"the draft {info.model} has another tokenizer than the target {target.model}")
+            raise MismatchError(f"the draft {info.model} uses a different tokenizer than the target {target.model}")
 
     def _back_off(self, reason: str) -> None:
         self._rounds_served = 0

@@ -19,7 +19,7 @@ from specpool.cli.processes import ProcessFailedError, require_torch
 from specpool.cli.top_view import equivalence_name
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
-from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
+from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file, reason_of
 from specpool.rpc.config.settings import UINT32_MAX, LogLevel, Seconds
 from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
@@ -70,7 +70,7 @@ def demo(settings: DemoSettings) -> int:
         if not lines:
             raise ValueError("no prompts found")
     except (OSError, ValueError) as error:
-        print(f"specpool demo: {settings.prompts}: {error}", file=sys.stderr)
+        print(f"specpool demo: {settings.prompts}: {reason_of(error)}", file=sys.stderr)
         return 2
     try:
         require_torch()

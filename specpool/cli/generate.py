@@ -18,9 +18,17 @@ from rich.progress import track
 from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.waiting import waiting
 from specpool.client import AsyncClient, DivergedError, GenerateOptions, NotReadyError
-from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
+from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input, reason_of
 from specpool.client.requests import CHAT_OPTIONS
-from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
+from specpool.rpc.config.settings import (
+    INT32_MAX,
+    INT32_MIN,
+    UINT32_MAX,
+    UINT64_MAX,
+    CoordinatorAddress,
+    Seconds,
+    Settings,
+)
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
@@ -41,7 +49,7 @@ class GenerateSettings(Settings, ClientSecurity):
     """Generate text for a PROMPT, for each line of a JSONL file, or for standard input."""
 
     prompt: CliPositionalArg[str | None] = Field(None, description="text to continue; default: standard input")
-    address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
+    address: CoordinatorAddress = Field("127.0.0.1:50050", description="host:port of the coordinator")
     prompts: Path | None = Field(
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )
@@ -91,7 +99,7 @@ def generate(settings: GenerateSettings) -> int:
     try:
         lines = _lines(settings)
     except (OSError, ValueError) as error:
-        print(f"specpool generate: {settings.prompts or 'standard input'}: {error}", file=sys.stderr)
+        print(f"specpool generate: {settings.prompts or 'standard input'}: {reason_of(error)}", file=sys.stderr)
         return 2
     return asyncio.run(_generate(settings, lines))
 

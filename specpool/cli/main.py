@@ -62,9 +62,11 @@ def run(name: str, arguments: list[str]) -> int:
             return 1
         os.execv(sys.executable, [*run_module(TORCH_COMMANDS[name][0]), *arguments])
     if name not in COMMANDS:
-        is_help = name in ("-h", "--help")
-        print(usage(), file=sys.stdout if is_help else sys.stderr)
-        return 0 if is_help else 2
+        if name in ("-h", "--help"):
+            print(usage())
+            return 0
+        print(f"specpool: unknown command {name}\n\n{usage()}", file=sys.stderr)
+        return 2
     settings, command = COMMANDS[name]
     return command(settings.load(f"specpool {name}", arguments, other_settings=known_keys()))
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from specpool.cli.top_view import Activity, Plan, Pool, View, Worker, view_of
 from specpool.cli.waiting import clean, waiting
 from specpool.client import AsyncClient
-from specpool.rpc.config.settings import Seconds, Settings
+from specpool.rpc.config.settings import CoordinatorAddress, Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
@@ -41,7 +41,7 @@ STATE_STYLES = {"ready": "green", "refused": "red"}
 class TopSettings(Settings, ClientSecurity):
     """Show a live view of a server: pool, acceptance, groups, workers and rates. Ctrl-C exits."""
 
-    address: str = Field("127.0.0.1:50050", min_length=1, description="host:port of the coordinator")
+    address: CoordinatorAddress = Field("127.0.0.1:50050", description="host:port of the coordinator")
     interval: Seconds = Field(2.0, ge=0.1, description="seconds between updates")
     once: bool = Field(
         False, description="print one view over one interval and exit; the default if the output is not a terminal"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, Unpack
 
-from specpool.rpc.security.channel import Connector, SecurityOptions
+from specpool.rpc.security.channel import COORDINATOR_PORT, Connector, SecurityOptions, check_address
 from specpool.v1 import generation_pb2_grpc
 
 C = TypeVar("C")
@@ -28,9 +28,10 @@ class Connected(Generic[C]):
 
     def __init__(self, address: str, retry_seconds: float = 30.0, **security: Unpack[SecurityOptions]) -> None:
         """`address`: "host:port". `retry_seconds`: how long to retry while the server is unavailable or overloaded; 0:
-        never. `security`: TLS and token. ValueError names an option whose file is unusable.
+        never. `security`: TLS and token. ValueError for an address without a port, or an option whose file is unusable.
         """
-        self._connector, self._retry_seconds = Connector(address, **security), retry_seconds
+        self._connector = Connector(check_address(address, COORDINATOR_PORT), **security)
+        self._retry_seconds = retry_seconds
         self._lock = threading.Lock()
         self._connections = [self._connect()]
         """The last one is for new calls."""

@@ -49,6 +49,11 @@ def read_prompts(lines: Iterable[str]) -> list[PromptLine]:
     return [_parse(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
+def reason_of(error: OSError | ValueError) -> str:
+    """Why prompts cannot be read, without the path that an OSError repeats."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def own_prompts() -> list[PromptLine]:
     """A small built-in set of chat prompts."""
     return read_prompts((files(__package__) / "prompts.jsonl").read_text(encoding="utf-8").splitlines())

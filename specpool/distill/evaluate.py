@@ -74,7 +74,7 @@ def evaluate(settings: EvaluateSettings, chats: dict[str, list[Chat]], target: s
     with naming(PROGRAM, "model", OSError, ValueError, UnsupportedModelError):
         draft = _load(settings, model)
         if draft.loaded.tokenizer.fingerprint != engine.loaded.tokenizer.fingerprint:
-            raise ValueError(f"{model} has another tokenizer than the target {target}")
+            raise ValueError(f"{model} uses a different tokenizer than the target {target}")
     with naming(PROGRAM, "prompts", TemplateError):
         prompts = {category: [_tokens(chat, template) for chat in group] for category, group in chats.items()}
     writer = Writer(engine, template, seed=0)

@@ -95,7 +95,7 @@ def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acc
         connector = Connector(settings.draft_address, **settings.security)
         draft = _model_of(connector, draft_worker_pb2_grpc.DraftWorkerServiceStub)
         if target.tokenizer_fingerprint != draft.tokenizer_fingerprint:
-            raise UnusableWorkerError(f"{draft.name} has another tokenizer than {target.name}")
+            raise UnusableWorkerError(f"{draft.name} uses a different tokenizer than {target.name}")
     return target, [(draft, constant_acceptance(settings.acceptance, settings.max_num_speculative_tokens))]
 
 

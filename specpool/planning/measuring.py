@@ -114,7 +114,7 @@ def _measure_draft(
     engine = _load(options, exact=False, console=console)
     model = _model(engine, rows)
     if model.tokenizer_fingerprint != target.tokenizer_fingerprint:
-        raise UnsupportedModelError(f"{model.name} has another tokenizer than {target.name}")
+        raise UnsupportedModelError(f"{model.name} uses a different tokenizer than {target.name}")
     return model, _agreement(engine, answers, console)
 
 

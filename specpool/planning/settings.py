@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, model_validator
 
 from specpool.engine.config.options import Dtype
 from specpool.environment.extras import explain_missing
-from specpool.rpc.config.settings import LogLevel, Seconds, Settings
+from specpool.rpc.config.settings import DraftAddress, LogLevel, Seconds, Settings, TargetAddress
 from specpool.rpc.security.settings import ClientSecurity
 
 PROGRAM = "specpool plan"
@@ -26,8 +26,8 @@ class PlanSettings(Settings, ClientSecurity):
     draft: list[Annotated[str, Field(min_length=1)]] | None = Field(
         None, min_length=1, description="hub ids, folders or GGUF files of drafts; default: the embedded pair's"
     )
-    target_address: str | None = Field(None, min_length=1, description="host:port of a running target worker")
-    draft_address: str | None = Field(None, min_length=1, description="host:port of a running draft worker")
+    target_address: TargetAddress | None = Field(None, description="host:port of a running target worker")
+    draft_address: DraftAddress | None = Field(None, description="host:port of a running draft worker")
     acceptance: float | None = Field(
         None, ge=0, le=1, description="with running workers: share of draft tokens accepted, from GetServerInfo"
     )

@@ -11,7 +11,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from specpool.protocol.tokenizer import TokenizerFiles
-from specpool.rpc.config.settings import UINT32_MAX, Seconds, Settings
+from specpool.rpc.config.settings import UINT32_MAX, DraftAddress, Seconds, Settings
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.v1 import common_pb2
 from specpool.vllm.drafter import Limits
@@ -23,7 +23,7 @@ TESTED_VERSION = "0.32"
 class RemoteDraftSettings(Settings, ClientSecurity):
     """`SPECPOOL_*` variables of the vLLM process."""
 
-    draft_address: str = Field(min_length=1, description="host:port of the draft worker")
+    draft_address: DraftAddress = Field(description="host:port of the draft worker")
     draft_start_seconds: Seconds = Field(
         60.0, ge=0, description="time for the draft worker to answer when vLLM starts; vLLM exits afterwards"
     )

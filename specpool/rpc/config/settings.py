@@ -6,16 +6,14 @@ Every setting works in all three places. Unknown settings are errors.
 import argparse
 import json
 import logging
-import os
-import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ByteSize, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -26,11 +24,19 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from specpool.rpc.config.help import names_of, show_options
+from specpool.rpc.config.inputs import (
+    ENV_PREFIX,
+    check_utf8,
+    check_variables,
+    config_file_of,
+    explain,
+    read_config_file,
+)
 from specpool.rpc.observability.logs import LogFormat
 from specpool.rpc.observability.trace_settings import TraceSettings
+from specpool.rpc.security.channel import COORDINATOR_PORT, DRAFT_WORKER_PORT, TARGET_WORKER_PORT, check_address
 from specpool.rpc.security.settings import ServerSecurity
-
-ENV_PREFIX = "SPECPOOL_"
 
 # Means "no value" on a command line. It cannot be typed, since any word may be a real value.
 NO_VALUE = "\0"
@@ -46,6 +52,9 @@ Seconds = Annotated[float, Field(le=86_400)]
 """A duration of at most a day, which every timer supports."""
 Host = Annotated[str, Field(min_length=1), AfterValidator(lambda host: host.strip("[]"))]
 """A host name or address. Brackets around an IPv6 address are optional."""
+CoordinatorAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=COORDINATOR_PORT))]
+TargetAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=TARGET_WORKER_PORT))]
+DraftAddress = Annotated[str, Field(min_length=1), AfterValidator(partial(check_address, port=DRAFT_WORKER_PORT))]
 
 S = TypeVar("S", bound="Settings")
 
@@ -68,8 +77,10 @@ class Settings(BaseSettings):
         validate_by_alias=True,
     )
 
+    file: ClassVar[str | None] = None
+    """The TOML file."""
     file_values: ClassVar[dict[str, Any]] = {}
-    """Values read from the TOML file."""
+    """Values read from it."""
 
     config: Path | None = Field(None, description="TOML file with settings")
     log_level: LogLevel = Field("info", description="minimum level of logged messages")
@@ -93,20 +104,17 @@ class Settings(BaseSettings):
         """
         arguments = sys.argv[1:] if arguments is None else arguments
         try:
-            _check_utf8(arguments)
-            _check_variable_names(cls.keys() | set(other_settings))
-            resolved = _with_file(cls, program, _config_file(arguments))
+            check_utf8(arguments)
+            check_variables(cls, cls.keys() | set(other_settings))
+            resolved = _with_file(cls, program, config_file_of(arguments))
             source: CliSettingsSource[Any] = CliSettingsSource(
-                resolved, formatter_class=_HelpFormatter, cli_exit_on_error=False
+                resolved, formatter_class=argparse.RawDescriptionHelpFormatter, cli_exit_on_error=False
             )
+            show_options(source.root_parser, cls)
             return CliApp.run(resolved, arguments, cli_settings_source=source)
         except ValidationError as error:
             for problem in error.errors():
-                key = ".".join(str(part) for part in problem["loc"]).replace("_", "-")  # empty if settings conflict
-                reason = problem["msg"].removeprefix("Value error, ")
-                if problem["type"] == "extra_forbidden":
-                    key, reason = "config", f"unknown setting {'.'.join(map(str, problem['loc']))}"
-                print(": ".join(filter(None, (program, key, reason))), file=sys.stderr)
+                print(f"{program}: {explain(problem, resolved.file, resolved.file_values)}", file=sys.stderr)
         except (SettingsError, OSError, ValueError) as error:
             reason = str(error).removeprefix("error parsing CLI: ")
             print(f"{program}: {reason}", file=sys.stderr)
@@ -172,11 +180,7 @@ class ServerSettings(ListeningSettings, ServerSecurity, TraceSettings):
 
 def names_of_settings(model: type[BaseModel]) -> set[str]:
     """Return every name that sets a field of the model, deprecated names included."""
-    names = set()
-    for name, field in model.model_fields.items():
-        alias = field.validation_alias
-        names |= {str(key) for key in alias.choices} if isinstance(alias, AliasChoices) else {str(alias or name)}
-    return names
+    return {key for name, field in model.model_fields.items() for key in names_of(name, field)}
 
 
 @contextmanager
@@ -188,60 +192,19 @@ def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[Non
     try:
         yield
     except errors as error:
-        print(": ".join(filter(None, (program, setting, str(error)))), file=sys.stderr)
+        reason: object = error
+        if isinstance(error, OSError) and error.filename is not None:
+            reason = f"{error.filename}: {error.strerror}"
+        print(": ".join(filter(None, (program, setting, str(reason)))), file=sys.stderr)
         raise SystemExit(2) from None
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Omits defaults that say nothing, such as None and names of functions."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        return re.sub(rf" \(default: {NO_VALUE}\)| \(default factory: .*\)| \(default: \(\)\)", "", action.help or "")
-
-
-def _check_utf8(arguments: list[str]) -> None:
-    variables = [f"{name}={value}" for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)]
-    for word in (*arguments, *variables):
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{word!a} is not UTF-8") from None
-
-
-def _check_variable_names(keys: set[str]) -> None:
-    known = {ENV_PREFIX + key.upper() for key in keys}
-    unknown = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known)
-    if unknown:
-        raise ValueError(f"unknown environment variable {', '.join(unknown)}")
-
-
-def _config_file(arguments: list[str]) -> str | None:
-    variables = {name.upper(): value for name, value in os.environ.items()}
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", default=variables.get(ENV_PREFIX + "CONFIG"))
-    try:
-        path: str | None = parser.parse_known_args(arguments)[0].config
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from None
-    return path
-
-
 def _with_file(settings: type[S], program: str, path: str | None) -> type[S]:
+    values = {} if path is None else read_config_file(settings, Path(path))
+
     class Resolved(settings):  # type: ignore[misc, valid-type]
         __doc__ = settings.__doc__
         model_config = SettingsConfigDict(cli_prog_name=program)
-        file_values = {} if path is None else _read_file(Path(path))
+        file, file_values = path, values
 
     return Resolved
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"config: no such file: {path}")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"config: {path}: {error}") from None
-    if "config" in values:
-        raise ValueError(f"config: {path}: a config file cannot name another config file")
-    return values

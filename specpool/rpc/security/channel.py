@@ -1,5 +1,7 @@
 """gRPC channels between Specpool's processes: options, security and message size limits."""
 
+import re
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, Unpack
 
@@ -10,6 +12,12 @@ from specpool.rpc.security.tls import Pem, TlsFiles, channel_credentials
 from specpool.rpc.security.tokens import bearing, token_of
 
 StrPath: TypeAlias = str | Path
+
+COORDINATOR_PORT, TARGET_WORKER_PORT, DRAFT_WORKER_PORT = 50050, 50051, 50052
+"""Default ports."""
+_PORT = re.compile(r":\d+$")
+# Addresses of gRPC without ports: sockets and names that a service resolves.
+_WITHOUT_PORT = re.compile(r"(unix|unix-abstract|vsock|xds):")
 
 # Tokenizers are the largest messages: tens of MB for large vocabularies.
 MAX_WORKER_MESSAGE_BYTES = 128 * 2**20
@@ -42,6 +50,21 @@ TLS_CHANNEL_OPTIONS = [*dict([*CHANNEL_OPTIONS, ("grpc.min_reconnect_backoff_ms"
 def join_address(host: str, port: int) -> str:
     """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(address: str, port: int) -> str:
+    """Return the address. Raises ValueError, with `port` as an example, if it has no port."""
+    if _WITHOUT_PORT.match(address) or (_PORT.search(address) and not _is_ipv6(address)):
+        return address
+    host = address.rstrip(":").removeprefix("[").removesuffix("]")
+    raise ValueError(f"{address} has no port: use HOST:PORT, such as {join_address(host, port)}")
+
+
+def _is_ipv6(address: str) -> bool:
+    try:
+        return bool(IPv6Address(address))
+    except ValueError:
+        return False
 
 
 class SecurityOptions(TypedDict, total=False):

@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 
 from specpool.protocol.errors import PermissionDeniedError, UnauthenticatedError
-from specpool.rpc.security.tokens import ApiTokens
+from specpool.rpc.security.tokens import HEADER, ApiTokens
 
 _authenticated: ContextVar[str | None] = ContextVar("authenticated", default=None)
 """The authenticated client of the call that this task serves."""
@@ -51,7 +51,9 @@ class Authenticator:
             return
         name = self._tokens.caller(details.invocation_metadata)
         if name is None:
-            raise UnauthenticatedError('authorization: must be "Bearer" and a valid API token')
+            is_given = any(key == HEADER for key, _ in details.invocation_metadata or ())
+            problem = 'must be "Bearer" and a known API token' if is_given else "missing; this server needs a token"
+            raise UnauthenticatedError(f"{HEADER}: {problem}")
         _authenticated.set(f"token:{name}")
 
     def check_certificate(self, details: grpc.HandlerCallDetails, context: Any) -> None:

@@ -229,9 +229,14 @@ def test_a_diverged_stream_ends_with_one_line(
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        (["frobnicate"], "", "usage: specpool COMMAND"),
+        (["frobnicate"], "", "specpool: unknown command frobnicate\n\nusage: specpool COMMAND"),
+        (
+            ["generate", "--address", "localhost"],
+            "x",
+            "address: localhost has no port: use HOST:PORT, such as local",
+        ),
         (["generate", "--frob"], "", "--frob"),
-        (["generate", "--prompts", "/nowhere"], "", "No such file"),
+        (["generate", "--prompts", "/nowhere"], "", "specpool generate: /nowhere: No such file or directory\n"),
         (["generate", "--address", ""], "x", "address: String should have at least 1 character"),
         (["generate", "--max-tokens", "4294967296"], "x", "max-tokens: Input should be less than or equal to"),
         (["generate", "--num-speculative-tokens", str(2**40)], "x", "num-speculative-tokens: Input should be less"),
@@ -243,7 +248,7 @@ def test_a_diverged_stream_ends_with_one_line(
         (["generate", "caf\udce9"], "", "is not UTF-8"),
         (["generate", "--prompts", "-"], '{"id": 1, "prompt": "x"}\n{"id": NaN, "prompt": "x"}', "line 2: not JSON"),
         (["demo", "--prompts", "-"], "\n", "no prompts found"),
-        (["demo", "--prompts", "/nowhere"], "", "No such file"),
+        (["demo", "--prompts", "/nowhere"], "", "specpool demo: /nowhere: No such file or directory\n"),
     ],
 )
 async def test_invalid_usage_ends_with_status_2(

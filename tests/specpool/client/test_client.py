@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,7 +24,32 @@ OTHER_OPTIONS = {"num_speculative_tokens", "draft_method", "request_id", "priori
 """Options other than sampling parameters."""
 
 
-# --- Requests
+# --- Addresses and requests
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("address", "example"),
+    [
+        ("localhost", "localhost:50050"),
+        ("gpu-a:", "gpu-a:50050"),
+        ("10.0.0.1", "10.0.0.1:50050"),
+        ("::1", "[::1]:50050"),
+        ("[::1]", "[::1]:50050"),
+    ],
+)
+def test_addresses_need_a_port(kind: type[Client], address: str, example: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{address} has no port: use HOST:PORT, such as ")) as caught:
+        kind(address)
+    assert str(caught.value).endswith(f"such as {example}")
+
+
+@pytest.mark.parametrize(
+    "address", ["gpu-a:1", "[::1]:1", "dns:///gpu-a:1", "dns://8.8.8.8/gpu-a:1", "ipv6:[::1]:1", "unix:/run/specpool"]
+)
+def test_every_address_of_grpc_with_a_port_is_accepted(address: str) -> None:
+    with Client(address):
+        pass
 
 
 def test_every_protocol_field_is_an_option() -> None:

@@ -101,7 +101,7 @@ ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"
         ([*PAIR, "--batches", "0,x"], "batches.1: Input should be a valid integer"),
         ([*PAIR[:2], "--draft", "/nowhere"], "draft: /nowhere: no such file or folder"),
         (PAIR[:2], "draft: required with a target"),
-        ([*PAIR, "--prompts", "/nowhere"], "prompts: [Errno 2]"),
+        ([*PAIR, "--prompts", "/nowhere"], "prompts: /nowhere: No such file or directory"),
         ([*PAIR, "--max-tokens", "511"], "prompts: prompt "),
         ([*PAIR, "--max-model-len", "9999"], "max-model-len: 9999 exceeds the 512 positions of "),
         ([*PAIR, "--device", "tpu"], "device: tpu cannot be used: it must be"),
@@ -183,7 +183,7 @@ async def test_plans_for_running_workers(
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "has another tokenizer than fake"),
+        ({"pass_seconds": lambda rows: 0.01, "fingerprint": "another"}, "uses a different tokenizer than fake"),
         ({}, "the worker has not measured its passes"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"pass_seconds": lambda rows: 0.01, "rank_devices": ["cuda:0", "cuda:1"]}, "sharded over 2 ranks"),

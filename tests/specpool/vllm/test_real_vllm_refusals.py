@@ -30,7 +30,7 @@ def test_vllm_exits_with_the_reason_in_one_line(
             (
                 other,
                 {},
-                f"cannot use the draft worker at {other}: the draft {other_draft} has another tokenizer than the "
+                f"cannot use the draft worker at {other}: the draft {other_draft} uses a different tokenizer than the "
                 f"target {target}",
             ),
         ]

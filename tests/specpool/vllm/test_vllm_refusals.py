@@ -40,7 +40,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Refused:
 async def test_different_tokenizer_is_refused(tokenizer: str, refused: Refused) -> None:
     draft = RecordingDraft(FakeTarget(), fingerprint="another")
     text = await refused(vllm_config(tokenizer), DRAFT_ADDRESS=await draft.start())
-    assert "the draft fake has another tokenizer than the target served" in text
+    assert "the draft fake uses a different tokenizer than the target served" in text
     await draft.stop()
 
 

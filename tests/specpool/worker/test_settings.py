@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from draft_worker.server import DraftWorkerSettings
 from specpool.cli.generate import GenerateSettings
 from specpool.cli.main import COMMANDS, known_keys
 from specpool.cli.up import UpSettings, services_of
+from specpool.planning.settings import PlanSettings
+from specpool.rpc.config.help import names_of, options_of
 from specpool.rpc.config.settings import Settings
 from target_worker.server import TargetWorkerSettings
 
@@ -200,15 +203,21 @@ def test_unknown_variables_are_refused_by_name(
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("max_num_seq = 3", "config: unknown setting max_num_seq\n"),
-        ("max-num-seqs = 3", "config: unknown setting max-num-seqs\n"),
-        ("server.port = 3", "config: unknown setting server\n"),
+        ("max_num_seq = 3", "unknown setting max_num_seq\n"),
+        ("max-num-seqs = 3", "unknown setting max-num-seqs\n"),
+        ("server.port = 3", "unknown setting server\n"),
+        ("port = 70000", "port: Input should be less than or equal to 65535\n"),
+        ("allowed_names = ['a', '']", "allowed_names.1: String should have at least 1 character\n"),
+        ("window_size = 3\nmax_num_seqs = 3", "window_size is a deprecated name of max_num_seqs; give only"),
         ("port: 7", "line 1"),
         ('config = "other.toml"', "a config file cannot name another config file"),
     ],
 )
 def test_an_invalid_file_is_refused(text: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert error in refusal(capsys, "--config", write(tmp_path, f"{text}\n"))
+    file = write(tmp_path, f"{text}\n")
+    printed = refusal(capsys, "--config", file)
+    assert printed.startswith(f"specpool-coordinator: config: {file}: ")
+    assert error in printed
 
 
 def test_a_missing_file_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +279,7 @@ def test_invalid_values_in_variables_and_files_are_refused(
 ) -> None:
     name = key.replace("-", "_")
     error = refusal(capsys, "--config", write(tmp_path, f"{name} = {json.dumps(value)}\n"))
-    assert key in error
+    assert f": {name}: " in error
     assert limit in error
     monkeypatch.setenv(f"SPECPOOL_{name.upper()}", value)
     error = refusal(capsys)
@@ -321,6 +330,50 @@ def test_changed_settings_are_logged_and_all_of_them_at_debug_level(caplog: pyte
     assert set(logged) == set(CoordinatorSettings.model_fields) - {"config"}
     load().log_resolved()
     assert caplog.messages[2] == "settings: all defaults"
+
+
+def test_only_values_from_the_file_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "--config", write(tmp_path, "port = 70000"), "--port", "-1")
+    assert error == "specpool-coordinator: port: Input should be greater than or equal to 0\n"
+
+
+def test_two_variables_of_one_setting_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECPOOL_WINDOW_SIZE", "3")
+    assert load().max_num_seqs == 3
+    monkeypatch.setenv("SPECPOOL_MAX_NUM_SEQS", "4")
+    assert "environment: window_size is a deprecated name of max_num_seqs" in refusal(capsys)
+    monkeypatch.delenv("SPECPOOL_WINDOW_SIZE")
+    assert load("--window-size", "5").max_num_seqs == 5
+
+
+@pytest.mark.parametrize("settings", [*(kind for kind, _ in COMMANDS.values()), TargetWorkerSettings, PlanSettings])
+def test_help_describes_values_in_words(settings: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings.load("program", ["--help"])
+    printed = capsys.readouterr().out
+    assert not re.findall(
+        r"\[--[\w-]+ [^A-Z{|]|tuple|list\[|default factory|\(default: (?:None|True|False|\()", printed
+    )
+    options = {option.field: option for option in options_of(settings)}
+    assert options.keys() == {names_of(name, field)[0] for name, field in settings.model_fields.items()}
+    assert all(option.help in " ".join(printed.split()) for option in options.values() if "-" not in option.help)
+
+
+def test_options_as_data() -> None:
+    options = {option.field: option for option in options_of(DraftWorkerSettings)}
+    assert options["fused"].flags == ("--fused", "--lean")
+    assert (options["fused"].metavar, options["fused"].default) == ("", "on")
+    assert (options["request_memory"].metavar, options["request_memory"].default) == ("SIZE", "128MiB")
+    assert (options["dtype"].metavar, options["dtype"].default) == ("{auto,float32,bfloat16,float16}", "auto")
+    assert (options["allowed_names"].metavar, options["allowed_names"].default) == ("NAMES", None)
+    assert options["model"].is_required
+    assert options["model"].help.endswith("(required)")
+    [prompt] = [option for option in options_of(GenerateSettings) if not option.flags]
+    assert (prompt.field, prompt.metavar) == ("prompt", "PROMPT")
+    assert {option.field: option.metavar for option in options_of(PlanSettings)}["batches"] == "INTS"
+    assert {option.field: option.default for option in options_of(GenerateSettings)}["json"] == "off"
 
 
 def test_help_names_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

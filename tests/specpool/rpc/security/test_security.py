@@ -253,6 +253,8 @@ async def test_invalid_tokens_fail_before_the_request_is_read(tokens: Path, valu
             error = await call(address, method, TOO_LARGE, metadata)
             assert isinstance(error, grpc.aio.AioRpcError)
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+            reason = 'must be "Bearer" and a known API token' if values else "missing; this server needs a token"
+            assert error.details() == f"authorization: {reason}"
             assert ANSWERED not in (error.trailing_metadata() or ()), "it says nothing about the request"
         assert await code(address, "One", TOO_LARGE, token=TOKEN) is grpc.StatusCode.RESOURCE_EXHAUSTED
 

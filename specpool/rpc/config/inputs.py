@@ -1,0 +1,88 @@
+"""What the command line, the environment and the TOML file give, before it is validated as settings."""
+
+import argparse
+import os
+import tomllib
+from collections.abc import Collection
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from specpool.rpc.config.help import names_of
+
+ENV_PREFIX = "SPECPOOL_"
+
+
+def check_utf8(arguments: list[str]) -> None:
+    """Raise ValueError for an argument or variable that is not UTF-8."""
+    variables = [f"{name}={value}" for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)]
+    for word in (*arguments, *variables):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{word!a} is not UTF-8") from None
+
+
+def check_variables(settings: type[BaseModel], keys: set[str]) -> None:
+    """Raise ValueError for a variable of an unknown setting, or two variables of one setting."""
+    given = {name: name.upper().removeprefix(ENV_PREFIX).lower() for name in os.environ}
+    given = {name: key for name, key in given.items() if name.upper().startswith(ENV_PREFIX)}
+    unknown = sorted(name for name, key in given.items() if key not in keys)
+    if unknown:
+        raise ValueError(f"unknown environment variable {', '.join(unknown)}")
+    _check_synonyms(settings, given.values(), "environment")
+
+
+def config_file_of(arguments: list[str]) -> str | None:
+    """Return the path of the TOML file, from the command line or the environment."""
+    variables = {name.upper(): value for name, value in os.environ.items()}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", default=variables.get(ENV_PREFIX + "CONFIG"))
+    try:
+        path: str | None = parser.parse_known_args(arguments)[0].config
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    return path
+
+
+def read_config_file(settings: type[BaseModel], path: Path) -> dict[str, Any]:
+    """Return the values of a TOML file. Raises ValueError if it cannot be used."""
+    if not path.is_file():
+        raise ValueError(f"config: no such file: {path}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config: {path}: {error}") from None
+    if "config" in values:
+        raise ValueError(f"config: {path}: a config file cannot name another config file")
+    _check_synonyms(settings, values, f"config: {path}")
+    return values
+
+
+def explain(problem: ErrorDetails, file: str | None, file_values: dict[str, Any]) -> str:
+    """Describe an invalid setting in one line. Names the TOML file if the value comes from there."""
+    reason = problem["msg"].removeprefix("Value error, ")
+    key = ".".join(map(str, problem["loc"]))  # empty if settings conflict
+    if problem["type"] == "extra_forbidden":
+        return f"config: {file}: unknown setting {key}"
+    if key and _is_from(file_values, problem):
+        return f"config: {file}: {key}: {reason}"
+    return f"{key.replace('_', '-')}: {reason}" if key else reason
+
+
+def _is_from(values: Any, problem: ErrorDetails) -> bool:
+    try:
+        return bool(reduce(getitem, problem["loc"], values) == problem["input"])
+    except (LookupError, TypeError):
+        return False
+
+
+def _check_synonyms(settings: type[BaseModel], given: Collection[str], where: str) -> None:
+    for name, field in settings.model_fields.items():
+        synonyms = [synonym for synonym in names_of(name, field) if synonym in given]
+        if len(synonyms) > 1:
+            raise ValueError(f"{where}: {synonyms[1]} is a deprecated name of {synonyms[0]}; give only {synonyms[0]}")
