@@ -55,14 +55,17 @@ def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, draft_opti
     except (ValueError, LookupError, TypeError):
         return  # loading says what is wrong with the file
     if vocabularies[0] != vocabularies[1]:
-        raise InvalidOptionError(draft_option, f"{draft.model} has another tokenizer than the target {target.model}")
+        raise InvalidOptionError(draft_option, f"{draft.model} uses a different tokenizer than {target.model}")
 
 
 @contextmanager
 def _naming(option: str, names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
-    except (UnsupportedModelError, OSError, ValueError) as error:
+    except OSError as error:
+        reason = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+        raise InvalidOptionError(option, reason, names) from None
+    except (UnsupportedModelError, ValueError) as error:
         raise InvalidOptionError(option, error, names) from None
 
 

@@ -32,7 +32,7 @@ METAVARS = {
     "target": "MODEL",
 }
 """What a value is, by the last word of its setting's name."""
-TYPES = {bool: "", int: "INT", float: "NUMBER", str: "TEXT", Path: "FILE", ByteSize: "SIZE"}
+TYPES = {bool: "", int: "INT", float: "NUMBER", str: "TEXT", Path: "FILE", ByteSize: "SIZE", Any: "JSON"}
 """What a value is, by its type, where the name does not say."""
 POSITIONAL = get_args(CliPositionalArg[str])[1]
 """Marks the fields that are positional arguments."""

@@ -107,7 +107,7 @@ ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"
         ([*PAIR, "--device", "tpu"], "device: tpu cannot be used: it must be"),
         ([*PAIR, "--draft-device", "tpu"], "draft-device: tpu cannot be used: it must be"),
         (["--target", "", "--draft", "DRAFT"], "target: String should have at least 1 character"),
-        ([*PAIR[:2], "--draft", "OTHER"], "has another tokenizer than the target"),
+        ([*PAIR[:2], "--draft", "OTHER"], "uses a different tokenizer than"),
         (ADDRESSES, "target-address: 127.0.0.1:1: UNAVAILABLE: "),
         (ADDRESSES[:4], "acceptance: must be given with target-address"),
         (ADDRESSES[4:], "target-address: must be given with acceptance"),

@@ -157,5 +157,5 @@ def test_cached_tokenizers_are_compared(tmp_path: Path) -> None:
     target, draft, other, unknown = (EngineOptions(model=f"a/{name}") for name in ("target", "draft", "other", "none"))
     check_same_tokenizer(target, draft)
     check_same_tokenizer(target, unknown)
-    with pytest.raises(InvalidOptionError, match=r"^draft: a/other has another tokenizer than the target a/target$"):
+    with pytest.raises(InvalidOptionError, match=r"^draft: a/other uses a different tokenizer than a/target$"):
         check_same_tokenizer(target, other)

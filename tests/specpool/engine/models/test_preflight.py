@@ -194,7 +194,7 @@ def test_drafts_with_another_tokenizer_are_refused(tiny_pair: tuple[Path, Path],
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
     check_same_tokenizer(target, other)
     edit_json(tmp_path, "tokenizer.json", model=tokenizer["model"] | {"vocab": {"a": 0}})
-    with pytest.raises(InvalidOptionError, match=f"^draft: {other.model} has another tokenizer than the target "):
+    with pytest.raises(InvalidOptionError, match=f"^draft: {other.model} uses a different tokenizer than "):
         check_same_tokenizer(target, other)
     (tmp_path / "tokenizer.json").write_text("{")
     check_same_tokenizer(target, other)
