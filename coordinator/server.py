@@ -12,25 +12,28 @@ from coordinator.serving.intake import Intake
 from coordinator.serving.service import GenerationServicer
 from coordinator.telemetry.metrics import CoordinatorMetrics
 from coordinator.workers.errors import MismatchError
+from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.logs import configure_logging
 from specpool.rpc.observability.tracing import tracer_of
+from specpool.rpc.ports import ListenError
 from specpool.rpc.server.server import Server
 from specpool.v1 import generation_pb2_grpc as pb_grpc
 
+PROGRAM = "specpool-coordinator"
 # Time for the workers to release all slots at shutdown.
 RELEASE_SECONDS = 2.0
 # Time for a lost target worker to come back during a drain.
 TARGET_AWAY_SECONDS = 5.0
 AWAY_CHECK_SECONDS = 0.1
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("coordinator.server")  # also if run as __main__
 
 
 class CoordinatorServer:
     """A coordinator and its server. Call `start`, then `wait_stopped`."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
-        self._tracer = tracer_of(settings, "specpool-coordinator")
+        self._tracer = tracer_of(settings, PROGRAM)
         self.coordinator = Coordinator(settings, self._tracer)
         self._target_away_seconds = min(TARGET_AWAY_SECONDS, settings.drain_seconds)
         self.server = Server(settings, settings.max_request_bytes)
@@ -95,16 +98,18 @@ async def serve(settings: CoordinatorSettings) -> None:
     process.server.stop_on_signals()  # first, so that an early signal stops cleanly too
     await process.start()
     await process.wait_stopped()
+    log.info("stopped")
 
 
 def main() -> None:
-    settings = CoordinatorSettings.load("specpool-coordinator")
-    configure_logging(settings.log_level, settings.log_format)
+    settings = CoordinatorSettings.load(PROGRAM)
+    configure_logging(settings.log_level, settings.log_format, PROGRAM)
     settings.log_resolved()
     try:
-        asyncio.run(serve(settings))
+        with naming(PROGRAM, "", ListenError):
+            asyncio.run(serve(settings))
     except (OSError, MismatchError) as error:
-        sys.exit(f"specpool-coordinator: {error}")
+        sys.exit(f"{PROGRAM}: {error}")
 
 
 if __name__ == "__main__":

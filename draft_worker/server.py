@@ -14,6 +14,9 @@ from pydantic import Field
 from draft_worker.service import DraftWorkerServicer
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.preflight import InvalidOptionError, check_options
+from specpool.rpc.config.settings import naming
+from specpool.rpc.observability.logs import configure_logging
 from specpool.v1 import draft_worker_pb2_grpc as pb_grpc
 from specpool.worker.process import importing, run_worker
 from specpool.worker.settings import WorkerSettings
@@ -45,10 +48,14 @@ def load_proposer(settings: DraftWorkerSettings, report: Callable[[str], None]) 
 def main() -> None:
     """Entry point of `specpool-draft-worker`."""
     settings = DraftWorkerSettings.load(PROGRAM)
+    options = EngineOptions.of(settings)
+    configure_logging(settings.log_level, settings.log_format, PROGRAM)
+    with naming(PROGRAM, "", InvalidOptionError):
+        check_options(options)
     if settings.node_rank > 0:
         from specpool.engine.startup.follower import run_node
 
-        run_node(PROGRAM, EngineOptions.of(settings))
+        run_node(PROGRAM, options)
     register = pb_grpc.add_DraftWorkerServiceServicer_to_server
     load = partial(load_proposer, settings)
     run_worker(PROGRAM, settings, load, SERVICE, register, DraftWorkerServicer, (UnsupportedModelError,))

@@ -3,6 +3,7 @@
 import sys
 
 from specpool.environment.extras import require_extra
+from specpool.environment.interrupts import silent_interrupts
 
 STARTS_WORKERS = ("up", "demo", "plan", "distill")
 """Commands that load a model."""
@@ -11,8 +12,9 @@ STARTS_WORKERS = ("up", "demo", "plan", "distill")
 def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     program = f"specpool {command}" if command in (*STARTS_WORKERS, "generate", "top") else "specpool"
-    require_extra(program, "cli", "worker" if command in STARTS_WORKERS else "cli")
-    from specpool.cli.main import main as run
+    with silent_interrupts():
+        require_extra(program, "cli", "worker" if command in STARTS_WORKERS else "cli")
+        from specpool.cli.main import main as run
 
     run()
 

@@ -1,13 +1,15 @@
 """Entry point of `specpool-target-worker`, which names missing packages instead of failing to import them."""
 
 from specpool.environment.extras import require_extra
+from specpool.environment.interrupts import silent_interrupts
 
 
 def main() -> None:
-    require_extra("specpool-target-worker", "worker")
-    from target_worker.server import main as run
+    with silent_interrupts():  # until the server handles signals
+        require_extra("specpool-target-worker", "worker")
+        from target_worker.server import main as run
 
-    run()
+        run()
 
 
 if __name__ == "__main__":

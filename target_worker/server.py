@@ -13,6 +13,9 @@ from pydantic import Field
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError
+from specpool.engine.models.preflight import InvalidOptionError, check_options
+from specpool.rpc.config.settings import naming
+from specpool.rpc.observability.logs import configure_logging
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from specpool.worker.process import importing, run_worker
 from specpool.worker.settings import WorkerSettings
@@ -44,10 +47,14 @@ def load_verifier(settings: TargetWorkerSettings, report: Callable[[str], None])
 def main() -> None:
     """Entry point of `specpool-target-worker`."""
     settings = TargetWorkerSettings.load(PROGRAM)
+    options = EngineOptions.of(settings)
+    configure_logging(settings.log_level, settings.log_format, PROGRAM)
+    with naming(PROGRAM, "", InvalidOptionError):
+        check_options(options)
     if settings.node_rank > 0:
         from specpool.engine.startup.follower import run_node
 
-        run_node(PROGRAM, EngineOptions.of(settings))
+        run_node(PROGRAM, options)
     register = pb_grpc.add_TargetWorkerServiceServicer_to_server
     load = partial(load_verifier, settings)
     run_worker(PROGRAM, settings, load, SERVICE, register, TargetWorkerServicer, (UnsupportedModelError,))

@@ -9,7 +9,7 @@ from coordinator.requests.latencies import Histogram, Latencies
 from coordinator.scheduling.counters import DraftCounters
 from coordinator.scheduling.sequence import DraftMethod, FinishReason
 from coordinator.serving.coordinator import Coordinator
-from coordinator.workers.link import LinkState
+from coordinator.workers.states import LinkState
 from specpool.rpc.observability.metrics import Families
 
 ENDS = (*FinishReason, "error")

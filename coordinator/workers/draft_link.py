@@ -1,5 +1,6 @@
 """The link to the draft worker."""
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,8 @@ from coordinator.workers import link
 from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError
 from coordinator.workers.interface import Target
-from coordinator.workers.link import LinkState, WorkerLink, timed
+from coordinator.workers.link import WorkerLink, timed
+from coordinator.workers.states import LinkState
 from coordinator.workers.streams import RoundCalls
 from specpool.protocol.codec import propose_request
 from specpool.protocol.responses import InvalidResponseError, read_proposals
@@ -30,6 +32,7 @@ WARMUP_ROUNDS = 8
 class DraftLink(WorkerLink):
     """The draft worker. After a timeout or an error it backs off, longer each time."""
 
+    role = "draft"
     _unknown_times = UNKNOWN_DRAFT
 
     def __init__(self, connector: Connector, coordinator_id: str, timeout_seconds: float, target: Target) -> None:
@@ -49,7 +52,7 @@ class DraftLink(WorkerLink):
 
     async def _read_description(self) -> None:
         if self._target.info is None:
-            self._set_state(LinkState.CONNECTING, "waiting for the target")
+            self._set_state(LinkState.CONNECTING, "waiting for the target", logging.DEBUG)
             await self._target.wait_ready()  # then read a fresh description
         await super()._read_description()
 

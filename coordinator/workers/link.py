@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from enum import StrEnum
 from typing import Any
 
 import grpc
@@ -15,6 +14,7 @@ from coordinator.scheduling.counters import Timed
 from coordinator.workers.backoff import Backoff
 from coordinator.workers.errors import Cause, MismatchError, WorkerRefusedError, WorkerUnreachableError
 from coordinator.workers.releases import Releases
+from coordinator.workers.states import LinkState, StateLog
 from coordinator.workers.streams import RoundCalls, is_cancelled
 from specpool.protocol.codec import release_request
 from specpool.protocol.responses import InvalidResponseError, check_worker_info, decoded, read_step_costs
@@ -36,20 +36,11 @@ MAX_TEXT_CHARACTERS = 500
 _LOST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
-class LinkState(StrEnum):
-    """State of a link, with its name in the public API."""
-
-    CONNECTING = "connecting"
-    LOADING = "loading"
-    READY = "ready"
-    BACKOFF = "resting"
-    REFUSED = "refused"
-    FAILED = "failed"
-
-
 class WorkerLink:
     """Base class of the links to both workers. `keep_connected` runs beside the calls and maintains `state`."""
 
+    role: str
+    """What the log calls the worker."""
     _unknown_times: Mapping[int, float]
     """Default seconds by rows, for a worker without measurements."""
 
@@ -70,6 +61,7 @@ class WorkerLink:
         self._connector = connector
         self._coordinator_id = coordinator_id
         self._timeout = timeout_seconds
+        self._states = StateLog(f"{self.role} worker at {self.address}")
         self._ready = asyncio.Event()
         self._probe_now = asyncio.Event()
         self._backoff = self._make_backoff()
@@ -306,12 +298,9 @@ class WorkerLink:
     def _refuse(self, error: MismatchError) -> None:
         self._set_state(LinkState.REFUSED, str(error))
 
-    def _set_state(self, state: LinkState, reason: str) -> None:
-        if (state, reason) != (self.state, self.reason):
-            levels = {LinkState.READY: logging.INFO, LinkState.LOADING: logging.DEBUG}  # workers log their phases
-            level = levels.get(state, logging.WARNING)
-            because = f": {reason}" if reason else ""
-            log.log(level, "%s at %s is %s%s", type(self).__name__, self.address, state, because)
+    def _set_state(self, state: LinkState, reason: str, level: int | None = None) -> None:
+        """Enter a state. `level`: level of its line in the log, instead of the usual one."""
+        self._states.show(state, reason, level)
         changed = state is not self.state
         self.state, self.reason = state, reason
         if state is LinkState.READY:

@@ -29,6 +29,7 @@ FINGERPRINTS = ("weights_fingerprint", "numerics_fingerprint")
 class TargetLink(WorkerLink):
     """The target worker. `tokenizer` is set after the worker was first ready."""
 
+    role = "target"
     _unknown_times = UNKNOWN_VERIFY
     tokenizer: TargetTokenizer | None = None
     chat_template: str | None = None

@@ -79,7 +79,7 @@ def demo(settings: DemoSettings) -> int:
         return 130
     except (ProcessFailedError, SpecpoolError) as error:
         print(f"specpool demo: {error}", file=sys.stderr)
-        return 1
+        return error.status if isinstance(error, ProcessFailedError) else 1
     console = Console()
     console.print(f"\n[bold]One of the answers[/bold]\n{answer.strip()}\n", highlight=False)
     console.print(table_of(result))

@@ -2,21 +2,28 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from specpool.cli.child_log import ChildLog
 from specpool.environment.extras import explain_missing
 from specpool.rpc.config.inputs import ENV_PREFIX
 from specpool.rpc.security.channel import Connector, SecurityOptions
 from specpool.rpc.server.health import process_name
 
+log = logging.getLogger(__name__)
+
+WRONG_SETTINGS = 2
+"""Exit status of a process whose settings cannot be used."""
 # Time between the end of the drain period and SIGKILL.
 KILL_AFTER_SECONDS = 5.0
 RESTART_SECONDS = 1.0
@@ -30,7 +37,11 @@ SPIN_COUNT = "30000"
 
 
 class ProcessFailedError(Exception):
-    """A process could not start, or ended before it was serving. It has printed its own message."""
+    """The processes cannot start, or one ended before it was serving. `status`: the exit status of the command."""
+
+    def __init__(self, reason: str, status: int = 1) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 async def is_serving(channel: grpc.aio.Channel, service: str = "") -> bool:
@@ -58,19 +69,30 @@ class Service:
     address: str
     security: SecurityOptions = field(default_factory=SecurityOptions)
     """Options of connections to the process."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that `arguments` set, as far as they can be checked before the start."""
     process: asyncio.subprocess.Process | None = None
+    log: ChildLog = field(init=False)
 
     async def start(self) -> None:
         """Start the process. It logs to our stderr, and exits if we are killed."""
-        self.process = await start_module(self.module, *self.arguments, "--parent-pid", str(os.getpid()))
+        arguments = [*self.arguments, "--parent-pid", str(os.getpid())]
+        self.log = ChildLog()
+        try:
+            self.process = await start_module(self.module, *arguments, stderr=self.log.writing)
+        finally:
+            self.log.follow()
 
     async def wait_serving(self) -> None:
         """Wait until the health check reports SERVING. ProcessFailedError if the process ends first."""
         async with Connector(self.address, **self.security).open() as channel:
             while True:
                 assert self.process is not None
-                if self.process.returncode is not None:
-                    raise ProcessFailedError(f"the {self.name} ended with status {self.process.returncode}")
+                if (status := self.process.returncode) is not None:
+                    ending = await asyncio.to_thread(self.log.ending, status)
+                    raise ProcessFailedError(
+                        f"{self.name}: {ending}", WRONG_SETTINGS if status == WRONG_SETTINGS else 1
+                    )
                 # Another server on the port does not know this name. Ours will soon report that the port is in use.
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     if await is_serving(channel, process_name(self.process.pid)):
@@ -82,7 +104,8 @@ class Service:
         while True:
             assert self.process is not None
             status = await self.process.wait()
-            print(f"specpool up: the {self.name} ended with status {status}; restarting it", file=sys.stderr)
+            ending = await asyncio.to_thread(self.log.ending, status)
+            log.warning("%s: %s; restarting it", self.name, ending)
             await asyncio.sleep(RESTART_SECONDS)
             await self.start()
 
@@ -90,6 +113,18 @@ class Service:
         """Let the process drain, and kill it if that takes too long."""
         if self.process is not None:
             await end(self.process, drain_seconds + KILL_AFTER_SECONDS)
+
+
+def arguments_of(settings: Mapping[str, Any]) -> list[str]:
+    """Command-line arguments; None and () keep the default of the process."""
+    arguments = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value not in (None, ()):
+            arguments += [f"--{flag}", ",".join(value) if isinstance(value, tuple) else str(value)]
+    return arguments
 
 
 def require_torch() -> None:

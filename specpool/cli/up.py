@@ -13,9 +13,11 @@ from pydantic import Field, field_validator, model_validator
 
 from coordinator.config.settings import MAX_SPECULATIVE_TOKENS, CoordinatorSettings, PolicyName
 from coordinator.scheduling.sequence import DraftMethod
+from specpool.cli.preflight import check_services
 from specpool.cli.processes import (
     ProcessFailedError,
     Service,
+    arguments_of,
     free_port,
     kill,
     require_torch,
@@ -26,6 +28,7 @@ from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specpool.engine.models.embedded_pair import NAME as EMBEDDED_NAME
 from specpool.environment.cpus import usable_cpus
 from specpool.rpc.config.settings import ListeningSettings
+from specpool.rpc.observability.logs import configure_logging
 from specpool.rpc.observability.trace_settings import TraceSettings
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.settings import Names, ServerSecurity
@@ -49,9 +52,11 @@ class UpSettings(ListeningSettings):
     """Serve a pair on this machine: coordinator, draft worker and target worker. Default: the embedded pair."""
 
     port: int = COORDINATOR["port"]
-    target: str | None = Field(None, description="target: hub id, folder or GGUF file; default: the embedded pair's")
+    target: str | None = Field(
+        None, min_length=1, description="target: hub id, folder or GGUF file; default: the embedded pair's"
+    )
     draft: str | None = Field(
-        None, description='draft; "none": plain decoding; default: the embedded pair\'s if the target is'
+        None, min_length=1, description='draft; "none": plain decoding; default: the embedded pair\'s if the target is'
     )
     target_revision: str | None = ENGINE["revision"]
     draft_revision: str | None = ENGINE["revision"]
@@ -129,9 +134,14 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
     stop_signals = _cancel_on_signals()
     try:
         services += services_of(settings, *_models(settings))
+        await asyncio.to_thread(check_services, services)
         for service in reversed(services):  # the coordinator first: it shows clients how far the workers are
             await service.start()
-        await asyncio.gather(*(service.wait_serving() for service in services))
+        try:
+            await asyncio.gather(*(service.wait_serving() for service in services))
+        except ProcessFailedError:
+            await kill([service.process for service in services if service.process is not None])
+            raise
         watchers = [asyncio.create_task(service.keep_running()) for service in services]
         yield services[-1].address
     finally:
@@ -149,12 +159,13 @@ async def running(settings: UpSettings) -> AsyncIterator[str]:
 
 def up(settings: SecureUpSettings) -> int:
     """Run the command until SIGTERM or Ctrl-C; return its exit status."""
+    configure_logging(settings.log_level, settings.log_format, "up", follow_native=False)
     try:
         require_torch()
         asyncio.run(_serve(settings))
     except ProcessFailedError as error:
         print(f"specpool up: {error}", file=sys.stderr)
-        return 1
+        return error.status
     except asyncio.CancelledError:  # by a stop signal
         return 0
     return 0
@@ -201,9 +212,8 @@ def services_of(settings: UpSettings, target: str, draft: str | None) -> list[Se
     }
     security = settings if isinstance(settings, ServerSecurity) else ServerSecurity()
     address = join_address(LOOPBACK.get(settings.host, settings.host), port)
-    coordinator = Service(
-        "coordinator", "coordinator.server", _arguments(flags), address, health_check_security(security)
-    )
+    connection = health_check_security(security)
+    coordinator = Service("coordinator", "coordinator.server", arguments_of(flags), address, connection, flags)
     return [*workers.values(), coordinator]
 
 
@@ -222,22 +232,11 @@ def _worker(role: str, model: str, settings: UpSettings) -> Service:
         flags["tensor_parallel"] = ranks if ranks > 1 else None
         if CPU in devices:  # ranks divide the cores
             flags["threads"] = max(1, settings.threads // ranks)
-    return Service(f"{role} worker", f"{role}_worker.server", _arguments(flags), f"127.0.0.1:{port}")
+    module, address = f"{role}_worker.server", f"127.0.0.1:{port}"
+    return Service(f"{role} worker", module, arguments_of(flags), address, settings=flags)
 
 
 def _common(settings: UpSettings, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Values of the settings that share a name with these fields."""
     names = type(settings).model_fields.keys() & fields.keys() - PER_PROCESS
     return {name: getattr(settings, name) for name in sorted(names)}
-
-
-def _arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Command-line arguments; None and () keep the default of the process."""
-    arguments = []
-    for name, value in flags.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value not in (None, ()):
-            arguments += [f"--{flag}", ",".join(value) if isinstance(value, tuple) else str(value)]
-    return arguments

@@ -2,13 +2,16 @@
 
 import json
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import grpc
 from rich.console import Console
 
 from specpool.client.failures import failure
+from specpool.engine.config.options import EngineOptions
+from specpool.engine.models.embedded_pair import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from specpool.engine.models.preflight import InvalidOptionError, check_options, check_same_tokenizer
+from specpool.environment.extras import explain_missing
 from specpool.planning.plan import Plan, Terms, make_plan
 from specpool.planning.plausibility import ImplausibleTimesError
 from specpool.planning.prediction import Acceptance, Memory, Model, constant_acceptance
@@ -64,9 +67,11 @@ def plan_of(settings: PlanSettings, console: Console) -> Plan:
     if settings.target_address is not None:
         target, drafts = running_models(settings)
     else:
-        if find_spec("torch") is None:
-            sys.exit(f"{PROGRAM}: needs torch: pip install 'specpool[worker]'; planning for running workers does not")
-        from specpool.planning.measuring import measure_pair
+        if (missing := explain_missing("worker")) is not None:
+            sys.exit(f"{PROGRAM}: {missing}; planning for running workers needs less")
+        with naming(PROGRAM, "", InvalidOptionError):
+            check_models(settings)
+        from specpool.planning.measuring import measure_pair  # imports torch, which running workers do not need
 
         target, drafts = measure_pair(settings, console)
     terms = Terms(
@@ -78,6 +83,18 @@ def plan_of(settings: PlanSettings, console: Console) -> Plan:
         throughput=settings.throughput,
     )
     return make_plan(target, drafts, terms)
+
+
+def check_models(settings: PlanSettings) -> None:
+    """Refuse wrong devices and models before torch is imported. InvalidOptionError names the setting."""
+    target = EngineOptions(
+        model=settings.target or EMBEDDED_TARGET, device=settings.device, max_model_len=settings.max_model_len
+    )
+    check_options(target, {"model": "target"})
+    for model in settings.draft or ([EMBEDDED_DRAFT] if settings.target is None else []):
+        draft = target.model_copy(update={"model": model, "device": settings.draft_device})
+        check_options(draft, {"model": "draft", "device": "draft_device"})
+        check_same_tokenizer(target, draft)
 
 
 def running_models(settings: PlanSettings) -> tuple[Model, list[tuple[Model, Acceptance]]]:

@@ -20,8 +20,10 @@ class PlanSettings(Settings, ClientSecurity):
     Acceptance holds for greedy decoding; sampling accepts fewer draft tokens.
     """
 
-    target: str | None = Field(None, description="hub id, folder or GGUF file; default: the embedded pair's")
-    draft: list[str] | None = Field(
+    target: str | None = Field(
+        None, min_length=1, description="hub id, folder or GGUF file; default: the embedded pair's"
+    )
+    draft: list[Annotated[str, Field(min_length=1)]] | None = Field(
         None, min_length=1, description="hub ids, folders or GGUF files of drafts; default: the embedded pair's"
     )
     target_address: TargetAddress | None = Field(None, description="host:port of a running target worker")

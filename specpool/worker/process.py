@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from specpool.rpc.observability.logs import configure_logging
+from specpool.rpc.config.settings import naming
 from specpool.rpc.observability.tracing import Tracer, tracer_of
+from specpool.rpc.ports import ListenError
 from specpool.rpc.security.channel import MAX_ROUND_BYTES
 from specpool.rpc.server.server import Server
 from specpool.worker.host import Backend, WorkerHost
@@ -35,9 +36,8 @@ def run_worker(
 ) -> None:
     """Run a worker until SIGTERM: `load` builds its backend and reports phases, and `servicer` serves it as `service`.
 
-    An error of a type in `refusals` ends the process with one line instead of a stack trace.
+    An error of a type in `refusals` means that the settings are wrong: the process ends with one line and status 2.
     """
-    configure_logging(settings.log_level, settings.log_format)
     settings.log_resolved()
     host = WorkerHost(load)
 
@@ -45,11 +45,11 @@ def run_worker(
         server.add(service, register, servicer(host, tracer))
         server.registry.register(WorkerMetrics(program.removeprefix("specpool-").removesuffix("-worker"), host))
 
-    expected: tuple[type[BaseException], ...] = (*refusals, OSError)
     try:
-        tracer = tracer_of(settings, program)
-        asyncio.run(_serve(settings, host, add_service, tracer))
-    except expected as error:
+        with naming(program, "", ListenError, *refusals):
+            tracer = tracer_of(settings, program)
+            asyncio.run(_serve(settings, host, add_service, tracer))
+    except OSError as error:
         sys.exit(f"{program}: {error}")
     finally:
         # Skip the garbage collection at exit: scanning torch's objects takes a second or more.
@@ -99,7 +99,6 @@ async def _serve(
     async def load_and_serve() -> None:
         await host.load()
         server.set_serving(True)
-        log.info("serving")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(host.expire_leases(settings.lease_seconds))
             if settings.watchdog_seconds:
@@ -110,7 +109,7 @@ async def _serve(
     serving.add_done_callback(lambda task: server.stop())
     await server.wait_stopped()
     if not serving.done() and not host.is_loaded:
-        log.warning("stopped while the model was loading")
+        log.info("stopped while loading the model")
         os._exit(0)  # nothing can interrupt the thread that loads
     serving.cancel()
     if tracer is not None:
@@ -120,6 +119,7 @@ async def _serve(
         os._exit(1)  # nothing can interrupt the thread
     with contextlib.suppress(asyncio.CancelledError):
         await serving
+    log.info("stopped")
 
 
 def _end_hung() -> None:

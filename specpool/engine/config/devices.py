@@ -1,9 +1,8 @@
 """The devices that models and ranks run on."""
 
-import re
-
 import torch
 
+from specpool.engine.config.device_names import EXPECTED_NAME, describe_gpus, is_device_name
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line
 
@@ -22,16 +21,15 @@ def pick_device(name: str) -> torch.device:
     Raises UnsupportedModelError if the device does not exist.
     """
     resolved = _resolve_auto(name)
-    if re.fullmatch(r"cpu|cuda(:\d+)?", resolved) is None:
-        raise UnsupportedModelError(f'device {name} cannot be used: it must be "auto", "cpu", "cuda" or "cuda:N"')
+    if not is_device_name(resolved):
+        raise UnsupportedModelError(f"device {name} cannot be used: {EXPECTED_NAME}")
     try:
         device = torch.device(resolved)
         if device.type == "cuda" and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             count = torch.cuda.device_count()
             if device.index >= count:
-                names = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-                raise UnsupportedModelError(f"device {name} cannot be used: this machine has {names}")
+                raise UnsupportedModelError(f"device {name} cannot be used: this machine has {describe_gpus(count)}")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedModelError(f"device {name} cannot be used: {first_line(error)}") from error

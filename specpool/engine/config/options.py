@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import AliasChoices, BaseModel, ByteSize, Field, model_validator
 
 MAX_RANKS = 64
+MIN_MODEL_LEN = 16
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -12,7 +13,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True):
     """Engine settings, which both workers take as flags."""
 
-    model: str = Field(description="hub id, folder, or GGUF file of a decoder-only model")
+    model: str = Field(min_length=1, description="hub id, folder, or GGUF file of a decoder-only model")
     revision: str | None = Field(
         None, min_length=1, description="branch, tag or commit of a hub model; a commit pins the version"
     )
@@ -33,7 +34,7 @@ class EngineOptions(BaseModel, frozen=True, extra="forbid", validate_by_name=Tru
     )
     max_model_len: int | None = Field(
         None,
-        ge=16,
+        ge=MIN_MODEL_LEN,
         description="maximum positions of a sequence, prompt and answer; default: the model's own, as far as the KV "
         "cache can hold them",
     )

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+CONFIG = "config.json"
+GGUF_MAGIC = b"GGUF"
+
 
 class UnsupportedModelError(Exception):
     """The model cannot be served; the message says why."""
@@ -20,9 +23,11 @@ def source_of(model: str, revision: str | None) -> dict[str, Any]:
             raise UnsupportedModelError(f"{model}: no such file or folder")
         pinned = {} if revision is None else {"revision": revision}
         return {**safe, **pinned, "pretrained_model_name_or_path": model}
-    if not is_gguf and not (path / "config.json").is_file():
+    if path.is_dir() and not (path / CONFIG).is_file():
         hint = "; name its GGUF file as the model" if any(path.glob("*.gguf")) else ""
-        raise UnsupportedModelError(f"{model} is not a model folder: it has no config.json{hint}")
+        raise UnsupportedModelError(f"{model} is not a model folder: it has no {CONFIG}{hint}")
+    if not path.is_dir() and not is_gguf:
+        raise UnsupportedModelError(f"{model} is neither a model folder nor a .gguf file")
     if revision is not None:
         raise UnsupportedModelError(f"revision {revision}: {model} is local; only hub models have revisions")
     if is_gguf:

@@ -6,6 +6,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
+from specpool.engine.config.architectures import why_not_a_decoder
+from specpool.engine.config.hub import hub_config
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import UnsupportedModelError, first_line, source_of
 from specpool.engine.models.checkpoint_quantization import why_unsupported_quantization
@@ -30,19 +32,21 @@ class _ConfigTypes(BaseModel, from_attributes=True, strict=True):
 def load_config(options: EngineOptions) -> PreTrainedConfig:
     """Load a model's configuration. Raises UnsupportedModelError if the model cannot be served."""
     source = source_of(options.model, options.revision)
+    if not Path(options.model).exists():
+        hub_config(options.model, options.revision)  # its errors are clearer than those of transformers
     try:
         if "gguf_file" in source:
-            GgufFile(Path(options.model))  # its errors are clearer than those of transformers
+            GgufFile(Path(options.model))  # so are these
         config: PreTrainedConfig = AutoConfig.from_pretrained(**source)
     except GgufError as error:
         raise UnsupportedModelError(str(error)) from error
     except Exception as error:  # the files may contain anything
-        message = f"{options.model} is not a model folder, GGUF file or hub id: {explain(error)}"
+        message = f"{options.model} is not a usable model: {explain(error)}"
         raise UnsupportedModelError(message) from error
     _check_types(config)
     max_model_len = resolve_max_model_len(config, options)
     refusal = (
-        _why_not_a_decoder(config)
+        _why_no_language_model(config)
         or _why_not_full_attention(config, max_model_len)
         or why_unsupported_quantization(config)
     )
@@ -101,16 +105,13 @@ def _check_types(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"the configuration has {key} {problem['input']!r}: {problem['msg']}") from None
 
 
-def _why_not_a_decoder(config: PreTrainedConfig) -> str | None:
-    model = f"{config.model_type} model"
-    if config.is_encoder_decoder:
-        return f"a {model} is an encoder-decoder; only decoder-only models are served"
-    architectures = getattr(config, "architectures", None) or []
+def _why_no_language_model(config: PreTrainedConfig) -> str | None:
+    model_type, architectures = config.model_type, getattr(config, "architectures", None)
+    refusal = why_not_a_decoder(model_type, architectures, config.is_encoder_decoder)
     # GGUF files name no architecture; transformers then picks its class for the model type.
-    named = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
-    if not (named if architectures else type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
-        return f"a {model} has no causal language-model head (architectures: {', '.join(architectures) or 'none'})"
-    return None
+    if refusal is None and not architectures and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"a {model_type} model has no causal language-model head (architectures: none)"
+    return refusal
 
 
 def _why_not_full_attention(config: PreTrainedConfig, max_model_len: int) -> str | None:

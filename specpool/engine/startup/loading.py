@@ -55,7 +55,9 @@ def load_engine(
     if isinstance(captured, CapturedModel) and captured.capture is None:
         engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")
     _log_notes(engine)
-    log.info("ready: %s", engine.info())
+    info = engine.info()
+    log.info("ready: %s", info.summary)
+    log.debug("ready: %s", info)
     return engine
 
 

@@ -31,7 +31,7 @@ def self_test(engine: Engine) -> bool:
     All slots of the engine must be free.
     """
     agree = _operations_agree(engine) and _rounds_agree(engine) and _long_passes_agree(engine)
-    (log.info if agree else log.warning)("self-test: equivalence is %s", "bitwise" if agree else "numeric")
+    (log.debug if agree else log.warning)("self-test: equivalence is %s", "bitwise" if agree else "numeric")
     return agree
 
 

@@ -4,6 +4,7 @@ Every setting works in all three places. Unknown settings are errors.
 """
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
@@ -127,7 +128,11 @@ class Settings(BaseSettings):
         return names_of_settings(cls)
 
     def log_resolved(self) -> None:
-        log.info("settings: %s", self.model_dump_json(exclude={"config"}))
+        """Log the settings that differ from their defaults; at debug level, log all."""
+        changed = self.model_dump(mode="json", exclude={"config", "parent_pid"}, exclude_defaults=True)
+        shown = " ".join(f"{name}={json.dumps(value)}" for name, value in changed.items())
+        log.info("settings: %s", shown or "all defaults")
+        log.debug("all settings: %s", self.model_dump_json(exclude={"config"}))
 
 
 class ListeningSettings(Settings):
@@ -182,14 +187,17 @@ def names_of_settings(model: type[BaseModel]) -> set[str]:
 
 @contextmanager
 def naming(program: str, setting: str, *errors: type[Exception]) -> Iterator[None]:
-    """Exit with one line on stderr if the value of a setting cannot be used."""
+    """Exit with one line on stderr if the value of a setting cannot be used.
+
+    `setting`: its name; empty if the message of the error begins with it.
+    """
     try:
         yield
     except errors as error:
         reason: object = error
         if isinstance(error, OSError) and error.filename is not None:
             reason = f"{error.filename}: {error.strerror}"
-        print(f"{program}: {setting}: {reason}", file=sys.stderr)
+        print(": ".join(filter(None, (program, setting, str(reason)))), file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -87,13 +87,20 @@ def without_message(error: BaseException) -> Any:
     return WithheldError, WithheldError(type(error).__qualname__), error.__traceback__
 
 
-def configure_logging(level: str, log_format: LogFormat = "text") -> None:
-    """Log to stderr, one event per line, including the loggers of libraries."""
-    handler = StderrHandler()
-    handler.setFormatter(TextFormatter())
+def configure_logging(
+    level: str, log_format: LogFormat = "text", program: str = "", follow_native: bool = True
+) -> None:
+    """Log to stderr, one event per line, including the loggers of libraries.
+
+    `program`: each line shows its name, without the prefix "specpool-". `follow_native`: with JSON, also log what
+    anything else writes to stderr.
+    """
+    handler, process = StderrHandler(), program.removeprefix("specpool-")
+    handler.setFormatter(TextFormatter(process))
     if log_format == "json":
-        handler.setStream(follow_native_lines())
-        handler.setFormatter(JsonFormatter())
+        if follow_native:
+            handler.setStream(follow_native_lines())
+        handler.setFormatter(JsonFormatter(process))
         sys.excepthook = _log_uncaught
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("grpc._cython").setLevel(logging.INFO)  # at debug level it logs each step of its event loop
@@ -113,10 +120,12 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats as `TIME LEVEL LOGGER: MESSAGE [request_id=... trace_id=...]` and indents stack traces."""
+    """Formats as `TIME LEVEL PROCESS LOGGER: MESSAGE [request_id=... trace_id=...]` and indents stack traces."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    def __init__(self, process: str = "") -> None:
+        """`process`: name of this process; empty: show none."""
+        name = f"{process} " if process else ""
+        super().__init__(f"%(asctime)s %(levelname)s {name}%(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record).translate(_CONTROLS)
@@ -133,15 +142,21 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """Formats as one JSON object per line.
 
-    Keys: timestamp (RFC 3339, UTC), level, logger, message; where they apply, request_id or request_ids, trace_id and
-    exception.
+    Keys: timestamp (RFC 3339, UTC), level, process, logger, message; where they apply, request_id or request_ids,
+    trace_id and exception.
     """
+
+    def __init__(self, process: str = "") -> None:
+        """`process`: name of this process; empty: show none."""
+        super().__init__()
+        self._process = {"process": process} if process else {}
 
     def format(self, record: logging.LogRecord) -> str:
         timestamp = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds")
         event: dict[str, Any] = {
             "timestamp": timestamp.replace("+00:00", "Z"),
             "level": record.levelname,
+            **self._process,
             "logger": record.name,
             "message": record.getMessage(),
             **_fields(record),

@@ -7,7 +7,6 @@ work: connections are accepted at a limited rate, and responses are cached brief
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from specpool.rpc.ports import ListenError
 from specpool.rpc.security.channel import join_address
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,11 @@ class MetricsEndpoint:
         """Tasks that serve connections, oldest first."""
 
     def start(self, host: str, port: int) -> None:
-        """Listen. Raises OSError with the reason."""
+        """Listen. Raises ListenError."""
         try:
             self._socket = _listen(host, port)
         except OSError as error:
-            reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-            raise OSError(f"metrics_port: cannot listen on {join_address(host, port)}: {reason}") from None
+            raise ListenError("metrics_port", host, port, error) from None
         self._accepting = asyncio.create_task(self._accept(self._socket))
         log.info("metrics at http://%s%s", join_address(host, port), PATH)
 

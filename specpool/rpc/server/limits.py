@@ -93,6 +93,11 @@ class Calls:
         self._slow: dict[asyncio.Timeout, None] = {}
         """Timeouts of the slow requests, slowest first."""
 
+    @property
+    def count(self) -> int:
+        """Number of calls in progress."""
+        return len(self._calls)
+
     def begin(self, context: Any) -> Call:
         """Count the call of the running task as in progress. Raises TooManyCallsError."""
         name = client_of(context)

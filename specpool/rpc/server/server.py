@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from specpool.rpc.config.settings import ServerSettings
 from specpool.rpc.observability.metrics import CallCounter, server_registry
 from specpool.rpc.observability.metrics_endpoint import MetricsEndpoint
+from specpool.rpc.ports import ListenError, check_port
 from specpool.rpc.security.channel import join_address
 from specpool.rpc.security.tls import server_credentials
 from specpool.rpc.server.callers import Authenticator
@@ -84,7 +84,7 @@ class Server:
         self._services.append(name)
 
     async def start(self) -> int:
-        """Listen, and return the port. Raises OSError with the reason if the server cannot listen."""
+        """Listen, and return the port. Raises ListenError."""
         for server in self._servers():
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
@@ -93,9 +93,9 @@ class Server:
         self._health.set(LIVE, True)
         self.set_serving(False)
         host, health_port = self._settings.host, self._settings.health_port
-        port = _listen(host, self._settings.port, self._add_port)
+        port = _listen("port", host, self._settings.port, self._add_port)
         if self._health_server is not None and health_port is not None:
-            _listen(host, health_port, self._health_server.add_insecure_port)
+            _listen("health_port", host, health_port, self._health_server.add_insecure_port)
         if self._counter is not None and self._settings.metrics_port is not None:
             self._counter.add_services(names)
             self._metrics.start(host, self._settings.metrics_port)
@@ -128,10 +128,16 @@ class Server:
 
         The process must exit soon after `wait_stopped`.
         """
-        self._signals = StopSignals(self.stop, lambda: self.stop(drain=False))
+        self._signals = StopSignals(self._stop_on_signal, lambda: self.stop(drain=False))
         if self._settings.parent_pid is not None:
             self._orphaned = asyncio.create_task(self._stop_when_orphaned(self._settings.parent_pid))
         return self._signals
+
+    def _stop_on_signal(self) -> None:
+        if self._calls.count:
+            seconds = self._settings.drain_seconds
+            log.info("draining: calls in progress (%d) have up to %g s to finish", self._calls.count, seconds)
+        self.stop()
 
     def stop(self, drain: bool = True) -> None:
         """Begin the drain, or without `drain` end running calls at once. `wait_stopped` completes the stop."""
@@ -151,7 +157,6 @@ class Server:
         """Serve until `stop`, let running calls finish within `drain_seconds`, and fail the rest as UNAVAILABLE."""
         await self._stopping.wait()
         seconds = self._settings.drain_seconds
-        log.info("draining for up to %g s", 0 if self._cut_off.is_set() else seconds)
         self.set_serving(False)
         self._health.end_watches()
         if self.on_drain is not None:
@@ -167,7 +172,6 @@ class Server:
         for server in self._servers():
             await server.stop(None)
         await self._metrics.close()
-        log.info("stopped")
         if self._signals is not None:
             self._signals.server_stopped()
 
@@ -187,21 +191,10 @@ class Server:
                 return self.stop(drain=False)
 
 
-def _listen(host: str, port: int, add_port: Callable[[str], int]) -> int:
-    """Add a port and return it. Raises OSError with the reason."""
+def _listen(setting: str, host: str, port: int, add_port: Callable[[str], int]) -> int:
+    """Add a port and return it. Raises ListenError."""
+    check_port(setting, host, port)  # gRPC gives no reason, and logs lines of its own
     try:
         return add_port(join_address(host, port))
     except RuntimeError as error:
-        reason = _bind_error(host, port) or error
-        raise OSError(f"cannot listen on {join_address(host, port)}: {reason}") from None
-
-
-def _bind_error(host: str, port: int) -> str | None:
-    """Return the system's error for a bind, which gRPC does not pass on. None if a bind works now."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-    except OSError as error:
-        return error.strerror
-    return None
+        raise ListenError(setting, host, port, error) from None

@@ -12,7 +12,7 @@ from serving import PATIENCE_SECONDS, RecordingDraft, RecordingTarget, Serving, 
 
 from coordinator.workers.draft_link import DraftLink
 from coordinator.workers.errors import MismatchError
-from coordinator.workers.link import LinkState
+from coordinator.workers.states import LinkState
 from coordinator.workers.target_link import TargetLink
 from specpool.rpc.security.channel import Connector
 from specpool.testing import FakeDraft, FakeTarget, FakeWorker

@@ -17,7 +17,7 @@ import pytest
 from certificates import TOKEN, Authority
 from collector import Collector, collecting
 from scraping import scrape
-from serving import PATIENCE_SECONDS, free_address, info_with_loads, serving
+from serving import PATIENCE_SECONDS, free_address, info_with_loads
 
 from specpool.cli.up import UpSettings, running
 from specpool.client import AsyncClient
@@ -148,6 +148,8 @@ async def test_flags_reach_all_processes(tiny_pair: Pair, tmp_path: Path) -> Non
         err = await end_all(process, signal.SIGHUP, 0, children=3)
     lines = [json.loads(line) for line in err.splitlines()]
     assert sum(line["message"] == "stopped" for line in lines) == 3
+    assert {line["process"] for line in lines} - {"up"} == {"coordinator", "draft-worker", "target-worker"}
+    assert {line["level"] for line in lines} <= {"DEBUG", "INFO"}
     assert {line.get("trace_id") for line in lines if line.get("request_id") == "a\nb"} == {None, TRACE}
     check_trace(collector)
     assert "CANARY" not in err + collector.everything()
@@ -188,14 +190,59 @@ async def test_demo_compares_plain_and_speculative_tokens(tiny_pair: Pair) -> No
     assert (result["prompts"], result["exact_match"], result["equivalence"]) == (2, 1.0, "bitwise")
 
 
+NO_TORCH = {
+    "__init__.py": "raise SystemExit('torch was imported')",
+    "version.py": "__version__, cuda, hip = '1', '', ''",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "reason"),
+    [
+        ("up", ["--port", "{port}"], "port: cannot listen on 127.0.0.1:{port}: Address already in use"),
+        ("demo", ["--port", "{port}"], "port: cannot listen on 127.0.0.1:{port}: Address already in use"),
+        ("up", ["--metrics-port", "{port}"], "metrics-port: cannot listen on 127.0.0.1:{port}: Address already in use"),
+        ("up", ["--target-device", "cuda:9"], "target-device: cuda:9 cannot be used: torch 1 was built without"),
+        ("up", ["--target", ""], "target: String should have at least 1 character"),
+        ("up", ["--draft", "{folder}"], "draft: {folder} is not a model folder: it has no config.json"),
+        ("up", ["--target", "no/model"], "target: no/model is neither a local file or folder nor cached, and 127.0."),
+        ("up", ["--max-model-len", "9999"], "max-model-len: 9999 exceeds the 512 positions of "),
+    ],
+)
+async def test_wrong_settings_end_with_one_line_before_torch_is_imported(
+    tiny_pair: Pair, tmp_path: Path, command: str, flags: list[str], reason: str
+) -> None:
+    (tmp_path / "torch").mkdir()
+    for name, text in NO_TORCH.items():
+        (tmp_path / "torch" / name).write_text(text)
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "", "HF_HOME": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = {"port": other.getsockname()[1], "folder": tmp_path}
+        given = [flag.format(**words) for flag in flags]
+        async with started(command, *pair_flags(tiny_pair, *given), **environment) as process:
+            out, err = await process.communicate()
+    assert (process.returncode, out) == (2, b"")
+    [line] = err.decode().strip().splitlines()
+    assert line.startswith(f"specpool {command}: {reason.format(**words)}")
+
+
 @pytest.mark.slow
-async def test_up_reports_a_process_that_fails(tmp_path: Path) -> None:
-    async with started("up", "--port", "0", "--target", str(tmp_path), "--draft", "none") as process:
-        _, err = await process.communicate()
-    assert process.returncode == 1
-    assert b"is not a model folder" in err
-    assert b"the target worker ended with status 1" in err
-    assert b"Traceback" not in err
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_up_repeats_the_reason_of_a_process_that_fails(tiny_pair: Pair, tmp_path: Path, log_format: str) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tiny_pair[0] / name).read_bytes())
+    flags = ["--target", str(tmp_path), "--draft", "none", "--log-level", "info", "--log-format", log_format]
+    async with started("up", *pair_flags(tiny_pair, *flags)) as process:
+        out, err = await process.communicate()
+    assert (process.returncode, out) == (2, b"")
+    *log, last = err.decode().splitlines()
+    assert last.startswith(f"specpool up: target worker: {tmp_path} cannot be loaded: it has no model.safetensors")
+    assert "stopped" not in err.decode()
+    assert "draining" not in err.decode()
+    assert "Traceback" not in err.decode()
+    if log_format == "json":
+        assert {json.loads(line)["process"] for line in log} == {"coordinator", "target-worker"}
 
 
 @pytest.mark.slow
@@ -283,20 +330,6 @@ async def test_a_signal_while_the_pair_is_downloaded_ends_all_processes(tmp_path
             _, err = await process.communicate()
             assert (process.returncode, err) == (0, b"")
         await until(lambda: not downloads(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["up", "demo"])
-async def test_a_port_in_use_is_refused(tiny_pair: Pair, command: str) -> None:
-    async with serving() as other:
-        port = other.address.rpartition(":")[2]
-        async with started(command, *pair_flags(tiny_pair, "--port", port)) as process:
-            out, err = await process.communicate()
-        assert (process.returncode, out) == (1, b"")
-        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in err.decode()
-        assert f"specpool {command}: the coordinator ended with status 1" in err.decode()
-        assert b"restarting" not in err
-        assert (await other.stub.GetServerInfo(pb.GetServerInfoRequest())).counters.requests == 0
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -155,7 +156,11 @@ ADDRESSES = ["--target-address", "127.0.0.1:1", "--draft-address", "127.0.0.1:1"
         (PAIR[:2], "draft: required with a target"),
         ([*PAIR, "--prompts", "/nowhere"], "prompts: /nowhere: No such file or directory"),
         ([*PAIR, "--max-tokens", "511"], "prompts: prompt "),
-        ([*PAIR, "--max-model-len", "9999"], "target: max_model_len 9999 exceeds the model's 512 positions"),
+        ([*PAIR, "--max-model-len", "9999"], "max-model-len: 9999 exceeds the 512 positions of "),
+        ([*PAIR, "--device", "tpu"], "device: tpu cannot be used: it must be"),
+        ([*PAIR, "--draft-device", "tpu"], "draft-device: tpu cannot be used: it must be"),
+        (["--target", "", "--draft", "DRAFT"], "target: String should have at least 1 character"),
+        ([*PAIR[:2], "--draft", "OTHER"], "uses a different tokenizer than"),
         (ADDRESSES, "target-address: 127.0.0.1:1: UNAVAILABLE: "),
         (ADDRESSES[:4], "acceptance: must be given with target-address"),
         (ADDRESSES[4:], "target-address: must be given with acceptance"),
@@ -176,7 +181,11 @@ def test_invalid_arguments_are_refused_by_name(
 ) -> None:
     (tmp_path / "there.yaml").write_text("mine")
     (tmp_path / "folder.yaml").mkdir()
-    words = {"TARGET": tiny_pair[0], "DRAFT": tiny_pair[1], "FOLDER": tmp_path}
+    words = {"TARGET": tiny_pair[0], "DRAFT": tiny_pair[1], "FOLDER": tmp_path, "OTHER": tmp_path / "other"}
+    shutil.copytree(tiny_pair[1], words["OTHER"])
+    tokenizer = json.loads((words["OTHER"] / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {"a": 0}
+    (words["OTHER"] / "tokenizer.json").write_text(json.dumps(tokenizer))
     for word, path in words.items():
         arguments = [argument.replace(word, str(path)) for argument in arguments]
     assert message in refusal("--threads", "1", *arguments)

@@ -113,7 +113,7 @@ async def test_a_killed_draft_worker_only_costs_drafts(
         await all_answers()
         draft.start()
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while len(re.findall(r" INFO .*RemoteDraftLink at .* is ready", remote.log.read_text())) < 2:
+            while len(re.findall(r" INFO .*draft worker at .* is ready", remote.log.read_text())) < 2:
                 await all_answers()
         await all_answers()
 

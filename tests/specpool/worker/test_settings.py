@@ -22,6 +22,7 @@ from specpool.rpc.config.settings import Settings
 from target_worker.server import TargetWorkerSettings
 
 ROOT = Path(__file__).parents[3]
+ANY_PORT = ["--port", "0"]
 
 
 @pytest.fixture(autouse=True)
@@ -318,12 +319,17 @@ def test_all_errors_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> 
     assert "max-num-seqs" in error
 
 
-def test_the_resolved_settings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        load("--max-num-seqs", "5").log_resolved()
-    logged = json.loads(caplog.messages[0].removeprefix("settings: "))
-    assert logged["max_num_seqs"] == 5
+def test_changed_settings_are_logged_and_all_of_them_at_debug_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    load("--max-num-seqs", "5", "--queue-size", "256", "--host", "::", "--no-smg").log_resolved()
+    changed, everything = caplog.records
+    assert changed.getMessage() == 'settings: host="::" max_num_seqs=5'
+    assert (changed.levelno, everything.levelno) == (logging.INFO, logging.DEBUG)
+    logged = json.loads(everything.getMessage().removeprefix("all settings: "))
+    assert (logged["max_num_seqs"], logged["queue_size"]) == (5, 256)
     assert set(logged) == set(CoordinatorSettings.model_fields) - {"config"}
+    load().log_resolved()
+    assert caplog.messages[2] == "settings: all defaults"
 
 
 def test_only_values_from_the_file_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,26 +388,29 @@ def test_help_names_every_key_with_its_default(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "reason"),
+    ("arguments", "reason"),
     [
-        (["--nonsense", "1"], 2, "--nonsense"),
-        (["--host", "no-such-host.invalid", "--port", "0"], 1, "cannot listen on no-such-host.invalid:0: "),
-        (["--port", "{taken}"], 1, "cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        (["--nonsense", "1"], "unrecognized arguments: --nonsense"),
+        (["--host", "no-such-host.invalid", "--port", "0"], "host: cannot listen on no-such-host.invalid:0: "),
+        (["--port", "{taken}"], "port: cannot listen on 127.0.0.1:{taken}: Address already in use"),
+        (["--health-port", "{taken}", *ANY_PORT], "health-port: cannot listen on 127.0.0.1:{taken}: Address already"),
+        (["--metrics-port", "{taken}", *ANY_PORT], "metrics-port: cannot listen on 127.0.0.1:{taken}: Address already"),
         pytest.param(
-            ["--host", "203.0.113.1", "--port", "0"], 1, "cannot listen on 203.0.113.1:0: ", marks=pytest.mark.slow
+            ["--host", "203.0.113.1", "--port", "0"],
+            "host: cannot listen on 203.0.113.1:0: Cannot assign requested address",
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["unknown flag", "unknown host", "port in use", "foreign address"],
+    ids=["unknown flag", "unknown host", "port", "health port", "metrics port", "foreign address"],
 )
-def test_a_process_ends_with_one_line(arguments: list[str], status: int, reason: str) -> None:
+def test_a_process_ends_with_one_line(arguments: list[str], reason: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "coordinator.server", *(text.format(taken=port) for text in arguments)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == status
-    lines = [line for line in done.stderr.splitlines() if line.startswith("specpool-coordinator")]
-    assert reason.format(taken=port) in lines[-1]
-    assert "Failed to bind" not in lines[-1]
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+    *log, last = done.stderr.splitlines()
+    assert last.startswith(f"specpool-coordinator: {reason.format(taken=port)}")
+    assert all(" INFO coordinator " in line for line in log)

@@ -43,6 +43,7 @@ from target_worker.verifier import Verifier
 HANGING = """
 import time, specpool.worker.process
 from types import SimpleNamespace
+from specpool.rpc.observability.logs import configure_logging
 from specpool.v1 import target_worker_pb2_grpc as pb_grpc
 from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
@@ -51,6 +52,7 @@ class Servicer(WorkerServicer, pb_grpc.TargetWorkerServiceServicer):
     async def Verify(self, request, context):
         await self._host.run(lambda backend: time.sleep(3600))
 
+configure_logging("info")
 specpool.worker.process.CLOSE_SECONDS = 0.2
 backend = SimpleNamespace(passes=0, info=lambda: "info", expire=lambda *_: 0)
 specpool.worker.process.run_worker(
@@ -62,12 +64,14 @@ specpool.worker.process.run_worker(
 # A worker that cannot load its model, and prints at exit how many objects are exempt from garbage collection.
 FAILING = """
 import atexit, gc, specpool.worker.process
+from specpool.rpc.observability.logs import configure_logging
 from specpool.worker.servicer import WorkerServicer
 from specpool.worker.settings import WorkerSettings
 
 def load(report):
     raise OSError("no model")
 
+configure_logging("info")
 atexit.register(lambda: print(gc.get_freeze_count()))
 settings = WorkerSettings.load("worker")
 specpool.worker.process.run_worker("worker", settings, load, "service", lambda *_: None, WorkerServicer, ())
@@ -309,4 +313,6 @@ async def test_a_process_ends_without_garbage_collection() -> None:
     printed, logged = await process.communicate()
     assert int(printed) > 10_000
     assert logged.splitlines()[-1] == b"worker: no model"
+    assert b"stopped" not in logged
+    assert b"draining" not in logged
     assert process.returncode == 1

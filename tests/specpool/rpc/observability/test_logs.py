@@ -48,6 +48,15 @@ def test_json_lines_have_timestamp_level_logger_and_message() -> None:
     assert event == {"level": "WARNING", "logger": "tests.logs", "message": "3 of ü\n}"}
 
 
+def test_lines_name_the_process() -> None:
+    with logging_as(JsonFormatter("draft-worker")) as (log, lines):
+        log.warning("a")
+        assert json.loads(lines()[0])["process"] == "draft-worker"
+    with logging_as(TextFormatter("draft-worker")) as (log, lines):
+        log.warning("a")
+        assert lines()[0].endswith(" WARNING draft-worker tests.logs: a")
+
+
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()], ids=["json", "text"])
 def test_lines_cannot_be_forged(formatter: logging.Formatter) -> None:
     for end in ("\n", "\r", "\r\n", "\x0b", "\x85", "\u2028", "\x1b[2J"):

@@ -1,0 +1,148 @@
+"""Checks of options that need no torch, so that a wrong setting fails in the first second. Loading checks the rest."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from specpool.engine.config.architectures import why_not_a_decoder
+from specpool.engine.config.device_names import check_device_name
+from specpool.engine.config.options import MIN_MODEL_LEN, EngineOptions
+from specpool.engine.config.sources import CONFIG, GGUF_MAGIC, UnsupportedModelError, source_of
+from specpool.engine.models.embedded_pair import draft_weights, existing_model
+
+TOKENIZER = "tokenizer.json"
+OPTION_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+class InvalidOptionError(UnsupportedModelError):
+    """An option cannot be used; the message begins with its name."""
+
+    def __init__(self, option: str, reason: object, names: Mapping[str, str] = OPTION_NAMES) -> None:
+        """`names`: what the settings of this command call options."""
+        super().__init__(f"{names.get(option, option).replace('_', '-')}: {reason}")
+
+
+def check_options(options: EngineOptions, names: Mapping[str, str] = OPTION_NAMES) -> None:
+    """Raise InvalidOptionError for an option that cannot work. A hub model is looked up once.
+
+    `names`: what the settings of this command call options, such as {"model": "target"}.
+    """
+    with _naming("device", names):
+        for name in options.device.split(","):
+            check_device_name(name.strip())
+    with _naming("model", names):
+        config = _read_config(options)
+    if config is None:
+        return
+    with _naming("max_model_len", names):
+        _check_length(options, config)
+    with _naming("kv_memory" if options.memory_budget is None else "memory_budget", names):
+        _check_memory(options, config)
+
+
+def check_same_tokenizer(target: EngineOptions, draft: EngineOptions, draft_option: str = "draft") -> None:
+    """Raise InvalidOptionError if both models are local and their vocabularies differ."""
+    files = [_local_file(options, TOKENIZER) for options in (target, draft)]
+    contents = [file.read_bytes() for file in files if file is not None]
+    if len(contents) < len(files) or contents[0] == contents[1]:
+        return
+    try:
+        vocabularies = [json.loads(content)["model"]["vocab"] for content in contents]
+    except (ValueError, LookupError, TypeError):
+        return  # loading says what is wrong with the file
+    if vocabularies[0] != vocabularies[1]:
+        raise InvalidOptionError(draft_option, f"{draft.model} uses a different tokenizer than {target.model}")
+
+
+@contextmanager
+def _naming(option: str, names: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+        raise InvalidOptionError(option, reason, names) from None
+    except (UnsupportedModelError, ValueError) as error:
+        raise InvalidOptionError(option, error, names) from None
+
+
+def _read_config(options: EngineOptions) -> dict[str, Any] | None:
+    """Return the configuration of a language model; None if it is not in a file of its own."""
+    model = existing_model(options.model)
+    if model is None:
+        draft_weights()  # from which the pair will be created
+        return None
+    source = source_of(model, options.revision)
+    if "gguf_file" in source:
+        with open(model, "rb") as gguf:
+            if gguf.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+                raise UnsupportedModelError(f"{model} is not a GGUF file")
+        return None
+    file = Path(model) / CONFIG
+    if not file.is_file():
+        from specpool.engine.config.hub import hub_config  # takes a while to import
+
+        file = hub_config(model, options.revision)
+    config = _read_json(file)
+    refusal = why_not_a_decoder(
+        config.get("model_type"), config.get("architectures"), config.get("is_encoder_decoder") is True
+    )
+    if refusal is not None:
+        raise UnsupportedModelError(refusal)
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UnsupportedModelError(f"{file} is not a JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{file} has no JSON object")
+    return config
+
+
+def _check_length(options: EngineOptions, config: dict[str, Any]) -> None:
+    limit, length = config.get("max_position_embeddings"), options.max_model_len
+    if type(limit) is int and length is not None and length > limit:
+        raise UnsupportedModelError(f"{length} exceeds the {limit} positions of {options.model}")
+
+
+def _check_memory(options: EngineOptions, config: dict[str, Any]) -> None:
+    """Compare the memory with a lower bound for one sequence."""
+    memory = options.kv_memory if options.memory_budget is None else options.memory_budget
+    heads = _size(config, "num_attention_heads")
+    layers, kv_heads = _size(config, "num_hidden_layers"), _size(config, "num_key_value_heads") or heads
+    head_dim = _size(config, "head_dim") or (_size(config, "hidden_size") // heads if heads else 0)
+    if memory is None:
+        return
+    positions = options.max_model_len or MIN_MODEL_LEN
+    rank_heads = ceil(kv_heads / options.tensor_parallel)
+    bytes_each = 4 if options.dtype == "float32" else 2
+    needed = 2 * layers * rank_heads * head_dim * bytes_each * positions
+    if memory < needed:
+        sequence = f"sequence of {positions} positions, which needs at least {needed:,} bytes"
+        raise UnsupportedModelError(f"{memory.human_readable()} holds no {sequence}")
+
+
+def _size(config: dict[str, Any], name: str) -> int:
+    """Return a size; 0 if the configuration does not give it, so its class has a default."""
+    size = config.get(name)
+    return size if type(size) is int else 0
+
+
+def _local_file(options: EngineOptions, name: str) -> Path | None:
+    model = existing_model(options.model)
+    if model is None:
+        return None
+    path = Path(model)
+    if path.is_dir():
+        return path / name if (path / name).is_file() else None
+    if path.exists():
+        return None
+    from specpool.engine.config.hub import cached_file
+
+    return cached_file(model, options.revision, name)

@@ -1,0 +1,18 @@
+"""Ctrl-C in the first moments of a process, while it imports modules."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def silent_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end this process without a stack trace, unless the process ignores or handles it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, before)

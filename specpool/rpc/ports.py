@@ -1,0 +1,37 @@
+"""Ports to listen on, and errors that name the setting of a port that cannot be used."""
+
+import errno
+import os
+import socket
+
+from specpool.rpc.security.channel import join_address
+
+
+class ListenError(OSError):
+    """A process cannot listen; the message begins with the name of the setting."""
+
+    def __init__(self, setting: str, host: str, port: int, cause: Exception) -> None:
+        """`setting`: the setting of the port; replaced by `host` if that is to blame."""
+        reason = str(cause)
+        if isinstance(cause, socket.gaierror):
+            setting, reason = "host", str(cause.strerror)
+        elif isinstance(cause, OSError) and cause.errno is not None:
+            setting = "host" if cause.errno == errno.EADDRNOTAVAIL else setting
+            reason = os.strerror(cause.errno)  # without Python's addition
+        super().__init__(f"{setting.replace('_', '-')}: cannot listen on {join_address(host, port)}: {reason}")
+
+
+def check_port(setting: str, host: str, port: int) -> None:
+    """Raise ListenError if a port is in use or not allowed."""
+    if (error := bind_error(host, port)) is not None:
+        raise ListenError(setting, host, port, error)
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Listen on a port for a moment. Return the system's error, which gRPC does not pass on; None if it works."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address, family=family).close()
+    except OSError as error:
+        return error
+    return None
