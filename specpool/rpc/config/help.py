@@ -22,6 +22,7 @@ METAVARS = {
     "endpoint": "URL",
     "host": "HOST",
     "interval": "SECONDS",
+    "kwargs": "JSON",
     "layers": "INTS",
     "model": "MODEL",
     "name": "NAME",
@@ -98,15 +99,15 @@ def _metavar(annotation: Any, name: str) -> str:
     if origin is Annotated:
         return _metavar(arguments[0], name)
     if origin in (Union, UnionType):
-        [member] = [argument for argument in arguments if argument is not NoneType]
-        return _metavar(member, name)
+        members = [argument for argument in arguments if argument is not NoneType]
+        return _metavar(members[0] if len(members) == 1 else Any, name)
     if origin in (list, tuple):
         return f"{_metavar(arguments[0], name.removesuffix('s'))}S"
     if origin is Literal:
         return _choices(arguments)
     if isclass(annotation) and issubclass(annotation, Enum):
         return _choices(member.value for member in annotation)
-    by_type = TYPES[annotation]
+    by_type = TYPES.get(annotation, "VALUE")
     return METAVARS.get(name.rpartition("_")[2], by_type) if by_type not in ("", "SIZE") else by_type
 
 
