@@ -40,9 +40,9 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     choices = [*itertools.product(options.neighbours, options.threads, options.spin_counts)]
     runs: dict[Choice, list[dict[str, Any]]] = {choice: [] for choice in choices}
-    for choice in progress(choices * options.repeats, "demos"):
-        with neighbours(choice[0]):
-            runs[choice].append(_demo(*choice[1:], options))
+    for count, threads, spin in progress(choices * options.repeats, "demos"):
+        with neighbours(count):
+            runs[count, threads, spin].append(_demo(threads, spin, options))
     rows = [
         {"neighbours": count, "threads": threads, "spin_count": spin}
         | {name: statistics.median(run[name] for run in found) for name in MEASURES}
