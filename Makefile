@@ -44,7 +44,7 @@ test-monitoring: .venv/ready
 test-vllm: .venv/ready $(if $(SPECPOOL_VLLM_PYTHON),,.venv-vllm/ready)
 	$(BIN)/pytest -m vllm tests/specpool/vllm
 
-# Run real processes under load, cancellations and cuts, or under hostile clients (docs/robustness.md). SOAK and ATTACKS
+# Run real processes under load, cancellations and cuts, or under hostile clients (docs/faults.md). SOAK and ATTACKS
 # are options, such as SOAK="--cuts 3000".
 soak: .venv/ready
 	PYTHONPATH=.:tests/system $(BIN)/python -m lab.soak $(SOAK)

@@ -6,8 +6,10 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from coordinator.prompts.chat_reader import read_chat
 from coordinator.prompts.tokenizer import TargetTokenizer
 from specpool.client import Chat
+from specpool.client.chats import make_chat
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.config.sources import source_of
 from specpool.engine.models.config import load_config
@@ -33,7 +35,7 @@ class Peers:
         """Token ids of a text or a conversation."""
         if isinstance(prompt, str):
             return self.tokenizer.encode_text(prompt)
-        return self.tokenizer.encode_chat([(message["role"], message["content"]) for message in prompt])
+        return self.tokenizer.encode_chat(read_chat(make_chat(prompt)))
 
     @torch.inference_mode()
     def generate(self, prompts: list[str | Chat], batch: int, max_tokens: int) -> list[list[int]]:

@@ -32,10 +32,7 @@ def load_prompts(path: Path | None, count: int) -> list[PromptLine]:
     Each line has the format of `specpool generate`, or is a Spec-Bench question: {"question_id", "turns"}. The first
     turn becomes the prompt.
     """
-    if path is None:
-        lines = own_prompts()
-    else:
-        lines = read_prompts(map(_as_chat, path.read_text(encoding="utf-8").splitlines()))
+    lines = own_prompts() if path is None else _read(path.read_text(encoding="utf-8").splitlines())
     return [lines[i % len(lines)] for i in range(count)]
 
 
@@ -45,7 +42,7 @@ def load_by_category(path: Path | None) -> dict[str, list[PromptLine]]:
         return {"": own_prompts()}
     texts = [text for text in path.read_text(encoding="utf-8").splitlines() if text.strip()]
     found: dict[str, list[PromptLine]] = {}
-    for text, line in zip(texts, read_prompts(map(_as_chat, texts)), strict=True):
+    for text, line in zip(texts, _read(texts), strict=True):
         found.setdefault(json.loads(text).get("category", ""), []).append(line)
     return found
 
@@ -64,6 +61,13 @@ def token_ids(model: Path, lines: list[PromptLine]) -> list[list[int]]:
         else list(tokenizer.apply_chat_template(line.prompt, add_generation_prompt=True, return_dict=False))
         for line in lines
     ]
+
+
+def _read(texts: list[str]) -> list[PromptLine]:
+    lines = read_prompts(map(_as_chat, texts))
+    if any(line.options for line in lines):
+        raise ValueError("benchmarks take no tools and no options of chat templates")
+    return lines
 
 
 def _as_chat(line: str) -> str:

@@ -54,11 +54,13 @@ MAY_NAME_STATUS_CODES = {
 }
 # The edges, where protobuf messages are allowed.
 EDGES = (
+    "coordinator/prompts/chat_reader.py",
     "coordinator/prompts/prompt_reader.py",
     "coordinator/requests/validation.py",
     "coordinator/server.py",
     "coordinator/serving/",
     "coordinator/smg/",
+    "coordinator/tracing/prompts.py",
     "coordinator/workers/",
     "draft_worker/",
     "specpool/cli/",

@@ -1,6 +1,7 @@
 """Settings of the coordinator."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, AliasChoices, ByteSize, Field, model_validator
@@ -27,6 +28,17 @@ def _check_stubs_installed(smg: bool) -> bool:
 
 
 ServesSmg = Annotated[bool, AfterValidator(_check_stubs_installed)]
+
+
+def _check_template(path: Path | None) -> Path | None:
+    if path is not None:
+        from coordinator.prompts.templates import read_template  # imports transformers
+
+        read_template(path)
+    return path
+
+
+TemplateFile = Annotated[Path | None, AfterValidator(_check_template)]
 
 
 class CoordinatorSettings(ServerSettings, WorkerSecurity):
@@ -107,6 +119,9 @@ class CoordinatorSettings(ServerSettings, WorkerSecurity):
     target_timeout_seconds: Seconds = Field(120.0, gt=0, description="timeout of the target worker")
     metrics_compat: Literal["vllm"] | None = Field(None, description="also serve metrics under vLLM's names")
     trace_prompts: bool = Field(False, description="include prompts and outputs in traces")
+    chat_template: TemplateFile = Field(
+        None, description="file with a Jinja chat template; default: the target model's own"
+    )
     max_request_bytes: ByteSize = Field(ByteSize(2**20), ge=1024, le=2**31 - 1, description="largest request accepted")
 
     smg: ServesSmg = Field(

@@ -1,15 +1,18 @@
 """Converts the prompt of a request to token ids. Cheap checks run before anything is tokenized."""
 
 import asyncio
+import json
 from dataclasses import dataclass
 
+from coordinator.prompts.chat_reader import OPTIONS, check_chat, read_chat
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, WorkLimits
 from coordinator.prompts.tokenizer_pool import Check, TokenizerPool
 from specpool.protocol.errors import InvalidArgumentError
 from specpool.v1 import generation_pb2 as pb
 
-MAX_MESSAGES, MAX_ROLE_LENGTH = 1024, 64
+# Options of a chat template that an error lists.
+MAX_LISTED = 32
 
 # Token ids that are checked before the event loop gets a turn.
 IDS_PER_TURN = 16_384
@@ -66,8 +69,7 @@ class PromptReader:
         if request.WhichOneof("input") == "text":
             ids = self.tokenizer.encode_text(request.text, limits)
         else:
-            messages = [(message.role, message.content) for message in request.chat.messages]
-            ids = self.tokenizer.encode_chat(messages, limits)
+            ids = self.tokenizer.encode_chat(read_chat(request.chat), limits)
         self._check_length(field, len(ids))
         self._check_ids(field, ids)
         return tuple(ids)
@@ -83,17 +85,17 @@ class PromptReader:
         return tuple(ids)
 
     def _check_chat(self, chat: pb.ChatInput) -> None:
-        if not chat.messages:
-            raise InvalidArgumentError("chat.messages", "must not be empty")
-        if len(chat.messages) > MAX_MESSAGES:
-            raise InvalidArgumentError("chat.messages", f"has more than {MAX_MESSAGES} entries")
-        size = 0
-        for index, message in enumerate(chat.messages):
-            if not 1 <= len(message.role) <= MAX_ROLE_LENGTH:
-                reason = "must not be empty" if not message.role else f"has more than {MAX_ROLE_LENGTH} characters"
-                raise InvalidArgumentError(f"chat.messages[{index}].role", reason)
-            size += len(message.content.encode())
-        self._check_bytes("chat.messages", size)
+        self._check_bytes("chat.messages", check_chat(chat))
+        try:
+            template = self.tokenizer.chat_template(with_tools=bool(chat.tools))
+        except ChatTemplateError as error:
+            raise InvalidArgumentError("chat.messages", str(error)) from None
+        if chat.tools and not template.reads_tools:
+            raise InvalidArgumentError("chat.tools", "the chat template reads no tools")
+        if unknown := set(chat.chat_template_kwargs.fields) - template.options:
+            known = ", ".join(sorted(template.options)[:MAX_LISTED]) or "none"
+            reason = f"the chat template has no option {json.dumps(min(unknown))}; its options: {known}"
+            raise InvalidArgumentError(OPTIONS, reason, may_quote=True)
 
     def _check_bytes(self, field: str, size: int) -> None:
         if size > self.max_bytes:

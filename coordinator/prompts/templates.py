@@ -4,8 +4,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError, meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 # CPU seconds of a template on its thread. Time that a busy machine spends elsewhere does not count.
@@ -15,10 +18,27 @@ LINES_PER_CHECK = 64
 # Maximum length of a repeated sequence, and bits of a number. The time limit cannot interrupt larger operations.
 MAX_SEQUENCE_LENGTH = 1_000_000
 MAX_BITS = 4096
+# Maximum size of a template's file.
+MAX_FILE_BYTES = 2**20
+# Variables that no option may set, besides the model's own special tokens.
+RESERVED = {"messages", "tools", "add_generation_prompt"} | {
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+}
 
 
 class ChatTemplateError(ValueError):
     """The model has no chat template, or the template rejects the messages."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as plain data."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Each with a role."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template."""
 
 
 class ChatTemplate:
@@ -26,21 +46,27 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raise ValueError if the template does not compile."""
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            variables = meta.find_undeclared_variables(environment.parse(source))
         except Exception as error:  # including RecursionError and SyntaxError
             raise ValueError(f"the chat template does not compile: {_reason(error)}") from None
         self._special_tokens = special_tokens
+        self.reads_tools = "tools" in variables
+        self.options = variables - environment.globals.keys() - RESERVED - special_tokens.keys()
+        """Names of the variables that requests may set."""
 
-    def render(self, messages: Sequence[tuple[str, str]], max_characters: float, check: Callable[[], None]) -> str:
-        """Render a conversation of (role, content), up to the assistant's turn. Raises ChatTemplateError.
+    def render(self, chat: Chat, max_characters: float, check: Callable[[], None]) -> str:
+        """Render a chat, up to the assistant's turn. Raises ChatTemplateError.
 
         `check` runs periodically and may raise to end the work.
         """
         variables = {
-            "messages": [{"role": role, "content": content} for role, content in messages],
-            "tools": None,
             "documents": None,
+            **chat.options,
+            "messages": chat.messages,
+            "tools": chat.tools or None,
             "add_generation_prompt": True,
             **self._special_tokens,
         }
@@ -50,6 +76,27 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything
             raise ChatTemplateError(f"the model's chat template rejects these messages: {_reason(error)}") from None
+
+
+def read_template(path: Path) -> str:
+    """Return the template of a file. Raises ValueError if it cannot be read or does not compile."""
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+        source = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if not source.strip():
+        raise ValueError(f"{path} is empty")
+    try:
+        ChatTemplate(source, {})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return source
 
 
 def _environment() -> Any:
@@ -107,5 +154,7 @@ def _tracer(check: Callable[[], None]) -> Any:
 
 def _reason(error: Exception) -> str:
     """Return the message of a template's own error. Other errors need the type to be understood."""
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"
     name, text = type(error).__name__, str(error)
     return text if text and name == "TemplateError" else f"{name}: {text}" if text else name

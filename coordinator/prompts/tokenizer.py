@@ -1,7 +1,7 @@
 """The target's tokenizer, built from files that the target worker sends. Needs neither torch nor a model hub."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from coordinator.prompts.detokenizer import Detokenizer
 from coordinator.prompts.rust_panics import panics_as_errors
-from coordinator.prompts.templates import ChatTemplate, ChatTemplateError
+from coordinator.prompts.templates import Chat, ChatTemplate, ChatTemplateError
 from specpool.protocol.tokenizer import TokenizerFiles
 
 # Bytes per token of ordinary text. A text that only fits with longer tokens is first counted in pieces: tokenizing all
@@ -60,12 +60,8 @@ class TargetTokenizer:
         """Upper bound on the bytes of text of one token."""
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._template: ChatTemplate | None = None
-        if files.chat_template:
-            try:
-                self._template = ChatTemplate(files.chat_template, files.special_tokens)
-            except ValueError as error:
-                raise TokenizerError(str(error)) from None
+        self._template = _template(files.chat_template, files)
+        self._tool_template = _template(files.tool_chat_template, files) or self._template
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -79,14 +75,16 @@ class TargetTokenizer:
         """Tokenize text, with the model's special tokens around it. Raises EncodingError."""
         return self._encode(text, limits, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]], limits: WorkLimits = UNLIMITED) -> list[int]:
-        """Tokenize a conversation of (role, content), up to the assistant's turn.
-
-        Raises ChatTemplateError, EncodingError.
-        """
-        if self._template is None:
+    def chat_template(self, with_tools: bool) -> ChatTemplate:
+        """The template of a chat with or without tools. Raises ChatTemplateError if there is none."""
+        template = self._tool_template if with_tools else self._template
+        if template is None:
             raise ChatTemplateError("the target model has no chat template; send text or tokenized input")
-        rendered = self._template.render(messages, limits.characters, limits.check)
+        return template
+
+    def encode_chat(self, chat: Chat, limits: WorkLimits = UNLIMITED) -> list[int]:
+        """Tokenize a chat, up to the assistant's turn. Raises ChatTemplateError, EncodingError."""
+        rendered = self.chat_template(bool(chat.tools)).render(chat, limits.characters, limits.check)
         # The template has written the special tokens itself.
         return self._encode(rendered, limits, add_special_tokens=False)
 
@@ -130,6 +128,13 @@ def _load(tokenizer_json: bytes) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _template(source: str, files: TokenizerFiles) -> ChatTemplate | None:
+    try:
+        return ChatTemplate(source, files.special_tokens) if source else None
+    except ValueError as error:
+        raise TokenizerError(str(error)) from None
 
 
 def _check_ids(vocabulary: Mapping[str, int], eos_token_ids: Iterable[int], vocab_size: int | None) -> None:

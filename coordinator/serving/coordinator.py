@@ -10,6 +10,7 @@ from itertools import count
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.drafting.drafting import Drafting
+from coordinator.prompts.templates import read_template
 from coordinator.prompts.tokenizer import TargetTokenizer
 from coordinator.requests.generation import Generation
 from coordinator.requests.in_flight import RequestsInFlight
@@ -52,6 +53,8 @@ class Coordinator:
         coordinator_id = uuid.uuid4().hex
         target = Connector(settings.target_address, **settings.worker_security)
         self.target = TargetLink(target, coordinator_id, settings.target_timeout_seconds)
+        if settings.chat_template is not None:
+            self.target.chat_template = read_template(settings.chat_template)
         self.draft: DraftLink | None = None
         if settings.draft_address is not None:
             draft = Connector(settings.draft_address, **settings.worker_security)

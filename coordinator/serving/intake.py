@@ -11,6 +11,7 @@ from coordinator.prompts.tokenizer_pool import TokenizerPool
 from coordinator.requests.generation import Generation
 from coordinator.requests.validation import Limits, check_request_id, read_request
 from coordinator.serving.coordinator import Coordinator
+from coordinator.tracing.prompts import prompt_attributes
 from coordinator.tracing.traces import Call, RequestTrace
 from specpool.protocol.errors import InvalidArgumentError, ServiceError, UnavailableError
 from specpool.rpc.server.callers import client_of
@@ -59,13 +60,11 @@ class Intake:
 
 
 def _describe(message: pb.GenerateRequest, context: Any, stream: bool) -> Call:
-    is_chat = message.WhichOneof("input") == "chat"
-    texts = [("user", message.text)] if message.text else []
     return Call(
-        operation="chat" if is_chat else "text_completion",
+        operation="chat" if message.HasField("chat") else "text_completion",
         stream=stream,
         metadata=context.invocation_metadata() or (),
-        messages=lambda: [(entry.role, entry.content) for entry in message.chat.messages] if is_chat else texts,
+        prompt=partial(prompt_attributes, message),
     )
 
 

@@ -9,17 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from coordinator.requests.generation import Generation, Sample
 from coordinator.scheduling.commits import Commit
 from coordinator.scheduling.grouping import Group
 from coordinator.scheduling.sequence import FinishReason
+from coordinator.tracing.prompts import text_part
 from specpool.rpc.observability import logs
 from specpool.rpc.observability.tracing import Attributes, Span, Tracer
-
-Messages: TypeAlias = Sequence[tuple[str, str]]
-"""A prompt as (role, text)."""
 
 _METHODS = {"propose": "specpool.v1.DraftWorkerService/Propose", "verify": "specpool.v1.TargetWorkerService/Verify"}
 # Maximum integer attribute.
@@ -35,8 +33,8 @@ class Call:
     stream: bool
     metadata: Iterable[tuple[str, Any]]
     """May include the caller's trace context."""
-    messages: Callable[[], Messages] = tuple
-    """Returns the prompt; empty if it consists of token ids."""
+    prompt: Callable[[], Attributes] = dict
+    """Returns the attributes of the prompt; none if it consists of token ids."""
 
 
 class RequestTrace:
@@ -46,9 +44,9 @@ class RequestTrace:
         self,
         span: Span | None = None,
         began_ns: int = 0,
-        prompt: Callable[[], Messages] | None = None,
+        prompt: Callable[[], Attributes] | None = None,
     ) -> None:
-        """`prompt`: returns the prompt. None: record neither prompt nor output."""
+        """`prompt`: returns the attributes of the prompt. None: record neither prompt nor output."""
         self.span, self._began_ns, self._prompt = span, began_ns, prompt
         self.samples: list[Sample] = []
         self._error: BaseException | None = None
@@ -61,8 +59,8 @@ class RequestTrace:
         """Record the parameters of a validated request, and its prompt if enabled."""
         self.samples = samples
         span.note(_parameters(samples, self._prompt is not None))
-        if self._prompt is not None and (messages := self._prompt()):
-            span.note({"gen_ai.input.messages": _input_messages(messages)})
+        if self._prompt is not None:
+            span.note(self._prompt())
 
     def end(self, span: Span) -> None:
         """Record the results, and derive child spans from the samples' timings."""
@@ -145,7 +143,7 @@ class Traces:
         logs.bind_trace(span.trace_id)
         span.note({"gen_ai.operation.name": call.operation, "gen_ai.provider.name": "specpool"})
         span.note({"gen_ai.request.stream": call.stream, **({"gen_ai.request.model": model} if model else {})})
-        trace = RequestTrace(span, began_ns, call.messages if self._record_prompts else None)
+        trace = RequestTrace(span, began_ns, call.prompt if self._record_prompts else None)
         try:
             yield trace
         except BaseException as error:
@@ -222,17 +220,9 @@ def _finish_reason(sample: Sample, error: BaseException | None) -> str:
     return str(finish.reason)
 
 
-def _input_messages(messages: Messages) -> str:
-    return json.dumps([{"role": role, "parts": [_text(text)]} for role, text in messages])
-
-
 def _output_messages(samples: list[Sample], reasons: list[str]) -> str:
     texts = ("".join(commit.text for commit in sample.commits) for sample in samples)
     answers = zip(texts, reasons, strict=True)
     return json.dumps(
-        [{"role": "assistant", "parts": [_text(text)], "finish_reason": reason} for text, reason in answers]
+        [{"role": "assistant", "parts": [text_part(text)], "finish_reason": reason} for text, reason in answers]
     )
-
-
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "content": text}

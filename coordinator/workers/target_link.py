@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -30,6 +31,8 @@ class TargetLink(WorkerLink):
 
     _unknown_times = UNKNOWN_VERIFY
     tokenizer: TargetTokenizer | None = None
+    chat_template: str | None = None
+    """Replaces the model's chat templates."""
 
     def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         return target_worker_pb2_grpc.TargetWorkerServiceStub(channel)
@@ -44,10 +47,12 @@ class TargetLink(WorkerLink):
         if self.info is not None:
             self._check_same_model(self.info, info)
             return
-        files = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
-        files = decoded(files, "tokenizer")
+        response = await self._stub.GetTokenizer(target_worker_pb2.GetTokenizerRequest(), timeout=PROBE_TIMEOUT_SECONDS)
+        files = read_tokenizer(decoded(response, "tokenizer"))
+        if self.chat_template is not None:
+            files = replace(files, chat_template=self.chat_template, tool_chat_template="")
         try:  # in a thread: large vocabularies take a while
-            self.tokenizer = await asyncio.to_thread(TargetTokenizer, read_tokenizer(files), info.vocab_size)
+            self.tokenizer = await asyncio.to_thread(TargetTokenizer, files, info.vocab_size)
         except ValueError as error:
             raise InvalidResponseError(f"unusable tokenizer: {error}") from None
 

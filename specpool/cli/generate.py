@@ -5,12 +5,13 @@ import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg
 from rich.console import Console
 from rich.progress import track
@@ -19,11 +20,23 @@ from coordinator.scheduling.sequence import DraftMethod
 from specpool.cli.processes import PROBE_SECONDS, is_serving
 from specpool.client import AsyncClient, DivergedError, GenerateOptions
 from specpool.client.prompts import PromptLine, read_prompt_file, read_standard_input
+from specpool.client.requests import CHAT_OPTIONS
 from specpool.rpc.config.settings import INT32_MAX, INT32_MIN, UINT32_MAX, UINT64_MAX, Seconds, Settings
 from specpool.rpc.security.channel import Connector
 from specpool.rpc.security.settings import ClientSecurity
 from specpool.rpc.status import status_line
 from specpool.v1 import generation_pb2 as pb
+
+
+def _json_object(value: object) -> object:
+    """Parse JSON text. A TOML file may have a table instead."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(parsed, dict | None):
+        raise ValueError("must be a JSON object")
+    return parsed
 
 
 class GenerateSettings(Settings, ClientSecurity):
@@ -35,6 +48,9 @@ class GenerateSettings(Settings, ClientSecurity):
         None, description='JSONL file of {"id", "prompt"} or {"id", "messages"}; - for standard input'
     )
     chat: bool = Field(False, description="send PROMPT as a user's chat message; not for files, which can have chats")
+    chat_template_kwargs: Annotated[Any, BeforeValidator(_json_object)] = Field(
+        None, description="options of the chat template as JSON, such as '{\"enable_thinking\": false}'"
+    )
     max_tokens: int | None = Field(None, ge=1, le=UINT32_MAX, description="maximum tokens; default: the server's")
     num_speculative_tokens: int | None = Field(
         None, ge=0, le=UINT32_MAX, description="draft tokens per round; 0: plain decoding; default: the server's"
@@ -65,6 +81,8 @@ class GenerateSettings(Settings, ClientSecurity):
             raise ValueError("give a prompt or a file of prompts, not both")
         if self.chat and self.prompts is not None:
             raise ValueError('chat is for a prompt; a chat in a file has "messages" instead of "prompt"')
+        if self.chat_template_kwargs is not None and not self.chat and self.prompts is None:
+            raise ValueError("chat_template_kwargs needs chat, or a file of prompts with chats")
         return self
 
 
@@ -87,7 +105,7 @@ async def answers(
     async def answer(line: PromptLine) -> pb.GenerateResponse | grpc.aio.AioRpcError:
         async with slots:
             try:
-                return await client.generate(line.prompt, **options)
+                return await client.generate(line.prompt, **{**options, **line.options})
             except grpc.aio.AioRpcError as error:
                 return error
 
@@ -126,13 +144,22 @@ def as_record(line: PromptLine, response: pb.GenerateResponse) -> dict[str, obje
 
 def _lines(settings: GenerateSettings) -> list[PromptLine]:
     if settings.prompts is not None:
-        return read_prompt_file(settings.prompts)
-    text = settings.prompt if settings.prompt is not None else read_standard_input()
-    return [PromptLine(0, [{"role": "user", "content": text}] if settings.chat else text)]
+        lines = read_prompt_file(settings.prompts)
+    else:
+        text = settings.prompt if settings.prompt is not None else read_standard_input()
+        lines = [PromptLine(0, [{"role": "user", "content": text}] if settings.chat else text)]
+    return [_with_template_options(line, settings.chat_template_kwargs) for line in lines]
+
+
+def _with_template_options(line: PromptLine, options: dict[str, Any] | None) -> PromptLine:
+    """Apply the command's options of the chat template to a chat without options of its own."""
+    if options is None or isinstance(line.prompt, str):
+        return line
+    return replace(line, options={"chat_template_kwargs": options, **line.options})
 
 
 def _options(settings: GenerateSettings) -> dict[str, Any]:
-    names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys()
+    names = GenerateOptions.__annotations__.keys() & type(settings).model_fields.keys() - set(CHAT_OPTIONS)
     stop = None if settings.stop is None else [settings.stop]
     return {name: getattr(settings, name) for name in (*names, "timeout_seconds")} | {"stop": stop}
 
@@ -159,7 +186,7 @@ async def _wait_serving(connector: Connector, seconds: float) -> None:
 
 async def _stream_one(client: AsyncClient, settings: GenerateSettings, line: PromptLine) -> int:
     try:
-        async for message in client.stream(line.prompt, **_options(settings)):
+        async for message in client.stream(line.prompt, **{**_options(settings), **line.options}):
             print(message.chunk.text, end="", flush=True)
     except (grpc.aio.AioRpcError, DivergedError) as error:
         reason = str(error) if isinstance(error, DivergedError) else status_line(error)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -92,6 +93,7 @@ class UpSettings(ListeningSettings):
     startup_cache: bool = WORKER["startup_cache"]
     draft_method: DraftMethod = COORDINATOR["draft_method"]
     smg: bool = COORDINATOR["smg"]
+    chat_template: Path | None = COORDINATOR["chat_template"]
 
     @field_validator("target_devices")
     @classmethod

@@ -1,13 +1,18 @@
-"""Prompt files: JSON lines of {"id", "prompt"} or {"id", "messages": [{"role", "content"}, ...]}."""
+"""Prompt files: JSON lines of {"id", "prompt"} or {"id", "messages": [{"role", "content"}, ...]}.
+
+Lines with messages may also have "tools" and "chat_template_kwargs".
+"""
 
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, cast
 
-from specpool.client import Chat
+from specpool.client.chats import Chat, make_chat
+from specpool.client.requests import CHAT_OPTIONS, GenerateOptions
 
 
 class PromptFileError(ValueError):
@@ -20,6 +25,8 @@ class PromptLine:
 
     id: object
     prompt: str | Chat
+    options: GenerateOptions = field(default_factory=GenerateOptions)
+    """Options of this line only."""
 
 
 def read_prompt_file(path: Path) -> list[PromptLine]:
@@ -48,6 +55,26 @@ def own_prompts() -> list[PromptLine]:
 
 
 def _parse(number: int, line: str) -> PromptLine:
+    record = _record(number, line)
+    is_chat = "messages" in record
+    allowed = {"id", "messages", *CHAT_OPTIONS} if is_chat else {"id", "prompt"}
+    if unknown := record.keys() - allowed:
+        raise PromptFileError(f"line {number}: unknown key {', '.join(map(json.dumps, sorted(unknown)))}")
+    if not is_chat:
+        if not isinstance(record["prompt"], str):
+            raise PromptFileError(f'line {number}: "prompt" must be a string')
+        return PromptLine(record["id"], record["prompt"])
+    if not isinstance(record["messages"], list):
+        raise PromptFileError(f'line {number}: "messages" must be a list')
+    options = {name: record[name] for name in CHAT_OPTIONS if name in record}
+    try:
+        make_chat(record["messages"], **options)
+    except TypeError as error:
+        raise PromptFileError(f"line {number}: {error}") from None
+    return PromptLine(record["id"], record["messages"], cast(GenerateOptions, options))
+
+
+def _record(number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
         # Python accepts lone surrogates and NaN, which are invalid JSON.
@@ -60,19 +87,4 @@ def _parse(number: int, line: str) -> PromptLine:
         raise PromptFileError(f"line {number}: nested too deeply") from None
     if not isinstance(record, dict) or "id" not in record or ("prompt" in record) == ("messages" in record):
         raise PromptFileError(f'line {number}: must be an object with "id" and either "prompt" or "messages"')
-    if unknown := record.keys() - {"id", "prompt", "messages"}:
-        raise PromptFileError(f"line {number}: unknown key {', '.join(map(json.dumps, sorted(unknown)))}")
-    if "prompt" in record:
-        if not isinstance(record["prompt"], str):
-            raise PromptFileError(f'line {number}: "prompt" must be a string')
-        return PromptLine(record["id"], record["prompt"])
-    messages = record["messages"]
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise PromptFileError(f'line {number}: "messages" must be a list of {{"role": string, "content": string}}')
-    return PromptLine(record["id"], messages)
-
-
-def _is_message(message: object) -> bool:
-    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-        return False
-    return all(isinstance(value, str) for value in message.values())
+    return record

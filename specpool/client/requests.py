@@ -2,14 +2,14 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict, Unpack, cast, get_args
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args
 
 from google.protobuf.message import Message
 
+from specpool.client.chats import Chat, make_chat
 from specpool.v1 import generation_pb2 as pb
 
-Chat = Sequence[Mapping[str, str]]
-"""A conversation of {"role": ..., "content": ...}."""
+CHAT_OPTIONS = ("tools", "chat_template_kwargs")
 Prompt = str | Chat | Sequence[int]
 """A text, a conversation, or token ids."""
 
@@ -19,7 +19,10 @@ DraftMethodName = Literal["model", "ngram", "best"]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Fields of `GenerateRequest` and `SamplingParams`; see their comments. None selects the server's default."""
+    """Fields of `GenerateRequest`, `SamplingParams` and `ChatInput`; see their comments.
+
+    None selects the server's default.
+    """
 
     max_tokens: int | None
     min_tokens: int | None
@@ -42,6 +45,8 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     priority: int | None
     cache_salt: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
@@ -58,19 +63,28 @@ def make_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> pb.Gener
         given.setdefault("seed", secrets.randbits(64))
     if "draft_method" in given:
         given["method"] = _draft_method(given.pop("draft_method"))
+    chat_options = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
     request = pb.GenerateRequest(sampling_params=pb.SamplingParams(), speculative=pb.SpeculativeParams())
     parts: tuple[Message, ...] = (request.sampling_params, request.speculative, request)
     for name, value in given.items():
         _set(next(part for part in parts if name in part.DESCRIPTOR.fields_by_name), name, value)
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif isinstance(prompt, bytes):
-        raise TypeError("a prompt must be text, a conversation or token ids, not bytes")
-    elif prompt and isinstance(prompt[0], int):
-        request.tokenized.input_ids.extend(cast(Sequence[int], prompt))
-    else:
-        request.chat.messages.extend(_message(index, message) for index, message in enumerate(cast(Chat, prompt)))
+    _set_prompt(request, prompt, chat_options)
     return request
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat_options: Mapping[str, Any]) -> None:
+    if isinstance(prompt, bytes):
+        raise TypeError("a prompt must be text, a conversation or token ids, not bytes")
+    is_text = isinstance(prompt, str)
+    if not is_text and not (prompt and isinstance(prompt[0], int)):
+        request.chat.CopyFrom(make_chat(cast(Chat, prompt), **chat_options))
+        return
+    if chat_options:
+        raise TypeError(f"{min(chat_options)}: needs a conversation, not text or token ids")
+    if is_text:
+        request.text = cast(str, prompt)
+    else:
+        request.tokenized.input_ids.extend(cast(Sequence[int], prompt))
 
 
 def _set(message: Message, name: str, value: object) -> None:
@@ -87,10 +101,3 @@ def _draft_method(name: object) -> str:
     if name not in get_args(DraftMethodName):
         raise ValueError(f"draft_method: {name!r} is not one of {', '.join(get_args(DraftMethodName))}")
     return f"DRAFT_METHOD_{str(name).upper()}"
-
-
-def _message(index: int, message: Mapping[str, str]) -> pb.ChatMessage:
-    for key in ("role", "content"):
-        if not isinstance(message.get(key), str):
-            raise TypeError(f"message {index}: {key} must be a string")
-    return pb.ChatMessage(role=message["role"], content=message["content"])

@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import track
 from transformers.utils.logging import disable_progress_bar
 
+from coordinator.prompts.chat_reader import read_chat
 from coordinator.prompts.templates import ChatTemplateError
 from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, TokenizerError
+from specpool.client import make_request
 from specpool.client.prompts import PromptLine, own_prompts, read_prompt_file
 from specpool.engine.cache.spans import Span
 from specpool.engine.config.options import EngineOptions
@@ -25,6 +27,7 @@ from specpool.engine.startup.loading import load_engine
 from specpool.engine.startup.step_times import measure_step_times
 from specpool.planning.prediction import Acceptance, Memory, Model, replay_acceptance
 from specpool.planning.settings import PROGRAM, PlanSettings
+from specpool.protocol.errors import InvalidArgumentError
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.rpc.config.settings import naming
 
@@ -60,7 +63,7 @@ def measure_pair(settings: PlanSettings, console: Console) -> tuple[Model, list[
     max_batch, max_k = max(settings.batches), settings.max_num_speculative_tokens
     with (
         naming(PROGRAM, "target", UnsupportedModelError, TokenizerError, OSError),
-        naming(PROGRAM, "prompts", PromptError, ChatTemplateError, EncodingError),
+        naming(PROGRAM, "prompts", PromptError, ChatTemplateError, EncodingError, InvalidArgumentError),
     ):
         rows = powers_of_two(max_batch * (max_k + 1))
         model, answers = _measure_target(target, lines[: settings.num_prompts], settings.max_tokens, rows, console)
@@ -155,7 +158,7 @@ def _encode(engine: Engine, lines: Sequence[PromptLine], max_tokens: int) -> lis
         if isinstance(line.prompt, str):
             tokens = tokenizer.encode_text(line.prompt)
         else:
-            tokens = tokenizer.encode_chat([(message["role"], message["content"]) for message in line.prompt])
+            tokens = tokenizer.encode_chat(read_chat(make_request(line.prompt, **line.options).chat))
         if not 0 < len(tokens) <= limit:
             raise PromptError(
                 f"prompt {line.id!r} has {len(tokens)} tokens; the limit is {limit}, with {max_tokens} more to generate"

@@ -203,6 +203,7 @@ def tokenizer_response(files: TokenizerFiles) -> target_worker_pb2.GetTokenizerR
         chat_template=files.chat_template,
         special_tokens=files.special_tokens,
         eos_token_ids=files.eos_token_ids,
+        tool_chat_template=files.tool_chat_template,
     )
 
 

@@ -147,6 +147,7 @@ def read_tokenizer(response: target_worker_pb2.GetTokenizerResponse) -> Tokenize
         chat_template=response.chat_template,
         special_tokens=dict(response.special_tokens),
         eos_token_ids=tuple(response.eos_token_ids),
+        tool_chat_template=response.tool_chat_template,
     )
 
 

@@ -14,6 +14,8 @@ class TokenizerFiles:
     chat_template: str
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
+    tool_chat_template: str = ""
+    """Chat template for requests with tools. Empty if `chat_template` serves them too."""
 
     @cached_property
     def fingerprint(self) -> str:

@@ -24,7 +24,11 @@ from specpool.v1 import common_pb2, draft_worker_pb2, draft_worker_pb2_grpc, tar
 VOCAB_SIZE = 257
 EOS_TOKEN_ID = 256
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if enable_thinking is defined %}thinking: {{ enable_thinking }}\n{% endif %}"
+)
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -72,7 +72,7 @@ class GetTokenizerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTokenizerResponse(_message.Message):
-    __slots__ = ("tokenizer_json", "chat_template", "special_tokens", "eos_token_ids")
+    __slots__ = ("tokenizer_json", "chat_template", "special_tokens", "eos_token_ids", "tool_chat_template")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,8 +84,10 @@ class GetTokenizerResponse(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     tokenizer_json: bytes
     chat_template: str
     special_tokens: _containers.ScalarMap[str, str]
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    tool_chat_template: str
+    def __init__(self, tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tool_chat_template: _Optional[str] = ...) -> None: ...

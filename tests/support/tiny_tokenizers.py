@@ -41,9 +41,12 @@ def ascii_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_tokenizer(chat_template: str = CHAT_TEMPLATE, **special_tokens: str) -> TargetTokenizer:
+def make_tokenizer(
+    chat_template: str = CHAT_TEMPLATE, tool_chat_template: str = "", **special_tokens: str
+) -> TargetTokenizer:
+    tokenizer_json = BYTES.to_str().encode()
     return TargetTokenizer(
-        TokenizerFiles(BYTES.to_str().encode(), chat_template, special_tokens, eos_token_ids=(EOS_TOKEN_ID,))
+        TokenizerFiles(tokenizer_json, chat_template, special_tokens, (EOS_TOKEN_ID,), tool_chat_template)
     )
 
 

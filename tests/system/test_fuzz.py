@@ -84,8 +84,14 @@ def prompt(chance: random.Random) -> tuple[dict[str, Any], int, set[str]]:
         return {"text": ""}, 1, {"text"}
     if kind == "chat":
         role = chance.choice(["user", "assistant", ""])
-        form = {"chat": pb.ChatInput(messages=[{"role": role, "content": "abc"}])}
-        return form, MAX_MODEL_LEN - 9, set() if role else {"chat.messages"}
+        option, tool = chance.choice(["", "", "enable_thinking", "enable_thinkin"]), chance.choice(["", "", "{}", "{"])
+        options = {option: True} if option else None
+        chat = pb.ChatInput(
+            messages=[{"role": role, "content": "abc"}], chat_template_kwargs=options, tools=[tool] if tool else []
+        )
+        wrong = set() if role else {"chat.messages"}
+        wrong |= {"chat.chat_template_kwargs"} if option == "enable_thinkin" else set()
+        return {"chat": chat}, MAX_MODEL_LEN - 9, wrong | ({"chat.tools"} if tool == "{" else set())
     ids = [1] * MAX_MODEL_LEN if kind == "long" else [*ids, VOCAB]
     return {"tokenized": pb.TokenizedInput(input_ids=ids)}, 1, {"tokenized.input_ids"}
 

@@ -16,9 +16,13 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
     for config in (model.config, model.generation_config):
         eos = getattr(config, "eos_token_id", None)
         ids.update(eos if isinstance(eos, list) else [eos])
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):  # by name
+        templates = {"default": templates}
     return TokenizerFiles(
         tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
-        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else "",
+        chat_template=templates.get("default") or "",
         special_tokens={name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
         eos_token_ids=tuple(sorted(ids - {None})),
+        tool_chat_template=templates.get("tool_use") or "",
     )

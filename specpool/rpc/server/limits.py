@@ -4,7 +4,7 @@ A request is read when the limits allow it, not when it arrives. Until then gRPC
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -28,8 +28,12 @@ NEW_CLIENT_FACTOR = 2
 RETRY_AFTER_SECONDS = 1.0
 # gRPC ends a cancelled call, or one whose request is too large, within this time.
 ENDING_SECONDS = 1.0
-# Upper bound on protobuf's memory for an element of a repeated field. An empty message takes two bytes on the wire.
-MESSAGE_BYTES, SCALAR_BYTES = 64, 16
+# Upper bounds on protobuf's memory for a message and for an element of a repeated scalar field.
+MESSAGE_BYTES, SCALAR_BYTES = 128, 16
+# An empty message takes two bytes on the wire.
+MAX_GROWTH = MESSAGE_BYTES // 2
+# Maximum number of messages within a request that are looked at one by one.
+MAX_VISITED = 4096
 
 T = TypeVar("T")
 
@@ -192,17 +196,25 @@ class Calls:
 
 def memory_of(request: object, size: int) -> int:
     """Return an upper bound on the memory of a request of `size` bytes. Small elements grow when they are parsed."""
-    return size + (_elements_memory(request) if isinstance(request, Message) else 0)
-
-
-def _elements_memory(message: Message) -> int:
-    total = 0
-    for descriptor, value in message.ListFields():
-        if descriptor.is_repeated:
-            total += len(value) * (MESSAGE_BYTES if descriptor.message_type else SCALAR_BYTES)
-        elif descriptor.message_type:
-            total += _elements_memory(value)
+    total, messages = size, [request] if isinstance(request, Message) else []
+    for message in messages:  # `messages` grows
+        for descriptor, value in message.ListFields():
+            if descriptor.message_type:
+                elements = _elements(value)
+                total += MESSAGE_BYTES * len(elements)
+                if len(messages) + len(elements) > MAX_VISITED:
+                    return size + MAX_GROWTH * size
+                messages += [element for element in elements if isinstance(element, Message)]
+            elif descriptor.is_repeated:
+                total += SCALAR_BYTES * len(value)
     return total
+
+
+def _elements(value: Any) -> Collection[Any]:
+    """Return the messages of a field that holds one, several or a map."""
+    if isinstance(value, Message):
+        return [value]
+    return value.values() if isinstance(value, Mapping) else value
 
 
 def _too_many(reason: str) -> TooManyCallsError:

@@ -9,9 +9,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from coordinator.prompts import templates
-from coordinator.prompts.templates import ChatTemplate, ChatTemplateError
+from coordinator.prompts.templates import Chat, ChatTemplate, ChatTemplateError
 
-CHAT = [("system", "be brief"), ("user", "1 < 2 & 'ü'")]
+CHAT = Chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 < 2 & 'ü'"}])
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
 
 
@@ -31,9 +31,8 @@ def render(source: str, max_characters: float = math.inf, **special_tokens: str)
     ],
 )
 def test_templates_render_as_in_transformers(source: str) -> None:
-    conversation = [{"role": role, "content": content} for role, content in CHAT]
     expected, _ = render_jinja_template(
-        conversations=[conversation], chat_template=source, add_generation_prompt=True, bos_token="<s>"
+        conversations=[CHAT.messages], chat_template=source, add_generation_prompt=True, bos_token="<s>"
     )
     assert render(source, bos_token="<s>") == expected[0]
 

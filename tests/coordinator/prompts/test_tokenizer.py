@@ -10,9 +10,14 @@ from tiny_tokenizers import BYTES, make_tokenizer
 from tokenizers import Tokenizer, models
 
 from coordinator.prompts import tokenizer as module
+from coordinator.prompts.templates import Chat
 from coordinator.prompts.tokenizer import EncodingError, TargetTokenizer, TokenizerError, WorkLimits
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def test_truncation_and_padding_of_the_file_are_ignored() -> None:
@@ -25,7 +30,7 @@ def test_truncation_and_padding_of_the_file_are_ignored() -> None:
 
 def test_chat_is_rendered_with_the_template() -> None:
     tokenizer = make_tokenizer()
-    ids = tokenizer.encode_chat([("system", "be brief"), ("user", "1 < 2 & 'ü'")])
+    ids = tokenizer.encode_chat(Chat([message("system", "be brief"), message("user", "1 < 2 & 'ü'")]))
     assert BYTES.decode(ids) == "system: be brief\nuser: 1 < 2 & 'ü'\n"
     assert tokenizer.eos_token_ids == (EOS_TOKEN_ID,)
     assert tokenizer.longest_token_bytes == len("<eos>")
@@ -33,7 +38,7 @@ def test_chat_is_rendered_with_the_template() -> None:
 
 def test_template_sees_special_tokens_and_the_generation_prompt() -> None:
     template = "{{ bos_token }}{{ messages[0]['content'] }}{% if add_generation_prompt %}>{% endif %}"
-    ids = make_tokenizer(template, bos_token="<eos>").encode_chat([("user", "hi")])
+    ids = make_tokenizer(template, bos_token="<eos>").encode_chat(Chat([message("user", "hi")]))
     assert ids == [EOS_TOKEN_ID, *BYTES.encode("hi>").ids]
 
 
@@ -70,7 +75,7 @@ def test_errors_of_the_library_reject_the_prompt() -> None:
     with pytest.raises(EncodingError, match="rejects this prompt"):
         tokenizer.encode_text("b")
     with pytest.raises(EncodingError):
-        make_tokenizer("{{ '\\ud800' }}").encode_chat([("user", "hi")])
+        make_tokenizer("{{ '\\ud800' }}").encode_chat(Chat([message("user", "hi")]))
 
 
 def test_panics_of_the_library_reject_the_prompt() -> None:

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from gateway import gateway
 from pair_service import PairService, serving_pair
-from serving import free_address
+from serving import free_address, serving
 from smg.launch_router import parse_router_args
 from tiny_tokenizers import ascii_tokenizer
 
@@ -241,3 +241,18 @@ async def test_gateway_accepts_the_flags_of_the_docs() -> None:
     assert commands
     for command in commands:
         assert parse_router_args(command.replace("\\\n", " ").split()).worker_urls
+
+
+@pytest.mark.slow
+async def test_the_gateway_renders_the_coordinators_template_with_options(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content }}{% if enable_thinking is false %}!{% endif %}")
+    options = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}, "max_tokens": 1}
+    async with serving(with_draft=False, smg=True, chat_template=file) as served, gateway(served.address) as client:
+        (model,) = (await client.models.list()).data
+        for given, tokens in (({"max_tokens": 1}, 7), (options, 8)):
+            answer = await client.chat.completions.create(
+                model=model.id, messages=[{"role": "user", "content": "because"}], **given
+            )
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == tokens

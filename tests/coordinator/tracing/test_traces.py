@@ -11,7 +11,9 @@ import grpc
 import pytest
 from collector import Collector, Received, collecting
 from serving import PATIENCE_SECONDS, RecordingTarget, Serving, make_request, serving, stream
+from template_target import TemplateTarget
 
+from specpool import client
 from specpool.v1 import generation_pb2 as pb
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -188,6 +190,27 @@ async def test_prompts_and_outputs_are_recorded_only_on_request(prompts: bool) -
                 (message,) = json.loads(span.attributes["gen_ai.output.messages"])
                 assert message["parts"] == [{"type": "text", "content": response.text}]
                 assert (message["role"], message["finish_reason"]) == ("assistant", response.finish_reason)
+
+
+async def test_recorded_chats_include_tools_and_calls() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    call = {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    async with collecting() as (collector, url):
+        target = TemplateTarget("{{ tools }}{{ messages }}")
+        async with serving(target, with_draft=False, otlp_traces_endpoint=url, trace_prompts=True) as served:
+            await served.stub.Generate(client.make_request(messages, tools=[tool], max_tokens=2))
+        (request,) = requests(collector)
+        assert json.loads(request.attributes["gen_ai.tool.definitions"]) == [tool]
+        asks, told = json.loads(request.attributes["gen_ai.input.messages"])
+        assert asks["parts"] == [
+            {"type": "reasoning", "content": "hm"},
+            {"type": "tool_call", "id": "c1", "name": "f", "arguments": '{"a": 1}'},
+        ]
+        assert told["parts"] == [{"type": "tool_call_response", "id": "c1", "response": "2"}]
 
 
 async def test_samples_have_separate_phases() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from serving import Serving, free_address, serving
+from template_target import TemplateTarget
 
 from specpool.cli import main as command
 from specpool.cli.generate import GenerateSettings, generate
@@ -93,6 +94,40 @@ async def test_any_word_can_be_a_prompt(specpool: Specpool, served: Serving, pro
     status, out, err = await specpool("generate", "--address", served.address, *options, prompt)
     assert (status, err) == (0, "")
     assert json.loads(out)["token_ids"] == truth(served, f"user: {prompt}\n" if chat else prompt, 5)
+
+
+async def test_template_options_apply_to_chats(specpool: Specpool, tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a"}, chat, chat | {"chat_template_kwargs": {"x": [2]}, "tools": [{"f": 1}]}]
+    file.write_text("\n".join(json.dumps({"id": i} | line) for i, line in enumerate(lines)))
+    options = ["--max-tokens", "3", "--json", "--chat-template-kwargs", '{"x": 1}']
+    async with serving(TemplateTarget("{{ messages[0].content }}{{ x }}{{ tools }}"), with_draft=False) as served:
+        options = ["--address", served.address, *options]
+        status, out, err = await specpool("generate", *options, "--prompts", str(file))
+        assert (status, err) == (0, "")
+        tokens = [json.loads(line)["token_ids"] for line in out.splitlines()]
+        assert tokens == [truth(served, text, 3) for text in ("a", "hi1None", "hi[2][{'f': 1}]")]
+        status, out, _ = await specpool("generate", *options, "--chat", "hi")
+        assert json.loads(out)["token_ids"] == truth(served, "hi1None", 3)
+        status, _, err = await specpool("generate", *options[:-1], '{"y": 1}', "--chat", "hi")
+        assert status == 1
+        assert 'the chat template has no option "y"; its options: x' in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["{", "--chat"], "chat-template-kwargs: not JSON (Expecting property name"),
+        (["[" * 100_000, "--chat"], "chat-template-kwargs: not JSON"),
+        (["[]", "--chat"], "chat-template-kwargs: must be a JSON object"),
+        (["{}"], "chat_template_kwargs needs chat, or a file of prompts with chats"),
+    ],
+)
+async def test_invalid_template_options_are_refused(specpool: Specpool, arguments: list[str], reason: str) -> None:
+    status, out, err = await specpool("generate", "--chat-template-kwargs", *arguments, "hi")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"specpool generate: {reason}")
 
 
 async def test_waits_for_a_server_to_start(specpool: Specpool) -> None:
@@ -194,8 +229,13 @@ async def test_missing_torch_is_reported(name: str, specpool: Specpool, monkeypa
         ('{"id": 1}', "either"),
         ('{"id": 1, "prompt": "x", "messages": []}', "either"),
         ('{"id": 1, "prompt": 5}', "must be a string"),
-        ('{"id": 1, "messages": [{"role": "user"}]}', "must be a list"),
-        ('{"id": 1, "messages": [{"role": "user", "content": "x", "name": "y"}]}', "must be a list"),
+        ('{"id": 1, "messages": "hi"}', "must be a list"),
+        ('{"id": 1, "messages": [1, 2]}', "message 0 must be a dictionary"),
+        ('{"id": 1, "messages": [{"role": "user"}]}', "message 0: content must be a string"),
+        ('{"id": 1, "messages": [{"role": "user", "content": "x", "nme": "y"}]}', "message 0: unknown key 'nme'"),
+        ('{"id": 1, "messages": [], "tools": {}}', "tools: must be a list"),
+        ('{"id": 1, "messages": [], "chat_template_kwargs": []}', "chat_template_kwargs: must be a dictionary"),
+        ('{"id": 1, "prompt": "x", "tools": []}', 'unknown key "tools"'),
         ('{"id": 1, "prompt": "x", "max_tokens": 5, "seed": 1}', 'unknown key "max_tokens", "seed"'),
         ('{"id": "\\udfff", "prompt": "x"}', "surrogate"),
         ('{"id": 1, "messages": [{"role": "user", "content": "\\ud83d"}]}', "surrogate"),

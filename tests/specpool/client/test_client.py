@@ -18,7 +18,8 @@ from specpool.client import AsyncClient, Client, GenerateOptions
 from specpool.v1 import generation_pb2 as pb
 
 PROMPT = [5, 6, 7]
-OTHER_OPTIONS = {"num_speculative_tokens", "draft_method", "request_id", "priority", "cache_salt"}
+CHAT_OPTIONS = {"tools", "chat_template_kwargs"}
+OTHER_OPTIONS = {"num_speculative_tokens", "draft_method", "request_id", "priority", "cache_salt"} | CHAT_OPTIONS
 """Options other than sampling parameters."""
 
 
@@ -30,7 +31,8 @@ def test_every_protocol_field_is_an_option() -> None:
     assert set(GenerateOptions.__annotations__) == sampling | OTHER_OPTIONS
     others = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields if field.containing_oneof is None}
     speculative = {"num_speculative_tokens", "draft_method"}
-    assert others == OTHER_OPTIONS - speculative | {"sampling_params", "speculative"}
+    assert {field.name for field in pb.ChatInput.DESCRIPTOR.fields} == CHAT_OPTIONS | {"messages"}
+    assert others == OTHER_OPTIONS - CHAT_OPTIONS - speculative | {"sampling_params", "speculative"}
 
 
 def test_options_become_request_fields() -> None:
@@ -92,6 +94,8 @@ def test_invalid_prompts_are_refused(prompt: Any) -> None:
         ("logit_bias", {"a": 1}),
         ("num_speculative_tokens", -1),
         ("draft_method", "magic"),
+        ("tools", []),
+        ("chat_template_kwargs", {}),
     ],
 )
 def test_invalid_options_are_named(option: str, value: Any) -> None:

@@ -89,6 +89,7 @@ TOKENIZERS: dict[str, Callable[[Answer], Any]] = {
     "tokenizer_undecodable": returns(NOT_A_MESSAGE),
     "tokenizer_never": never,
     "template_does_not_compile": part("", chat_template="{% for message in %}{{"),
+    "tool_template_does_not_compile": part("", tool_chat_template="{% if %}"),
     "template_fails": part("", chat_template="{{ 1 // 0 }}"),
     "eos_outside_the_vocabulary": part("", eos_token_ids=[UINT32_MAX]),
 }

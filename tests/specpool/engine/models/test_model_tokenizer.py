@@ -4,12 +4,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_models import save_model
 from tiny_pair import tiny_config
 from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specpool.engine.config.options import EngineOptions
 from specpool.engine.models.loading import load_model
+from specpool.engine.models.tokenizer import tokenizer_files
+from specpool.protocol.codec import tokenizer_response
+from specpool.protocol.responses import read_tokenizer
 from specpool.protocol.tokenizer import TokenizerFiles
 from specpool.testing import CHAT_TEMPLATE, EOS_TOKEN_ID, byte_tokenizer
 
@@ -26,6 +31,24 @@ def test_a_folder_gives_its_tokenizer(tiny_pair: tuple[Path, Path]) -> None:
     assert files.special_tokens == {"eos_token": "<eos>"}
     assert files.fingerprint == draft.fingerprint
     assert len(files.fingerprint) == 64
+
+
+@pytest.mark.parametrize(
+    ("templates", "sent"),
+    [
+        ({"default": "a", "tool_use": "b", "rag": "c"}, ("a", "b")),
+        ({"tool_use": "b"}, ("", "b")),
+        ({"rag": "c"}, ("", "")),
+    ],
+)
+def test_named_templates_are_sent(
+    templates: dict[str, str], sent: tuple[str, str], tiny_pair: tuple[Path, Path]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair[0])
+    tokenizer.chat_template = templates
+    files = tokenizer_files(tokenizer, AutoModelForCausalLM.from_pretrained(tiny_pair[0]))
+    files = read_tokenizer(tokenizer_response(files))
+    assert (files.chat_template, files.tool_chat_template) == sent
 
 
 def test_padded_heads_and_further_end_tokens_keep_the_fingerprint(tmp_path: Path, tiny_pair: tuple[Path, Path]) -> None:

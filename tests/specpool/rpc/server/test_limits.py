@@ -176,12 +176,18 @@ async def test_request_memory_is_limited() -> None:
 
 
 def test_memory_of_small_elements_exceeds_their_wire_size() -> None:
+    chat = pb.ChatMessage(tool_calls=[pb.ToolCall()] * 1000)
+    options = {str(i): [None] * 10 for i in range(100)}
     for request, minimum in (
         (make_request(prompt=[7] * 1000), 16 * 1000),
-        (pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage()] * 1000)), 64 * 1000),
+        (pb.GenerateRequest(chat=pb.ChatInput(messages=[pb.ChatMessage()] * 1000)), 128 * 1000),
+        (pb.GenerateRequest(chat=pb.ChatInput(messages=[chat])), 128 * 1000),
+        (pb.GenerateRequest(chat=pb.ChatInput(chat_template_kwargs=options)), 128 * 1200),
         (pb.GenerateRequest(text="x" * 1000), 1000),
     ):
-        assert minimum <= memory_of(request, request.ByteSize()) < minimum + 4000
+        assert minimum <= memory_of(request, request.ByteSize()) < minimum + 8000
+    many = pb.GenerateRequest(chat=pb.ChatInput(messages=[chat] * 100))  # too many to look at one by one
+    assert 128 * 100_000 <= memory_of(many, many.ByteSize()) < 130 * 101_000
 
 
 @pytest.mark.parametrize("method", ["Refuse", "Fail"])
