@@ -8,7 +8,7 @@ tracing:     CPU time of the coordinator with and without traces
 overlap:     overlapping groups against alternating workers, with fakes at the speed of two GPUs
 round:       time of a real pair in models, wire and scheduling, and idle time
 start:       time from `specpool up` to the first answer, and memory of each process
-threads:     threads of the workers and how long they spin, by a demo for each choice
+threads:     threads of the workers, beside busy processes, by a demo for each choice
 
 `--of PART --help` lists the options of a part. Every part ends in one line of JSON.
 """

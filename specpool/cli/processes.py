@@ -32,7 +32,7 @@ PROBE_SECONDS = 0.2
 # A process may answer slowly while it starts.
 PROBE_TIMEOUT_SECONDS = 1.0
 _UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-# Iterations for which a waiting OpenMP thread spins: well below a millisecond.
+# Iterations for which a waiting thread of torch spins: well below a millisecond.
 SPIN_COUNT = "30000"
 
 

@@ -18,6 +18,7 @@ from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.attention import LibraryModel
 from specpool.engine.passes.forward_pass import DraftLoop, ForwardPass
 from specpool.engine.passes.fused import why_not_fusable
+from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.leader import Leader
 from specpool.engine.run.reservation import ReservedCache, footprint_of, reserve_cache
 from specpool.engine.run.runner import PassRunner
@@ -88,6 +89,8 @@ class Engine:
         """Seconds of a pass by its number of new tokens, measured at start."""
         self.seconds_per_cached = 0.0
         """Extra seconds per new token and additional cached position, measured at start."""
+        self.contention: ContentionMonitor | None = None
+        """Warns once if other processes use the cores; None: do not watch."""
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -206,13 +209,21 @@ class Engine:
         with self.realigning():
             starts = self.layout.align(spans)
         locations = [Location(self.layout.origin(span.slot), start) for span, start in zip(spans, starts, strict=True)]
+        began = time.perf_counter()
         if self.leader is None:
             logits = self._runner.run(spans, locations)
         else:
             logits = self.leader.run(self._runner, spans, locations)
+        rows = sum(len(span.token_ids) for span in spans)
         self.passes += 1
-        self.tokens += sum(len(span.token_ids) for span in spans)
+        self.tokens += rows
+        self._watch_contention(rows, time.perf_counter() - began)
         return logits
+
+    def _watch_contention(self, rows: int, seconds: float) -> None:
+        if self.contention is not None and (found := self.contention.add(rows, seconds)) is not None:
+            log.warning("%s: %s", self.loaded.name, found)
+            self.contention = None
 
     def _reserve(self, options: EngineOptions, footprint: Footprint, leader: Leader | None) -> ReservedCache:
         """Reserve the cache. In a sharded model, rank 0 caches its own heads, and every rank may limit the columns."""

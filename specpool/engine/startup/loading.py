@@ -14,6 +14,7 @@ from specpool.engine.numerics.tiles import Tiles
 from specpool.engine.passes.gpu.captured import CapturedModel
 from specpool.engine.passes.gpu.cublas import restrict_cublas
 from specpool.engine.passes.native.model import NativeModel
+from specpool.engine.run.contention import ContentionMonitor
 from specpool.engine.run.engine import Engine
 from specpool.engine.run.pass_selection import build_exact_pass
 from specpool.engine.startup.library_logits import library_logits, refuse_other_logits
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 
 OUTDATED_SHARE = 0.6
 """Measure again if a pass takes less than this share of its stored time: the machine was busy then."""
+
+FREE_CORES = "keep some cores free for this worker"
+# Compiled passes share their work among the threads that have a core.
+ONE_THREAD = "try --threads 1: threads of torch wait for each other in every operation"
 
 
 def load_engine(
@@ -55,6 +60,9 @@ def load_engine(
     if isinstance(captured, CapturedModel) and captured.capture is None:
         engine.notes.append("runs slowly: CUDA graph capture failed, so its kernels run eagerly")
     _log_notes(engine)
+    if engine.facts.device.type == "cpu":
+        waits = not isinstance(engine.forward_pass, NativeModel) and torch.get_num_threads() > 1
+        engine.contention = ContentionMonitor(engine.step_seconds, ONE_THREAD if waits else FREE_CORES)
     info = engine.info()
     log.info("ready: %s", info.summary)
     log.debug("ready: %s", info)

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -26,8 +25,8 @@ from specpool.engine.passes.native.library_cache import (
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("decoder.c")
-HEADERS = ("gemm.h", "panels.h", "vectors.h")
-FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+HEADERS = ("gemm.h", "panels.h", "pool.h", "rows.h", "vectors.h")
+FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-pthread", "-fPIC", "-shared", "-Wno-psabi")
 NATIVE = {"x86_64": "-march=native"}
 """Flags that select this machine's processor; -mcpu=native on machines that are not listed."""
 LIBRARY = "decoder.so"
@@ -103,7 +102,7 @@ def _cache_entry(command: Command, sources: Sources) -> Path | None:
         answer = subprocess.run(query, check=True, capture_output=True, env=environment, timeout=QUERY_SECONDS).stderr
         answer = answer.replace(os.getcwdb(), b".")  # clang prints it
         folder = Path(os.path.realpath(candidate_folders()[0])) / CACHE_FOLDER
-        inputs = (command, sources, _openmp(), *map(os.environ.get, HEADER_PATHS), answer)
+        inputs = (command, sources, *map(os.environ.get, HEADER_PATHS), answer)
     except (OSError, subprocess.SubprocessError):
         return None
     if b"cc1" not in answer:  # the actual compiler of both gcc and clang
@@ -117,7 +116,7 @@ def _build(command: Command, sources: Sources, folder: Path) -> Path:
     for name, text in sources:
         (folder / name).write_text(text)
     subprocess.run(
-        [*command, str(file), "-o", str(partial), *_openmp(), "-lm"],
+        [*command, str(file), "-o", str(partial), "-lm"],
         check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS,
     )  # fmt: skip
     partial.chmod(0o700)  # regardless of the umask
@@ -131,9 +130,3 @@ def _load(file: Path) -> ctypes.CDLL:
     library.digest = hashlib.sha256(file.read_bytes()).hexdigest()
     loaded: ctypes.CDLL = library
     return loaded
-
-
-def _openmp() -> list[str]:
-    """Link the OpenMP library that torch has loaded: a second one would start threads that compete with torch's."""
-    loaded = re.findall(r"/.*/libgomp.*", Path("/proc/self/maps").read_text())
-    return ["-Wl,--as-needed", loaded[0]] if loaded else []

@@ -2,9 +2,7 @@
    all code paths give the same bits. */
 
 #include "panels.h"
-
-extern int omp_get_num_threads(void);
-extern int omp_get_thread_num(void);
+#include "pool.h"
 
 /* Compute TILE rows of a panel together, as many as fit into registers. For a single row, compute ABREAST panels
    together to hide latency. */
@@ -228,22 +226,21 @@ static INLINE int quantized_panels(int kind, const Panel *panels, int count, con
     }
 KINDS(OF_KIND)
 
-/* out [rows, outputs] = W x + b, for x [rows, inputs]. Compiled once: probes run the same code as a pass. */
-static ONE_COPY void gemm(const Linear *linear, int64_t rows, const float *x, float *out) {
-    if (rows == 0) return;
-    int64_t panels = linear->outputs / PANEL, threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    for (int64_t next = panels * thread / threads, end = panels * (thread + 1) / threads; next < end;) {
+/* Panels of out [rows, outputs] = W x + b, for x [rows, inputs]. Compiled once: probes run the same code as a pass. */
+static ONE_COPY void gemm(const Stage *stage, int64_t next, int64_t end) {
+    const Linear *linear = stage->item;
+    while (next < end) {
         const Panel *first = linear->panels + next;
         const float *bias = linear->bias ? linear->bias + next * PANEL : 0;
+        float *out = stage->out + next * PANEL;
         int count = 1;
         while (count < ABREAST && next + count < end && first[count].kind == first->kind) count++;
         switch (first->kind) {
-#define WITH_KIND(kind) case kind: next += panels_##kind(first, count, linear, rows, x, bias, out + next * PANEL); break;
+#define WITH_KIND(kind) case kind: next += panels_##kind(first, count, linear, stage->rows, stage->x, bias, out); break;
             KINDS(WITH_KIND)
         default: __builtin_trap(); /* not compiled */
         }
     }
-#pragma omp barrier
 }
 
 /* The weights of one output, [inputs]. */

@@ -1,6 +1,7 @@
 """The compiled pass is batch-invariant on any processor and number of threads. Without it, torch takes over."""
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -73,6 +74,46 @@ def test_thread_counts_change_no_bit(tiny_pair: Pair, dtype: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(logits[0], others) for others in logits[1:])
+
+
+LATE = {
+    "before they claim work": ("if (!__atomic_compare_exchange_n(", "if (thread_number) usleep(20 * (left % 7)); "),
+    "while they hold work": ("stage->work(stage, units - left", "if (thread_number) usleep(20 * (left % 7)); "),
+    "before they start a stage": ("end_stage(stage);\n    start_stage", "if (thread_number) usleep(20); "),
+}
+
+
+@pytest.mark.parametrize("when", [pytest.param(when, marks=pytest.mark.slow) for when in LATE])
+def test_threads_that_lose_their_core_change_no_bit(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
+) -> None:
+    tokens = random_tokens(120)
+    expected = decode_alone(load_engine(tiny_pair[0]), tokens)
+    for name in (compiler.SOURCE.name, *compiler.HEADERS):
+        (tmp_path / name).write_text(compiler.SOURCE.with_name(name).read_text())
+    place, delay = LATE[when]
+    source = (tmp_path / "pool.h").read_text()
+    assert source.count(place) == 1
+    (tmp_path / "pool.h").write_text(source.replace(place, delay + place))
+    monkeypatch.setattr(compiler, "SOURCE", tmp_path / compiler.SOURCE.name)
+    late = load_engine(tiny_pair[0])
+    before = torch.get_num_threads()
+    try:
+        for threads in (4, 2, 1, 4):
+            torch.set_num_threads(threads)
+            assert torch.equal(decode_alone(late, tokens), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_models_that_run_at_the_same_time_share_the_threads(tiny_pair: Pair) -> None:
+    """They have one library, and the pass that comes second runs on its own thread."""
+    engines, tokens = [load_engine(tiny_pair[0]) for _ in range(2)], random_tokens(100)
+    expected = decode_alone(engines[0], tokens)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            for logits in pool.map(decode_alone, engines, [tokens, tokens]):
+                assert torch.equal(logits, expected)
 
 
 @each_dtype

@@ -385,7 +385,7 @@ def _backwards(rows: int) -> dict[str, str]:
 NATIVE_MUTANTS = {
     **{f"{rows} rows backwards": (_backwards(rows), False) for rows in (1, 2, 3)},
     "threads beyond the first scale otherwise": (
-        {TERM: "sums[r][p] += w * (x[r * inputs + k] * (omp_get_thread_num() ? 1.0000001f : 1.0f));"},
+        {TERM: "sums[r][p] += w * (x[r * inputs + k] * (thread_number ? 1.0000001f : 1.0f));"},
         None,
     ),
     **{
